@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each vLLM request's time to first token went: read the package in this order.
+
+words    stages  names  clock  settings  guard     what everything is called, and who may fail
+shape    record                                    the only thing that crosses a process boundary
+hot      recorder  handoff                         runs inside vLLM and the router, microseconds
+pure     breakdown  timing                         marks -> stages that add up; Server-Timing text
+vLLM     hooks/                                    the only folder that knows vLLM and torch
+spans    exporter/                                 a process of its own: records -> OTLP
+clients  router/  report/  bench/                  before, behind and around the servers
+doors    plugin  cli  doctor  testing              what people call
+lab/     tiny models, local servers, injected delays: for demo, tests and benchmarks
+"""
+
+__version__ = "0.1.0"

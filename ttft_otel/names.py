@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Span, attribute, metric, header and environment names; every other file takes them from here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import stages
+
+SCOPE: Final = "ttft_otel"  # instrumentation scope of every span of ours
+
+# Spans. A stage span is named after its stage.
+TTFT: Final = "ttft"
+ENCODE: Final = "encode"
+SIBLING: Final = "ttft.sibling"
+
+# Span attributes, own namespace. Integers only: doubles break TraceQL comparisons.
+STAGE: Final = "ttft.stage"
+PART: Final = "ttft.part"
+LEG: Final = "ttft.leg"
+ROLE: Final = "ttft.role"
+OUTERMOST: Final = "ttft.outermost"
+TOTAL_US: Final = "ttft.total_us"
+UNATTRIBUTED_US: Final = "ttft.unattributed_us"
+CLAMPED_US: Final = "ttft.clamped_us"
+STREAMING: Final = "ttft.streaming"
+DIED_IN: Final = "ttft.died_in"
+TRUNCATED: Final = "ttft.truncated"
+RANK: Final = "ttft.rank"
+REQUEST_ID: Final = "ttft.request_id"
+CLIENT_TTFT_US: Final = "ttft.client_us"
+CACHED_TOKENS: Final = "ttft.cached_tokens"
+PREEMPTIONS: Final = "ttft.preemptions"
+RECOMPUTED_TOKENS: Final = "ttft.recomputed_tokens"
+CHUNKS: Final = "ttft.prefill.chunks"
+OWN_TOKENS: Final = "ttft.prefill.own_tokens"
+STEP_TOKENS: Final = "ttft.prefill.step_tokens"
+OWN_ITEMS: Final = "ttft.encoder.own_items"
+STEP_ITEMS: Final = "ttft.encoder.step_items"
+CACHED_ITEMS: Final = "ttft.encoder.cached_items"
+ATTEMPT: Final = "ttft.attempt"
+
+# Span attributes, OpenTelemetry semantic conventions.
+OPERATION: Final = "gen_ai.operation.name"
+PROVIDER: Final = "gen_ai.provider.name"
+MODEL: Final = "gen_ai.request.model"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds, double, by convention
+STREAM: Final = "gen_ai.request.stream"
+ERROR_TYPE: Final = "error.type"
+HTTP_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_STATUS: Final = "http.response.status_code"
+URL_PATH: Final = "url.path"
+URL_SCHEME: Final = "url.scheme"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+PROVIDER_VLLM: Final = "vllm"
+
+# Headers.
+ASK: Final = "x-ttft-timing"  # "1": put the breakdown into Server-Timing
+LEG_HEADER: Final = "x-ttft-leg"  # a router names the leg's role
+TIMING: Final = "server-timing"
+REQUEST_HEADER: Final = "x-request-id"
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+
+# The key under which the engine's marks ride in vLLM's own trace_headers.
+CARRIER: Final = "ttft-otel"
+
+# Server-Timing entries that are not stages.
+TIMING_TTFT: Final = "ttft"
+TIMING_REST: Final = "rest"  # first token -> response, for an answer that is not streamed
+
+# Prometheus metrics on vLLM's existing /metrics and on the router's.
+METRIC_RECORDS: Final = "ttft_otel_records"
+METRIC_DROPPED: Final = "ttft_otel_dropped"
+METRIC_ERRORS: Final = "ttft_otel_hook_errors"
+
+# Environment.
+ENV_ON: Final = "TTFT_OTEL"
+ENV_QUEUE: Final = "TTFT_OTEL_QUEUE_BYTES"
+ENV_TRUST: Final = "TTFT_OTEL_TRUST_SAMPLED"
+ENV_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+ENV_TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+ENV_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
+ENV_TRACES_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+ENV_SERVICE: Final = "OTEL_SERVICE_NAME"
+ENV_SAMPLER: Final = "OTEL_TRACES_SAMPLER"
+ENV_SAMPLER_ARG: Final = "OTEL_TRACES_SAMPLER_ARG"
+
+
+def stage_us(stage: str) -> str:
+    """Name the integer microsecond attribute of a stage: `prefill.queue` -> `ttft.prefill.queue_us`."""
+    return UNATTRIBUTED_US if stage == stages.UNATTRIBUTED else f"ttft.{stage}_us"
+
+
+def stage_of(attribute: str) -> str | None:
+    """Give the stage back from `ttft.<stage>_us`; None when the attribute is no stage's."""
+    if not (attribute.startswith("ttft.") and attribute.endswith("_us")):
+        return None
+    stage = attribute.removeprefix("ttft.").removesuffix("_us")
+    return stage if stages.known(stage) else None

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-Timing text: a server writes its breakdown into the response, the router reads it back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ttft_otel import names, stages
+
+LIMIT: Final = 8192  # longer headers are refused, not read
+_ENTRY: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*;\s*dur\s*=\s*\"?(\d{1,12}(?:\.\d+)?)\"?")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One server's breakdown in microseconds: stages, remainder, their sum, and what came after."""
+
+    stages: dict[str, int] = field(default_factory=dict)
+    unattributed: int = 0
+    ttft: int = 0
+    rest: int | None = None
+
+
+def write(
+    parts: Mapping[str, int], unattributed: int, ttft: int, rest: int | None = None
+) -> str:
+    """Write `prefill.queue;dur=1.234, ..., unattributed;dur=0.000, ttft;dur=5.000[, rest;dur=..]`."""
+    entries = [_entry(name, value) for name, value in parts.items()]
+    entries.append(_entry(stages.UNATTRIBUTED, unattributed))
+    entries.append(_entry(names.TIMING_TTFT, ttft))
+    if rest is not None:
+        entries.append(_entry(names.TIMING_REST, rest))
+    return ", ".join(entries)
+
+
+def read(text: str) -> Timing | None:
+    """Read a header written by `write`, other people's entries skipped; None when it does not close.
+
+    Milliseconds with three decimals come back as the same microseconds.
+    """
+    if not text or len(text) > LIMIT:
+        return None
+    found = {name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)}
+    ttft = found.pop(names.TIMING_TTFT, None)
+    rest = found.pop(names.TIMING_REST, None)
+    unattributed = found.pop(stages.UNATTRIBUTED, 0)
+    parts = {name: value for name, value in found.items() if stages.known(name)}
+    if ttft is None or sum(parts.values()) + unattributed != ttft:
+        return None
+    return Timing(parts, unattributed, ttft, rest)
+
+
+def _entry(name: str, value: int) -> str:
+    return f"{name};dur={value // 1000}.{value % 1000:03d}"
