@@ -15,11 +15,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING
 
 from ttft_otel.lab import processes
 from ttft_otel.lab.models import cache_root
 from ttft_otel.lab.recipes import Command
+
+if TYPE_CHECKING:
+    from typing import Self
 
 # Called about once a second while waiting: server name, seconds so far, last line of its log.
 Progress = Callable[[str, float, str], None]
