@@ -31,7 +31,7 @@ PAUSE: Final = 5.0  # seconds between two starts; doubled while exporters keep d
 PAUSE_MOST: Final = 300.0
 HEALTHY: Final = 60.0  # an exporter that lived this long resets the pause
 
-# The exporter's own counters, in a page shared with the host (spans: exported, failed; else records).
+# The exporter's counters, in a page shared with its host (exported, failed: spans; else records).
 SHARED: Final = ("received", "foreign", "overflowed", "exported", "failed")
 LAYOUT: Final = struct.Struct(f"={len(SHARED)}Q")
 
@@ -102,7 +102,7 @@ class Sender:
         return here | dict(zip(SHARED, self._shared(), strict=True))
 
     def after_fork(self) -> None:
-        """In a forked child: let go of the parent's ends, or the exporter never sees end of file."""
+        """In a forked child: let go of the parent's ends, else the exporter sees no end of file."""
         for end in self._ends:
             end.close()
         if self._starter is not None:

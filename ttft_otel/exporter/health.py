@@ -23,7 +23,7 @@ _LOSSES: Final = ("foreign", "overflowed", "failed")
 class Health:
     """Counters of one exporter; they go on from where a predecessor of the same host stopped.
 
-    Only one thread counts each name: the reader `received` and `overflowed`, the shipper the others.
+    One thread per name: the reader counts `received` and `overflowed`, the shipper the others.
     """
 
     def __init__(self, page: int = -1) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a span is from: OTel resources per service name; main.py asks, spans.py puts them on spans."""
+"""Who a span is from: one OTel resource per service name; main.py asks, spans.py uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Resources:
     """One resource per service name, bounded; what the operator's OTEL_* variables say wins."""
 
     def __init__(self, pid: int) -> None:
-        own = {
+        own: dict[str, str | int] = {
             SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{pid}",
             PROCESS_PID: pid,
             DISTRO_NAME: "ttft-otel",

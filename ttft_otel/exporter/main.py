@@ -27,7 +27,7 @@ from ttft_otel.settings import read
 log = logging.getLogger("ttft_otel")
 
 GATHER: Final = 1.0  # seconds until a batch that is not full goes
-RECORDS: Final = 32  # of one batch; about 16 spans each
+RECORDS: Final = 64  # taken at once; about 16 spans each
 DRAIN: Final = 4.5  # seconds from end of file to exit, at most
 
 

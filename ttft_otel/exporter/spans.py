@@ -173,7 +173,7 @@ def _totals(ttft: Ttft) -> Attributes:
 
 
 def _outcome(http: Server | Call) -> Attributes:
-    """Status code, and `error.type` by the HTTP conventions: servers fail from 500, clients from 400."""
+    """Status code and, as HTTP's conventions have it, `error.type`: from 500, for clients from 400."""
     found: Attributes = {}
     if http.status:
         found[names.HTTP_STATUS] = http.status
