@@ -224,3 +224,20 @@ def _merge(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
         kept.append((label, at, at + length))
         at += length
     return kept
+
+
+def where(marks: Marks) -> str:
+    """The stage in which a request without a first token was; "" when a lost mark hides it."""
+    if not marks.render:
+        return "receive"
+    if not marks.assign:
+        return "preprocess"
+    if not marks.added:
+        return ""
+    if not marks.scheduled:
+        return "prefill.queue"
+    if not marks.steps:
+        return "dispatch"
+    if marks.encode_only:
+        return "encoder.compute" if not marks.entered else "output"
+    return "output" if marks.steps[-1].sampled else "prefill.compute"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from typing import Final
@@ -39,3 +40,9 @@ def boot() -> int:
             return zlib.crc32(file.read().strip())
     except OSError:
         return 0
+
+
+@functools.lru_cache(maxsize=1)
+def boot_once() -> int:
+    """boot(), read once: a boot does not change under a process, its fork children included."""
+    return boot()

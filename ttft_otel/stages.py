@@ -31,15 +31,23 @@ class Stage:
 
 STAGES: Final[tuple[Stage, ...]] = (
     Stage("receive", "host", "api", _ALL, 1, "Reading the body, JSON, validation."),
-    Stage("preprocess", "work", "api", _ALL, 2, "Template, media, tokenizer, multimodal processor."),
+    Stage(
+        "preprocess", "work", "api", _ALL, 2, "Template, media, tokenizer, multimodal processor."
+    ),
     Stage("ipc", "move", "api+core", _ALL, 3, "From the API server into the engine core's input."),
     Stage("encoder.queue", "wait", "core", _ALL, 4, "Waiting for the step that encodes an item."),
-    Stage("prefill.queue", "wait", "core", _ALL, 5, "Waiting for the step that takes a first chunk."),
-    Stage("kv.transfer", "move", "core+worker", ("prefill", "decode"), 6, "KV blocks on their way."),
+    Stage(
+        "prefill.queue", "wait", "core", _ALL, 5, "Waiting for the step that takes a first chunk."
+    ),
+    Stage(
+        "kv.transfer", "move", "core+worker", ("prefill", "decode"), 6, "KV blocks on their way."
+    ),
     Stage("dispatch", "host", "core+worker", _ALL, 7, "Scheduling tail, RPC, input preparation."),
     Stage("ec.transfer", "move", "core+worker", _ALL, 8, "Encoder-cache save, wait and load."),
     Stage("encoder.compute", "work", "worker", _ALL, 9, "The encoder's run, whole batch."),
-    Stage("prefill.compute", "work", "worker", _TEXT, 10, "Forward passes over this prompt's chunks."),
+    Stage(
+        "prefill.compute", "work", "worker", _TEXT, 10, "Forward passes over this prompt's chunks."
+    ),
     Stage("prefill.stall", "wait", "worker", _TEXT, 11, "Between chunks: other steps, preemption."),
     Stage("sample", "work", "worker", _TEXT, 12, "Logits and sampler of the last chunk."),
     Stage("output", "move", "worker+core+api", _ALL, 13, "First token's way back, detokenized."),

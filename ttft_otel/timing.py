@@ -11,7 +11,9 @@ from typing import Final
 from ttft_otel import names, stages
 
 LIMIT: Final = 8192  # longer headers are refused, not read
-_ENTRY: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*;\s*dur\s*=\s*\"?(\d{1,12}(?:\.\d+)?)\"?")
+_ENTRY: Final = re.compile(
+    r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*;\s*dur\s*=\s*\"?(\d{1,12}(?:\.\d+)?)\"?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,7 @@ class Timing:
     rest: int | None = None
 
 
-def write(
-    parts: Mapping[str, int], unattributed: int, ttft: int, rest: int | None = None
-) -> str:
+def write(parts: Mapping[str, int], unattributed: int, ttft: int, rest: int | None = None) -> str:
     """Write `prefill.queue;dur=1.234, ..., unattributed;dur=0.000, ttft;dur=5.000[, rest;dur=..]`."""
     entries = [_entry(name, value) for name, value in parts.items()]
     entries.append(_entry(stages.UNATTRIBUTED, unattributed))

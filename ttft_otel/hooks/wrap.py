@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only patching code: install the ledger's targets as their modules are imported, and take them out.
+
+plugin.py calls `install`; the hook files say what happens before and after each host call. A process
+pays only for the modules it imports itself: nothing of vLLM is imported from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, TypeAlias
+
+from ttft_otel import guard
+from ttft_otel.hooks.targets import TARGETS, Place, Target
+
+Call: TypeAlias = Callable[..., Any]
+Ready: TypeAlias = "list[Any] | dict[Any, Any] | tuple[int, ...]"
+ALWAYS: Final[tuple[int, ...]] = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What we do around one host call.
+
+    before(*args) -> token, after(token, result, *args); either may be absent. When `ready` (a
+    container shared with the hook's file) is empty the host's call is all that happens.
+    """
+
+    before: Call | None = None
+    after: Call | None = None
+    ready: Ready = ALWAYS
+    arrives: bool = False  # runs at the end also when the host raised (result None)
+    replace: Call | None = None  # frontend.app only: what the caller gets instead of the result
+
+
+@dataclass(slots=True)
+class Patch:
+    """One installed wrapper: where it sits, what was there, and whether it is in place."""
+
+    target: Target
+    owner: Any
+    name: str
+    original: Any
+    wrapper: Any
+    hook: Hook
+
+
+installed: dict[str, list[Patch]] = {}
+missing: dict[str, str] = {}  # target -> what was not found
+off: set[str] = set()
+
+
+def active(target: str) -> bool:
+    """Whether a target is patched in this process and not switched off."""
+    return target in installed and target not in off
+
+
+def install(hooks: dict[str, Hook]) -> None:
+    """Patch what is imported already, and the rest as it is imported. Idempotent."""
+    waiting: dict[str, list[tuple[Target, Place, Hook]]] = {}
+    for target in TARGETS:
+        hook = hooks.get(target.name)
+        if hook is None:
+            continue
+        for place in target.places:
+            waiting.setdefault(place.module, []).append((target, place, hook))
+    for module in list(waiting):
+        loaded = sys.modules.get(module)
+        if loaded is not None and getattr(loaded, "__spec__", None) is not None:
+            _patch(loaded, waiting.pop(module))
+    if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(waiting))
+
+
+def _patch(module: ModuleType, entries: Iterable[tuple[Target, Place, Hook]]) -> None:
+    for target, place, hook in entries:
+        with guard.Guard(f"install {target.name}"):
+            _one(module, target, place, hook)
+
+
+def _one(module: ModuleType, target: Target, place: Place, hook: Hook) -> None:
+    owner: Any = module
+    *outer, name = place.name.split(".")
+    for part in outer:
+        owner = getattr(owner, part, None)
+    raw = inspect.getattr_static(owner, name, None) if owner is not None else None
+    if raw is None or (outer and name not in vars(owner)):
+        _miss(target, f"{place.module}:{place.name}")
+        return
+    call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    lost = [word for word in target.reads if word not in inspect.signature(call).parameters]
+    if lost:
+        _miss(target, f"{place.module}:{place.name}({', '.join(lost)})")
+        return
+    put(target, owner, name, hook)
+
+
+def _miss(target: Target, what: str) -> None:
+    if target.name not in installed:
+        missing[target.name] = what
+
+
+def put(target: Target, owner: Any, name: str, hook: Hook) -> None:
+    """Patch one attribute of `owner` once; keeps static and class methods what they are."""
+    raw = inspect.getattr_static(owner, name)
+    call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    if hasattr(call, "__ttft_otel__"):
+        return
+    patch = Patch(target, owner, name, raw, _again(raw, _wrap(target.name, call, hook)), hook)
+    setattr(owner, name, patch.wrapper)
+    installed.setdefault(target.name, []).append(patch)
+    missing.pop(target.name, None)
+
+
+def _again(raw: Any, wrapper: Call) -> Any:
+    return type(raw)(wrapper) if isinstance(raw, (staticmethod, classmethod)) else wrapper
+
+
+def _wrap(place: str, original: Call, hook: Hook) -> Call:
+    """Build the wrapper: 0.1 us when `ready` is empty; the host's call is never inside our try."""
+    before = guard.silent(place, hook.before or _nothing)
+    after = guard.silent(place, hook.after or _nothing)
+    ready = hook.ready
+
+    if hook.replace is not None:
+        replace = guard.silent(place, hook.replace)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            return replace(result) or result
+
+    elif inspect.iscoroutinefunction(original):
+
+        @functools.wraps(original)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not ready:
+                return await original(*args, **kwargs)
+            token = before(*args, **kwargs)
+            result = await original(*args, **kwargs)
+            after(token, result, *args, **kwargs)
+            return result
+
+    elif hook.arrives:
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not ready:
+                return original(*args, **kwargs)
+            token = before(*args, **kwargs)
+            result = None
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                after(token, result, *args, **kwargs)
+            return result
+
+    elif hook.before is None:
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if ready:
+                after(None, result, *args, **kwargs)
+            return result
+
+    else:
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not ready:
+                return original(*args, **kwargs)
+            token = before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            after(token, result, *args, **kwargs)
+            return result
+
+    wrapper.__dict__["__ttft_otel__"] = place
+    return wrapper
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def switch(names: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
+    """Test-only: take the named targets out, make the hooks of others raise; all else back in place."""
+    off.clear()
+    off.update(names)
+    broken = set(fail)
+    for name, patches in installed.items():
+        for patch in patches:
+            value = patch.original if name in off else patch.wrapper
+            if name in broken:
+                raw = patch.original
+                call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+                hook = Hook(_fail, _fail, ALWAYS, patch.hook.arrives)
+                value = _again(raw, _wrap(name, call, hook))
+            setattr(patch.owner, patch.name, value)
+
+
+def _fail(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("hook made to fail by a test")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the ordinary finders find a module, and patches it right after its body has run."""
+
+    def __init__(self, waiting: dict[str, list[tuple[Target, Place, Hook]]]) -> None:
+        self.waiting = waiting
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        entries = self.waiting.pop(fullname, None)
+        if entries is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        loader = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            _patch(module, entries)
+
+        # On the loader instance: it serves this module alone, and keeps its type.
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

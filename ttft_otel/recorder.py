@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HOT: one Trip per HTTP request in the API server; collects marks and hands their Record off.
+
+asgi.py begins and ends it, hooks/frontend.py marks it; what comes out is a Record's bytes on their way
+to the exporter, and the text of the Server-Timing header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from ttft_otel import breakdown, carrier, clock, context, meter, names, stages, timing
+from ttft_otel.record import VERSION, Attributes, Piece, Record, Server, Ttft, encode
+from ttft_otel.settings import Settings
+
+AWAITING_LIMIT: Final = 16384
+PARTS_LIMIT: Final = 64
+OPERATIONS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+}
+_WANTED: Final = frozenset(
+    name.encode()
+    for name in (
+        names.TRACEPARENT,
+        names.TRACESTATE,
+        names.ASK,
+        names.LEG_HEADER,
+        names.REQUEST_HEADER,
+    )
+)
+
+
+class Sends(Protocol):
+    """What takes a record's bytes: handoff.Sender, or a test's list."""
+
+    def send(self, data: bytes) -> bool:
+        """Take them or drop them, at once."""
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who this server is; filled from vLLM's configuration at the first request."""
+
+    role: str = ""
+    model: str = ""
+
+
+class Engine:
+    """One engine request of a trip."""
+
+    __slots__ = ("assign", "marks", "output", "received")
+
+    def __init__(self, assign: int) -> None:
+        self.assign = assign
+        self.marks = ""
+        self.received = 0
+        self.output = 0
+
+
+class Trip:
+    """What is known about one HTTP request so far; times in microseconds."""
+
+    __slots__ = (
+        "arrive", "asked", "assigned", "attributes", "context", "counts", "cut", "died", "end",
+        "engines", "error", "first", "leg", "method", "parts", "path", "render", "request_id",
+        "route", "scheme", "status", "streamed", "told", "ttft_id",
+    )  # fmt: skip
+
+    def __init__(self, arrive: int, found: context.Context, asked: bool) -> None:
+        self.arrive = arrive
+        self.context = found
+        self.asked = asked
+        self.assigned: dict[str, int] = {}
+        self.attributes: Attributes = {}
+        self.counts: dict[str, int] = {}
+        self.cut: breakdown.Breakdown | None = None
+        self.died = ""
+        self.end = 0
+        self.engines: dict[str, Engine] = {}
+        self.error = ""
+        self.first: Engine | None = None
+        self.leg = ""
+        self.method = ""
+        self.parts: list[tuple[str, int, int]] = []
+        self.path = ""
+        self.render = 0
+        self.request_id = ""
+        self.route = ""
+        self.scheme = ""
+        self.status = 0
+        self.streamed = False
+        self.told = False
+        self.ttft_id = context.new_id()
+
+
+current: ContextVar[Trip | None] = ContextVar("ttft_otel_trip", default=None)
+awaiting: dict[str, Trip] = {}  # engine request id -> trip without that request's first output
+identity = Identity()
+
+
+def begin(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> Trip | None:
+    """Start a trip; None when it is neither sampled nor asked for (the sampler decides here)."""
+    arrive = clock.now()
+    found = {name: value.decode("latin-1") for name, value in headers if name in _WANTED}
+    asked = found.get(b"x-ttft-timing") == "1"
+    where = context.start(found.get(b"traceparent", ""), found.get(b"tracestate", ""), settings)
+    if not (asked or where.sampled):
+        return None
+    trip = Trip(arrive, where, asked)
+    trip.leg = found.get(b"x-ttft-leg", "")
+    trip.request_id = found.get(b"x-request-id", "")[:256]
+    return trip
+
+
+def register(trip: Trip, engine_id: str) -> None:
+    """An engine request of this trip leaves for the engine (n > 1: `<index>_<parent>`)."""
+    assign = trip.assigned.get(engine_id) or trip.assigned.get(engine_id.partition("_")[2], 0)
+    trip.engines[engine_id] = Engine(assign)
+    if len(awaiting) >= AWAITING_LIMIT:
+        del awaiting[next(iter(awaiting))]
+        meter.dropped("awaiting")
+    awaiting[engine_id] = trip
+
+
+def arrived(engine_id: str, marks: str, received: int, now: int) -> None:
+    """An engine request's first output has been processed."""
+    trip = awaiting.pop(engine_id, None)
+    if trip is None:
+        return
+    engine = trip.engines[engine_id]
+    engine.marks, engine.received, engine.output = marks, received, now
+    if trip.first is None:
+        trip.first = engine
+
+
+def role(trip: Trip) -> str:
+    """Configuration first; the router's header where that cannot tell."""
+    if identity.role and not (identity.role == "mono" and trip.leg in stages.ROLES):
+        return identity.role
+    return trip.leg if trip.leg in stages.ROLES else "mono"
+
+
+def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
+    """The trip's marks as breakdown.partition takes them; also fills trip.counts."""
+    engine = trip.first or next(iter(trip.engines.values()), None)
+    marks = breakdown.Marks(trip.arrive, trip.render)
+    marks.encode_only = role(trip) == "encode"
+    if engine is None:
+        marks.assign = next(iter(trip.assigned.values()), 0)
+        return marks
+    marks.assign = engine.assign
+    marks.output = engine.output
+    marks.received = engine.received
+    marks.egress = egress
+    trip.counts = carrier.unfold(engine.marks, marks) or {}
+    return marks
+
+
+def close(trip: Trip, egress: int) -> breakdown.Breakdown:
+    """The first token is out: cut the way to it. `egress` 0 when the TTFT ends with `output`."""
+    marks = marks_of(trip, egress)
+    trip.cut = breakdown.partition(marks)
+    _parts(trip, marks)
+    return trip.cut
+
+
+def fail(trip: Trip, end: int, marks: str = "") -> breakdown.Breakdown:
+    """It ended without a first token; `marks` is what the engine core still knew of it."""
+    engine = next(iter(trip.engines.values()), None)
+    if engine is not None and not engine.marks:
+        engine.marks = marks
+    found = marks_of(trip, 0)
+    trip.died = breakdown.where(found)
+    trip.cut = breakdown.partition(found, end, trip.died)
+    _parts(trip, found)
+    return trip.cut
+
+
+def _parts(trip: Trip, marks: breakdown.Marks) -> None:
+    sampled = marks.steps[-1].sampled if marks.steps else 0
+    for name, start, end in (
+        ("collect", sampled, marks.entered),
+        ("transport", marks.entered, marks.received),
+        ("detokenize", marks.received, marks.output),
+    ):
+        if start and end > start and not marks.foreign:
+            trip.parts.append((name, start, end))
+
+
+def header(trip: Trip, now: int) -> str:
+    """Server-Timing of a closed trip; `rest` is what came after the first token of a plain answer."""
+    cut = trip.cut
+    if cut is None:
+        return ""
+    rest = None if trip.streamed else now - cut.end
+    return timing.write(cut.stages, cut.unattributed, cut.end - cut.start, rest)
+
+
+def hand(trip: Trip, sender: Sends, *, server: bool) -> None:
+    """Send what is known: the ttft half once, the server half when the response has ended."""
+    if not trip.context.sampled or (trip.cut is None and not server):
+        return
+    ttft = None if trip.told or trip.cut is None else _ttft(trip, trip.cut)
+    trip.told = trip.told or ttft is not None
+    kind = role(trip)
+    record = Record(
+        version=VERSION,
+        trace_id=trip.context.trace_id,
+        span_id=trip.context.span_id,
+        parent_id=trip.context.parent_id,
+        flags=trip.context.flags,
+        state=trip.context.state,
+        start_ns=clock.wall_ns(trip.arrive),
+        role=kind,
+        outermost=not trip.leg,
+        service=stages.SERVICES.get(kind, "vllm"),  # type: ignore[call-overload]
+        request_id=trip.request_id,
+        rank=trip.counts.get("rank", -1),
+        attributes=_identity(trip),
+        ttft=ttft,
+        server=_server(trip) if server else None,
+    )
+    if sender.send(encode(record)):
+        meter.sent()
+    else:
+        meter.dropped("handoff")
+
+
+def forget(trip: Trip) -> None:
+    """Nothing of a trip stays behind, however it ended."""
+    for engine_id in trip.engines:
+        awaiting.pop(engine_id, None)
+
+
+def _identity(trip: Trip) -> Attributes:
+    found: Attributes = {
+        names.OPERATION: OPERATIONS.get(trip.path, "generate_content"),
+        names.PROVIDER: names.PROVIDER_VLLM,
+        names.STREAM: trip.streamed,
+    }
+    if identity.model:
+        found[names.MODEL] = identity.model
+    return found
+
+
+def _server(trip: Trip) -> Server:
+    found: Attributes = {
+        names.HTTP_METHOD: trip.method,
+        names.URL_PATH: trip.path,
+        names.URL_SCHEME: trip.scheme,
+    }
+    if trip.route:
+        found[names.HTTP_ROUTE] = trip.route
+    name = f"{trip.method} {trip.route}" if trip.route else trip.method
+    return Server(name, trip.end - trip.arrive, trip.status, found, trip.error)
+
+
+def _ttft(trip: Trip, cut: breakdown.Breakdown) -> Ttft:
+    base = trip.arrive
+    pieces = [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
+    pieces += [
+        Piece("part", name, low - base, high - base) for name, low, high in trip.parts[:PARTS_LIMIT]
+    ]
+    pieces += [
+        Piece("sibling", names.SIBLING, max(0, engine.assign - base), engine.output - base)
+        for engine in trip.engines.values()
+        if engine is not trip.first and engine.output
+    ]
+    return Ttft(
+        span_id=trip.ttft_id,
+        name=names.ENCODE if role(trip) == "encode" else names.TTFT,
+        start=0,
+        end=cut.end - base,
+        stages=cut.stages,
+        unattributed=cut.unattributed,
+        clamped=cut.clamped,
+        pieces=tuple(pieces),
+        attributes=_counts(trip),
+        error=trip.error if trip.first is None else "",
+        died=trip.died,
+    )
+
+
+_COUNTS: Final = (
+    (names.INPUT_TOKENS, "prompt"),
+    (names.CACHED_TOKENS, "cached"),
+    (names.CHUNKS, "chunks"),
+    (names.OWN_TOKENS, "own_tokens"),
+    (names.STEP_TOKENS, "step_tokens"),
+    (names.PREEMPTIONS, "preempted"),
+    (names.RECOMPUTED_TOKENS, "recomputed"),
+    (names.OWN_ITEMS, "own_items"),
+    (names.STEP_ITEMS, "step_items"),
+)
+
+
+def _counts(trip: Trip) -> Attributes:
+    counts: dict[str, Any] = trip.counts
+    found: Attributes = {names.STREAMING: trip.streamed}
+    if not counts:
+        return found
+    found.update({name: counts[key] for name, key in _COUNTS})
+    if counts["items"]:
+        found[names.CACHED_ITEMS] = max(0, counts["items"] - counts["own_items"])
+    if counts["truncated"]:
+        found[names.TRUNCATED] = True
+    return found
