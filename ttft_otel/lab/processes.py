@@ -6,16 +6,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 
 def of_session(leader: int) -> list[int]:
     """Living processes whose session was opened by `leader`, which must be ours."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and session(entry) == leader:
-            found.append(int(entry.name))
-    return found
+    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(entry.name) for entry in entries if session(entry) == leader]
 
 
 def session(entry: Path) -> int | None:
@@ -27,6 +25,13 @@ def session(entry: Path) -> int | None:
     # The second field is the name in parentheses and may itself hold spaces.
     state, _parent, _group, number = text.rpartition(")")[2].split()[:4]
     return None if state in "ZX" else int(number)
+
+
+def await_end(leader: int, bound: float) -> None:
+    """Wait until the session is empty, `bound` seconds at most."""
+    deadline = time.monotonic() + bound
+    while of_session(leader) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def kill(pids: list[int]) -> None:

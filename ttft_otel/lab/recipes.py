@@ -89,9 +89,9 @@ def vllm(name: str, options: Options, *arguments: str) -> Command:
     """The command line that all roles share, then the role's own arguments, then the caller's."""
     port = options.port or ports.free()
     argv = (
-        options.python,
-        *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(options.model)),
+        # The `vllm serve` that users type, through the interpreter: a console script names its own.
+        *(options.python, "-m", "vllm.entrypoints.cli.main"),
+        *("serve", str(options.model)),
         *("--served-model-name", "tiny"),
         *("--host", HOST),
         *("--port", str(port)),

@@ -24,6 +24,9 @@ from ttft_otel.lab.recipes import Command
 if TYPE_CHECKING:
     from typing import Self
 
+# vLLM ends its own children within this or not at all.
+ORPHANED = 2.0
+
 # Called about once a second while waiting: server name, seconds so far, last line of its log.
 Progress = Callable[[str, float, str], None]
 
@@ -127,25 +130,22 @@ class Server:
         return f"{self.name} {what} after {spent:.0f} s; end of {self.log}:\n{self.tail()}"
 
     def stop(self, bound: float = 15.0) -> None:
-        """Ask it to end, then kill what is left of its session; safe to call twice."""
+        """Ask it to end, then kill what is left of its session; safe to call twice.
+
+        bound: seconds for the first process; its children get ORPHANED more, once it is gone.
+        """
         if self.process is None:
             return
         leader = self.process.pid
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(leader, signal.SIGTERM)
-        deadline = time.monotonic() + bound
-        while self.remaining(leader) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        processes.kill(self.remaining(leader))
-        self.process.wait(timeout=10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(bound)
+            processes.await_end(leader, ORPHANED)
+        processes.kill(processes.of_session(leader))
+        self.process.wait(10)
         running_servers.discard(self)
-
-    def remaining(self, leader: int) -> list[int]:
-        """Processes of the session that are not gone yet; reaps the leader on the way."""
-        if self.process is not None:
-            self.process.poll()
-        return processes.of_session(leader)
 
     def __enter__(self) -> Self:
         """Start and wait."""

@@ -16,7 +16,7 @@ def patches() -> dict[str, Patch]:
 
 def patch_platform(module: ModuleType) -> None:
     """Let the platform check the configuration, then put back what the configuration had chosen."""
-    platform: Any = module.CpuPlatform  # type: ignore[attr-defined]
+    platform: Any = module.CpuPlatform
     original = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, config: Any) -> None:

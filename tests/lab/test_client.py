@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measuring client against a real socket that answers as slowly as the test says."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from ttft_otel.lab import client
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    b"X-Request-Id: r1\r\nServer-Timing: receive;dur=0.25, encoder.compute;dur=12.5\r\n\r\n"
+)
+
+
+def chunked(data: bytes) -> bytes:
+    """One chunk of a chunked body."""
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def token(text: str) -> bytes:
+    """One chat event."""
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+class Host:
+    """A server that plays one script of (pause in seconds, bytes) per connection."""
+
+    def __init__(self, script: Sequence[tuple[float, bytes]]) -> None:
+        """Listen; nothing is accepted yet."""
+        self.script = script
+        self.requests: list[bytes] = []
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def serve(self) -> None:
+        """Answer connections until the socket is closed."""
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.play, args=(connection,), daemon=True).start()
+
+    def play(self, connection: socket.socket) -> None:
+        """Read one request, then play the script; a caller who hangs up is fine."""
+        with connection:
+            self.requests.append(read_request(connection))
+            for pause, data in self.script:
+                time.sleep(pause)
+                try:
+                    connection.sendall(data)
+                except OSError:
+                    return
+
+
+def read_request(connection: socket.socket) -> bytes:
+    """The head and the body of one request."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+@contextmanager
+def host(*script: tuple[float, bytes]) -> Iterator[Host]:
+    """A Host for the length of a block."""
+    server = Host(script)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.socket.shutdown(socket.SHUT_RDWR)
+        server.socket.close()
+        thread.join()
+
+
+class TestAsk:
+    """One question."""
+
+    def test_times(self) -> None:
+        """TTFT ends at the first body data, not at the headers and not at the last byte."""
+        script = [
+            (0.05, HEAD),
+            (0.1, chunked(token("a"))),
+            (0.1, chunked(token("b")) + b"0\r\n\r\n"),
+        ]
+        with host(*script) as server:
+            answer = client.ask(server.url)
+
+        assert answer.client_ttft_us is not None and answer.headers_us is not None
+        assert 50_000 <= answer.headers_us < 140_000
+        assert 150_000 <= answer.client_ttft_us < 240_000
+        assert 250_000 <= answer.total_us < 400_000
+
+    def test_content(self) -> None:
+        """Text, id and Server-Timing come back parsed."""
+        with host((0, HEAD + chunked(token("a")) + chunked(token("b")) + b"0\r\n\r\n")) as server:
+            answer = client.ask(server.url)
+
+        assert ("r1", 200, "ab") == (answer.request_id, answer.status, answer.text)
+        assert {"receive": 0.25, "encoder.compute": 12.5} == answer.server_timing
+
+    def test_keepalive(self) -> None:
+        """A keep-alive comment before the first token is not the first token."""
+        script = [(0, HEAD + chunked(b": ping\n\n")), (0.1, chunked(token("a")) + b"0\r\n\r\n")]
+        with host(*script) as server:
+            answer = client.ask(server.url)
+
+        assert answer.client_ttft_us is not None and answer.client_ttft_us >= 100_000
+        assert 1 == len(answer.events)
+
+    def test_plain(self) -> None:
+        """A plain answer has a text and a total, but no time to first token."""
+        body = b'{"choices": [{"message": {"content": "yes"}}]}'
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        with host((0, head % len(body) + body)) as server:
+            answer = client.ask(server.url, stream=False)
+
+        assert ("yes", None) == (answer.text, answer.client_ttft_us)
+
+    @pytest.mark.parametrize("script", [[(5.0, HEAD)], [(0, HEAD), (5.0, b"")]])
+    def test_abort(self, script: list[tuple[float, bytes]]) -> None:
+        """The client hangs up on time, before the headers or in the middle of the body."""
+        with host(*script) as server:
+            answer = client.ask(server.url, abort_s=0.1)
+
+        assert answer.aborted
+        assert 100_000 <= answer.total_us < 1_000_000
+
+    def test_headers(self) -> None:
+        """Extra headers are sent, and a request id is made where none is given."""
+        with host((0, HEAD + b"0\r\n\r\n")) as server:
+            client.ask(server.url, headers={"traceparent": "00-1-2-01"})
+            sent = server.requests[0].lower()
+
+        assert b"traceparent: 00-1-2-01" in sent
+        assert b"x-request-id: " in sent
+
+    def test_together(self) -> None:
+        """Many questions are under way at once, and the answers come in order."""
+        with host((0.2, HEAD + chunked(token("a")) + b"0\r\n\r\n")) as server:
+            began = time.monotonic()
+            answers = client.ask_all(server.url, [client.Question()] * 8)
+
+        assert time.monotonic() - began < 1.0
+        assert ["a"] * 8 == [answer.text for answer in answers]
+
+
+class TestPayload:
+    """What is asked, for each API."""
+
+    def test_chat(self) -> None:
+        """Pictures come before the text."""
+        body = client.payload(client.Question(pictures=(1, 2)))
+        kinds = [part["type"] for part in body["messages"][0]["content"]]
+
+        assert ["image_url", "image_url", "text"] == kinds
+
+    def test_words(self) -> None:
+        """A long prompt has as many filler words as asked."""
+        body = client.payload(client.Question(prompt="p", words=500, path=client.COMPLETIONS))
+
+        assert 501 == len(body["prompt"].split())
+
+    def test_responses(self) -> None:
+        """The responses API has names of its own."""
+        body = client.payload(client.Question(path=client.RESPONSES, max_tokens=3))
+
+        assert 3 == body["max_output_tokens"]
+        assert {"max_tokens", "n", "messages"}.isdisjoint(body)
+
+    def test_extra(self) -> None:
+        """Extra fields have the last word."""
+        body = client.payload(client.Question(extra={"temperature": 0.5, "n": 2}))
+
+        assert (0.5, 2) == (body["temperature"], body["n"])
+
+
+class TestEvents:
+    """Cutting a stream."""
+
+    def test_split(self) -> None:
+        """An event that comes in two pieces has the time of the second."""
+        events = client.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
+
+        assert (client.Event(5, "a"), client.Event(5, "b")) == events
+
+    def test_timing(self) -> None:
+        """Server-Timing entries without a duration count as zero."""
+        assert {"a": 0.0, "b": 1.5} == client.parse_timing('a, b;desc="x";dur=1.5')
+        assert {} == client.parse_timing("")
