@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data path: a client's request in, the legs' bytes out as they come, times marked.
+
+A raw ASGI endpoint: a framework's request and response objects cost as much as all of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Final
+
+import aiohttp
+
+from ttft_otel import clock, context, names, timing
+from ttft_otel.guard import Guard
+from ttft_otel.record import encode
+from ttft_otel.router import answer, body, choose, headers
+from ttft_otel.router.answer import Send
+from ttft_otel.router.legs import Down, Legs, Refused, critical
+from ttft_otel.router.path import Attempt, Trip, partition
+from ttft_otel.router.report import Exchange, Reports, tell
+from ttft_otel.settings import Settings
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+CHAT: Final = "/v1/chat/completions"
+OPERATIONS: Final[Mapping[str, str]] = {
+    CHAT: "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+}
+OTHERS: Final = "/v1/{path:path}"
+LARGEST: Final = 128 << 20  # bytes of a body; images travel inside it
+GONE: Final = "disconnected"
+
+
+class Forward:
+    """The ASGI endpoint of every POST below /v1; `send` takes a Record's bytes and never waits."""
+
+    def __init__(
+        self,
+        legs: Legs,
+        settings: Settings,
+        send: Callable[[bytes], bool],
+        reports: Reports | None = None,
+        largest: int = LARGEST,
+    ) -> None:
+        self.legs, self.settings, self.largest = legs, settings, largest
+        self.emit = send
+        self.reports = reports if reports is not None else Reports()
+        self.encoders = bool(legs.fleet.get("encode"))
+        self.last = "prefill_decode" if self.encoders else "mono"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; whatever happens to it is told when it is over."""
+        arrive = clock.now()
+        found = headers.sort(scope["headers"])
+        exchange = self._begin(scope, found, arrive)
+        watch: asyncio.Task[None] | None = None
+        try:
+            data = await _body(receive, found, self.largest, exchange)
+            if data is not None:
+                here = asyncio.current_task()
+                watch = asyncio.create_task(_watch(receive, exchange, here))
+                await self._serve(scope, found, data, exchange, send)
+        except asyncio.CancelledError:
+            if not exchange.gone:
+                exchange.error = "cancelled"
+                raise
+            exchange.error = GONE
+        except (answer.TooLarge, Refused, Down) as error:
+            await answer.fail(error, exchange, send)
+        except (aiohttp.ClientError, OSError) as error:
+            # mid-stream: what is out is out; returning unfinished makes uvicorn cut the connection
+            exchange.error = type(error).__name__
+            if not exchange.status:
+                await answer.fail(Down(502, str(error)), exchange, send)
+        finally:
+            exchange.done = True
+            if watch is not None:
+                watch.cancel()
+            self._end(exchange)
+
+    def _begin(self, scope: Scope, found: headers.Incoming, arrive: int) -> Exchange:
+        trace = context.start(
+            found.get(names.TRACEPARENT), found.get(names.TRACESTATE), self.settings
+        )
+        path = scope["path"]
+        return Exchange(
+            trace,
+            context.new_id(),
+            headers.request_id(found.get(names.REQUEST_HEADER)),
+            path,
+            path if path in OPERATIONS else OTHERS,
+            scope.get("scheme", "http"),
+            OPERATIONS.get(path, ""),
+            not found.get(names.LEG_HEADER),
+            Trip(arrive),
+        )
+
+    async def _serve(
+        self, scope: Scope, found: headers.Incoming, data: bytes, exchange: Exchange, send: Send
+    ) -> None:
+        asks_media = self.encoders and exchange.path == CHAT
+        request = body.read(data, asks_media)
+        exchange.model, exchange.stream = request.model, request.stream
+        exchange.trip.parsed = clock.now()
+        if request.media:
+            await self._prime(request, found, exchange)
+        query = scope.get("query_string", b"").decode("latin-1")
+        path = scope.get("raw_path", exchange.path.encode()).decode("latin-1")
+        asked = choose.Asked(
+            self.last,
+            f"{path}?{query}" if query else path,
+            request.model,
+            exchange.request_id,
+            found.passed,
+            request.data,
+        )
+        chain: list[Attempt] = []
+        exchange.calls.append(chain)
+        exchange.trip.path.append(chain)
+        response = await self.legs.open(asked, exchange.context, chain)
+        await self._pass(response, chain[-1], exchange, send, found.get(names.ASK) == "1")
+
+    async def _prime(self, request: body.Body, found: headers.Incoming, exchange: Exchange) -> None:
+        """Every item to an encoder, at once; the slowest is the one on the critical path."""
+        passed = {**found.passed, "content-type": "application/json"}
+        passed.pop("content-encoding", None)
+        asked = [
+            choose.Asked(
+                "encode",
+                CHAT,
+                request.model,
+                f"{exchange.request_id}-encode-{number}",
+                passed,
+                body.encoder(request, item),
+            )
+            for number, item in enumerate(request.media)
+        ]
+        chains: list[list[Attempt]] = [[] for _ in asked]
+        exchange.calls.extend(chains)
+        try:
+            await self.legs.prime(asked, exchange.context, chains)
+        finally:
+            exchange.trip.path.append(critical(chains))
+
+    async def _pass(
+        self,
+        response: aiohttp.ClientResponse,
+        attempt: Attempt,
+        exchange: Exchange,
+        send: Send,
+        asked: bool,
+    ) -> None:
+        """Hand the answer on chunk by chunk, each as it came; stop the leg if that is cut short."""
+        try:
+            chunks = response.content.iter_any()
+            first = await anext(chunks, b"")
+            attempt.first = clock.now()
+            exchange.streaming = response.content_type == "text/event-stream"
+            down = headers.down(response.raw_headers)
+            if asked:
+                down.append((names.TIMING.encode(), _timing(exchange)))
+            exchange.error = attempt.error
+            await answer.start(response.status, down, exchange, send)
+            more = not response.content.at_eof()
+            exchange.done = not more
+            await send({"type": "http.response.body", "body": first, "more_body": more})
+            self._given(exchange, more)
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            attempt.ended = clock.now()
+            if more:
+                exchange.done = True
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (aiohttp.ClientError, OSError) as error:
+            attempt.error = type(error).__name__
+            raise
+        except asyncio.CancelledError:
+            attempt.error = "cancelled"
+            raise
+        finally:
+            attempt.ended = attempt.ended or clock.now()
+            if not response.content.at_eof():
+                response.close()
+
+    def _given(self, exchange: Exchange, more: bool) -> None:
+        """The first token is out: a stream tells its ttft half now, after the client has it."""
+        exchange.given = True
+        if exchange.streaming:
+            exchange.trip.end = clock.now()
+            if more and exchange.operation:
+                with Guard("router.first"):
+                    self._tell_first(exchange)
+
+    def _tell_first(self, exchange: Exchange) -> None:
+        cut = partition(exchange.trip)
+        self.reports.put(exchange.request_id, exchange.trip, cut)
+        exchange.told = True
+        if exchange.context.sampled:
+            self.emit(encode(tell(exchange, cut)))
+
+    def _end(self, exchange: Exchange) -> None:
+        with Guard("router.end"):
+            end = clock.now()
+            cut = None
+            if exchange.error and not exchange.given:
+                exchange.trip.end = end
+            if exchange.error and not (exchange.given and exchange.status < 400):
+                exchange.died = _died(exchange.trip)
+            if exchange.operation and not exchange.told:
+                cut = partition(exchange.trip)
+                self.reports.put(exchange.request_id, exchange.trip, cut)
+            if exchange.context.sampled:
+                self.emit(encode(tell(exchange, cut, end)))
+
+
+async def _body(
+    receive: Receive, found: headers.Incoming, largest: int, exchange: Exchange
+) -> bytes | None:
+    """The whole request body; None when the client left before its end. Raises TooLarge."""
+    length = found.get("content-length")
+    if length.isdigit() and int(length) > largest:
+        raise answer.TooLarge
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            exchange.error = GONE
+            return None
+        part = message.get("body", b"")
+        size += len(part)
+        if size > largest:
+            raise answer.TooLarge
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _watch(receive: Receive, exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
+    """Cancel the request's task, and with it its legs, when the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not exchange.done and task is not None:
+        exchange.gone = True
+        task.cancel()
+
+
+def _timing(exchange: Exchange) -> bytes:
+    """Our own Server-Timing, written just before the client's first byte."""
+    moment = clock.now()
+    trip = Trip(exchange.trip.arrive, exchange.trip.parsed, exchange.trip.path)
+    trip.end = moment if exchange.streaming else 0
+    cut = partition(trip)
+    rest = None if exchange.streaming else moment - cut.end
+    return timing.write(cut.stages, cut.unattributed, cut.end - cut.start, rest).encode()
+
+
+def _died(trip: Trip) -> str:
+    """The stage it was in: deeper than the hop nobody here can see."""
+    if not trip.parsed:
+        return "router.receive"
+    attempts = [attempt for chain in trip.path for attempt in chain]
+    return f"router.hop.{attempts[-1].leg}" if attempts else "router.route"

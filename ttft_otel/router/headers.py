@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP headers on their way through: forward.py gets the client's sorted, and the legs' cleaned."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ttft_otel import names
+
+Raw = Iterable[tuple[bytes, bytes]]
+
+# RFC 9110 section 7.6.1, and what each side's HTTP library writes itself.
+_HOP: Final = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade".split()
+)
+_OURS: Final = {
+    name.encode(): name
+    for name in (
+        names.ASK,
+        names.LEG_HEADER,
+        names.REQUEST_HEADER,
+        names.TRACEPARENT,
+        names.TRACESTATE,
+        "content-length",
+        "connection",
+    )
+}
+_NOT_UP: Final = _HOP | {b"host", b"expect"}
+_NOT_DOWN: Final = _HOP | {names.TIMING.encode(), names.REQUEST_HEADER.encode()}
+_ID: Final = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+@dataclass(slots=True)
+class Incoming:
+    """The client's headers: `ours` are read by the router, `passed` go to every leg."""
+
+    ours: dict[str, str] = field(default_factory=dict)
+    passed: dict[str, str] = field(default_factory=dict)
+
+    def get(self, name: str) -> str:
+        """One of our own headers; repeated ones are joined by commas, "" if absent."""
+        return self.ours.get(name, "")
+
+
+def sort(raw: Raw) -> Incoming:
+    """Part the client's headers; what cannot be sent on as it came is left out, never an error."""
+    found = Incoming()
+    for key, value in raw:
+        name = _OURS.get(key)
+        if name is not None:
+            text = value.decode("latin-1")
+            found.ours[name] = f"{found.ours[name]},{text}" if name in found.ours else text
+        elif key not in _NOT_UP:
+            _pass(found.passed, key, value)
+    for word in found.get("connection").split(","):
+        found.passed.pop(word.strip().lower(), None)
+    return found
+
+
+def _pass(passed: dict[str, str], key: bytes, value: bytes) -> None:
+    # aiohttp writes headers as UTF-8 and refuses control characters
+    try:
+        name, text = key.decode("ascii"), value.decode("utf-8")
+    except UnicodeDecodeError:
+        return
+    if not text.isprintable() and not text.replace("\t", "").isprintable():
+        return
+    if name in passed:
+        text = f"{passed[name]}{'; ' if name == 'cookie' else ', '}{text}"
+    passed[name] = text
+
+
+def down(raw: Raw) -> list[tuple[bytes, bytes]]:
+    """A leg's response headers for the client; bodies pass unmodified, so content-length stays."""
+    kept = [(key.lower(), value) for key, value in raw]
+    named = {
+        word.strip().lower()
+        for key, value in kept
+        if key == b"connection"
+        for word in value.split(b",")
+    }
+    return [(key, value) for key, value in kept if key not in _NOT_DOWN and key not in named]
+
+
+def request_id(text: str) -> str:
+    """Keep a caller's id of visible ASCII, at most 256 characters; make one otherwise."""
+    return text if _ID.fullmatch(text) else uuid.uuid4().hex

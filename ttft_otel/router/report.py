@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell a request's trip: forward.py gives the Exchange; handoff gets Records, clients reports."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ttft_otel import clock, names, stages
+from ttft_otel.breakdown import Breakdown
+from ttft_otel.context import Context
+from ttft_otel.original import Sums, original
+from ttft_otel.record import VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.router.path import Attempt, Trip
+
+KEPT: Final = 10_000  # requests that /ttft_report still knows, about 2 KB each
+LONGEST: Final = 256  # characters of a string the client chose
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request of a client, as far as it has come; forward.py alone writes it."""
+
+    context: Context
+    ttft_id: str
+    request_id: str
+    path: str
+    route: str
+    scheme: str
+    operation: str
+    outermost: bool
+    trip: Trip
+    model: str = ""
+    stream: bool = False
+    streaming: bool = False
+    given: bool = False  # the first body chunk is out
+    told: bool = False  # the ttft half is sent
+    done: bool = False  # nothing is left to send
+    gone: bool = False  # the client went away
+    status: int = 0
+    error: str = ""
+    died: str = ""
+    calls: list[list[Attempt]] = field(default_factory=list)
+
+
+def tell(exchange: Exchange, cut: Breakdown | None, end: int = 0) -> Record:
+    """A Record with the halves that are known: `cut` gives the ttft half, `end` the server half."""
+    context, arrive = exchange.context, exchange.trip.arrive
+    return Record(
+        VERSION,
+        context.trace_id,
+        context.span_id,
+        context.parent_id,
+        context.flags,
+        context.state,
+        clock.wall_ns(arrive),
+        "router",
+        exchange.outermost,
+        stages.SERVICES["router"],
+        exchange.request_id,
+        attributes=_identity(exchange),
+        ttft=None if cut is None else _ttft(exchange, cut),
+        server=_server(exchange, end - arrive) if end else None,
+        calls=tuple(_calls(exchange, end)) if end else (),
+    )
+
+
+def _identity(exchange: Exchange) -> Attributes:
+    found: Attributes = {names.PROVIDER: names.PROVIDER_VLLM}
+    if exchange.operation:
+        found[names.OPERATION] = exchange.operation
+        found[names.STREAM] = exchange.stream
+    if exchange.model:
+        found[names.MODEL] = exchange.model[:LONGEST]
+    return found
+
+
+def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
+    return Ttft(
+        span_id=exchange.ttft_id,
+        name=names.TTFT,
+        start=0,
+        end=cut.end - cut.start,
+        stages=cut.stages,
+        unattributed=cut.unattributed,
+        clamped=cut.clamped,
+        pieces=tuple(
+            Piece("stage", name, low - cut.start, high - cut.start)
+            for name, low, high in cut.pieces
+        ),
+        attributes={names.STREAMING: exchange.streaming},
+        error="" if exchange.given and exchange.status < 400 else exchange.error,
+        died=exchange.died,
+    )
+
+
+def _server(exchange: Exchange, end: int) -> Server:
+    return Server(
+        name=f"POST {exchange.route}",
+        end=end,
+        status=exchange.status,
+        attributes={
+            names.HTTP_METHOD: "POST",
+            names.HTTP_ROUTE: exchange.route,
+            names.URL_PATH: exchange.path[:LONGEST],
+            names.URL_SCHEME: exchange.scheme,
+        },
+        # a 4xx is the client's error, not this server's
+        error="" if 400 <= exchange.status < 500 else exchange.error,
+    )
+
+
+def _calls(exchange: Exchange, end: int) -> Iterable[Call]:
+    arrive = exchange.trip.arrive
+    for attempt in (attempt for chain in exchange.calls for attempt in chain):
+        attributes: Attributes = {
+            names.HTTP_METHOD: "POST",
+            names.SERVER_ADDRESS: attempt.host,
+            names.SERVER_PORT: attempt.port,
+        }
+        if attempt.number > 1:
+            attributes[names.ATTEMPT] = attempt.number
+        yield Call(
+            attempt.span_id,
+            f"POST {attempt.path}",
+            attempt.leg,
+            attempt.sent - arrive,
+            (attempt.ended or end) - arrive,
+            attempt.status,
+            attributes,
+            attempt.error,
+        )
+
+
+class Reports:
+    """The newest requests' breakdowns by request id, bounded; the oldest goes first."""
+
+    def __init__(self, most: int = KEPT) -> None:
+        self.most = most
+        self._kept: OrderedDict[str, tuple[dict[str, Sums], Sums]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, request_id: str, trip: Trip, cut: Breakdown) -> None:
+        """Keep what each leg of the critical path said, and the whole."""
+        legs: dict[str, Sums] = {}
+        for attempt in (chain[-1] for chain in trip.path if chain):
+            if attempt.timing is not None:
+                said = attempt.timing
+                legs[attempt.leg] = Sums(
+                    stages=said.stages, unattributed=said.unattributed, ttft=said.ttft
+                )
+        whole = Sums(stages=cut.stages, unattributed=cut.unattributed, ttft=cut.end - cut.start)
+        self._kept[request_id] = (legs, whole)
+        self._kept.move_to_end(request_id)
+        while len(self._kept) > self.most:
+            self._kept.popitem(last=False)
+
+    def get(self, request_id: str) -> dict[str, Any] | None:
+        """The answer of /ttft_report, or None when the request is unknown (or long gone)."""
+        found = self._kept.get(request_id)
+        return None if found is None else original(request_id, *found)
