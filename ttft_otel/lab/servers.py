@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import http.client
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from ttft_otel.lab.recipes import Command
 if TYPE_CHECKING:
     from typing import Self
 
+# A line of a log that names a Python exception.
+ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 # vLLM ends its own children within this or not at all.
 ORPHANED = 2.0
 
@@ -115,19 +118,25 @@ class Server:
 
     def tail(self, lines: int = 40) -> str:
         """The last lines of its log."""
+        return "\n".join(self.read_log()[-lines:])
+
+    def read_log(self) -> list[str]:
+        """The end of its log, some hundred lines."""
         try:
             with self.log.open("rb") as source:
-                source.seek(max(0, self.log.stat().st_size - 65536))
-                text = source.read().decode(errors="replace")
+                source.seek(max(0, self.log.stat().st_size - 262144))
+                return source.read().decode(errors="replace").rstrip().splitlines()
         except FileNotFoundError:
-            return ""
-        return "\n".join(text.rstrip().splitlines()[-lines:])
+            return []
 
     def obituary(self, spent: float) -> str:
         """Why waiting ended, and where to read more."""
         code = self.process.poll() if self.process else None
         what = "was not ready" if code is None else f"ended with code {code}"
-        return f"{self.name} {what} after {spent:.0f} s; end of {self.log}:\n{self.tail()}"
+        # vLLM's own last error only points at an earlier one, so the first ones come first.
+        errors = [line for line in self.read_log() if ERROR.search(line)][:4]
+        story = "\n".join([*errors, "...", self.tail(12)])
+        return f"{self.name} {what} after {spent:.0f} s; from {self.log}:\n{story}"
 
     def stop(self, bound: float = 15.0) -> None:
         """Ask it to end, then kill what is left of its session; safe to call twice.
