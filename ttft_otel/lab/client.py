@@ -21,6 +21,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ttft_otel.lab import images
+from ttft_otel.lab.answers import (
+    Event,
+    first_data,
+    parse_timing,
+    plain_text,
+    split_events,
+    text_of,
+)
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -53,14 +61,6 @@ class Question:
     abort_s: float | None = None
     timeout_s: float = 300.0
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One server-sent event: when its last byte came, and what stood after `data:`."""
-
-    at_us: int
-    data: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,64 +242,3 @@ def content(question: Question, prompt: str) -> str | list[dict[str, Any]]:
         for seed in question.pictures
     ]
     return [*parts, {"type": "text", "text": prompt}]
-
-
-def first_data(readings: list[tuple[int, bytes]], started: int) -> int | None:
-    """Microseconds to the first body data that is not a keep-alive comment."""
-    for at, piece in readings:
-        if piece.strip() and not piece.startswith(b":"):
-            return (at - started) // 1000
-    return None
-
-
-def split_events(readings: list[tuple[int, bytes]], started: int) -> tuple[Event, ...]:
-    """Cut the stream into events; each gets the time of the piece that completed it."""
-    events: list[Event] = []
-    rest = b""
-    for at, piece in readings:
-        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for block in whole:
-            lines = [line[5:].strip() for line in block.split(b"\n") if line[:5] == b"data:"]
-            if lines:
-                events.append(Event((at - started) // 1000, b"\n".join(lines).decode()))
-    return tuple(events)
-
-
-def text_of(event: Event) -> str:
-    """The piece of text in one event of any of the three APIs."""
-    if event.data == "[DONE]":
-        return ""
-    data = json.loads(event.data)
-    if data.get("type") == "response.output_text.delta":
-        return str(data["delta"])
-    return "".join(map(choice_text, data.get("choices") or ()))
-
-
-def choice_text(choice: dict[str, Any]) -> str:
-    """The text of one choice, streamed or plain, chat or completion."""
-    message = choice.get("delta") or choice.get("message") or {}
-    return choice.get("text") or message.get("content") or message.get("reasoning") or ""
-
-
-def plain_text(body: bytes) -> str:
-    """The text of a plain answer, or nothing where the body is no such answer."""
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return ""
-    if not isinstance(data, dict):
-        return ""
-    parts = [part for item in data.get("output") or () for part in item.get("content") or ()]
-    said = "".join(part.get("text", "") for part in parts)
-    return said + "".join(map(choice_text, data.get("choices") or ()))
-
-
-def parse_timing(header: str) -> dict[str, float]:
-    """A W3C Server-Timing header as name -> milliseconds; entries without `dur` count as 0."""
-    timing: dict[str, float] = {}
-    for entry in header.split(","):
-        name, *params = (part.strip() for part in entry.split(";"))
-        if name:
-            found = [part[4:] for part in params if part.lower().startswith("dur=")]
-            timing[name] = float(found[0].strip('"')) if found else 0.0
-    return timing

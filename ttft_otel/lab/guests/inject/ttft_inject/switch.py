@@ -26,6 +26,6 @@ def watch() -> None:
         wanted = set(content.get("off", ())), set(content.get("raise", ()))
         switch = getattr(sys.modules.get(HOOKS), "switch", None)
         if wanted != applied and switch is not None:
-            switch(off=wanted[0], fail=wanted[1])
+            switch(wanted[0], wanted[1])
             applied = wanted
         time.sleep(PERIOD)
