@@ -154,6 +154,7 @@ class Server:
             processes.await_end(leader, ORPHANED)
         processes.kill(processes.of_session(leader))
         self.process.wait(10)
+        processes.await_end(leader, ORPHANED)
         running_servers.discard(self)
 
     def __enter__(self) -> Self:
