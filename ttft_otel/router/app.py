@@ -17,18 +17,37 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
-from starlette.routing import Route
 
 from ttft_otel import __version__, guard, names
+from ttft_otel.router.answer import Send
 from ttft_otel.router.choose import Instance
-from ttft_otel.router.forward import OPERATIONS, OTHERS, Forward
+from ttft_otel.router.forward import Forward, Receive, Scope
 
 ASK: Final = aiohttp.ClientTimeout(total=5.0)  # of the control plane's own questions
-DATA: Final = "/v1/(?!models)"  # the data path, never instrumented
+DATA: Final = "/v1/"
 _DROPS: Final = ("dropped", "lost", "overflowed", "failed")
 
 
-def build(forward: Forward, counts: Callable[[], Mapping[str, int]]) -> FastAPI:
+class App:
+    """The ASGI application: POST below /v1 is data and goes straight to `forward`.
+
+    In front of FastAPI, not a Route inside it: whatever middleware or telemetry of its own FastAPI
+    has then costs the data path nothing.
+    """
+
+    def __init__(self, forward: Forward, control: FastAPI) -> None:
+        self.forward, self.control = forward, control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or the lifespan."""
+        data = scope["type"] == "http" and scope["method"] == "POST"
+        if data and scope["path"].startswith(DATA):
+            await self.forward(scope, receive, send)
+        else:
+            await self.control(scope, receive, send)
+
+
+def build(forward: Forward, counts: Callable[[], Mapping[str, int]]) -> App:
     """Put the data path and the control plane together; `counts` are handoff's."""
 
     @asynccontextmanager
@@ -40,8 +59,6 @@ def build(forward: Forward, counts: Callable[[], Mapping[str, int]]) -> FastAPI:
             await forward.legs.close()
 
     app = FastAPI(title="ttft-otel router", version=__version__, lifespan=lifespan)
-    for path in (*OPERATIONS, OTHERS):
-        app.router.routes.append(Route(path, endpoint=forward, methods=["POST"]))
     _health(app, forward)
     _models(app, forward)
     _metrics(app, counts)
@@ -54,7 +71,7 @@ def build(forward: Forward, counts: Callable[[], Mapping[str, int]]) -> FastAPI:
         most = forward.reports.most
         return _error(404, f"No report for {request_id[:256]!r}: the newest {most} are kept.")
 
-    return app
+    return App(forward, app)
 
 
 def _health(app: FastAPI, forward: Forward) -> None:
@@ -148,10 +165,10 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": content}, status)
 
 
-def instrument(app: FastAPI) -> Callable[[], None]:
+def instrument(app: App) -> Callable[[], None]:
     """Trace the control plane, if an endpoint is configured; gives back what ends it.
 
-    The data path is left out: its spans are Records, and a span per `send` would cost more than it.
+    The data path is not part of it: its spans are Records.
     """
     if not (os.environ.get(names.ENV_ENDPOINT) or os.environ.get(names.ENV_TRACES_ENDPOINT)):
         return lambda: None
@@ -168,9 +185,9 @@ def instrument(app: FastAPI) -> Callable[[], None]:
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     FastAPIInstrumentor.instrument_app(
-        app,
+        app.control,
         tracer_provider=provider,
-        excluded_urls=f"{DATA},/health,/metrics,/readyz",
+        excluded_urls="/health,/metrics,/readyz",  # polled all day
         exclude_spans=["send", "receive"],
     )
     return provider.shutdown

@@ -127,7 +127,7 @@ def _media(messages: Raw) -> tuple[bytes, ...]:
     found: dict[bytes, None] = {}
     try:
         for message in _messages.decode(messages):
-            if bytes(message.content[:1]) == b"[":
+            if bytes(memoryview(message.content)[:1]) == b"[":
                 for part in _parts.decode(message.content):
                     if _is_media(part):
                         found[bytes(part)] = None
@@ -137,7 +137,7 @@ def _media(messages: Raw) -> tuple[bytes, ...]:
 
 
 def _is_media(part: Raw) -> bool:
-    if bytes(part[:1]) != b"{":
+    if bytes(memoryview(part)[:1]) != b"{":
         return False
     item = _item.decode(part)
     for name in MEDIA:

@@ -53,11 +53,13 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
+        self._most: dict[str, int] = {}
 
     def choose(self, request: Asked, instances: Sequence[Instance], now: int) -> Choice:
-        """Pick the next one; after a failure the caller offers fewer instances."""
-        turn = self._next.get(request.leg, 0)
-        self._next[request.leg] = turn + 1
+        """Pick the next one; a retry, offered fewer instances, takes no turn of its own."""
+        turn, most = self._next.get(request.leg, 0), self._most.get(request.leg, 0)
+        if len(instances) >= most:
+            self._next[request.leg], self._most[request.leg] = turn + 1, len(instances)
         return Choice(instances[turn % len(instances)], 0.0, "round_robin")
 
 

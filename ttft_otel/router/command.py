@@ -8,7 +8,6 @@ from typing import Final
 
 import click
 import uvicorn
-from fastapi import FastAPI
 
 from ttft_otel import handoff, names, settings
 from ttft_otel.router import app as control
@@ -117,7 +116,7 @@ def router(
         end()
 
 
-def serve(app: FastAPI, host: str, port: int) -> None:
+def serve(app: control.App, host: str, port: int) -> None:
     """Run until told to stop; the legs' own Date and Server headers pass through."""
     uvicorn.run(
         app,

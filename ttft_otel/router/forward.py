@@ -180,7 +180,7 @@ class Forward:
             attempt.error = type(error).__name__
             raise
         except asyncio.CancelledError:
-            attempt.error = "cancelled"
+            attempt.cut()
             raise
         finally:
             attempt.ended = attempt.ended or clock.now()

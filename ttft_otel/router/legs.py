@@ -111,9 +111,13 @@ class Legs:
             asked.leg, path, to.host, to.port, span_id, clock.now(), number=len(chain) + 1
         )
         chain.append(attempt)
-        response = await self.session.post(
-            url, data=asked.body, headers={**asked.headers, **extra}, allow_redirects=False
-        )
+        try:
+            response = await self.session.post(
+                url, data=asked.body, headers={**asked.headers, **extra}, allow_redirects=False
+            )
+        except asyncio.CancelledError:
+            attempt.cut()
+            raise
         attempt.status = response.status
         if response.status >= 400:
             attempt.error = str(response.status)
@@ -154,8 +158,8 @@ class Legs:
             response = await self.open(asked, trace, chain)
             body = await response.read()  # closes its connection when it is cut short
         except asyncio.CancelledError:
-            if chain and not chain[-1].ended:
-                chain[-1].error, chain[-1].ended = "cancelled", clock.now()
+            if chain:
+                chain[-1].cut()
             raise
         except (aiohttp.ClientError, OSError) as error:
             raise _lost(chain[-1], error, 502) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from ttft_otel import clock
 from ttft_otel.breakdown import Breakdown, Cursor
 from ttft_otel.stages import NAMES, UNATTRIBUTED
 from ttft_otel.timing import Timing
@@ -37,6 +38,11 @@ class Attempt:
     error: str = ""
     lost: bool = False
     timing: Timing | None = None
+
+    def cut(self) -> None:
+        """It was cancelled: the client left, or another call of the request failed."""
+        if not self.ended:
+            self.error, self.ended = "cancelled", clock.now()
 
 
 @dataclass(slots=True)

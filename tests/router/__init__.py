@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router before real sockets: fakes.py has the servers, each test file one part's promises."""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane and the command."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from router import fakes
+from ttft_otel.router import choose
+from ttft_otel.router.command import router as command
+
+
+def test_health_follows_the_fleet() -> None:
+    """Alive at once; ready when each leg has an instance that is."""
+
+    async def scenario() -> None:
+        down = fakes.unused()
+        async with fakes.instance() as one:
+            for backends, ready in (([one.url], 200), ([one.url, down], 200), ([down], 503)):
+                async with fakes.router(backends, [one.url]) as router:
+                    assert await status(router, "/healthz") == 200
+                    assert await status(router, "/readyz") == ready
+                    assert await status(router, "/health") == ready
+
+    fakes.run(scenario)
+
+
+def test_models_are_merged() -> None:
+    """Each model once, however many backends have it; 502 when none answers."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as a, fakes.instance() as b:
+            async with fakes.router([a.url, b.url, fakes.unused()]) as router:
+                async with router.client.get(f"{router.url}/v1/models") as response:
+                    assert (await response.json())["data"] == [{"id": "tiny"}]
+        async with fakes.router([fakes.unused()]) as router:
+            assert await status(router, "/v1/models") == 502
+
+    fakes.run(scenario)
+
+
+def test_metrics_count_drops() -> None:
+    """/metrics says how many records went out and how many were dropped."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as one, fakes.router([one.url]) as router:
+            await router.chat()
+            async with router.client.get(f"{router.url}/metrics") as response:
+                text = await response.text()
+            assert "ttft_otel_records_total 2.0" in text
+            assert 'ttft_otel_dropped_total{where="dropped"} 3.0' in text
+
+    fakes.run(scenario)
+
+
+def test_bad_url_says_what_to_write() -> None:
+    """A flag that is no server's URL is refused with an example."""
+    with pytest.raises(ValueError, match="write it like http"):
+        choose.instance("localhost:8000", "mono")
+    answer = CliRunner().invoke(command, ["--backend", "ftp://x"])
+    assert answer.exit_code == 2 and "write it like http" in answer.output
+
+
+def test_help_has_examples() -> None:
+    """--help shows how to start it and names the variable of every flag."""
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert "ttft-otel router --encoder" in text
+    for flag in ("ENCODER", "BACKEND", "HOST", "PORT", "MAX_BODY", "REPORTS"):
+        assert f"TTFT_OTEL_ROUTER_{flag}" in text
+
+
+async def status(router: fakes.Router, path: str) -> int:
+    """The status of a GET."""
+    async with router.client.get(f"{router.url}{path}") as response:
+        return response.status
