@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line's door: help without imports, remedies for what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ttft_otel import __version__, cli
+
+
+def test_help_is_light() -> None:
+    """--help lists every subcommand with examples and imports none of them."""
+    code = (
+        "import sys; from ttft_otel.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'fastapi', 'grpc', 'uvicorn', 'aiohttp', 'jinja2', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in ("serve", "router", "report", "bench", "doctor", "export", "Examples:"):
+        assert name in done.stdout
+
+
+def test_version() -> None:
+    """--version prints the package's version."""
+    assert __version__ in CliRunner().invoke(cli.main, ["--version"]).output
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subcommand whose dependency is missing says which extra to install."""
+    door = cli.Door("absent_package_of_a_test", "router", "")
+    monkeypatch.setitem(cli.DOORS, "router", door)
+    result = CliRunner().invoke(cli.main, ["router"])
+    assert result.exit_code == 1
+    assert "pip install 'ttft-otel[router]'" in result.output
+    assert "absent_package_of_a_test" in result.output
+
+
+def test_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subcommand that this version does not have is not blamed on an extra."""
+    monkeypatch.setitem(cli.DOORS, "bench", cli.Door("ttft_otel.absent", "bench", ""))
+    result = CliRunner().invoke(cli.main, ["bench"])
+    assert result.exit_code == 1
+    assert "upgrade" in result.output and "[bench]" not in result.output
+
+
+def test_unknown() -> None:
+    """A word that is no subcommand is a usage error."""
+    assert CliRunner().invoke(cli.main, ["nonsense"]).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["serve", "report"])
+def test_examples(name: str) -> None:
+    """Each subcommand's --help ends with examples."""
+    result = CliRunner().invoke(cli.main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Examples:" in result.output
+    assert isinstance(cli.load(name, cli.DOORS[name]), click.Command)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One place in the bar and one colour for every stage, the same on page, terminal and export.
+
+The hue says the kind (host, work, move, wait), the shade the stage; the words come from stages.py.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import stages
+
+# Mid-tones, readable on white and on near-black alike.
+COLORS: Final[dict[str, str]] = {
+    "receive": "#94a3b8",
+    "dispatch": "#7587a0",
+    "egress": "#5d7089",
+    "router.receive": "#b3bfcf",
+    "router.route": "#8796ac",
+    "router.egress": "#64748b",
+    "preprocess": "#c084fc",
+    "encoder.compute": "#8b5cf6",
+    "prefill.compute": "#5b5bf0",
+    "sample": "#a33bd6",
+    "ipc": "#5fd4e6",
+    "ec.transfer": "#14b8c4",
+    "kv.transfer": "#0e9488",
+    "output": "#38bd8f",
+    "router.hop": "#0a8fb8",
+    "encoder.queue": "#fcc63d",
+    "prefill.queue": "#f59e0b",
+    "prefill.stall": "#ea6a12",
+    "router.retry": "#e0403a",
+    stages.UNATTRIBUTED: "#9a9a9a",
+}
+KINDS: Final[dict[str, str]] = {
+    "work": "computing",
+    "wait": "waiting",
+    "move": "moving data",
+    "host": "host code",
+}
+ROUTER_KINDS: Final[dict[str, str]] = {
+    "router.receive": "host",
+    "router.route": "host",
+    "router.retry": "wait",
+    "router.hop": "move",
+    "router.egress": "host",
+}
+ROLE_COLORS: Final[dict[str, str]] = {
+    "router": "#0a8fb8",
+    "encode": "#8b5cf6",
+    "prefill": "#d97706",
+    "decode": "#16a34a",
+    "prefill_decode": "#5b5bf0",
+    "mono": "#5b5bf0",
+}
+_TURN: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
+_FIRST: Final = ("router.receive", "router.route", "router.retry")
+
+
+def bare(name: str) -> str:
+    """The vocabulary's word: `encode.preprocess` -> preprocess, `router.hop.x` -> router.hop."""
+    word = stages.split(name)[1]
+    return "router.hop" if word.startswith("router.hop.") else word
+
+
+def leg(name: str) -> str:
+    """The leg that a full stage name belongs to; "" when it is the server's or the router's own."""
+    if name.startswith("router.hop."):
+        return name.removeprefix("router.hop.")
+    return stages.split(name)[0]
+
+
+def kind(name: str) -> str:
+    """host, work, move or wait; "" for what is unattributed."""
+    word = bare(name)
+    if word in stages.BY_NAME:
+        return stages.BY_NAME[word].kind
+    return ROUTER_KINDS.get(word, "")
+
+
+def color(name: str) -> str:
+    """The stage's colour, for screens that know no style sheet."""
+    return COLORS.get(bare(name), COLORS[stages.UNATTRIBUTED])
+
+
+def says(name: str) -> str:
+    """The vocabulary's sentence about a stage."""
+    word = bare(name)
+    if word in stages.BY_NAME:
+        return stages.BY_NAME[word].says
+    return stages.ROUTER.get(word, "What no mark accounts for.")
+
+
+def css(name: str) -> str:
+    """The stage's class in the style sheet; unknown words share one."""
+    word = bare(name)
+    return "s-" + (word if word in COLORS else stages.UNATTRIBUTED).replace(".", "-")
+
+
+def order(name: str) -> tuple[int, int, int]:
+    """Sort key: the critical path's order, legs one after the other, the remainder last."""
+    word = bare(name)
+    if word in _FIRST:
+        return (0, 0, _FIRST.index(word))
+    if word == "router.egress":
+        return (2, 0, 0)
+    if word == stages.UNATTRIBUTED:
+        return (3, 0, 0)
+    side = leg(name)
+    turn = _TURN.get(side, 0)
+    if word == "router.hop":
+        return (1, turn, 0)
+    place = stages.NAMES.index(word) + 1 if word in stages.NAMES else 99
+    return (1, turn, place)
+
+
+def sheet() -> str:
+    """The colours as a style sheet: one class per stage, one per role."""
+    lines = [f".{css(word)}{{fill:{hue};background-color:{hue}}}" for word, hue in COLORS.items()]
+    lines.append(f"rect.s-{stages.UNATTRIBUTED}{{fill:url(#hatch)}}")
+    lines += [
+        f".r-{role}{{fill:{hue};background-color:{hue}}}" for role, hue in ROLE_COLORS.items()
+    ]
+    return "\n".join(lines) + "\n"
