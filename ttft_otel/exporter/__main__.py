@@ -19,11 +19,10 @@ def detach() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
-    os.nice(5)  # serving comes first
 
 
 if __name__ == "__main__":
     detach()
-    from ttft_otel.exporter.main import run  # after the fork: it starts threads and takes 0.3 s
+    from ttft_otel.exporter.main import run  # after the fork: it starts a thread
 
     run(*map(int, sys.argv[1:4]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a span is from: one OTel resource per service name; main.py asks, spans.py uses them."""
+"""Who a span is from: one OTel resource per service name; flow.py asks, spans.py uses them."""
 
 from __future__ import annotations
 

@@ -57,10 +57,8 @@ class Inbox:
             while len(self._queue) > self.most or self._bytes > self.most_bytes:
                 self._bytes -= len(self._queue.popleft())
                 self.health.add("overflowed")
-            if len(self._queue) in (
-                1,
-                self._wanted,
-            ):  # not for each: a wake-up costs more than a put
+            # Not for each record: a wake-up costs more than a put.
+            if len(self._queue) in (1, self._wanted):
                 self._change.notify()
 
     def take(self, most: int, wait: float) -> list[bytes]:

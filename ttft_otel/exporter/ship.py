@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export spans with the SDK's own OTLP exporters: batches, bounded retries, one warning an outage.
 
-main.py gives it lists of spans; whoever reads OTLP gets them. Endpoint, headers, TLS, compression
+flow.py gives it lists of spans; whoever reads OTLP gets them. Endpoint, headers, TLS, compression
 and timeout are the standard OTEL_* variables, read by the SDK's exporter itself.
 """
 
@@ -36,11 +36,13 @@ TIMEOUT: Final = 4.0  # seconds of one try, unless OTEL_EXPORTER_OTLP_TIMEOUT sa
 class Ship:
     """Sends batches, one at a time; while the collector is away the inbox fills up and drops."""
 
-    def __init__(self, exporter: SpanExporter, health: Health, endpoint: str) -> None:
+    def __init__(
+        self, exporter: SpanExporter, health: Health, endpoint: str, hurry: threading.Event
+    ) -> None:
         self.exporter = exporter
         self.health = health
         self.endpoint = endpoint
-        self.hurry = threading.Event()  # the host is gone: no pauses any more, one try each
+        self.hurry = hurry  # set when the host is gone: no pauses any more, one try each
         self.reason = _Reason()
         self._failing_since = 0.0
         self._lost = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure: turn one Record into the SDK's read-only spans; main.py feeds it, ship.py exports them.
+"""Pure: turn one Record into the SDK's read-only spans; flow.py feeds it, ship.py exports them.
 
 They are built directly, not by a tracer: ids and times are the record's, sampling was decided by
 the recorder, and no global provider, processor or context is touched.
@@ -173,7 +173,7 @@ def _totals(ttft: Ttft) -> Attributes:
 
 
 def _outcome(http: Server | Call) -> Attributes:
-    """Status code and, as HTTP's conventions have it, `error.type`: from 500, for clients from 400."""
+    """Status code and `error.type`, by HTTP's conventions: servers fail from 500, clients from 400."""
     found: Attributes = {}
     if http.status:
         found[names.HTTP_STATUS] = http.status

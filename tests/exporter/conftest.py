@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real OTLP receiver on loopback, records to send, and a look at which processes are left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+
+from ttft_otel import record
+
+
+class Collector:
+    """OTLP over HTTP; `status` is what it answers, `hang` keeps it from answering at all."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.status = 200
+        self.hang = threading.Event()
+        self.release = threading.Event()
+        self.received: list[ResourceSpans] = []
+        self.headers: list[dict[str, str]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if outer.hang.is_set():
+                    outer.release.wait(30)
+                    return
+                outer.headers.append({name.lower(): value for name, value in self.headers.items()})
+                if outer.status == 200:
+                    outer.received += ExportTraceServiceRequest.FromString(body).resource_spans
+                self.send_response(outer.status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def spans(self) -> list[Span]:
+        """Everything accepted so far."""
+        return [
+            span for each in self.received for scope in each.scope_spans for span in scope.spans
+        ]
+
+    def close(self) -> None:
+        """Stop listening; what was received stays readable."""
+        self.release.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    """A receiver that accepts everything."""
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Wait until a check is true; the last assertion speaks for itself."""
+
+    def wait(check: Callable[[], object], seconds: float = 10.0) -> None:
+        until = time.monotonic() + seconds
+        while not (found := check()) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert found
+
+    return wait
+
+
+@pytest.fixture
+def exporters() -> Callable[[int], list[int]]:
+    """Process ids of the exporters that a host started and that still run."""
+
+    def find(host: int) -> list[int]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if b"ttft_otel.exporter" in words and words[-2] == b"%d" % host and state != "Z":
+                found.append(int(folder.name))
+        return found
+
+    return find
+
+
+@pytest.fixture
+def sample() -> Callable[[int], record.Record]:
+    """Small records of four spans: server, ttft, two stages; ids made from their number."""
+
+    def make(number: int = 0) -> record.Record:
+        return record.Record(
+            version=record.VERSION,
+            trace_id=f"{number + 1:032x}",
+            span_id=f"{number + 1:016x}",
+            parent_id="",
+            flags=1,
+            state="",
+            start_ns=1_700_000_000_000_000_000,
+            role="mono",
+            outermost=True,
+            service="vllm",
+            request_id=f"request-{number}",
+            ttft=record.Ttft(
+                span_id=f"{number + 1 + (1 << 40):016x}",
+                name="ttft",
+                start=0,
+                end=900,
+                stages={"receive": 100, "preprocess": 800},
+                unattributed=0,
+                clamped=0,
+                pieces=(
+                    record.Piece("stage", "receive", 0, 100),
+                    record.Piece("stage", "preprocess", 100, 900),
+                ),
+            ),
+            server=record.Server("POST /v1/completions", 2000, 200),
+        )
+
+    return make
