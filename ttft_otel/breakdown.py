@@ -60,6 +60,7 @@ class Marks:
     foreign: bool = False
     truncated: bool = False
     queue_lost: bool = False
+    partial: bool = False  # it died before its last chunk: no step of it sampled its first token
 
 
 @dataclass(slots=True)
@@ -152,7 +153,7 @@ def _worker(cursor: Cursor, marks: Marks) -> None:
         _step(cursor, step, "prefill.stall" if number else "dispatch", marks.encode_only)
     if not marks.steps:
         cursor.open = True
-    elif not marks.encode_only:
+    elif not marks.encode_only and not marks.partial:
         cursor.to("sample", marks.steps[last].sampled)
 
 
@@ -240,4 +241,4 @@ def where(marks: Marks) -> str:
         return "dispatch"
     if marks.encode_only:
         return "encoder.compute" if not marks.entered else "output"
-    return "output" if marks.steps[-1].sampled else "prefill.compute"
+    return "output" if marks.steps[-1].sampled and not marks.partial else "prefill.compute"

@@ -175,6 +175,10 @@ def fail(trip: Trip, end: int, marks: str = "") -> breakdown.Breakdown:
     if engine is not None and not engine.marks:
         engine.marks = marks
     found = marks_of(trip, 0)
+    counts = trip.counts
+    if counts:
+        computed = counts["cached"] + counts["own_tokens"] - counts["recomputed"]
+        found.partial = computed < counts["prompt"]
     trip.died = breakdown.where(found)
     trip.cut = breakdown.partition(found, end, trip.died)
     _parts(trip, found)

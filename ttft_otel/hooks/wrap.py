@@ -55,12 +55,12 @@ class Patch:
 
 installed: dict[str, list[Patch]] = {}
 missing: dict[str, str] = {}  # target -> what was not found
-off: set[str] = set()
+out: set[str] = set()  # targets that a test has taken out
 
 
 def active(target: str) -> bool:
     """Whether a target is patched in this process and not switched off."""
-    return target in installed and target not in off
+    return target in installed and target not in out
 
 
 def install(hooks: dict[str, Hook]) -> None:
@@ -191,14 +191,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def switch(names: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
-    """Test-only: take the named targets out, make the hooks of others raise; all else back in place."""
-    off.clear()
-    off.update(names)
+def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
+    """Test-only: take the targets `off` out, make the hooks of `fail` raise; all else is in place."""
+    out.clear()
+    out.update(off)
     broken = set(fail)
     for name, patches in installed.items():
         for patch in patches:
-            value = patch.original if name in off else patch.wrapper
+            value = patch.original if name in out else patch.wrapper
             if name in broken:
                 raw = patch.original
                 call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What live tests measure with: ask a server, read its Server-Timing back, find the trace it left."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ttft_otel import names, stages, timing
+from ttft_otel.lab import client
+from ttft_otel.lab.client import Answer, Question
+from ttft_otel.lab.fleet import Fleet
+from ttft_otel.lab.injection import Control
+
+ASK = {names.ASK: "1"}
+
+
+def breakdown(answer: Answer) -> dict[str, int]:
+    """Stages, `unattributed` and `ttft` of an answer in microseconds; fails unless they close."""
+    found = timing.read(answer.headers.get(names.TIMING, ""))
+    assert found is not None, (answer.status, answer.headers, answer.body[:300])
+    assert all(us >= 0 for us in found.stages.values())
+    return {**found.stages, stages.UNATTRIBUTED: found.unattributed, "ttft": found.ttft}
+
+
+def medians(samples: Sequence[dict[str, int]]) -> dict[str, float]:
+    """Median of each stage over some requests; a stage that a request lacks is 0 there."""
+    keys = {key for sample in samples for key in sample}
+    return {key: statistics.median(sample.get(key, 0) for sample in samples) for key in keys}
+
+
+class Bench:
+    """One deployment under test."""
+
+    def __init__(self, fleet: Fleet, control: Control) -> None:
+        self.fleet = fleet
+        self.control = control
+        self.seed = 100
+
+    def warm(self) -> None:
+        """First requests import and compile; no test wants to see that."""
+        for _ in range(3):
+            self.ask(self.front, stream=True)
+            if "encode" in self.fleet.servers:
+                self.pair(self.fresh())
+            else:
+                self.ask(self.front, pictures=(self.fresh(),))
+
+    @property
+    def front(self) -> str:
+        """Where clients ask."""
+        return self.fleet.front
+
+    def fresh(self) -> int:
+        """A picture that no cache has seen."""
+        self.seed += 1
+        return self.seed
+
+    def ask(self, url: str, **fields: Any) -> Answer:
+        """One request that asks for its timings."""
+        headers = {**ASK, **fields.pop("headers", {})}
+        return client.ask(url, headers=headers, **fields)
+
+    def pair(self, picture: int, **fields: Any) -> tuple[dict[str, int], dict[str, int]]:
+        """One image through E, then through PD, both asked directly: their two breakdowns."""
+        first = self.ask(
+            self.fleet.url("encode"), pictures=(picture,), max_tokens=1, stream=False, **fields
+        )
+        second = self.ask(
+            self.fleet.url("prefill_decode"), pictures=(picture,), max_tokens=2, **fields
+        )
+        return breakdown(first), breakdown(second)
+
+    def trace(self, trace_id: str, enough: Callable[[list[dict[str, Any]]], bool]) -> Any:
+        """The spans of a trace, once `enough` of them have arrived."""
+        deadline = time.monotonic() + 15
+        spans: list[dict[str, Any]] = []
+        while time.monotonic() < deadline:
+            try:
+                spans = self.get(f"/api/trace/{trace_id}")["spans"]
+            except urllib.error.HTTPError as error:
+                assert error.code == 404
+            if enough(spans):
+                return spans
+            time.sleep(0.2)
+        raise AssertionError(f"only {[span['name'] for span in spans]} of {trace_id}")
+
+    def get(self, path: str, server: str = "receiver") -> Any:
+        """JSON from one of the deployment's servers."""
+        with urllib.request.urlopen(self.fleet.url(server) + path, timeout=10) as answer:
+            return json.load(answer)
+
+
+def moved(plain: Sequence[dict[str, int]], changed: Sequence[dict[str, int]]) -> dict[str, float]:
+    """How far each stage's median moved, in milliseconds."""
+    before, after = medians(plain), medians(changed)
+    return {
+        key: (after.get(key, 0) - before.get(key, 0)) / 1000 for key in {*before, *after} - {"ttft"}
+    }
+
+
+__all__ = ["ASK", "Answer", "Bench", "Question", "breakdown", "medians", "moved"]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM servers for the live tests, one deployment at a time: two cores cannot hold two in truth.
+
+Tests ask for `epd` (E, PD, router, receiver; V1 runner) or `newer` (one server, V2 runner, async
+scheduling). Both are started once; a test that needs the other one stops the one that runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.live.bench import Bench
+from ttft_otel.lab import models
+from ttft_otel.lab.fleet import Plan, deployed
+from ttft_otel.lab.injection import Control
+from ttft_otel.lab.recipes import Options
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder is live; without vLLM it is skipped, with the remedy."""
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if "tests/live/" in str(item.path):
+            item.add_marker(pytest.mark.live)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
+
+
+class Deck:
+    """What runs now, and how to change it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stack = ExitStack()
+        self.shape = ""
+        self.bench: Bench | None = None
+
+    def use(self, shape: str) -> Bench:
+        """Start a deployment unless it is the one that runs; nothing is injected into it."""
+        if self.shape != shape or self.bench is None:
+            self.stop()
+            control = Control(self.folder / f"{shape}.json")
+            plan = plan_of(shape, self.folder / shape, control)
+            fleet = self.stack.enter_context(deployed(plan, progress=self.say))
+            self.bench = Bench(fleet, control)
+            self.shape = shape
+            self.bench.warm()
+        self.bench.control.set()
+        return self.bench
+
+    def say(self, name: str, seconds: float, line: str) -> None:
+        """Long starts are announced where -s or a terminal shows them."""
+        if int(seconds) % 20 == 0:
+            sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
+
+    def stop(self) -> None:
+        """Stop what runs."""
+        self.stack.close()
+        self.bench = None
+        self.shape = ""
+
+
+def plan_of(shape: str, folder: Path, control: Control) -> Plan:
+    """E and PD with the V1 runner, or one server as CUDA has it: V2 runner, async scheduling."""
+    model = models.build(models.VISION)
+    if shape == "epd":
+        options = Options(model=model, control=control.path)
+        return Plan("epd", options, waiting=True, folder=folder)
+    runner = "v2" if shape.startswith("v2") else "v1"
+    ahead = shape.endswith("async")
+    options = Options(model=model, control=control.path, runner=runner, async_scheduling=ahead)
+    return Plan("mono", options, folder=folder)
+
+
+@pytest.fixture(scope="session")
+def deck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deck]:
+    """The one deck of this run."""
+    found = Deck(Path(os.environ.get("TTFT_OTEL_LIVE") or tmp_path_factory.mktemp("live")))
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture
+def epd(deck: Deck) -> Bench:
+    """E, PD, router, receiver; V1 runner."""
+    return deck.use("epd")
+
+
+@pytest.fixture
+def newer(deck: Deck) -> Bench:
+    """One server, V2 runner, async scheduling: CUDA's defaults."""
+    return deck.use("v2-async")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Injected truth: a known delay in one place of real vLLM shows in that stage, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.live.bench import Bench, breakdown, medians, moved
+from ttft_otel import stages
+
+DELAY = 80.0  # ms
+TIMES = 9
+Sample = dict[str, int]
+
+# place -> the stage it must show in, on the instance that is asked.
+TEXT = {
+    "receive": "receive",
+    "tokenize": "preprocess",
+    "ipc": "ipc",
+    "queue": "prefill.queue",
+    "dispatch": "dispatch",
+    "forward": "prefill.compute",
+    "sample": "sample",
+    "output": "output",
+    "egress": "egress",
+}
+ENCODE = {
+    "media": "preprocess",
+    "multimodal": "preprocess",
+    "encoder": "encoder.compute",
+    "ec_save": "ec.transfer",
+}
+DECODE = {"ec_load": "ec.transfer", "ec_wait": "ec.transfer"}
+NEWER = {
+    "dispatch": "dispatch",
+    "encoder": "encoder.compute",
+    "forward": "prefill.compute",
+    "sample": "sample",
+    "output": "output",
+}
+
+
+def compare(bench: Bench, place: str, once: Callable[[], Sample]) -> dict[str, float]:
+    """Plain and delayed requests in turn: how far each stage's median moved, in ms."""
+    plain: list[Sample] = []
+    delayed: list[Sample] = []
+    once()
+    for _ in range(TIMES):
+        bench.control.set()
+        plain.append(once())
+        bench.control.set({place: DELAY})
+        delayed.append(once())
+    bench.control.set()
+    real = [delay.ms for delay in bench.control.delays() if delay.place == place]
+    assert real, f"{place} was never delayed"
+    return moved(plain, delayed)
+
+
+def check(shift: dict[str, float], stage: str) -> None:
+    """D in its stage within 2 %, less than 2 ms anywhere else."""
+    assert abs(shift[stage] - DELAY) <= 0.02 * DELAY, (stage, shift)
+    others = {name: ms for name, ms in shift.items() if name != stage and abs(ms) >= 2}
+    assert not others, (stage, shift)
+
+
+@pytest.mark.parametrize("place", TEXT)
+def test_text_delays_show_in_their_stage(epd: Bench, place: str) -> None:
+    """PD with the V1 runner, a text request."""
+    url = epd.fleet.url("prefill_decode")
+
+    shift = compare(epd, place, lambda: breakdown(epd.ask(url, max_tokens=1)))
+
+    check(shift, TEXT[place])
+
+
+@pytest.mark.parametrize("place", ENCODE)
+def test_encoder_delays_show_in_their_stage(epd: Bench, place: str) -> None:
+    """E with the V1 runner, a new image each time."""
+
+    def once() -> Sample:
+        picture = (epd.fresh(),)
+        url = epd.fleet.url("encode")
+        return breakdown(epd.ask(url, pictures=picture, max_tokens=1, stream=False))
+
+    check(compare(epd, place, once), ENCODE[place])
+
+
+@pytest.mark.parametrize("place", DECODE)
+def test_transfer_delays_show_in_their_stage(epd: Bench, place: str) -> None:
+    """PD takes an image that E has encoded: it waits for it, or loads it slowly."""
+    check(compare(epd, place, lambda: epd.pair(epd.fresh())[1]), DECODE[place])
+
+
+@pytest.mark.parametrize("place", NEWER)
+def test_delays_show_in_their_stage_on_cudas_runner(newer: Bench, place: str) -> None:
+    """V2 runner and async scheduling, a new image each time."""
+
+    def once() -> Sample:
+        return breakdown(newer.ask(newer.front, pictures=(newer.fresh(),), max_tokens=1))
+
+    check(compare(newer, place, once), NEWER[place])
+
+
+def test_nothing_is_unattributed_while_delays_run(epd: Bench) -> None:
+    """Delays everywhere at once still close, with nothing left over."""
+    epd.control.set(dict.fromkeys(("tokenize", "forward", "sample", "output"), 20))
+
+    found = breakdown(epd.ask(epd.fleet.url("prefill_decode"), max_tokens=1))
+
+    assert found[stages.UNATTRIBUTED] == 0
+    assert medians([found])["prefill.compute"] >= 20_000
