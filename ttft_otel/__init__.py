@@ -3,8 +3,9 @@
 
 words    stages  names  clock  settings  guard     what everything is called, and who may fail
 shape    record                                    the only thing that crosses a process boundary
-hot      recorder  handoff                         runs inside vLLM and the router, microseconds
-pure     breakdown  timing                         marks -> stages that add up; Server-Timing text
+hot      context  carrier  trip  recorder          runs inside vLLM and the router, microseconds
+         asgi  meter  handoff
+pure     breakdown  timing  original               marks -> stages that add up; Server-Timing text
 vLLM     hooks/                                    the only folder that knows vLLM and torch
 spans    exporter/                                 a process of its own: records -> OTLP
 clients  router/  report/  bench/                  before, behind and around the servers

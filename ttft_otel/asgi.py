@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 
 from ttft_otel import clock, handoff, names, recorder
 from ttft_otel.guard import Guard
-from ttft_otel.recorder import Trip
 from ttft_otel.settings import Settings
+from ttft_otel.trip import Trip
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from ttft_otel import breakdown, carrier, clock, context, meter, names, stages, timing
 from ttft_otel.record import VERSION, Attributes, Piece, Record, Server, Ttft, encode
 from ttft_otel.settings import Settings
+from ttft_otel.trip import Engine, Trip
 
 AWAITING_LIMIT: Final = 16384
 PARTS_LIMIT: Final = 64
@@ -23,6 +24,8 @@ OPERATIONS: Final = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
 }
+_ASK: Final = names.ASK.encode()
+_LEG: Final = names.LEG_HEADER.encode()
 _WANTED: Final = frozenset(
     name.encode()
     for name in (
@@ -50,54 +53,6 @@ class Identity:
     model: str = ""
 
 
-class Engine:
-    """One engine request of a trip."""
-
-    __slots__ = ("assign", "marks", "output", "received")
-
-    def __init__(self, assign: int) -> None:
-        self.assign = assign
-        self.marks = ""
-        self.received = 0
-        self.output = 0
-
-
-class Trip:
-    """What is known about one HTTP request so far; times in microseconds."""
-
-    __slots__ = (
-        "arrive", "asked", "assigned", "attributes", "context", "counts", "cut", "died", "end",
-        "engines", "error", "first", "leg", "method", "parts", "path", "render", "request_id",
-        "route", "scheme", "status", "streamed", "told", "ttft_id",
-    )  # fmt: skip
-
-    def __init__(self, arrive: int, found: context.Context, asked: bool) -> None:
-        self.arrive = arrive
-        self.context = found
-        self.asked = asked
-        self.assigned: dict[str, int] = {}
-        self.attributes: Attributes = {}
-        self.counts: dict[str, int] = {}
-        self.cut: breakdown.Breakdown | None = None
-        self.died = ""
-        self.end = 0
-        self.engines: dict[str, Engine] = {}
-        self.error = ""
-        self.first: Engine | None = None
-        self.leg = ""
-        self.method = ""
-        self.parts: list[tuple[str, int, int]] = []
-        self.path = ""
-        self.render = 0
-        self.request_id = ""
-        self.route = ""
-        self.scheme = ""
-        self.status = 0
-        self.streamed = False
-        self.told = False
-        self.ttft_id = context.new_id()
-
-
 current: ContextVar[Trip | None] = ContextVar("ttft_otel_trip", default=None)
 awaiting: dict[str, Trip] = {}  # engine request id -> trip without that request's first output
 identity = Identity()
@@ -107,12 +62,12 @@ def begin(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> Trip | 
     """Start a trip; None when it is neither sampled nor asked for (the sampler decides here)."""
     arrive = clock.now()
     found = {name: value.decode("latin-1") for name, value in headers if name in _WANTED}
-    asked = found.get(b"x-ttft-timing") == "1"
+    asked = found.get(_ASK) == "1"
     where = context.start(found.get(b"traceparent", ""), found.get(b"tracestate", ""), settings)
     if not (asked or where.sampled):
         return None
     trip = Trip(arrive, where, asked)
-    trip.leg = found.get(b"x-ttft-leg", "")
+    trip.leg = found.get(_LEG, "")
     trip.request_id = found.get(b"x-request-id", "")[:256]
     return trip
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ttft_otel import clock, names, recorder, settings
 from ttft_otel.asgi import Middleware
 from ttft_otel.hooks import engine, fields, ledger, wrap
-from ttft_otel.recorder import Trip
+from ttft_otel.trip import Trip
 
 
 def know(app: Any) -> None:
