@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public vocabulary: frozen in a golden file, written once, used everywhere else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ttft_otel
+from ttft_otel import names, original, settings, stages
+
+PACKAGE = Path(ttft_otel.__file__).parent
+ROOT = PACKAGE.parent
+GOLDEN = Path(__file__).parent / "golden"
+HOMES = ("names.py", "stages.py")
+
+# Modules of our own are spelled with an underscore or a dot after ttft_otel, never `ttft.`.
+WORD = re.compile(r"(?<![\w./-])ttft\.[a-z_]+(?:\.[a-z_]+)*(?![\w(])")
+SHIPPED = [
+    pytest.param(path, id=str(path.relative_to(ROOT)))
+    for folder in (PACKAGE, ROOT / "collector", ROOT / "grafana", GOLDEN)
+    for path in sorted(folder.rglob("*"))
+    if path.suffix in (".py", ".html", ".js", ".yaml", ".yml", ".json", ".md")
+    and "__pycache__" not in path.parts
+    and path.name not in HOMES
+]
+
+
+def constants() -> dict[str, str]:
+    """Every public name in names.py, by the constant that holds it."""
+    return {
+        key: value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)
+    }
+
+
+def vocabulary() -> dict[str, Any]:
+    """All that others may rely on, in one picture."""
+    return {
+        "stages": [asdict(stage) for stage in stages.STAGES],
+        "stage attributes": {name: names.stage_us(name) for name in stages.NAMES},
+        "unattributed": stages.UNATTRIBUTED,
+        "parts": stages.PARTS,
+        "router stages": stages.ROUTER,
+        "roles": stages.ROLES,
+        "services": stages.SERVICES,
+        "report fields": stages.REPORT,
+        "report totals": [original.TTFT_MS, original.UNATTRIBUTED_MS, original.STAGES],
+        "names": constants(),
+        "on": sorted(settings.ON),
+        "off": sorted(settings.OFF),
+    }
+
+
+def known(word: str) -> bool:
+    """Whether a `ttft.*` word is a name, a stage's attribute or the beginning of some."""
+    return (
+        word in constants().values()
+        or names.stage_of(word) is not None
+        or stages.known(word.removeprefix("ttft."))
+    )
+
+
+def test_vocabulary() -> None:
+    """A change of any public name, stage, code or order shows as a diff of the golden file."""
+    expected = json.loads((GOLDEN / "vocabulary.json").read_text(encoding="utf-8"))
+
+    assert expected == json.loads(json.dumps(vocabulary()))
+
+
+def test_unique() -> None:
+    """No stage, code or attribute name stands for two things."""
+    shared = {names.TTFT, names.TIMING_TTFT, names.PROVIDER_VLLM}
+    values = [value for value in constants().values() if value not in shared]
+
+    assert len(values) == len(set(values))
+    assert len(stages.BY_NAME) == len(stages.BY_CODE) == len(stages.STAGES)
+
+
+def test_attributes_round_trip() -> None:
+    """A stage's attribute gives the stage back; an attribute that is no stage's gives nothing."""
+    for stage in (*stages.NAMES, stages.UNATTRIBUTED, "encode.preprocess", "router.hop.encode"):
+        assert names.stage_of(names.stage_us(stage)) == stage
+    for attribute in (names.TOTAL_US, names.CLAMPED_US, names.CLIENT_TTFT_US, "other"):
+        assert names.stage_of(attribute) is None
+
+
+def test_no_double() -> None:
+    """Our own span attributes are named for integers; only the convention's one is in seconds."""
+    own = [value for value in constants().values() if value.startswith("ttft.")]
+
+    assert not [name for name in own if name.endswith(("_ms", "_s", "_seconds"))]
+
+
+@pytest.mark.parametrize("path", SHIPPED)
+def test_words(path: Path) -> None:
+    """Every `ttft.*` word anywhere in what is shipped belongs to the vocabulary."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":  # in code `ttft.end` is a field; its strings and comments are words
+        text = "\n".join(literals(path, prose=True))
+    words = {word for word in WORD.findall(text) if word.rpartition(".")[2] not in SUFFIXES}
+
+    assert [] == sorted(word for word in words if not known(word))
+
+
+SUFFIXES = {"json", "db", "sqlite", "py", "yaml", "html", "js"}  # files named ttft.*
+
+
+@pytest.mark.parametrize("path", [each for each in SHIPPED if str(each.id).endswith(".py")])
+def test_literals(path: Path) -> None:
+    """Code takes attribute, header and environment names from names.py: it never spells them."""
+    spelled = {
+        value
+        for value in constants().values()
+        if value.startswith(("ttft.", "gen_ai.", "x-ttft", "TTFT_", "OTEL_", "ttft_otel_"))
+    }
+    # plugin.py may import nothing while off; guests live in processes without this package.
+    allowed = {"plugin.py": {names.ENV_ON}, "guests": spelled}
+    free = allowed.get(path.name, set()) | (spelled if "guests" in path.parts else set())
+
+    assert [] == sorted((set(literals(path)) & spelled) - free)
+
+
+def literals(path: Path, prose: bool = False) -> Iterator[str]:
+    """The string constants of a file: those in its code, with `prose` its docstrings too."""
+    tree = ast.parse(path.read_bytes())
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and (prose or id(node) not in docstrings):
+            if isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node.value, bytes):
+                yield node.value.decode("latin-1")
+
+
+def test_used() -> None:
+    """Every name in names.py is used somewhere in the package: none outlives its purpose."""
+    used: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "names.py":
+            used |= set(re.findall(r"names\.([A-Z][A-Z0-9_]*)", path.read_text(encoding="utf-8")))
+    own = {"CLIENT_TTFT_US"}  # the measuring client's, joined by bench/
+
+    assert [] == sorted(set(constants()) - used - own)
+
+
+def test_original_names() -> None:
+    """The original report's names are sums of stages that exist."""
+    for field, parts in stages.REPORT.items():
+        assert field.endswith("_ms")
+        assert set(parts) <= set(stages.NAMES)
