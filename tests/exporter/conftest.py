@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,3 +141,25 @@ def sample() -> Callable[[int], record.Record]:
         )
 
     return make
+
+
+@pytest.fixture
+def unused() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def make_collector() -> Iterator[Callable[[int], Collector]]:
+    """Start a receiver on a given port, now."""
+    made: list[Collector] = []
+
+    def make(port: int) -> Collector:
+        made.append(Collector(port))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

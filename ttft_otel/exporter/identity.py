@@ -37,11 +37,9 @@ class Resources:
 
     def get(self, service: str) -> Resource:
         """The resource for records of this service, unless the operator named the service."""
-        found = self._made.get(service)
-        if found is None:
-            if len(self._made) >= MOST:
-                service = stages.SERVICES["mono"]
+        if service not in self._made and len(self._made) >= MOST:
+            service = ""
+        if service not in self._made:
             name = Resource({SERVICE_NAME: service or stages.SERVICES["mono"]})
-            found = self._base.merge(name).merge(self._operator)
-            self._made[service] = found
-        return found
+            self._made[service] = self._base.merge(name).merge(self._operator)
+        return self._made[service]

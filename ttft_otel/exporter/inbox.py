@@ -44,6 +44,10 @@ class Inbox:
                 self.health.add("overflowed")
             else:
                 self.put(bytes(view[:length]))
+        self.end()
+
+    def end(self) -> None:
+        """Nothing more will come; what is there can still be taken."""
         self.ended.set()
         with self._change:
             self._change.notify_all()
