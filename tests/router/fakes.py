@@ -175,7 +175,7 @@ class Router:
 
     def __init__(self, client: aiohttp.ClientSession, url: str, sent: list[bytes]) -> None:
         self.client, self.url, self._sent = client, url, sent
-        self.forward: Forward
+        self.app: app.App
 
     @property
     def records(self) -> list[Record]:
@@ -223,6 +223,7 @@ async def router(
     backends: Sequence[str],
     encoders: Sequence[str] = (),
     settings: Settings | None = None,
+    prepare: Callable[[app.App], None] = lambda _: None,
     **options: Any,
 ) -> AsyncIterator[Router]:
     """The router on a real socket; its records go into a list."""
@@ -241,6 +242,7 @@ async def router(
 
     forward = Forward(legs, settings or Settings(), send, **options)
     built = app.build(forward, lambda: {"sent": len(sent), "dropped": 3})
+    prepare(built)
     config = uvicorn.Config(built, http="httptools", access_log=False, log_level="error")
     server = uvicorn.Server(config)
     sock = free()
@@ -250,7 +252,7 @@ async def router(
     try:
         async with aiohttp.ClientSession() as client:
             made = Router(client, f"http://127.0.0.1:{sock.getsockname()[1]}", sent)
-            made.forward = forward
+            made.app = built
             yield made
     finally:
         server.should_exit = True

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from click.testing import CliRunner
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router import fakes
-from ttft_otel.router import choose
+from ttft_otel import names
+from ttft_otel.router import app, choose
 from ttft_otel.router.command import router as command
 
 
@@ -68,6 +72,42 @@ def test_help_has_examples() -> None:
     assert "ttft-otel router --encoder" in text
     for flag in ("ENCODER", "BACKEND", "HOST", "PORT", "MAX_BODY", "REPORTS"):
         assert f"TTFT_OTEL_ROUTER_{flag}" in text
+
+
+def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an endpoint configured a GET makes one span, without send and receive; a POST none."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as collector, fakes.instance() as one:
+            monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+            ends = []
+
+            def prepare(built: app.App) -> None:
+                ends.append(app.instrument(built, "http/protobuf"))
+
+            async with fakes.router([one.url], prepare=prepare) as router:
+                await router.chat()
+                await status(router, "/v1/models")
+                await status(router, "/healthz")
+                await asyncio.to_thread(ends[0])
+            sent = ExportTraceServiceRequest.FromString(collector.seen[0].body)
+            spans = [s for r in sent.resource_spans for c in r.scope_spans for s in c.spans]
+            assert [span.name for span in spans] == ["GET /v1/models"]
+
+    fakes.run(scenario)
+
+
+def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No endpoint, no provider: the application stays as it was built."""
+    monkeypatch.delenv(names.ENV_ENDPOINT, raising=False)
+    monkeypatch.delenv(names.ENV_TRACES_ENDPOINT, raising=False)
+
+    async def scenario() -> None:
+        async with fakes.router([fakes.unused()]) as router:
+            app.instrument(router.app, "http/protobuf")()
+            assert not getattr(router.app.control, "_is_instrumented_by_opentelemetry", False)
+
+    fakes.run(scenario)
 
 
 async def status(router: fakes.Router, path: str) -> int:

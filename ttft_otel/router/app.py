@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from fastapi import FastAPI, Response
@@ -18,10 +18,13 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from ttft_otel import __version__, guard, names
+from ttft_otel import __version__, guard, names, stages
 from ttft_otel.router.answer import Send
 from ttft_otel.router.choose import Instance
 from ttft_otel.router.forward import Forward, Receive, Scope
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 ASK: Final = aiohttp.ClientTimeout(total=5.0)  # of the control plane's own questions
 DATA: Final = "/v1/"
@@ -165,7 +168,7 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": content}, status)
 
 
-def instrument(app: App) -> Callable[[], None]:
+def instrument(app: App, protocol: str) -> Callable[[], None]:
     """Trace the control plane, if an endpoint is configured; gives back what ends it.
 
     The data path is not part of it: its spans are Records.
@@ -173,7 +176,6 @@ def instrument(app: App) -> Callable[[], None]:
     if not (os.environ.get(names.ENV_ENDPOINT) or os.environ.get(names.ENV_TRACES_ENDPOINT)):
         return lambda: None
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     except ImportError:
         return lambda: None  # never required
@@ -181,9 +183,9 @@ def instrument(app: App) -> Callable[[], None]:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    service = os.environ.get(names.ENV_SERVICE) or "ttft-otel-router"
+    service = os.environ.get(names.ENV_SERVICE) or stages.SERVICES["router"]
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(_exporter(protocol)))
     FastAPIInstrumentor.instrument_app(
         app.control,
         tracer_provider=provider,
@@ -191,3 +193,14 @@ def instrument(app: App) -> Callable[[], None]:
         exclude_spans=["send", "receive"],
     )
     return provider.shutdown
+
+
+def _exporter(protocol: str) -> SpanExporter:
+    """The SDK's own exporter, which reads the OTEL_EXPORTER_OTLP_* variables itself."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+        return grpc.OTLPSpanExporter()
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+    return http.OTLPSpanExporter()

@@ -109,7 +109,7 @@ def router(
     send = (lambda _: False) if off else handoff.sender().send
     forward = Forward(legs, read, send, Reports(reports), max_body)
     app = control.build(forward, handoff.counts)
-    end = control.instrument(app)
+    end = control.instrument(app, read.protocol)
     try:
         serve(app, host, port)
     finally:
@@ -129,6 +129,7 @@ def serve(app: control.App, host: str, port: int) -> None:
         log_level="warning",
         date_header=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=GRACE,
     )
 
