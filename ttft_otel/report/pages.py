@@ -22,7 +22,8 @@ from ttft_otel.report.shape import ERROR, KINDS, Request
 from ttft_otel.report.summary import Summary, summarize
 
 HERE: Final = Path(__file__).parent
-LABEL: Final = 7.5  # a segment narrower than this share of the bar carries no words
+LABEL: Final = 0.56  # percent of the bar that one letter needs
+LABELS: Final = 6.5  # percent that the line with the number needs
 DEEP: Final = 12  # indents that the style sheet knows
 ROWS: Final = 2000  # spans drawn of one trace
 
@@ -44,7 +45,8 @@ class Segment:
     @property
     def word(self) -> str:
         """What is written on it: the stage without its leg."""
-        return stages.split(self.name)[1] if self.width >= LABEL else ""
+        word = palette.bare(self.name)
+        return word if self.width >= max(LABELS, LABEL * len(word)) else ""
 
 
 def index(requests: Sequence[Request], wanted: Wanted, models: Sequence[str]) -> str:
@@ -110,9 +112,11 @@ def waterfall(found: Trace) -> dict[str, Any]:
     """Rows, their window, and the ticks of its axis."""
     start, end = tree.window(found.spans)
     rows = tree.rows(found.spans)
+    legs = {row.role for row in rows if row.what == "trunk" and row.role != "router"}
     last = max(span.end_ns for span in found.spans)
     return {
         "rows": rows[:ROWS],
+        "legs": legs,
         "hidden": max(0, len(rows) - ROWS),
         "start": start,
         "us": (end - start) // 1000,

@@ -46,13 +46,22 @@ ROUTER_KINDS: Final[dict[str, str]] = {
     "router.hop": "move",
     "router.egress": "host",
 }
+# Hues that no stage has: a square is a server, a circle a stage.
 ROLE_COLORS: Final[dict[str, str]] = {
-    "router": "#0a8fb8",
-    "encode": "#8b5cf6",
-    "prefill": "#d97706",
-    "decode": "#16a34a",
-    "prefill_decode": "#5b5bf0",
-    "mono": "#5b5bf0",
+    "router": "#475569",
+    "encode": "#db2777",
+    "prefill": "#b45309",
+    "decode": "#15803d",
+    "prefill_decode": "#2563eb",
+    "mono": "#2563eb",
+}
+ROLE_SHORT: Final[dict[str, str]] = {
+    "router": "R",
+    "encode": "E",
+    "prefill": "P",
+    "decode": "D",
+    "prefill_decode": "PD",
+    "mono": "mono",
 }
 _TURN: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
 _FIRST: Final = ("router.receive", "router.route", "router.retry")
@@ -60,6 +69,8 @@ _FIRST: Final = ("router.receive", "router.route", "router.retry")
 
 def bare(name: str) -> str:
     """The vocabulary's word: `encode.preprocess` -> preprocess, `router.hop.x` -> router.hop."""
+    if name in stages.ROUTER:  # `router.receive` is a stage of its own, not a leg's `receive`
+        return name
     word = stages.split(name)[1]
     return "router.hop" if word.startswith("router.hop.") else word
 
@@ -68,7 +79,7 @@ def leg(name: str) -> str:
     """The leg that a full stage name belongs to; "" when it is the server's or the router's own."""
     if name.startswith("router.hop."):
         return name.removeprefix("router.hop.")
-    return stages.split(name)[0]
+    return "" if name in stages.ROUTER else stages.split(name)[0]
 
 
 def kind(name: str) -> str:
@@ -108,10 +119,13 @@ def order(name: str) -> tuple[int, int, int]:
     if word == stages.UNATTRIBUTED:
         return (3, 0, 0)
     side = leg(name)
-    turn = _TURN.get(side, 0)
+    turn = _TURN.get(side, len(_TURN))
     if word == "router.hop":
-        return (1, turn, 0)
-    place = stages.NAMES.index(word) + 1 if word in stages.NAMES else 99
+        return (1, turn, -1)
+    if side == "encode" and word == "ec.transfer":
+        word = "encoder.compute"  # an encoder's transfer is the save behind its run
+    place = 2 * stages.NAMES.index(word) if word in stages.NAMES else 99
+    place += bare(name) != word
     return (1, turn, place)
 
 

@@ -72,6 +72,16 @@ class Reader:
         found = self._load(rows)
         return found[0] if found else None
 
+    def ending(self, request_id: str) -> Request | None:
+        """The newest request whose id ends so: vLLM puts `chatcmpl-` before a caller's own id."""
+        rows = self._connection.execute(
+            "SELECT trace_id, number FROM requests WHERE request_id LIKE ? ESCAPE '!' "
+            "ORDER BY start_ns DESC LIMIT 1",
+            ("%-" + "".join("!" + c if c in "!%_" else c for c in request_id),),
+        ).fetchall()
+        found = self._load(rows)
+        return found[0] if found else None
+
     def trace(self, trace_id: str) -> Trace | None:
         """A whole trace; None when nothing of it is stored."""
         spans = spans_from(self._connection, trace_id)

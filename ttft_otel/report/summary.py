@@ -46,13 +46,13 @@ def summarize(requests: Sequence[Request]) -> Summary:
     for request in good:
         for name, value in request.stages.items():
             lengths.setdefault(name, []).append(value)
-    lines = [_line(name, lengths[name], len(good)) for name in sorted(lengths, key=palette.order)]
-    lines.append(_line(UNATTRIBUTED, [request.unattributed_us for request in good], len(good)))
+    lines = [line(name, lengths[name], len(good)) for name in sorted(lengths, key=palette.order)]
+    lines.append(line(UNATTRIBUTED, [request.unattributed_us for request in good], len(good)))
     return Summary(
         count=len(good),
         failed=sum(bool(request.error) for request in requests),
-        closed=all(request.closed for request in good),
-        ttft=_line("ttft", [request.ttft_us for request in good], len(good)),
+        closed=bool(good) and all(request.closed for request in good),
+        ttft=line("ttft", [request.ttft_us for request in good], len(good)),
         stages=tuple(lines),
     )
 
@@ -67,8 +67,9 @@ def percentile(ordered: Sequence[int], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _line(name: str, values: Sequence[int], requests: int) -> Line:
+def line(name: str, values: Sequence[int], requests: int = 0) -> Line:
+    """One line over microseconds; requests: what the mean is over, by default all values."""
     ordered = sorted(values)
     p50, p95, p99 = (round(percentile(ordered, share) / 1000, 3) for share in (0.5, 0.95, 0.99))
-    mean = round(sum(ordered) / max(1, requests) / 1000, 3)
+    mean = round(sum(ordered) / max(1, requests or len(ordered)) / 1000, 3)
     return Line(name, len(ordered), p50, p95, p99, mean)

@@ -71,7 +71,7 @@ def _headline(summary: Summary) -> Text:
     text.append(f"{summary.count} requests", style="bold")
     if summary.failed:
         text.append(f", {summary.failed} failed", style="red")
-    text.append("   TTFT ", style="dim")
+    text.append("\nTTFT", style="dim")
     for word, value in (
         ("p50", line.p50),
         ("p95", line.p95),
@@ -84,17 +84,17 @@ def _headline(summary: Summary) -> Text:
 
 
 def _percentiles(summary: Summary) -> Table:
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    found.add_column("stage")
+    found = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    found.add_column("stage", no_wrap=True, min_width=32)
     for word in ("in", "p50 ms", "p95 ms", "p99 ms", "mean ms", "share"):
-        found.add_column(word, justify="right")
+        found.add_column(word, justify="right", no_wrap=True)
     for line in (*summary.stages, summary.ttft):
         last = line is summary.ttft
         share = 100 * line.mean / summary.ttft.mean if summary.ttft.mean else 0.0
         numbers = (f"{value:.3f}" for value in (line.p50, line.p95, line.p99, line.mean))
         name = Text("ttft") if last else _swatch(line.name)
         style = "bold" if last else ""
-        found.add_row(name, str(line.count), *numbers, f"{share:.1f} %", style=style)
+        found.add_row(name, str(line.count), *numbers, f"{share:.0f} %", style=style)
     return found
 
 

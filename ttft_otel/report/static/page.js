@@ -39,6 +39,18 @@ if (live) {
 
 const words = (us) => us < 1000 ? `${us.toFixed(0)} µs` : us < 1e5 ? `${(us / 1000).toFixed(2)} ms` : us < 1e6 ? `${(us / 1000).toFixed(1)} ms` : `${(us / 1e6).toFixed(2)} s`;
 for (const fall of document.querySelectorAll(".fall")) {
+  const copies = [...fall.querySelectorAll(".copy")];
+  const toggle = fall.querySelector(".copies");
+  const show = (shown) => {
+    toggle.setAttribute("aria-pressed", String(shown));
+    toggle.textContent = shown ? "Hide the legs' stages in the router's sum" : "Show the legs' stages in the router's sum";
+    for (const each of copies) each.classList.toggle("hide", !shown);
+  };
+  if (copies.length) {
+    toggle.hidden = false;
+    toggle.addEventListener("click", () => show(toggle.getAttribute("aria-pressed") !== "true"));
+    show(false);
+  }
   const button = fall.querySelector(".zoom");
   button?.addEventListener("click", () => {
     const all = button.getAttribute("aria-pressed") !== "true";
