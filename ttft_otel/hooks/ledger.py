@@ -29,8 +29,15 @@ def check(vllm: Path) -> dict[str, str]:
     return {target.name: _target(vllm, target) for target in TARGETS if target.places}
 
 
+def places(vllm: Path, target: Target) -> dict[str, str]:
+    """Each place of a target -> "" when it is there, else what is missing."""
+    return {
+        f"{place.module}:{place.name}": _place(vllm, place, target.reads) for place in target.places
+    }
+
+
 def _target(vllm: Path, target: Target) -> str:
-    answers = [_place(vllm, place, target.reads) for place in target.places]
+    answers = list(places(vllm, target).values())
     return "" if "" in answers else answers[0]
 
 
