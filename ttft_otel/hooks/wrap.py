@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -220,19 +219,29 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        entries = self.waiting.pop(fullname, None)
-        if entries is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
+        entries = self.waiting.get(fullname)
+        spec = self._ordinary(fullname, path, target) if entries else None
+        if entries is None or spec is None or spec.loader is None:
             return None
         loader = spec.loader
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
+            # Not earlier: whoever only asks whether the module exists comes by here too.
+            self.waiting.pop(fullname, None)
             _patch(module, entries)
 
         # On the loader instance: it serves this module alone, and keeps its type.
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    def _ordinary(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None) if finder is not self else None
+            spec = find(fullname, path, target) if find is not None else None
+            if isinstance(spec, importlib.machinery.ModuleSpec):
+                return spec
+        return None
