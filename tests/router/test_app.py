@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 
+import aiohttp
 import pytest
 from click.testing import CliRunner
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -12,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from router import fakes
 from ttft_otel import names
 from ttft_otel.router import app, choose
-from ttft_otel.router.command import router as command
+from ttft_otel.router.command import command
 
 
 def test_health_follows_the_fleet() -> None:
@@ -108,6 +112,45 @@ def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> 
             assert not getattr(router.app.control, "_is_instrumented_by_opentelemetry", False)
 
     fakes.run(scenario)
+
+
+def test_the_real_command_drains_when_stopped() -> None:
+    """Told to stop at once after a request, it exits with 0 and its spans still arrive by OTLP."""
+
+    async def scenario() -> None:
+        async with fakes.instance(fakes.Plan({})) as collector, fakes.instance() as one:
+            port = fakes.unused().rpartition(":")[2]
+            env = {**os.environ, names.ENV_ENDPOINT: collector.url}
+            code = "from ttft_otel.router.command import command; command()"
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, "--backend", one.url, "--port", port, env=env
+            )
+            async with aiohttp.ClientSession() as client:
+                router = fakes.Router(client, f"http://127.0.0.1:{port}", [])
+                await up(router)
+                assert (await router.chat())[0] == 200
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+            found: set[str] = set()
+            while not {"ttft", "mono.prefill.compute"} <= found:
+                await asyncio.sleep(0.1)
+                for seen in collector.seen:
+                    sent = ExportTraceServiceRequest.FromString(seen.body)
+                    scopes = [scope for each in sent.resource_spans for scope in each.scope_spans]
+                    found |= {span.name for scope in scopes for span in scope.spans}
+
+    fakes.run(scenario)
+
+
+async def up(router: fakes.Router) -> None:
+    """Wait until the router answers."""
+    while True:
+        try:
+            await status(router, "/healthz")
+        except aiohttp.ClientError:
+            await asyncio.sleep(0.1)
+        else:
+            return
 
 
 async def status(router: fakes.Router, path: str) -> int:

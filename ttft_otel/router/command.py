@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from typing import Final
 
 import click
@@ -36,7 +38,7 @@ Where a request's time went:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command("router", epilog=EXAMPLES)
 @click.option(
     "--encoder",
     "encoders",
@@ -85,7 +87,7 @@ Where a request's time went:
     show_envvar=True,
     help="How many requests /ttft_report remembers.",
 )
-def router(
+def command(
     encoders: tuple[str, ...],
     backends: tuple[str, ...],
     host: str,
@@ -118,6 +120,9 @@ def router(
 
 def serve(app: control.App, host: str, port: int) -> None:
     """Run until told to stop; the legs' own Date and Server headers pass through."""
+    # uvicorn raises SIGTERM again when it is done: without a handler that would skip the exit's
+    # drain of the last records
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     uvicorn.run(
         app,
         host=host,
