@@ -21,6 +21,7 @@ class TooLarge(Exception):
 
 
 async def start(status: int, down: Headers, exchange: Exchange, send: Send) -> None:
+    """Send the head of an answer, with the request id that the client may look it up by."""
     exchange.status = status
     down.append((names.REQUEST_HEADER.encode(), exchange.request_id.encode()))
     await send({"type": "http.response.start", "status": status, "headers": down})
