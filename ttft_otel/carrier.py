@@ -1,123 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's way through the engine as one string of integers: the engine core folds, the API unfolds.
+"""A request's way through the engine as one string: the engine core folds, the API server unfolds.
 
-It rides in vLLM's own trace_headers of the first output. Commas and decimal integers, because JSON
-costs 25-44 us here and a join 1.4 us. Layout: VERSION, the SCALARS, then waits, then steps.
+It rides in vLLM's own trace_headers of the first output. A Journey is the string: a JSON array of
+integers, which msgspec writes in 0.5 us (json takes 25-44 us, joining words 3 us).
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from ttft_otel import clock
 from ttft_otel.breakdown import LOST_FORWARD, Marks, Step
 from ttft_otel.stages import BY_CODE
 
-VERSION: Final = 1
+VERSION: Final = 2
 STEPS: Final = (
-    512  # prompts of more chunks keep the first and the last; what is between is unattributed
-)
-SCALARS: Final = (
-    "added",
-    "scheduled",
-    "encoder_first",
-    "entered",
-    "wait_lost",
-    "truncated",
-    "chunks",
-    "cached",
-    "preempted",
-    "recomputed",
-    "own_items",
-    "step_items",
-    "own_tokens",
-    "step_tokens",
-    "items",
-    "prompt",
-    "rank",
+    512  # of a prompt with more chunks the first and the last stay; between: unattributed
 )
 
 
-class Journey:
-    """One engine request between the engine core's input and its first output; times in microseconds."""
+class Journey(msgspec.Struct, array_like=True, gc=False):
+    """One engine request between the engine core's input and its first output; times in microseconds.
 
-    __slots__ = (*SCALARS, "asked", "complete", "high", "sent", "steps", "waits")
+    asked: since when a connector has been saying "not yet". high: how many tokens were computed at
+    most, to tell recomputed ones. waits: (stage code, start, end) one after another. steps: worker
+    records (boot, sampled, lost, code, start, end, code, ...), shared by all requests of a step.
+    """
 
-    def __init__(self, added: int) -> None:
-        self.added = added
-        self.scheduled = self.entered = 0
-        self.encoder_first = self.wait_lost = self.truncated = False
-        self.chunks = self.cached = self.preempted = self.recomputed = 0
-        self.own_items = self.step_items = self.own_tokens = self.step_tokens = 0
-        self.items = self.prompt = self.rank = 0
-        self.asked = 0  # since when a connector has been saying "not yet"
-        self.complete = False
-        self.high = 0
-        self.sent = False
-        self.steps: list[Any] = []
-        self.waits: list[int] = []
+    version: int = VERSION
+    added: int = 0
+    scheduled: int = 0
+    entered: int = 0
+    encoder_first: bool = False
+    wait_lost: bool = False
+    truncated: bool = False
+    complete: bool = False
+    sent: bool = False
+    chunks: int = 0
+    cached: int = 0
+    preempted: int = 0
+    recomputed: int = 0
+    own_items: int = 0
+    step_items: int = 0
+    own_tokens: int = 0
+    step_tokens: int = 0
+    items: int = 0
+    prompt: int = 0
+    rank: int = -1
+    asked: int = 0
+    high: int = 0
+    waits: list[int] = []
+    steps: list[tuple[int, ...]] = []
 
-    def step(self, record: list[int] | None) -> None:
-        """Add one step's worker record (shared by all requests of the step, never changed)."""
+    def step(self, record: tuple[int, ...] | None) -> None:
+        """Add one step's worker record; without one, nobody knows what happened in it."""
         if len(self.steps) >= STEPS:
             self.steps.pop()
             self.truncated = True
         self.steps.append(record or ())
 
 
+_encoder: Final = msgspec.json.Encoder()
+_decoder: Final = msgspec.json.Decoder(Journey)
+
+
 def fold(journey: Journey) -> str:
-    """Journey -> string."""
+    """Journey -> string; it counts as sent from now on."""
     journey.sent = True
-    out = [VERSION, *(int(getattr(journey, name)) for name in SCALARS)]
-    out.append(len(journey.waits))
-    out.extend(journey.waits)
-    out.append(len(journey.steps))
-    for record in journey.steps:
-        out.append(len(record))
-        out.extend(record)
-    return ",".join(map(str, out))
+    return _encoder.encode(journey).decode()
 
 
-def unfold(text: str, marks: Marks) -> dict[str, int] | None:
-    """Put the string's times into `marks` and give back its counts; None when it is not ours.
-
-    A worker record is (boot, sampled, lost, code, start, end, code, start, end, ...).
-    """
+def unfold(text: str, marks: Marks) -> Journey | None:
+    """Put the string's times into `marks` and give the Journey back; None when it is not ours."""
     try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
+        journey = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    if len(numbers) < len(SCALARS) + 3 or numbers[0] != VERSION:
+    if journey.version != VERSION:
         return None
-    counts = dict(zip(SCALARS, numbers[1:], strict=False))
-    at = 1 + len(SCALARS)
-    waits, at = _take(numbers, at)
-    for place in range(0, len(waits) - 2, 3):
-        code, start, end = waits[place : place + 3]
+    waits = journey.waits
+    for code, start, end in zip(waits[::3], waits[1::3], waits[2::3], strict=False):
         if code in BY_CODE:
             marks.waits.append((BY_CODE[code].name, start, end))
-    steps = numbers[at] if at < len(numbers) else 0
-    at += 1
     here = clock.boot_once()
-    for _ in range(steps):
-        record, at = _take(numbers, at)
+    for record in journey.steps:
         marks.foreign = marks.foreign or bool(record and record[0] != here)
         marks.steps.append(_step(record))
-    marks.added = counts["added"]
-    marks.scheduled = counts["scheduled"]
-    marks.encoder_first = bool(counts["encoder_first"])
-    marks.entered = counts["entered"]
-    marks.queue_lost = bool(counts["wait_lost"])
-    marks.truncated = bool(counts["truncated"])
-    return counts
+    marks.added = journey.added
+    marks.scheduled = journey.scheduled
+    marks.encoder_first = journey.encoder_first
+    marks.entered = journey.entered
+    marks.queue_lost = journey.wait_lost
+    marks.truncated = journey.truncated
+    return journey
 
 
-def _take(numbers: list[int], at: int) -> tuple[list[int], int]:
-    length = numbers[at] if at < len(numbers) else 0
-    return numbers[at + 1 : at + 1 + length], at + 1 + length
-
-
-def _step(record: list[int]) -> Step:
+def _step(record: tuple[int, ...]) -> Step:
     if len(record) < 3:
         return Step([], 0, LOST_FORWARD)
     pairs = list(zip(record[3::3], record[4::3], record[5::3], strict=False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from ttft_otel import breakdown, carrier, clock, context, meter, names, stages, timing
 from ttft_otel.record import VERSION, Attributes, Piece, Record, Server, Ttft, encode
@@ -101,7 +101,7 @@ def role(trip: Trip) -> str:
 
 
 def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
-    """The trip's marks as breakdown.partition takes them; also fills trip.counts."""
+    """The trip's marks as breakdown.partition takes them; also fills trip.journey."""
     engine = trip.first or next(iter(trip.engines.values()), None)
     marks = breakdown.Marks(trip.arrive, trip.render)
     marks.encode_only = role(trip) == "encode"
@@ -112,7 +112,7 @@ def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
     marks.output = engine.output
     marks.received = engine.received
     marks.egress = egress
-    trip.counts = carrier.unfold(engine.marks, marks) or {}
+    trip.journey = carrier.unfold(engine.marks, marks) if engine.marks else None
     return marks
 
 
@@ -130,10 +130,7 @@ def fail(trip: Trip, end: int, marks: str = "") -> breakdown.Breakdown:
     if engine is not None and not engine.marks:
         engine.marks = marks
     found = marks_of(trip, 0)
-    counts = trip.counts
-    if counts:
-        computed = counts["cached"] + counts["own_tokens"] - counts["recomputed"]
-        found.partial = computed < counts["prompt"]
+    found.partial = trip.journey is not None and not trip.journey.complete
     trip.died = breakdown.where(found)
     trip.cut = breakdown.partition(found, end, trip.died)
     _parts(trip, found)
@@ -179,7 +176,7 @@ def hand(trip: Trip, sender: Sends, *, server: bool) -> None:
         outermost=not trip.leg,
         service=stages.SERVICES.get(kind, "vllm"),  # type: ignore[call-overload]
         request_id=trip.request_id,
-        rank=trip.counts.get("rank", -1),
+        rank=trip.journey.rank if trip.journey else -1,
         attributes=_identity(trip),
         ttft=ttft,
         server=_server(trip) if server else None,
@@ -245,27 +242,22 @@ def _ttft(trip: Trip, cut: breakdown.Breakdown) -> Ttft:
     )
 
 
-_COUNTS: Final = (
-    (names.INPUT_TOKENS, "prompt"),
-    (names.CACHED_TOKENS, "cached"),
-    (names.CHUNKS, "chunks"),
-    (names.OWN_TOKENS, "own_tokens"),
-    (names.STEP_TOKENS, "step_tokens"),
-    (names.PREEMPTIONS, "preempted"),
-    (names.RECOMPUTED_TOKENS, "recomputed"),
-    (names.OWN_ITEMS, "own_items"),
-    (names.STEP_ITEMS, "step_items"),
-)
-
-
 def _counts(trip: Trip) -> Attributes:
-    counts: dict[str, Any] = trip.counts
     found: Attributes = {names.STREAMING: trip.streamed}
-    if not counts:
+    journey = trip.journey
+    if journey is None:
         return found
-    found.update({name: counts[key] for name, key in _COUNTS})
-    if counts["items"]:
-        found[names.CACHED_ITEMS] = max(0, counts["items"] - counts["own_items"])
-    if counts["truncated"]:
+    found[names.INPUT_TOKENS] = journey.prompt
+    found[names.CACHED_TOKENS] = journey.cached
+    found[names.CHUNKS] = journey.chunks
+    found[names.OWN_TOKENS] = journey.own_tokens
+    found[names.STEP_TOKENS] = journey.step_tokens
+    found[names.PREEMPTIONS] = journey.preempted
+    found[names.RECOMPUTED_TOKENS] = journey.recomputed
+    if journey.items:
+        found[names.OWN_ITEMS] = journey.own_items
+        found[names.STEP_ITEMS] = journey.step_items
+        found[names.CACHED_ITEMS] = max(0, journey.items - journey.own_items)
+    if journey.truncated:
         found[names.TRUNCATED] = True
     return found

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ttft_otel import breakdown, context
+from ttft_otel import breakdown, carrier, context
 from ttft_otel.record import Attributes
 
 
@@ -23,8 +23,8 @@ class Trip:
     """What is known about one HTTP request so far; times in microseconds."""
 
     __slots__ = (
-        "arrive", "asked", "assigned", "attributes", "context", "counts", "cut", "died", "end",
-        "engines", "error", "first", "leg", "method", "parts", "path", "render", "request_id",
+        "arrive", "asked", "assigned", "attributes", "context", "cut", "died", "end",
+        "engines", "error", "first", "journey", "leg", "method", "parts", "path", "render", "request_id",
         "route", "scheme", "status", "streamed", "told", "ttft_id",
     )  # fmt: skip
 
@@ -34,7 +34,7 @@ class Trip:
         self.asked = asked
         self.assigned: dict[str, int] = {}
         self.attributes: Attributes = {}
-        self.counts: dict[str, int] = {}
+        self.journey: carrier.Journey | None = None
         self.cut: breakdown.Breakdown | None = None
         self.died = ""
         self.end = 0

@@ -37,18 +37,26 @@ class Deck:
     """What runs now, and how to change it."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.stack = ExitStack()
         self.shape = ""
         self.bench: Bench | None = None
+        self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
     def use(self, shape: str) -> Bench:
         """Start a deployment unless it is the one that runs; nothing is injected into it."""
         if self.shape != shape or self.bench is None:
+            if shape in self.broken:
+                raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
             self.stop()
             control = Control(self.folder / f"{shape}.json")
             plan = plan_of(shape, self.folder / shape, control)
-            fleet = self.stack.enter_context(deployed(plan, progress=self.say))
+            try:
+                fleet = self.stack.enter_context(deployed(plan, progress=self.say))
+            except BaseException as error:
+                self.broken[shape] = error
+                raise
             self.bench = Bench(fleet, control)
             self.shape = shape
             self.bench.warm()

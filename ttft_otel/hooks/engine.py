@@ -14,17 +14,15 @@ from ttft_otel.carrier import Journey
 from ttft_otel.hooks import scheduler, wrap
 
 
-def entering(core: Any, request: Any, *args: Any, **kwargs: Any) -> int:
+def entering(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
     """Before preprocess_add_request(): pure IPC ends here, what follows is queueing."""
     headers = request.trace_headers
-    return clock.now() if headers and names.CARRIER in headers else 0
+    return clock.now() if headers and names.CARRIER in headers else None
 
 
-def entered(added: int | None, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:
+def entered(added: int, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:
     """After it: hang the Journey on vLLM's Request, so that it goes when the request goes."""
-    if not added:
-        return
-    result[0]._ttft = Journey(added)
+    result[0]._ttft = Journey(added=added)
     if not hasattr(type(core), DIED):
         setattr(type(core), DIED, died)
 

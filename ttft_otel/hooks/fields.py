@@ -8,16 +8,26 @@ from typing import Any
 from ttft_otel import stages
 
 
-def preempted(scheduler_output: Any) -> Any:
-    """Ids preempted since the last step (set or list), or None."""
-    return getattr(scheduler_output, "preempted_req_ids", None)
+class Facts:
+    """What never changes about one scheduler; read once, hung onto it."""
+
+    __slots__ = ("rank", "tracing", "waits")
+
+    def __init__(self, scheduler: Any) -> None:
+        config = getattr(scheduler, "vllm_config", None)
+        observability = getattr(config, "observability_config", None)
+        # Whether the operator switched vLLM's own tracing on: its span needs the traceparent.
+        self.tracing = bool(getattr(observability, "otlp_traces_endpoint", None))
+        self.rank = rank(config)
+        self.waits = may_wait(getattr(scheduler, "ec_connector", None))
 
 
-def tracing(scheduler: Any) -> bool:
-    """Whether the operator switched vLLM's own tracing on (its span needs the traceparent)."""
-    config = getattr(scheduler, "vllm_config", None)
-    observability = getattr(config, "observability_config", None)
-    return bool(getattr(observability, "otlp_traces_endpoint", None))
+def facts(scheduler: Any) -> Facts:
+    """The Facts of a scheduler."""
+    found = getattr(scheduler, "_ttft", None)
+    if found is None:
+        found = scheduler._ttft = Facts(scheduler)
+    return found
 
 
 def may_wait(connector: Any) -> bool:
@@ -56,9 +66,9 @@ def model(config: Any) -> str:
     return str(name[0] if isinstance(name, (list, tuple)) and name else name)[:256]
 
 
-def rank(scheduler: Any) -> int:
+def rank(config: Any) -> int:
     """Data-parallel rank of this engine core."""
-    parallel = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
+    parallel = getattr(config, "parallel_config", None)
     for name in ("data_parallel_index", "data_parallel_rank"):
         value = getattr(parallel, name, None)
         if isinstance(value, int):

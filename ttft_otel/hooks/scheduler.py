@@ -37,8 +37,9 @@ def scheduled(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     now = clock.now()
     tokens = output.num_scheduled_tokens
     encoding = output.scheduled_encoder_inputs
-    if fields.preempted(output):
-        _preempt(fields.preempted(output))
+    preempted = getattr(output, "preempted_req_ids", None)
+    if preempted:
+        _preempt(preempted)
     held = False
     for request_id, journey in running.items():
         if request_id in tokens or request_id in encoding:
@@ -55,7 +56,7 @@ def _admit(request: Any) -> None:
         headers = getattr(request, "trace_headers", None)
         if not headers or names.CARRIER not in headers:
             return
-        journey = request._ttft = Journey(0)
+        journey = request._ttft = Journey()
     _room()
     running[request.request_id] = journey
 
@@ -82,20 +83,10 @@ def _chunk(journey: Journey, scheduler: Any, output: Any, request_id: str, now: 
     start = request.num_computed_tokens - own
     items = output.scheduled_encoder_inputs.get(request_id)
     if not journey.scheduled:
-        journey.scheduled = now
+        _first(journey, scheduler, request, start, now)
         journey.encoder_first = bool(items)
-        journey.cached = start
-        journey.high = start
-        journey.prompt = request.num_prompt_tokens
-        journey.rank = fields.rank(scheduler)
-        journey.items = len(getattr(request, "mm_features", None) or ())
-        journey.wait_lost = bool(
-            scheduler.__dict__.get("ec_connector") is not None
-            and journey.items
-            and not wrap.active("transfer.wait")
-            and fields.may_wait(scheduler.ec_connector)
-        )
-    journey.recomputed += max(0, min(start + own, journey.high) - start)
+    if start < journey.high:
+        journey.recomputed += min(start + own, journey.high) - start
     journey.high = max(journey.high, start + own)
     journey.chunks += 1
     journey.own_tokens += own
@@ -105,6 +96,19 @@ def _chunk(journey: Journey, scheduler: Any, output: Any, request_id: str, now: 
     if output.scheduled_encoder_inputs:
         journey.step_items += sum(map(len, output.scheduled_encoder_inputs.values()))
     journey.complete = start + own >= request.num_tokens
+
+
+def _first(journey: Journey, scheduler: Any, request: Any, start: int, now: int) -> None:
+    """The first chunk: the queue ends, `start` tokens were cached."""
+    facts = fields.facts(scheduler)
+    journey.scheduled = now
+    journey.cached = journey.high = start
+    journey.prompt = request.num_prompt_tokens
+    journey.rank = facts.rank
+    features = getattr(request, "mm_features", None)
+    if features:
+        journey.items = len(features)
+        journey.wait_lost = facts.waits and not wrap.active("transfer.wait")
 
 
 def updating(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
@@ -138,14 +142,14 @@ def updated(held: bool | None, outputs: Any, scheduler: Any, *args: Any, **kwarg
 
 
 def _carry(journey: Journey, output: Any, scheduler: Any) -> None:
-    headers = {
-        name: value for name, value in (output.trace_headers or {}).items() if name != names.CARRIER
-    }
-    output.trace_headers = {**headers, names.CARRIER: carrier.fold(journey)}
+    headers = None  # later tokens need not carry anything, unless vLLM traces by itself
+    if fields.facts(scheduler).tracing:
+        headers = {name: text for name, text in (output.trace_headers or {}).items()}
+        headers.pop(names.CARRIER, None)
+    output.trace_headers = {**(headers or {}), names.CARRIER: carrier.fold(journey)}
     request = scheduler.requests.get(output.request_id)
-    if request is not None:  # later tokens need not carry it; vLLM's own tracing keeps its part
-        keep = headers and fields.tracing(scheduler)
-        request.trace_headers = headers if keep else None
+    if request is not None:
+        request.trace_headers = headers
 
 
 def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:

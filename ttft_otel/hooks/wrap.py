@@ -7,7 +7,6 @@ pays only for the modules it imports itself: nothing of vLLM is imported from he
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -124,70 +123,16 @@ def _again(raw: Any, wrapper: Call) -> Any:
 
 
 def _wrap(place: str, original: Call, hook: Hook) -> Call:
-    """Build the wrapper: 0.1 us when `ready` is empty; the host's call is never inside our try."""
-    before = guard.silent(place, hook.before or _nothing)
-    after = guard.silent(place, hook.after or _nothing)
-    ready = hook.ready
-
+    """Build the wrapper and name the target on it, by which it is known again."""
+    wrapper: Call
     if hook.replace is not None:
-        replace = guard.silent(place, hook.replace)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            return replace(result) or result
-
-    elif inspect.iscoroutinefunction(original):
-
-        @functools.wraps(original)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not ready:
-                return await original(*args, **kwargs)
-            token = before(*args, **kwargs)
-            result = await original(*args, **kwargs)
-            after(token, result, *args, **kwargs)
-            return result
-
-    elif hook.arrives:
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not ready:
-                return original(*args, **kwargs)
-            token = before(*args, **kwargs)
-            result = None
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                after(token, result, *args, **kwargs)
-            return result
-
-    elif hook.before is None:
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if ready:
-                after(None, result, *args, **kwargs)
-            return result
-
+        wrapper = guard.replaced(place, original, hook.replace)
+    elif hook.arrives and hook.before is not None and hook.after is not None:
+        wrapper = guard.arriving(place, original, hook.before, hook.after, hook.ready)
     else:
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not ready:
-                return original(*args, **kwargs)
-            token = before(*args, **kwargs)
-            result = original(*args, **kwargs)
-            after(token, result, *args, **kwargs)
-            return result
-
+        wrapper = guard.around(place, original, hook.before, hook.after, hook.ready)
     wrapper.__dict__["__ttft_otel__"] = place
     return wrapper
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under load the others' delay shows where the table says, queues are queues, preemption is stall."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.live.bench import ASK, Bench, breakdown, medians
+from ttft_otel import stages
+from ttft_otel.lab import client
+from ttft_otel.lab.client import Question
+
+DELAY = 80.0
+AT_ONCE = 6
+# Written before the run. Place -> where the others' delays must show, with six requests at once:
+# - the event loop is one thread: a delay in the tokenizer's pool thread is each request's own, in
+#   `preprocess`; detokenizing six in one call delays all six in `output`, and whoever is parsed
+#   meanwhile in `receive`, `preprocess` or (its first output read late) `output`;
+# - a step is shared: a forward or a sampler that sleeps delays all requests of that step in the
+#   same stage, and those that came too late for it in the queue.
+SHARED: dict[str, tuple[str, ...]] = {
+    "tokenize": ("preprocess",),
+    "forward": ("prefill.compute", "prefill.queue", "prefill.stall"),
+    "sample": ("sample", "prefill.queue", "prefill.stall"),
+    "output": ("output", "receive", "preprocess", "egress"),
+    "dispatch": ("dispatch", "prefill.queue", "prefill.stall"),
+}
+
+
+def six(bench: Bench) -> list[dict[str, int]]:
+    """Six text requests at the same moment, their breakdowns."""
+    url = bench.fleet.url("prefill_decode")
+    many = [Question(prompt=f"number {n}", max_tokens=1, headers=ASK) for n in range(AT_ONCE)]
+    return [breakdown(answer) for answer in client.ask_all(url, many)]
+
+
+@pytest.mark.parametrize("place", SHARED)
+def test_six_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: str) -> None:
+    """The delay is found, in allowed stages only, and never as `ipc`."""
+    plain, delayed = [], []
+    for _ in range(4):
+        epd.control.set()
+        plain += six(epd)
+        epd.control.set({place: DELAY})
+        delayed += six(epd)
+    epd.control.set()
+    before, after = medians(plain), medians(delayed)
+    shift = {name: (after.get(name, 0) - before.get(name, 0)) / 1000 for name in after}
+    shift.pop("ttft")
+
+    assert sum(ms for name, ms in shift.items() if name in SHARED[place]) >= 0.9 * DELAY, shift
+    strangers = {name: ms for name, ms in shift.items() if name not in SHARED[place] and ms > 8}
+    assert not strangers, shift
+    assert all(found[stages.UNATTRIBUTED] == 0 for found in delayed)
+
+
+def test_a_full_server_shows_in_the_queue(epd: Bench) -> None:
+    """More requests than one step's budget takes: whoever waits, waits in prefill.queue."""
+    epd.control.set({"forward": 120})
+    url = epd.fleet.url("prefill_decode")
+    many = [Question(prompt=f"q{n}", words=500, max_tokens=1, headers=ASK) for n in range(3)]
+
+    found = [breakdown(answer) for answer in client.ask_all(url, many)]
+
+    queued = sorted(each.get("prefill.queue", 0) for each in found)
+    assert queued[-1] >= 110_000, found
+    assert all(each["ipc"] < 60_000 for each in found), found
+
+
+def test_aborted_requests_say_where_they_died_and_leave_nothing(epd: Bench) -> None:
+    """Hung up during a long prefill: error status, the stage, and no state left."""
+    epd.control.set({"forward": 150})
+    url = epd.fleet.url("prefill_decode")
+    trace = "ab" * 16
+    headers = {"traceparent": f"00-{trace}-{'c' * 16}-01"}
+
+    answer = epd.ask(url, words=3000, abort_s=0.4, headers=headers)
+    spans = epd.trace(trace, lambda found: any(span["name"] == "ttft" for span in found))
+
+    assert answer.aborted
+    ttft = next(span for span in spans if span["name"] == "ttft")
+    assert ttft["attributes"]["ttft.died_in"] in ("prefill.compute", "prefill.stall")
+    assert ttft["attributes"]["error.type"]
+    time.sleep(0.5)
