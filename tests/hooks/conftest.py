@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from ttft_otel.hooks import scheduler, worker
+from ttft_otel import testing
+from ttft_otel.hooks import scheduler, worker, wrap
 
-from .fakes import Core
+from .fakes import Core, wrapped
 
 
 @pytest.fixture
-def core() -> Iterator[Core]:
+def core(fresh: None, clock: testing.Clock) -> Iterator[Core]:
     """An engine core; whatever happens to its requests, nothing of them stays."""
-    yield Core()
+    yield wrapped()(clock)
     scheduler.dead.clear()
     assert not scheduler.running
     assert not scheduler._freed
@@ -31,3 +33,12 @@ def idle() -> Iterator[None]:
     worker._clock.clear()
     worker.opened.clear()
     worker.bound.clear()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patching code as in a process that has patched nothing."""
+    monkeypatch.setattr(wrap, "installed", {})
+    monkeypatch.setattr(wrap, "missing", {})
+    monkeypatch.setattr(wrap, "out", set())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

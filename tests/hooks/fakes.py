@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain objects with vLLM's method names, each call through the real hooks: an engine core."""
+"""Plain objects with vLLM's method names, wrapped by the real hooks: an engine core."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 
 from ttft_otel import names
 from ttft_otel.breakdown import Marks
-from ttft_otel.carrier import unfold
-from ttft_otel.hooks import engine, scheduler
+from ttft_otel.carrier import Journey, unfold
+from ttft_otel.hooks import engine, scheduler, wrap
+from ttft_otel.hooks.targets import BY_NAME
+from ttft_otel.testing import Clock
 
 HEADERS = {names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01", names.CARRIER: "1"}
+METHODS = {
+    "engine.input": "preprocess_add_request",
+    "scheduler.schedule": "schedule",
+    "scheduler.update": "update_from_output",
+    "scheduler.free": "_free_request",
+}
 
 
 def request(request_id: str, tokens: int = 10, traced: bool = True, items: int = 0) -> Any:
@@ -27,22 +35,25 @@ def request(request_id: str, tokens: int = 10, traced: bool = True, items: int =
 
 
 class Core:
-    """An engine core of one scheduler; each method goes through the real hooks."""
+    """An engine core and its scheduler in one; what a step does is said by the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, tracing: str = "") -> None:
+        self.clock = clock
         self.requests: dict[str, Any] = {}
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=3))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_rank=3),
+            observability_config=SimpleNamespace(otlp_traces_endpoint=tracing),
+        )
 
-    def enter(self, made: Any) -> Any:
-        """The input thread's preprocess_add_request()."""
-        token = engine.entering(self, made)
-        engine.entered(token, (made, 0), self, made)
-        return made
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        """The input thread."""
+        self.clock.tick(500)
+        return request, 0
 
-    def add(self, made: Any) -> Any:
-        """add_request()."""
-        self.requests[made.request_id] = made
-        return made
+    def add(self, *requests: Any) -> None:
+        """Requests come in and are added to the scheduler."""
+        for each in requests:
+            self.requests[each.request_id] = self.preprocess_add_request(each)[0]
 
     def schedule(
         self,
@@ -51,24 +62,40 @@ class Core:
         encode: dict[str, list[int]] | None = None,
         preempted: tuple[str, ...] = (),
     ) -> Any:
-        """schedule(): as vLLM does, tokens are counted as computed before it returns."""
+        """As vLLM does, tokens count as computed before this returns."""
         tokens = tokens or {}
-        for request_id, count in tokens.items():
-            self.requests[request_id].num_computed_tokens += count
-        for request_id in preempted:
-            self.requests[request_id].num_computed_tokens = 0
-        output = SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=name, mm_features=self.requests[name].mm_features)
-                for name in new
-            ],
+        for name, count in tokens.items():
+            self.requests[name].num_computed_tokens += count
+        for name in preempted:
+            self.requests[name].num_computed_tokens = 0
+        return SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
             num_scheduled_tokens=tokens,
             scheduled_encoder_inputs=encode or {},
             total_num_scheduled_tokens=sum(tokens.values()),
             preempted_req_ids=set(preempted),
         )
-        scheduler.scheduled(None, output, self)
-        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """`first` get an output, `finish` end with theirs, `silent` end without, all as told."""
+        told = model_runner_output
+        if told.fail:
+            raise RuntimeError("the host's own")
+        outputs = []
+        for name in (*told.first, *told.finish, *told.silent):
+            if name not in told.silent:
+                headers = self.requests[name].trace_headers
+                outputs.append(SimpleNamespace(request_id=name, trace_headers=headers))
+            if name not in told.first:
+                self.free(name)
+        return {0: SimpleNamespace(outputs=outputs)}
+
+    def _free_request(self, request: Any) -> None:
+        del self.requests[request.request_id]
+
+    def free(self, name: str) -> None:
+        """A request ends, for whatever reason."""
+        self._free_request(self.requests[name])
 
     def update(
         self,
@@ -79,32 +106,26 @@ class Core:
         silent: tuple[str, ...] = (),
         fail: bool = False,
     ) -> dict[str, Any]:
-        """update_from_output(): `first` get an output, `finish` end with theirs, `silent` without."""
-        runner = SimpleNamespace(_ttft=record)
-        held = scheduler.updating(self, step, runner)
-        outputs: list[Any] = []
-        if fail:
-            scheduler.updated(held, None, self, step, runner)
-            return {}
-        for name in (*first, *finish, *silent):
-            made = self.requests[name]
-            if name not in silent:
-                headers = made.trace_headers
-                outputs.append(SimpleNamespace(request_id=name, trace_headers=headers))
-            if name not in first:
-                self.free(name)
-        scheduler.updated(held, {0: SimpleNamespace(outputs=outputs)}, self, step, runner)
+        """Update from a step; give each output's trace headers."""
+        runner = SimpleNamespace(first=first, finish=finish, silent=silent, fail=fail)
+        if record is not None:
+            runner._ttft = record
+        outputs = self.update_from_output(step, runner)[0].outputs
         return {each.request_id: each.trace_headers for each in outputs}
 
-    def free(self, request_id: str) -> None:
-        """_free_request()."""
-        scheduler.freed(self, self.requests[request_id])
-        del self.requests[request_id]
+
+def wrapped() -> type[Core]:
+    """A core whose class is its own and carries the real hooks."""
+    kind = type("Core", (Core,), dict(vars(Core)))
+    hooks = {**engine.HOOKS, **scheduler.HOOKS}
+    for target, name in METHODS.items():
+        wrap.put(BY_NAME[target], kind, name, hooks[target])
+    return kind
 
 
-def told(headers: Any) -> tuple[Marks, dict[str, int]]:
+def told(headers: Any) -> tuple[Marks, Journey]:
     """What an output's headers say to the API server."""
     marks = Marks(1)
-    counts = unfold(headers[names.CARRIER], marks)
-    assert counts is not None
-    return marks, counts
+    journey = unfold(headers[names.CARRIER], marks)
+    assert journey is not None
+    return marks, journey

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ttft_otel import clock as clocks
 from ttft_otel import names, testing
 from ttft_otel.hooks import engine, scheduler
@@ -18,31 +20,41 @@ STEP = (BOOT, 5000, 0, 10, 3000, 4000)
 def start(core: Core, *ids: str, tokens: int = 10, items: int = 0) -> None:
     """Traced requests enter the engine core."""
     for name in ids:
-        core.add(core.enter(request(name, tokens, items=items)))
+        core.add(request(name, tokens, items=items))
 
 
 def test_one_step(core: Core, clock: testing.Clock) -> None:
     """A short prompt: added, scheduled, measured, and its first output carries all of it."""
     start(core, "a")
-    clock.tick(100)
+    clock.tick(100)  # and 500 in the input thread
     step = core.schedule(new=("a",), tokens={"a": 10})
     clock.tick(50)
     out = core.update(step, first=("a",), record=STEP)
 
     marks, counts = told(out["a"])
     assert step._ttft is True
-    assert (marks.added, marks.scheduled, marks.entered) == (1_000_000, 1_000_100, 1_000_150)
+    assert (marks.added, marks.scheduled, marks.entered) == (1_000_000, 1_000_600, 1_000_650)
     assert [(each.pairs, each.sampled) for each in marks.steps] == [([(10, 3000, 4000)], 5000)]
-    assert (counts["chunks"], counts["prompt"], counts["rank"]) == (1, 10, 3)
+    assert (counts.chunks, counts.prompt, counts.rank) == (1, 10, 3)
     assert not marks.encoder_first
 
 
-def test_traceparent_stays(core: Core) -> None:
-    """vLLM's own trace headers travel on beside ours, and later outputs carry nothing of ours."""
+def test_traceparent_stays(clock: testing.Clock, core: Core) -> None:
+    """Where vLLM traces too, its headers travel on beside ours; later outputs carry its own only."""
+    core = type(core)(clock, tracing="http://collector:4317")
     start(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
     assert out["a"][names.TRACEPARENT] == HEADERS[names.TRACEPARENT]
+    assert core.requests["a"].trace_headers == {names.TRACEPARENT: HEADERS[names.TRACEPARENT]}
+
+
+def test_nothing_rides_along(core: Core) -> None:
+    """Where vLLM does not trace, the first output carries our marks and later ones nothing."""
+    start(core, "a")
+    out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
+
+    assert list(out["a"]) == [names.CARRIER]
     assert core.requests["a"].trace_headers is None
 
 
@@ -58,7 +70,7 @@ def test_decode_steps_are_free(core: Core) -> None:
 
 def test_untraced(core: Core) -> None:
     """A request without our header leaves no state and marks no step."""
-    core.add(core.enter(request("a", traced=False)))
+    core.add(request("a", traced=False))
     step = core.schedule(("a",), {"a": 10})
 
     assert not hasattr(step, "_ttft")
@@ -73,9 +85,9 @@ def test_chunks(core: Core) -> None:
         out = core.update(step, first=("a",) if number == 2 else (), record=STEP)
 
     marks, counts = told(out["a"])
-    assert len(marks.steps) == counts["chunks"] == 3
-    assert counts["own_tokens"] == counts["step_tokens"] == 30
-    assert counts["recomputed"] == 0
+    assert len(marks.steps) == counts.chunks == 3
+    assert counts.own_tokens == counts.step_tokens == 30
+    assert counts.recomputed == 0
 
 
 def test_async_order(core: Core) -> None:
@@ -90,7 +102,7 @@ def test_async_order(core: Core) -> None:
 
     marks, counts = told(out["a"])
     assert [step.pairs for step in marks.steps] == [[(10, 1, 2)], [(10, 5, 6)]]
-    assert counts["chunks"] == 2
+    assert counts.chunks == 2
 
 
 def test_encoder(core: Core, clock: testing.Clock) -> None:
@@ -101,8 +113,8 @@ def test_encoder(core: Core, clock: testing.Clock) -> None:
 
     marks, counts = told(out["a"])
     assert marks.encoder_first
-    assert (counts["items"], counts["own_items"], counts["step_items"]) == (3, 2, 3)
-    assert (counts["own_tokens"], counts["step_tokens"]) == (4, 8)
+    assert (counts.items, counts.own_items, counts.step_items) == (3, 2, 3)
+    assert (counts.own_tokens, counts.step_tokens) == (4, 8)
 
 
 def test_encode_only(core: Core) -> None:
@@ -111,7 +123,7 @@ def test_encode_only(core: Core) -> None:
     step = core.schedule(("a",), {}, encode={"a": [0]})
     out = core.update(step, finish=("a",), record=STEP)
 
-    assert told(out["a"])[1]["own_items"] == 1
+    assert told(out["a"])[1].own_items == 1
 
 
 def test_cached(core: Core) -> None:
@@ -121,7 +133,7 @@ def test_cached(core: Core) -> None:
     out = core.update(core.schedule(("a",), {"a": 4}), first=("a",), record=STEP)
 
     counts = told(out["a"])[1]
-    assert (counts["cached"], counts["own_tokens"], counts["recomputed"]) == (6, 4, 0)
+    assert (counts.cached, counts.own_tokens, counts.recomputed) == (6, 4, 0)
 
 
 def test_preempted_and_resumed(core: Core) -> None:
@@ -133,7 +145,7 @@ def test_preempted_and_resumed(core: Core) -> None:
     out = core.update(step, first=("a",), record=STEP)
 
     counts = told(out["a"])[1]
-    assert (counts["preempted"], counts["recomputed"], counts["chunks"]) == (1, 10, 2)
+    assert (counts.preempted, counts.recomputed, counts.chunks) == (1, 10, 2)
 
 
 def test_finished_in_update(core: Core) -> None:
@@ -172,7 +184,7 @@ def test_aborted_running(core: Core) -> None:
     core.free("a")
 
     marks, counts = told({names.CARRIER: engine.died(core, "a")})
-    assert marks.scheduled and counts["chunks"] == 1
+    assert marks.scheduled and counts.chunks == 1
 
 
 def test_aborted_after_first(core: Core) -> None:
@@ -187,7 +199,8 @@ def test_aborted_after_first(core: Core) -> None:
 def test_update_raised(core: Core) -> None:
     """A step whose update raised in the host leaves the state as any other step would."""
     start(core, "a")
-    core.update(core.schedule(("a",), {"a": 10}), record=STEP, fail=True)
+    with pytest.raises(RuntimeError, match="the host's own"):
+        core.update(core.schedule(("a",), {"a": 10}), record=STEP, fail=True)
     core.free("a")
 
     assert engine.died(core, "a")
@@ -204,7 +217,7 @@ def test_no_record(core: Core) -> None:
 
 def test_input_hook_gone(core: Core) -> None:
     """Without the input thread's hook the request is still followed; its entry is a missing mark."""
-    core.add(request("a"))
+    core.requests["a"] = request("a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
     marks, _ = told(out["a"])
@@ -243,5 +256,5 @@ def test_bounded_chunks(core: Core) -> None:
         out = core.update(step, first=("a",) if number == 599 else (), record=(BOOT, number, 0))
 
     marks, counts = told(out["a"])
-    assert len(marks.steps) == 512 and marks.truncated and counts["chunks"] == 600
+    assert len(marks.steps) == 512 and marks.truncated and counts.chunks == 600
     assert marks.steps[-1].sampled == 599

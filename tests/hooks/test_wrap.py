@@ -77,15 +77,6 @@ def row(*places: str, reads: tuple[str, ...] = ("request",)) -> Target:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patching code as in a process that has patched nothing."""
-    monkeypatch.setattr(wrap, "installed", {})
-    monkeypatch.setattr(wrap, "missing", {})
-    monkeypatch.setattr(wrap, "out", set())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-
-
-@pytest.fixture
 def install(
     fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[..., None]]:
@@ -267,7 +258,7 @@ def test_hook_raises(
         result = getattr(host.Host(), name)("r")
         assert (asyncio.run(result) if name == "later" else result)[1] == "r"
 
-    assert guard.errors["host.call"] == 6
+    assert guard.errors["host.call"] == 3  # without its first half the second is left out
     assert caplog.text.count("host.call failed") <= 1
 
 
@@ -321,7 +312,7 @@ def test_switch(install: Callable[..., None], keep: None, name: str) -> None:
 
     wrap.switch(fail=["host.call"])
     assert getattr(host.Host(), name)("r")[1] == "r"
-    assert not seen.before and guard.errors["host.call"] == 2
+    assert not seen.before and guard.errors["host.call"] == 1
 
     wrap.switch()
     assert getattr(host.Host(), name)("r")[1] == "r"
