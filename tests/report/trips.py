@@ -7,12 +7,15 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from ttft_otel import names, stages
 from ttft_otel.exporter import spans as exporter
 from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.report import otlp
+from ttft_otel.report.shape import Span
 from ttft_otel.stages import Role
 
 ENCODE = {
@@ -185,3 +188,9 @@ def spans(records: Sequence[Record]) -> list[ReadableSpan]:
         for record in records
         for span in exporter.build(record, Resource.create({"service.name": record.service}))
     ]
+
+
+def stored(records: Sequence[Record]) -> list[Span]:
+    """The same spans as the receiver decodes them."""
+    message = encode_spans(spans(records))
+    return otlp.read(message.SerializeToString()).spans

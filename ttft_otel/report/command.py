@@ -68,7 +68,7 @@ def serve(
         hosts=allow_host,
     )
     try:
-        server.run(options, lambda http, grpc: _greet(host, http, grpc, options.path))
+        server.run(options, lambda doors: _greet(host, doors.http, doors.grpc, options.path))
     except schema.Trouble as error:
         raise click.ClickException(str(error)) from error
 

@@ -48,7 +48,7 @@ ROUTER_KINDS: Final[dict[str, str]] = {
 }
 # Hues that no stage has: a square is a server, a circle a stage.
 ROLE_COLORS: Final[dict[str, str]] = {
-    "router": "#475569",
+    "router": "#6b7c93",
     "encode": "#db2777",
     "prefill": "#b45309",
     "decode": "#15803d",

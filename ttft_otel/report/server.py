@@ -35,22 +35,33 @@ class Options:
     hosts: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Where it listens (grpc -1: nowhere), and how to end it from another thread."""
+
+    http: int
+    grpc: int
+    close: Callable[[], None]
+
+
 class Server(uvicorn.Server):
     """uvicorn, which says when it listens."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[int], None]) -> None:
-        super().__init__(config)
-        self._started = started
+    started_call: Callable[[int], None]
+
+    def close(self) -> None:
+        """End after what runs now."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Bind, then call back with the port."""
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started:
-            self._started(self.servers[0].sockets[0].getsockname()[1])
+            self.started_call(self.servers[0].sockets[0].getsockname()[1])
 
 
-def run(options: Options, started: Callable[[int, int], None]) -> None:
-    """Serve until a signal; started(http port, grpc port) when both listen. Raises Trouble."""
+def run(options: Options, started: Callable[[Doors], None]) -> None:
+    """Serve until a signal; `started` is called when both doors are open. Raises Trouble."""
     store = Store(options.path, options.keep, options.hours, options.limit)
     try:
         _run(options, Receiver(store), started)
@@ -58,7 +69,7 @@ def run(options: Options, started: Callable[[int, int], None]) -> None:
         store.close()
 
 
-def _run(options: Options, taking: Receiver, started: Callable[[int, int], None]) -> None:
+def _run(options: Options, taking: Receiver, started: Callable[[Doors], None]) -> None:
     web = app.create(taking, allowed(options))
     provider = watch.install(web, (options.http_port, options.grpc_port))
     doors = grpc_server(taking)
@@ -75,7 +86,9 @@ def _run(options: Options, taking: Receiver, started: Callable[[int, int], None]
             server_header=False,
         )
         try:
-            Server(config, lambda http: started(http, port)).run()
+            server = Server(config)
+            server.started_call = lambda http: started(Doors(http, port, server.close))
+            server.run()
         except SystemExit as error:
             if error.code:
                 raise Trouble(_taken(options.host, options.http_port, "--http-port")) from error

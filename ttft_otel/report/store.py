@@ -59,6 +59,9 @@ class Store:
         done.set_running_or_notify_cancel()  # a sender that gave up must not cancel the write
         if self._closed:
             raise Unwritable("the store is closed")
+        if not spans:
+            done.set_result(0)
+            return done
         try:
             self._queue.put_nowait((spans, done))
         except Full:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Percentiles as documented, means that add up, one order of stages."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import trips
+
+from ttft_otel import stages
+from ttft_otel.report import palette
+from ttft_otel.report.assemble import requests
+from ttft_otel.report.shape import Request
+from ttft_otel.report.summary import percentile, summarize
+
+
+def some(*records: trips.Record) -> list[Request]:
+    """Requests of these single-server records."""
+    return [
+        request
+        for record in records
+        for request in requests(
+            record.trace_id, [span for span in trips.stored([record]) if span.trunk], {}
+        )
+    ]
+
+
+def test_percentile() -> None:
+    """The definition is the standard library's inclusive one, at the edges too."""
+    values = sorted(random.sample(range(10_000), 137))
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    for share in (50, 95, 99):
+        assert abs(percentile(values, share / 100) - cuts[share - 1]) < 1e-6
+    assert percentile([7], 0.99) == 7
+    assert percentile([], 0.5) == 0
+    assert percentile([1, 2], 1.0) == 2
+
+
+def test_means_add_up() -> None:
+    """The means of all stages and of the remainder are the mean TTFT, stages missing or not."""
+    found = some(
+        trips.leg("mono", trips.DECODE), trips.leg("mono", {"sample": 4000, "kv.transfer": 2000})
+    )
+    summary = summarize(found)
+    assert abs(sum(line.mean for line in summary.stages) - summary.ttft.mean) < 0.001 * 20
+    counts = {line.name: line.count for line in summary.stages}
+    assert (counts["sample"], counts["kv.transfer"], counts["unattributed"]) == (2, 1, 2)
+    assert summary.closed
+
+
+def test_failed() -> None:
+    """A request that died is counted, and is in no percentile."""
+    summary = summarize(some(trips.leg("mono", {"ipc": 5}, error="EngineDeadError", died="ipc")))
+    assert (summary.count, summary.failed, summary.closed) == (0, 1, False)
+
+
+def test_every_stage_has_a_colour() -> None:
+    """Each word of the vocabulary has a kind, a colour of its own, a class and a sentence."""
+    words = [*stages.NAMES, *stages.ROUTER]
+    assert len({palette.color(word) for word in words}) == len(words)
+    for word in (*words, "encode.preprocess", "router.hop.encode"):
+        assert palette.kind(word) in palette.KINDS
+        assert palette.says(word)
+        assert f".{palette.css(word)}{{" in palette.sheet()
+    assert palette.css("<script>") == palette.css(stages.UNATTRIBUTED)
+
+
+def test_order() -> None:
+    """Stages stand in the order in which they happen, legs one after the other."""
+    names = ["unattributed", "router.egress", "prefill_decode.receive", "encode.ec.transfer"]
+    names += ["router.hop.prefill_decode", "encode.encoder.compute", "encode.receive"]
+    names += ["router.hop.encode", "router.route", "router.receive"]
+    assert sorted(names, key=palette.order) == [
+        *("router.receive", "router.route", "router.hop.encode", "encode.receive"),
+        *("encode.encoder.compute", "encode.ec.transfer", "router.hop.prefill_decode"),
+        *("prefill_decode.receive", "router.egress", "unattributed"),
+    ]
