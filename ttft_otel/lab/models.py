@@ -121,7 +121,8 @@ def write_tokenizer(folder: Path, recipe: Recipe) -> dict[str, int]:
     tokenizer.train_from_iterator([CORPUS], trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {word: int(tokenizer.token_to_id(word)) for word in SPECIAL}
+    vocabulary = tokenizer.get_vocab()
+    ids = {word: int(vocabulary[word]) for word in SPECIAL}
     write_json(folder / "tokenizer_config.json", tokenizer_config(recipe, ids))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     # The slow tokenizer class looks for these two; the fast one ignores them.
