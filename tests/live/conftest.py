@@ -24,13 +24,28 @@ from ttft_otel.lab.recipes import Options
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is live; without vLLM it is skipped, with the remedy."""
+    """Everything in this folder is live; without vLLM it is skipped, with the remedy.
+
+    Live tests run last, deployment by deployment: each is started once.
+    """
+    items.sort(key=lambda item: (DECKS.index(deployment(item)), item.path.stem == "test_killed"))
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if "tests/live/" in str(item.path):
             item.add_marker(pytest.mark.live)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
+
+
+DECKS = ("", "epd", "newer", "other")
+
+
+def deployment(item: pytest.Item) -> str:
+    """Which deployment a test needs; "other" starts its own, "" none."""
+    if "tests/live/" not in str(item.path):
+        return ""
+    names = getattr(item, "fixturenames", ())
+    return next((name for name in DECKS if name in names), "other")
 
 
 class Deck:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 
 import pytest
@@ -42,25 +44,31 @@ NEWER = {
 }
 
 
-def compare(bench: Bench, place: str, once: Callable[[], Sample]) -> dict[str, float]:
-    """Plain and delayed requests in turn: how far each stage's median moved, in ms."""
+def compare(bench: Bench, place: str, once: Callable[[], Sample]) -> tuple[dict[str, float], float]:
+    """Plain and delayed requests in turn: how far each stage's median moved, and what was injected.
+
+    Both in ms. A sleep of 80 ms lasts a little longer; the guest noted how long by its own clock.
+    """
     plain: list[Sample] = []
     delayed: list[Sample] = []
     once()
+    began = time.monotonic_ns()
     for _ in range(TIMES):
         bench.control.set()
         plain.append(once())
         bench.control.set({place: DELAY})
         delayed.append(once())
     bench.control.set()
-    real = [delay.ms for delay in bench.control.delays() if delay.place == place]
-    assert real, f"{place} was never delayed"
-    return moved(plain, delayed)
+    real = [delay.ms for delay in bench.control.delays(began) if delay.place == place]
+    assert len(real) >= TIMES, f"{place} was delayed {len(real)} times"
+    assert abs(statistics.median(real) - DELAY) < 0.1 * DELAY, real
+    return moved(plain, delayed), statistics.median(real)
 
 
-def check(shift: dict[str, float], stage: str) -> None:
+def check(found: tuple[dict[str, float], float], stage: str) -> None:
     """D in its stage within 2 %, less than 2 ms anywhere else."""
-    assert abs(shift[stage] - DELAY) <= 0.02 * DELAY, (stage, shift)
+    shift, real = found
+    assert abs(shift[stage] - real) <= 0.02 * real, (stage, real, shift)
     others = {name: ms for name, ms in shift.items() if name != stage and abs(ms) >= 2}
     assert not others, (stage, shift)
 
@@ -70,9 +78,9 @@ def test_text_delays_show_in_their_stage(epd: Bench, place: str) -> None:
     """PD with the V1 runner, a text request."""
     url = epd.fleet.url("prefill_decode")
 
-    shift = compare(epd, place, lambda: breakdown(epd.ask(url, max_tokens=1)))
+    found = compare(epd, place, lambda: breakdown(epd.ask(url, max_tokens=1)))
 
-    check(shift, TEXT[place])
+    check(found, TEXT[place])
 
 
 @pytest.mark.parametrize("place", ENCODE)
