@@ -100,7 +100,7 @@ def test_export(full: Path) -> None:
     """report.json keeps to its schema, joins the client's numbers, and closes."""
     client = export.measured(
         [
-            {"request_id": "one", "kind": "image", "client_ttft_ms": 151.0, "ignored": 1},
+            {"request_id": "chatcmpl-one", "kind": "image", "client_ttft_ms": 151.0, "ignored": 1},
             {"request_id": "three", "kind": "text", "client_ttft_ms": None},
             {"request_id": "dead", "kind": "text", "client_ttft_ms": None},
             {"request_id": "nobody", "kind": "text", "client_ttft_ms": 3.0},
@@ -110,7 +110,7 @@ def test_export(full: Path) -> None:
     jsonschema.validate(report, json.loads(SCHEMA.read_text("utf-8")))
     assert json.loads((full.parent / "out" / "report.json").read_text("utf-8")) == report
     one, three, dead = report["requests"]
-    assert (one["request_id"], len(one["encode_all"])) == ("one", 2)
+    assert (one["request_id"], len(one["encode_all"])) == ("chatcmpl-one", 2)
     assert one["legs"]["encode"]["ttft_ms"] == max(leg["ttft_ms"] for leg in one["encode_all"])
     assert one["closed"] and three["closed"] and dead["error"] == "EngineDeadError"
     summary = report["summary"]

@@ -162,8 +162,11 @@ def test_schema(tmp_path: Path) -> None:
 
 
 def test_private(store: Store) -> None:
-    """Nobody else may read the file."""
-    assert store.path.stat().st_mode & 0o077 == 0
+    """Nobody else may read the file, nor what SQLite keeps beside it."""
+    store.add(trips.stored(trips.routed("r1"))).result(10)
+    files = list(store.path.parent.glob("spans.db*"))
+    assert len(files) == 3
+    assert not [file for file in files if file.stat().st_mode & 0o077]
 
 
 def test_default() -> None:
@@ -202,17 +205,22 @@ def test_filters(store: Store) -> None:
     with reader(store.path) as db:
         assert db.models() == ["a", "b", "tiny-vl"]
         assert db.trace("0" * 32) is None
-        assert db.ending("ar") is None
 
 
-def test_foreign_id(store: Store) -> None:
-    """A caller's own id finds vLLM's `chatcmpl-` form of it, wildcards taken literally."""
-    store.add(trips.stored([trips.leg("mono", {"sample": 5}, request_id="chatcmpl-my_id")]))
+def test_names(store: Store) -> None:
+    """A request is found by its id, by its answer's id, and without an id by its trace."""
+    named = trips.leg("mono", {"sample": 5}, request_id="my_id")
+    nameless = trips.leg("mono", {"sample": 5}, request_id="")
+    store.add(trips.stored([named, nameless])).result(10)
     store.close()
     with reader(store.path) as db:
-        assert db.ending("my_id") is not None
-        assert db.ending("my%") is None
-        assert db.ending("myxid") is None
+        for name in ("my_id", "chatcmpl-my_id", "cmpl-my_id"):
+            found = db.request(name)
+            assert found is not None and found.trace_id == named.trace_id
+        found = db.request(nameless.trace_id.upper())
+        assert found is not None and found.request_id == nameless.trace_id
+        for name in ("", "my%", "chatcmpl-"):
+            assert db.request(name) is None
 
 
 def test_duplicate_trunk_numbers(store: Store) -> None:

@@ -90,7 +90,7 @@ def _health(app: FastAPI, taking: Receiver) -> None:
 
 
 def _api(app: FastAPI, path: Path) -> None:
-    @app.get("/ttft_report/{request_id}")
+    @app.get("/ttft_report/{request_id:path}")
     def ttft_report(request_id: str) -> Response:
         """The original TTFT report: by role and combined, milliseconds."""
         with reader(path) as db:

@@ -89,7 +89,7 @@ def _owner(each: Leg, routers: Sequence[Leg], parents: Mapping[str, str]) -> str
 def _routed(trace_id: str, router: Leg, legs: list[Leg]) -> Request:
     return Request(
         trace_id=trace_id,
-        request_id=router.request_id or next((each.request_id for each in legs), ""),
+        request_id=router.request_id or trace_id,
         model=router.model or next((each.model for each in legs if each.model), ""),
         start_ns=router.start_ns,
         ttft_us=router.ttft_us,
@@ -138,7 +138,7 @@ def _chained(trace_id: str, legs: Sequence[Leg]) -> Request:
     broken = next((each for each in reversed(legs) if each.error), None)
     return Request(
         trace_id=trace_id,
-        request_id=last.request_id,
+        request_id=last.request_id or trace_id,
         model=next((each.model for each in reversed(legs) if each.model), ""),
         start_ns=path[0].start_ns,
         ttft_us=ttft,

@@ -56,7 +56,7 @@ def join(found: Reader, client: Sequence[Measured]) -> tuple[list[Pair], list[st
     pairs: list[Pair] = []
     missing: list[str] = []
     for one in client:
-        request = found.request(one.request_id) or found.ending(one.request_id)
+        request = found.request(one.request_id)
         if request:
             pairs.append(Pair(request, one))
         else:

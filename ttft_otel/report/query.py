@@ -24,6 +24,7 @@ COLUMNS: Final = (
 SPAN: Final = (
     f"INSERT OR IGNORE INTO spans ({COLUMNS}, trunk) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 )
+ANSWERS: Final = ("chatcmpl-", "cmpl-")
 MOST: Final = 2000  # requests in one answer
 
 
@@ -62,25 +63,22 @@ class Reader:
         ).fetchall()
         return self._load(rows)
 
-    def request(self, request_id: str) -> Request | None:
-        """The newest request of this id: the router's, else the server's own."""
-        rows = self._connection.execute(
-            "SELECT trace_id, number FROM requests WHERE request_id=? "
-            "ORDER BY start_ns DESC LIMIT 1",
-            (request_id,),
-        ).fetchall()
-        found = self._load(rows)
-        return found[0] if found else None
+    def request(self, name: str) -> Request | None:
+        """The newest request of this id: the caller's x-request-id, without one the trace id.
 
-    def ending(self, request_id: str) -> Request | None:
-        """The newest request whose id ends so: vLLM puts `chatcmpl-` before a caller's own id."""
-        rows = self._connection.execute(
-            "SELECT trace_id, number FROM requests WHERE request_id LIKE ? ESCAPE '!' "
-            "ORDER BY start_ns DESC LIMIT 1",
-            ("%-" + "".join("!" + c if c in "!%_" else c for c in request_id),),
-        ).fetchall()
-        found = self._load(rows)
-        return found[0] if found else None
+        An answer's own id is understood too: vLLM makes it by putting `chatcmpl-` before.
+        """
+        words = [name, name.lower()]
+        words += [name.removeprefix(word) for word in ANSWERS if name.startswith(word)]
+        for word in words:
+            rows = self._connection.execute(
+                "SELECT trace_id, number FROM requests WHERE request_id=? "
+                "ORDER BY start_ns DESC LIMIT 1",
+                (word,),
+            ).fetchall()
+            if found := self._load(rows):
+                return found[0]
+        return None
 
     def trace(self, trace_id: str) -> Trace | None:
         """A whole trace; None when nothing of it is stored."""

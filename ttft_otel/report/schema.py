@@ -52,6 +52,8 @@ def write(path: Path, limit: int) -> sqlite3.Connection:
     """Open for writing, made if absent; limit: bytes the file may have. Raises Trouble."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Request ids and timings are nobody else's business; SQLite's side files copy the mode.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -67,7 +69,6 @@ def write(path: Path, limit: int) -> sqlite3.Connection:
             raise
     except (OSError, sqlite3.Error) as error:
         raise Trouble(f"cannot write {path}: {error}; choose another with --db FILE") from error
-    path.chmod(0o600)  # request ids and timings are nobody else's business
     return connection
 
 

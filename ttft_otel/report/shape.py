@@ -78,6 +78,7 @@ class Leg:
 class Request:
     """One request as its caller saw it: the outermost `ttft` span and the legs below it.
 
+    request_id: the caller's x-request-id, or the trace id when the caller gave none.
     pending: no outermost span has come (yet); the numbers are then the legs', added up.
     """
 
