@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
+from hooks.server import Client, Server
 
-from ttft_otel import guard, testing
+from ttft_otel import guard, recorder, testing
+from ttft_otel.hooks import wrap
+from ttft_otel.settings import Settings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Live tests come last: their servers would idle while others run, and disturb them."""
+    items.sort(key=lambda item: "/tests/live/" in item.path.as_posix())
 
 
 @pytest.fixture
@@ -38,3 +47,29 @@ def nothing_left() -> Iterator[None]:
     """Whatever the test did to its requests, no state of them stays behind."""
     yield
     assert not any(testing.sizes().values()), testing.sizes()
+
+
+@pytest.fixture
+def unknown() -> Iterator[None]:
+    """A server that has not yet learnt who it is."""
+    before = recorder.identity.role, recorder.identity.model
+    recorder.identity.role = recorder.identity.model = ""
+    yield
+    recorder.identity.role, recorder.identity.model = before
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patching code as in a process that has patched nothing."""
+    monkeypatch.setattr(wrap, "installed", {})
+    monkeypatch.setattr(wrap, "missing", {})
+    monkeypatch.setattr(wrap, "out", set())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+
+@pytest.fixture
+def client(
+    fresh: None, unknown: None, nothing_left: None, clock: testing.Clock, records: testing.Records
+) -> Client:
+    """A server of vLLM's shape behind our middleware, and who calls it."""
+    return Client(Server(clock), Settings(on=True))

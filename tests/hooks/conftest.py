@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.hooks import scheduler, worker, wrap
+from ttft_otel.hooks import scheduler, worker
 
 from .fakes import Core, wrapped
 
@@ -33,12 +32,3 @@ def idle() -> Iterator[None]:
     worker._clock.clear()
     worker.opened.clear()
     worker.bound.clear()
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patching code as in a process that has patched nothing."""
-    monkeypatch.setattr(wrap, "installed", {})
-    monkeypatch.setattr(wrap, "missing", {})
-    monkeypatch.setattr(wrap, "out", set())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
