@@ -47,10 +47,11 @@ class Middleware:
         if scope["type"] == "http" and scope["method"] == "POST":
             with Guard("asgi begin"):
                 trip = self._begin(scope)
+        # Also when there is none: a pipelined request starts in the context of the one before it.
+        recorder.current.set(trip)
         if trip is None:
             await self.app(scope, receive, send)
             return
-        recorder.current.set(trip)
         error = "error"
         try:
             await self.app(scope, receive, Sending(trip, send).send)
