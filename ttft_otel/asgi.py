@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from ttft_otel import clock, handoff, names, recorder
+from ttft_otel import clock, handoff, meter, names, recorder
 from ttft_otel.guard import Guard
 from ttft_otel.settings import Settings
 from ttft_otel.trip import Trip
@@ -37,6 +37,7 @@ class Middleware:
         self.know = know
         self.ask = ask
         self.late: set[asyncio.Task[None]] = set()
+        meter.watch(recorder.awaiting)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one ASGI event."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of ours on the host's existing /metrics: records sent and dropped, hooks that failed.
+"""Counts of ours on the host's existing /metrics: records, losses, failed hooks, requests under way.
 
 recorder.py and the router count here; prometheus_client is the host's own, in its default registry.
 """
@@ -7,10 +7,16 @@ recorder.py and the router count here; prometheus_client is the host's own, in i
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sized
+from typing import Final
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from ttft_otel import names
+from ttft_otel import guard, names
+
+_watched: Final[list[Collector]] = []
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,3 +37,34 @@ def sent() -> None:
 def dropped(reason: str) -> None:
     """One record (or one request's state) was lost; `reason` is one of a few words."""
     _dropped().labels(reason).inc()
+
+
+class _Live(Collector):
+    """Read when somebody scrapes, so that it costs a request nothing.
+
+    Absent where vLLM's API servers share one /metrics (--api-server-count): they add up files.
+    """
+
+    def __init__(self, awaiting: Sized) -> None:
+        self.awaiting = awaiting
+
+    def collect(self) -> Iterator[Metric]:
+        """What is under way now, and what failed so far."""
+        yield GaugeMetricFamily(
+            names.METRIC_PENDING,
+            "Traced engine requests without a first token yet.",
+            value=len(self.awaiting),
+        )
+        errors = CounterMetricFamily(
+            names.METRIC_ERRORS, "Errors of the tracing itself, caught.", labels=["place"]
+        )
+        for place, number in list(guard.errors.items()):
+            errors.add_metric([place], number)
+        yield errors
+
+
+def watch(awaiting: Sized) -> None:
+    """Show the size of this container, and the errors, from now on. Idempotent."""
+    if not _watched:
+        _watched.append(_Live(awaiting))
+        REGISTRY.register(_watched[0])

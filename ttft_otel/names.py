@@ -76,6 +76,7 @@ TIMING_REST: Final = "rest"  # first token -> response, for an answer that is no
 METRIC_RECORDS: Final = "ttft_otel_records"
 METRIC_DROPPED: Final = "ttft_otel_dropped"
 METRIC_ERRORS: Final = "ttft_otel_hook_errors"
+METRIC_PENDING: Final = "ttft_otel_pending"
 
 # Environment.
 ENV_ON: Final = "TTFT_OTEL"
