@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W3C trace context, by the specification's own examples, and the SDK's sampling decisions."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.trace import sampling
+
+from ttft_otel import context
+from ttft_otel.settings import Settings
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ON = Settings(on=True)
+
+
+def test_continued() -> None:
+    """A valid parent is continued, its state kept, its decision trusted."""
+    made = context.start(f"00-{TRACE}-{PARENT}-01", "vendor=1", ON)
+
+    assert (made.trace_id, made.parent_id, made.state, made.sampled) == (
+        TRACE,
+        PARENT,
+        "vendor=1",
+        True,
+    )
+    assert made.span_id != PARENT and len(made.span_id) == 16
+    assert made.parent() == f"00-{TRACE}-{made.span_id}-01"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        "garbage",
+        f"00-{'0' * 32}-{PARENT}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{PARENT}-01",
+        f"00-{TRACE.upper()}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}-01-more",
+        f"00-{TRACE}-{PARENT}",
+        f"00-{TRACE}-{PARENT}-1",
+        f"00-{TRACE}-{PARENT}-01" + "x" * 200,
+    ],
+)
+def test_malformed(bad: str) -> None:
+    """What is malformed is ignored, with its state: a new trace starts."""
+    made = context.start(bad, "vendor=1", ON)
+
+    assert made.parent_id == "" and made.state == ""
+    assert len(made.trace_id) == 32 and int(made.trace_id, 16)
+    assert made.trace_id != TRACE
+
+
+def test_future_version() -> None:
+    """A later version's header is read as far as it is known."""
+    made = context.start(f"cc-{TRACE}-{PARENT}-01-what-the-future-holds", "", ON)
+
+    assert made.parent_id == PARENT and made.sampled
+
+
+@pytest.mark.parametrize("state", ["x=" + "y" * 600, "naïve=1"])
+def test_state_bounded(state: str) -> None:
+    """A state that is too long or not plain text is left out, the trace is continued."""
+    made = context.start(f"00-{TRACE}-{PARENT}-01", state, ON)
+
+    assert (made.parent_id, made.state) == (PARENT, "")
+
+
+def test_untrusted() -> None:
+    """Callers that are not trusted keep their trace id, not their sampling flag."""
+    settings = Settings(on=True, trust=False, sampler="parentbased_always_off")
+    made = context.start(f"00-{TRACE}-{PARENT}-01", "", settings)
+
+    assert made.trace_id == TRACE and made.parent_id == PARENT and not made.sampled
+
+
+def test_ratio_like_the_sdk() -> None:
+    """Half the traces, and the same half as the SDK's sampler: traces stay whole across services."""
+    settings = Settings(on=True, sampler="traceidratio", ratio=0.5)
+    theirs = sampling.TraceIdRatioBased(0.5)
+    for number in range(200):
+        trace = f"{(number * 0x9E3779B97F4A7C15F39CC0605CEDC835 + 1) % (1 << 128):032x}"
+        ours = context.start(f"00-{trace}-{PARENT}-00", "", settings).sampled
+        wanted = theirs.should_sample(None, int(trace, 16), "x").decision
+        assert ours is (wanted is sampling.Decision.RECORD_AND_SAMPLE)
+
+
+@pytest.mark.parametrize(("ratio", "sampled"), [(0.0, False), (1.0, True)])
+def test_ratio_ends(ratio: float, sampled: bool) -> None:
+    """None is none, and all is all."""
+    settings = Settings(on=True, sampler="traceidratio", ratio=ratio)
+    trace = "f" * 32
+
+    assert context.start(f"00-{trace}-{PARENT}-00", "", settings).sampled is sampled

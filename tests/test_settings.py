@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment: words, defaults, and remedies for what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttft_otel import names, settings
+
+
+def test_defaults() -> None:
+    """An empty environment is off, and would send to a collector beside it."""
+    read = settings.read({})
+
+    assert not read.on
+    assert (read.protocol, read.endpoint) == ("http/protobuf", settings.DEFAULT_HTTP)
+    assert settings.validate(read) == ()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", " On "])
+def test_on(word: str) -> None:
+    """On in any case."""
+    assert settings.read({names.ENV_ON: word}).on
+
+
+@pytest.mark.parametrize("word", ["", "0", "false", "No", "OFF"])
+def test_off(word: str) -> None:
+    """Off in any case, without complaint."""
+    read = settings.read({names.ENV_ON: word})
+
+    assert not read.on and not read.wrong
+
+
+def test_grpc() -> None:
+    """gRPC has its own default and takes an address without a scheme."""
+    assert settings.read({names.ENV_PROTOCOL: "grpc"}).endpoint == settings.DEFAULT_GRPC
+    env = {names.ENV_TRACES_PROTOCOL: "grpc", names.ENV_ENDPOINT: "collector:4317"}
+    assert settings.read(env).endpoint == "collector:4317"
+    assert not settings.read(env).wrong
+
+
+def test_specific_first() -> None:
+    """The traces' own variables win over the general ones."""
+    env = {
+        names.ENV_ENDPOINT: "http://general:4318",
+        names.ENV_TRACES_ENDPOINT: "http://own:4318/v1/traces",
+    }
+
+    assert settings.read(env).endpoint == "http://own:4318/v1/traces"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        (names.ENV_ON, "maybe", f"{names.ENV_ON}=1"),
+        (names.ENV_PROTOCOL, "http/json", "http/protobuf"),
+        (names.ENV_ENDPOINT, "collector:4318", settings.DEFAULT_HTTP),
+        (names.ENV_TRACES_ENDPOINT, "ftp://x", settings.DEFAULT_HTTP),
+        (names.ENV_SAMPLER, "jaeger_remote", "always_on"),
+        (names.ENV_SAMPLER_ARG, "half", "from 0 to 1"),
+        (names.ENV_SAMPLER_ARG, "1.5", "from 0 to 1"),
+        (names.ENV_SAMPLER_ARG, "nan", "from 0 to 1"),
+        (names.ENV_TRUST, "perhaps", "1 or 0"),
+        (names.ENV_QUEUE, "many", "65536"),
+        (names.ENV_QUEUE, "12", "65536"),
+    ],
+)
+def test_wrong(name: str, value: str, remedy: str) -> None:
+    """What is wrong is named with its value and its remedy; the default is taken instead."""
+    read = settings.read({name: value})
+    (line,) = settings.validate(read)
+
+    assert line.startswith(f"{name}={value!r}")
+    assert remedy in line
+    assert read == settings.Settings(on=False, wrong=read.wrong)
+
+
+def test_empty_is_unset() -> None:
+    """An empty standard variable counts as unset, as OpenTelemetry has it."""
+    env = dict.fromkeys(
+        (names.ENV_ENDPOINT, names.ENV_PROTOCOL, names.ENV_SAMPLER, names.ENV_QUEUE), ""
+    )
+
+    assert settings.read(env) == settings.Settings()
+
+
+def test_all() -> None:
+    """Everything said is taken."""
+    read = settings.read(
+        {
+            names.ENV_ON: "1",
+            names.ENV_SERVICE: "mine",
+            names.ENV_SAMPLER: "traceidratio",
+            names.ENV_SAMPLER_ARG: "0.25",
+            names.ENV_TRUST: "0",
+            names.ENV_QUEUE: "131072",
+        }
+    )
+
+    assert read == settings.Settings(
+        on=True,
+        service="mine",
+        sampler="traceidratio",
+        ratio=0.25,
+        trust=False,
+        queue=131072,
+    )
