@@ -23,7 +23,7 @@ def test_help_is_light() -> None:
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for name in ("serve", "router", "report", "bench", "doctor", "export", "Examples:"):
+    for name in ("serve", "router", "report", "doctor", "Examples:"):
         assert name in done.stdout
 
 
