@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo without servers: what it asks, how it judges, what it shows, what it removes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ttft_otel import names
+from ttft_otel.lab import demo, matrix, questions, screen, verdict
+from ttft_otel.lab.client import CHAT, COMPLETIONS, RESPONSES
+from ttft_otel.lab.verdict import Seen
+from ttft_otel.report.query import Trace
+from ttft_otel.report.shape import Span
+
+
+def pair(role: str, span: str, parent: str, parts: dict[str, int]) -> list[Span]:
+    """A server span and the ttft span in it, whose stages add up."""
+    have = {names.stage_us(name): us for name, us in parts.items()}
+    have |= {names.UNATTRIBUTED_US: 0, names.TOTAL_US: sum(parts.values())}
+    more = {"service": role, "scope": names.SCOPE}
+    attributes = {**have, names.ROLE: role}
+    return [
+        Span("t", span, parent, "POST", verdict.SERVER, 0, 9, **more),
+        Span("t", f"{span}-ttft", span, names.TTFT, 1, 0, 9, **more, attributes=attributes),
+    ]
+
+
+def routed(images: int = 1) -> list[Span]:
+    """The spans of one routed request that closes."""
+    legs = {f"e{number}": "encode" for number in range(images)} | {"pd": "prefill_decode"}
+    spans = pair("router", "r", "", {"router.receive": 30, "encode.preprocess": 400})
+    for name, role in legs.items():
+        spans.append(Span("t", f"c-{name}", "r", "POST", 3, 0, 9))
+        spans += pair(role, name, f"c-{name}", {"receive": 100, "preprocess": 400})
+    return spans
+
+
+def seen(spans: Sequence[Span], images: int = 1, status: int = 200) -> Seen:
+    """That request as the demo sees it."""
+    return Seen("demo-01", status, images, Trace(spans[0].trace_id, tuple(spans), ()))
+
+
+def test_questions() -> None:
+    """At least 24 requests, of every kind, under names of their own; a picture twice."""
+    asked = questions.plan()
+    pictures = [each.question.pictures for each in asked]
+
+    assert len(asked) >= 24
+    assert len({each.name for each in asked}) == len(asked)
+    assert {each.question.path for each in asked} == {CHAT, COMPLETIONS, RESPONSES}
+    assert {each.question.stream for each in asked} == {True, False}
+    assert {len(each) for each in pictures} == {0, 1, 2}
+    assert pictures.count((1,)) == 2
+    waves = [each.wave for each in asked]
+    assert max(waves.count(wave) for wave in waves) == 4
+
+
+def test_warming() -> None:
+    """The warm-up has the same shape, shares no picture with the demo and leaves no trace."""
+    asked = questions.plan()
+    warm = [each for wave in questions.warming(asked) for each in wave]
+    mine = {seed for each in asked for seed in each.question.pictures}
+
+    assert [each.path for each in warm] == [each.question.path for each in asked]
+    assert all(each.headers[names.TRACEPARENT].endswith("-00") for each in warm)
+    assert not mine & {seed for each in warm for seed in each.pictures}
+
+
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_closed(images: int) -> None:
+    """A whole trace with exact sums has no fault."""
+    assert verdict.verdict([seen(routed(images), images)]) == {}
+
+
+def test_status() -> None:
+    """An answer that is none is a fault, whatever was traced."""
+    assert verdict.faults(seen(routed(), status=503)) == ["was answered with 503"]
+
+
+def test_nothing() -> None:
+    """So is a request that left no trace."""
+    assert "no span" in verdict.faults(Seen("demo-01", 200, 0, None))[0]
+
+
+def test_missing_leg() -> None:
+    """So is one encoder leg too few."""
+    assert "not whole" in verdict.faults(seen(routed(1), images=2))[0]
+
+
+def test_orphan() -> None:
+    """So is a span whose parent never came."""
+    spans = routed()
+    broken = [replace(spans[-1], parent_id="f" * 16), *spans[:-1]]
+
+    assert "parents are missing" in verdict.faults(seen(broken))[0]
+
+
+@pytest.mark.parametrize(
+    "key, by, word",
+    [
+        (names.TOTAL_US, 1, "stages and unattributed are"),
+        (names.stage_us("preprocess"), 1, "stages and unattributed are"),
+        (names.UNATTRIBUTED_US, 7, "7 µs unattributed"),
+    ],
+)
+def test_one_microsecond(key: str, by: int, word: str) -> None:
+    """So is one microsecond too much or too little, anywhere."""
+    spans = routed()
+    place = next(i for i, s in enumerate(spans) if s.trunk and s.attributes[names.ROLE] == "encode")
+    have = spans[place].attributes
+    spans[place] = replace(spans[place], attributes={**have, key: have.get(key, 0) + by})
+
+    assert word in "; ".join(verdict.faults(seen(spans)))
+
+
+def test_clean(tmp_path: Path) -> None:
+    """Files of an earlier demo go, other people's stay."""
+    for name in ("report.json", "spans.db-wal", "mine.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "logs").mkdir()
+
+    demo.clean(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_schema() -> None:
+    """A report of another shape is not passed off as one."""
+    line = dict.fromkeys(("p50", "p95", "p99", "mean"), 1.0) | {"count": 1}
+    summary = {
+        **{"count": 1, "failed": 0, "closed": True, "ttft": line, "missing": [], "by_kind": {}},
+        **{"stages": {"unattributed": line}, "client_ttft": None, "client_minus_ttft": None},
+    }
+
+    assert demo.check({"requests": [], "summary": summary}) == []
+    assert demo.check({"requests": [{}], "summary": {**summary, "missing": ["a"]}})
+
+
+def test_table() -> None:
+    """Each request is one line: both clocks, their difference, the largest stages, the verdict."""
+    row = {
+        **{"request_id": "demo-01", "kind": "text", "closed": True, "unattributed_ms": 0.002},
+        **{"client_ttft_ms": 12.5, "ttft_ms": 12.0, "stages": {"encode.preprocess": 8.0}},
+    }
+    console = Console(width=120, record=True, quiet=True)
+
+    console.quiet = False
+    with console.capture() as shown:
+        console.print(screen.requests_table([row], failed=()))
+        console.print(screen.requests_table([{**row, "client_ttft_ms": None}], ["demo-01"]))
+
+    for word in ("demo-01", "12.5", "12.0", "0.50", "E preprocess 8.0", "yes", "NO", "–"):
+        assert word in shown.get()
+
+
+MOVED = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
+
+
+@pytest.mark.parametrize(
+    "moved, missing, state, note",
+    [
+        (MOVED, {}, matrix.WORKS, "+80.2 ms"),
+        ({"unattributed": 80.0}, {"engine.input": "gone"}, "unattributed", "engine.input: gone"),
+        ({"unattributed": 80.0}, {}, "unattributed", "no target is missing"),
+        ({"output": 80.0}, {}, matrix.WRONG, "ipc +0.0 ms; output +80.0"),
+        ({**MOVED, "output": 20.0}, {}, matrix.WRONG, "ipc +80.2 ms; output +20.0"),
+    ],
+)
+def test_judge(moved: dict[str, float], missing: dict[str, str], state: str, note: str) -> None:
+    """A delay is in its stage, unattributed with the target named, or somewhere wrong."""
+    cell = matrix.judge(moved, "ipc", 80.0, 5.0, missing)
+
+    assert (cell.state, cell.note) == (state, note)
+
+
+def test_markdown() -> None:
+    """One column for each release; what is not a tick is explained below."""
+    cells = {"ipc": matrix.Cell(matrix.WORKS, "+80.0 ms"), "queue": matrix.Cell("wrong", "why")}
+    rows = [
+        matrix.Row("1.0", {"text": "", "image": ""}, cells, {}),
+        matrix.Row("2.0", {"text": "", "image": "status 500"}, {}, {"engine.input": "gone"}),
+    ]
+    table = matrix.markdown(rows)
+
+    assert "| `ipc` (ipc) | ✓ | not tried |" in table
+    assert "| image request | closes | **open** |" in table
+    assert [row.closed for row in rows] == [True, False]
+    assert [line.split(":")[0] for line in matrix.remarks(rows)] == ["1.0", "2.0", "2.0"]
+    assert json.dumps(table)
+
+
+def test_moved() -> None:
+    """Medians are compared; a stage that a request lacks counts as nothing there."""
+    plain = [{"ipc": 1000}, {"ipc": 3000}, {"ipc": 2000}]
+
+    assert matrix.moved(plain, [{"ipc": 82000, "egress": 500}]) == {"egress": 0.5, "ipc": 80.0}

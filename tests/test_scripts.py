@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that README and CI name: there, sound, and (marked full) doing what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix != ".txt")
+SHELL = [*SCRIPTS, ROOT / ".ci" / "run"]
+DEMO = (sys.executable, "-m", "ttft_otel.lab.demo")
+# Every process that a test starts inherits this variable, however deep and however detached.
+MARK = "TTFT_OTEL_TEST_RUN"
+GONE_S = 20.0
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_shell(path: Path) -> None:
+    """Each can be executed, has a license, says what it is for, and stops at the first error."""
+    text = path.read_text("utf-8")
+
+    assert os.access(path, os.X_OK)
+    assert text.startswith("#!/usr/bin/env bash\n# SPDX-License-Identifier: Apache-2.0\n# ")
+    assert "set -euo pipefail" in text or path.name == "run"
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+
+
+def test_readme() -> None:
+    """Every script that the README names is there, and so are the two that everybody needs."""
+    named = set(re.findall(r"scripts/(\w+)", (ROOT / "README.md").read_text("utf-8")))
+
+    assert {"demo", "test", *named} <= {path.name for path in SCRIPTS}
+
+
+def test_ci() -> None:
+    """CI calls scripts/test and nothing else."""
+    lines = (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    commands = [line for line in lines if line and not line.startswith("#")]
+
+    assert len(commands) == 1
+    assert "scripts/test" in commands[0]
+
+
+@pytest.mark.parametrize("module", ["demo", "compat"])
+def test_help(module: str) -> None:
+    """--help answers at once, with examples."""
+    command = (sys.executable, "-m", f"ttft_otel.lab.{module}", "--help")
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert f"scripts/{module}" in told
+    assert "Examples:" in told
+    assert "Exit code" in told
+
+
+@pytest.fixture
+def marked() -> Iterator[dict[str, str]]:
+    """An environment by which a test's processes are found; whatever is left fails the test."""
+    run = uuid.uuid4().hex
+    yield {**os.environ, MARK: run}
+    deadline = time.monotonic() + GONE_S
+    while (left := alive(run)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == {}
+
+
+def alive(run: str) -> dict[int, str]:
+    """Processes that carry the mark: pid -> command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                entry.name.isdigit()
+                and f"{MARK}={run}".encode() in (entry / "environ").read_bytes()
+            ):
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                if line:  # a zombie has none
+                    found[int(entry.name)] = line
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.live
+@pytest.mark.timeout(900)
+def test_demo(tmp_path: Path, marked: dict[str, str]) -> None:
+    """The demo closes every request, writes a report of the published shape, and leaves nothing."""
+    done = subprocess.run(
+        [*DEMO, "--json", "--out", tmp_path],
+        env=marked,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    report = json.loads((tmp_path / "report.json").read_text("utf-8"))
+    schema = json.loads((ROOT / "tests" / "golden" / "report.schema.json").read_text("utf-8"))
+    jsonschema.validate(report, schema)
+    assert json.loads(done.stdout) == report
+    assert len(report["requests"]) >= 24
+    for row in report["requests"]:
+        assert row["closed"]
+        total = sum(round(ms * 1000) for ms in row["stages"].values())
+        assert total + round(row["unattributed_ms"] * 1000) == round(row["ttft_ms"] * 1000)
+        legs = [*row["legs"].values(), *row["encode_all"]]
+        assert not any(leg["unattributed_ms"] for leg in legs)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("report.json", "report.html", "spans.db", "logs")
+    }
+
+
+@pytest.mark.full
+@pytest.mark.live
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tmp_path: Path, marked: dict[str, str], number: signal.Signals) -> None:
+    """Ctrl-C (or SIGTERM) while servers start ends all of them."""
+    with subprocess.Popen(
+        [*DEMO, "--out", tmp_path], env=marked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            until(lambda: "vllm" in " ".join(alive(marked[MARK]).values()))
+            time.sleep(5)  # well into vLLM's imports, with children of its own
+            process.send_signal(number)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+
+
+def until(true: Callable[[], bool], bound: float = 120.0) -> None:
+    """Wait until something is the case."""
+    deadline = time.monotonic() + bound
+    while not true():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.2)
