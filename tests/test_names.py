@@ -109,7 +109,8 @@ def test_words(path: Path) -> None:
     assert [] == sorted(word for word in words if not known(word))
 
 
-SUFFIXES = {"json", "db", "sqlite", "py", "yaml", "html", "js"}  # files named ttft.*
+# Files named ttft.*, and a pattern's dot in ttft.otel.
+SUFFIXES = {"json", "db", "sqlite", "py", "yaml", "html", "js", "otel"}
 
 
 @pytest.mark.parametrize("path", [each for each in SHIPPED if str(each.id).endswith(".py")])

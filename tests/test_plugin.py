@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin as vLLM calls it: off is absent, on is idempotent, and it never raises."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ttft_otel import names, plugin
+
+# What a process looks like after the plugin was called: modules, patches, threads, sockets.
+LOOK = """
+import os, stat, sys, threading
+import logging
+logging.basicConfig(format="%(levelname)s %(message)s")
+def sockets():
+    count = 0
+    for fd in range(3, 64):
+        try:
+            count += stat.S_ISSOCK(os.fstat(fd).st_mode)
+        except OSError:
+            pass
+    return count
+from ttft_otel.plugin import register
+before = set(sys.modules), len(sys.meta_path), threading.active_count(), sockets()
+{calls}
+ours = sorted(name for name in sys.modules if name.startswith("ttft_otel"))
+new = sorted(set(sys.modules) - before[0])
+quiet = (len(sys.meta_path), threading.active_count(), sockets()) == before[1:]
+print(ours, new, quiet, sep="|")
+"""
+
+
+def look(value: str | None, calls: str = "register()") -> tuple[list[str], list[str], bool, str]:
+    """Our modules, newly imported ones, whether nothing was installed or started, the log."""
+    env = {name: word for name, word in os.environ.items() if name != names.ENV_ON}
+    if value is not None:
+        env[names.ENV_ON] = value
+    code = LOOK.format(calls=textwrap.dedent(calls))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    ours, new, quiet = done.stdout.strip().splitlines()[-1].split("|")
+    return ast.literal_eval(ours), ast.literal_eval(new), quiet == "True", done.stderr
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "false", "No", " off "])
+def test_off(value: str | None) -> None:
+    """Off: nothing is imported, patched, started, opened or said."""
+    ours, new, quiet, log = look(value)
+
+    assert ours == ["ttft_otel", "ttft_otel.plugin"]
+    assert new == []
+    assert quiet
+    assert log == ""
+
+
+def test_nonsense() -> None:
+    """A word that is neither on nor off is off, with one line that says so."""
+    ours, _, quiet, log = look("maybe")
+
+    assert ours == ["ttft_otel", "ttft_otel.plugin"]
+    assert quiet
+    assert len(log.strip().splitlines()) == 1
+    assert "maybe" in log and f"{names.ENV_ON}=1" in log
+
+
+def test_on() -> None:
+    """On: wrappers wait for their modules; no vLLM is imported, no thread or socket made."""
+    ours, new, _, log = look(
+        "1",
+        """
+        for _ in range(5):
+            register()
+        from ttft_otel.hooks import wrap
+        assert sum(isinstance(each, wrap._Finder) for each in sys.meta_path) == 1
+        assert threading.active_count() == before[2] and sockets() == before[3]
+        """,
+    )
+
+    assert "ttft_otel.hooks.wrap" in ours
+    assert not [name for name in new if name.partition(".")[0] in ("vllm", "torch")]
+    assert not [name for name in new if name.startswith("opentelemetry")]
+    assert log == ""
+
+
+@pytest.mark.parametrize("missing", ["msgspec", "ttft_otel.hooks.targets", "prometheus_client"])
+def test_never_raises(missing: str) -> None:
+    """A broken installation costs the tracing, never the server."""
+    _, _, _, log = look("1", f"sys.modules[{missing!r}] = None\nregister()")
+
+    assert "runs untraced" in log
+
+
+def test_entry_point() -> None:
+    """vLLM finds the plugin by its entry point."""
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+
+    (found,) = [point for point in points if point.value.startswith("ttft_otel.")]
+    assert found.load() is plugin.register
