@@ -42,6 +42,21 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "absent_package_of_a_test" in result.output
 
 
+def test_report_needs_no_extra() -> None:
+    """Without the extra `serve` names it, and `report` works all the same."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('fastapi', 'uvicorn', 'jinja2')))\n"
+        "from ttft_otel.cli import main; main(sys.argv[1:])"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        for words in (["serve"], ["report", "--help"], ["report", "--db", "/nonexistent/a.db"])
+    ]
+    assert "pip install 'ttft-otel[serve]'" in said[0].stderr
+    assert "Examples:" in said[1].stdout
+    assert "start `ttft-otel serve`" in said[2].stderr
+
+
 def test_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A subcommand that this version does not have is not blamed on an extra."""
     monkeypatch.setitem(cli.DOORS, "bench", cli.Door("ttft_otel.absent", "bench", ""))

@@ -3,37 +3,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+from trips import Served
 
 from ttft_otel.report.server import Doors, Options, run
 from ttft_otel.report.store import Store
-
-
-@dataclass(frozen=True)
-class Served:
-    """A running server: its addresses and its database."""
-
-    doors: Doors
-    path: Path
-
-    @property
-    def http(self) -> str:
-        """Base URL of the page and of OTLP/HTTP."""
-        return f"http://127.0.0.1:{self.doors.http}"
-
-    @property
-    def grpc(self) -> str:
-        """Target of OTLP/gRPC."""
-        return f"127.0.0.1:{self.doors.grpc}"
 
 
 @pytest.fixture

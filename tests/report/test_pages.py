@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import trips
-from conftest import Served
+from trips import Served
 
 from ttft_otel import names
 from ttft_otel.record import Record

@@ -16,7 +16,6 @@ from typing import Any
 import grpc
 import pytest
 import trips
-from conftest import Served
 from google.rpc import status_pb2
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
@@ -24,6 +23,7 @@ from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from trips import Served
 
 from ttft_otel.report.body import LIMIT
 from ttft_otel.report.query import Wanted, reader

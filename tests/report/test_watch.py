@@ -11,9 +11,9 @@ from contextlib import closing
 
 import pytest
 import trips
-from conftest import Served
 from fastapi import FastAPI
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from trips import Served
 
 from ttft_otel.report import schema, watch
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
@@ -15,6 +17,7 @@ from ttft_otel import names, stages
 from ttft_otel.exporter import spans as exporter
 from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.report import otlp
+from ttft_otel.report.server import Doors
 from ttft_otel.report.shape import Span
 from ttft_otel.stages import Role
 
@@ -194,3 +197,21 @@ def stored(records: Sequence[Record]) -> list[Span]:
     """The same spans as the receiver decodes them."""
     message = encode_spans(spans(records))
     return otlp.read(message.SerializeToString()).spans
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server: its addresses and its database."""
+
+    doors: Doors
+    path: Path
+
+    @property
+    def http(self) -> str:
+        """Base URL of the page and of OTLP/HTTP."""
+        return f"http://127.0.0.1:{self.doors.http}"
+
+    @property
+    def grpc(self) -> str:
+        """Target of OTLP/gRPC."""
+        return f"127.0.0.1:{self.doors.grpc}"

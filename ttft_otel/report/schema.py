@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import quote
 
 VERSION: Final = 1
+HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
 BUSY_S: Final = 2.0  # how long a lock of another process is waited for
 
 TABLES: Final = """
