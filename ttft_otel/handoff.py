@@ -80,6 +80,7 @@ class Sender:
         """End the stream and wait, at most `timeout` seconds, until the exporter has drained."""
         with self._lock:
             end, self._socket, self.closed = self._socket, None, True
+        until = time.monotonic() + timeout
         if end is not None:
             try:
                 end.settimeout(timeout)
@@ -88,7 +89,7 @@ class Sender:
             except OSError:
                 pass  # gone already, or too slow: it goes on without us
             end.close()
-        self._reap(0.1)
+        self._reap(max(0.1, until - time.monotonic()))
         self._close_page()
 
     def counts(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from ttft_otel.exporter.inbox import Inbox
 
 log = logging.getLogger("ttft_otel")
 
+START: Final = 4.0  # seconds more where the host ended before we were ready, on a busy machine
 DRAIN: Final = 4.5  # seconds from end of file to exit, at most
 
 
@@ -25,10 +26,12 @@ def run(fd: int, page: int, pid: int) -> None:
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.raiseExceptions = False  # whoever read our stderr may be gone
     inbox = Inbox(Health(page))
-    worker = threading.Thread(target=_work, args=(inbox, pid), daemon=True)
+    ready = threading.Event()
+    worker = threading.Thread(target=_work, args=(inbox, pid, ready), daemon=True)
     worker.start()
     with socket.socket(fileno=fd) as source:  # open until we are done: the host waits for that
         inbox.read(source)
+        ready.wait(START)
         worker.join(DRAIN)
         if worker.is_alive():
             inbox.health.add("overflowed", len(inbox))
@@ -41,8 +44,10 @@ def run(fd: int, page: int, pid: int) -> None:
     os._exit(0)  # no exit handler of any library holds us up
 
 
-def _work(inbox: Inbox, pid: int) -> None:
-    # Imported here, in the thread: the SDK takes 0.4 s of CPU, and records are read meanwhile.
-    from ttft_otel.exporter.flow import work
-
+def _work(inbox: Inbox, pid: int, ready: threading.Event) -> None:
+    try:
+        # Imported here, in the thread: the SDK takes 0.4 s of CPU, and records are read meanwhile.
+        from ttft_otel.exporter.flow import work
+    finally:
+        ready.set()
     work(inbox, pid)
