@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import sqlite3
 import threading
 import urllib.error
@@ -22,10 +23,14 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from trips import Served
 
+from ttft_otel import guard
+from ttft_otel.report import assemble, receiver
 from ttft_otel.report.body import LIMIT
+from ttft_otel.report.otlp import ATTRIBUTES
 from ttft_otel.report.query import Wanted, reader
 
 PROTOBUF = "application/x-protobuf"
@@ -291,3 +296,69 @@ def test_late_router(served: Served) -> None:
     assert request.roles == ("router", "encode", "prefill_decode")
     assert records[-1].ttft is not None and request.ttft_us == records[-1].ttft.end
     assert request.closed
+
+
+def test_values(served: Served) -> None:
+    """Every kind of attribute arrives as JSON can hold it, within bounds; what is cut is counted."""
+    message = encode_spans(trips.spans([trips.leg("mono", {"sample": 5})]))
+    span = message.resource_spans[0].scope_spans[0].spans[0]
+    del span.attributes[:]
+
+    def add(key: str) -> AnyValue:
+        pair = span.attributes.add()
+        pair.key = key
+        return pair.value
+
+    add("none")
+    add("nan").double_value = float("nan")
+    add("bytes").bytes_value = b"\x01\xff"
+    add("long").string_value = "x" * 100_000
+    add("list").array_value.values.add().int_value = 1
+    pair = add("map").kvlist_value.values.add()
+    pair.key, pair.value.bool_value = "k", True
+    for number in range(ATTRIBUTES):
+        add(f"more{number}").int_value = number
+    assert post(served, message.SerializeToString())[0] == 200
+    trace = get(served, f"/api/trace/{span.trace_id.hex()}")[1]
+    (found,) = [each for each in trace["spans"] if each["span_id"] == span.span_id.hex()]
+    have = found["attributes"]
+    assert (have["none"], have["nan"], have["bytes"]) == ("", "nan", "01ff")
+    assert (have["list"], have["map"]) == ("[1]", '{"k": true}')
+    assert len(have["long"]) == 4096
+    assert (len(have), found["dropped"]) == (ATTRIBUTES, 6)
+
+
+def test_api(served: Served) -> None:
+    """The API lists, filters and sums up; an unknown trace is 404, a lost database 503."""
+    assert post(served, encode_spans(trips.spans(trips.routed("r1"))).SerializeToString())[0] == 200
+    (one,) = get(served, "/api/requests?role=encode&min_ttft_ms=1")[1]
+    assert (one["request_id"], one["closed"]) == ("r1", True)
+    assert get(served, "/api/requests?min_ttft_ms=1e9")[1] == []
+    assert get(served, "/api/requests?min_ttft_ms=nan&last=-4")[1] != []
+    assert get(served, "/api/summary")[1]["count"] == 1
+    assert get(served, "/api/trace/00")[0] == 404
+    served.path.rename(served.path.with_suffix(".away"))
+    assert get(served, "/api/requests")[0] == 503
+    served.path.with_suffix(".away").rename(served.path)
+
+
+def test_slow(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that never ends is given up, so that it holds no place for ever."""
+    monkeypatch.setattr(receiver, "READ_S", 0.3)
+    with socket.create_connection(("127.0.0.1", served.doors.http), timeout=10) as slow:
+        slow.sendall(
+            b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+            b"Content-Type: application/x-protobuf\r\n\r\nx"
+        )
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_our_own_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours while writing is told to the sender as temporary; the writer lives on."""
+    monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
+    data = encode_spans(trips.spans([trips.leg("mono", {"sample": 5})])).SerializeToString()
+    with monkeypatch.context() as broken:
+        broken.setattr(assemble, "requests", lambda *_: 1 / 0)
+        assert post(served, data)[0] == 503
+    assert post(served, data)[0] == 200
+    assert guard.errors.pop("store") == 1
