@@ -183,12 +183,13 @@ def test_markdown() -> None:
     """One column for each release; what is not a tick is explained below."""
     cells = {"ipc": matrix.Cell(matrix.WORKS, "+80.0 ms"), "queue": matrix.Cell("wrong", "why")}
     rows = [
-        matrix.Row("1.0", {"text": "", "image": ""}, cells, {}),
+        matrix.Row("1.0", {"text": "", "image": ""}, cells, {}, (), {"text": 0.5, "image": 0.0}),
         matrix.Row("2.0", {"text": "", "image": "status 500"}, {}, {"engine.input": "gone"}),
     ]
     table = matrix.markdown(rows)
 
     assert "| `ipc` (ipc) | ✓ | not tried |" in table
+    assert "| text request | closes, 0.500 ms unattributed | closes |" in table
     assert "| image request | closes | **open** |" in table
     assert [row.closed for row in rows] == [True, False]
     assert [line.split(":")[0] for line in matrix.remarks(rows)] == ["1.0", "2.0", "2.0"]

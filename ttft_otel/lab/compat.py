@@ -78,7 +78,8 @@ def examine(show: Screen, version: str) -> Row:
                 if kind not in open_kinds
                 for place, stage in places.items()
             }
-            return Row(version, closes, cells, missing, bench.complaints())
+            left = {kind: bench.left(kind) for kind in closes}
+            return Row(version, closes, cells, missing, bench.complaints(), left)
     except ServerError as error:
         why = f"no server: {error}"
         return Row(version, dict.fromkeys(matrix.PLACES, why), {}, missing)
@@ -130,6 +131,10 @@ class Bench:
             return f"status {answer.status}: {answer.body[:200]!r}"
         text = answer.headers.get(names.TIMING, "")
         return "" if timing.read(text) else f"{names.TIMING}: {text or 'no such header'}"
+
+    def left(self, kind: str) -> float:
+        """Unattributed milliseconds of one request."""
+        return self.sample(kind).get(stages.UNATTRIBUTED, 0) / 1000
 
     def sample(self, kind: str) -> Sample:
         """One request's stages and remainder, µs."""

@@ -47,13 +47,17 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One release. closes: kind of request -> "" or why it did not close; missing: the ledger's."""
+    """One release. closes: kind of request -> "" or why it did not close; missing: the ledger's.
+
+    left: kind of request -> its unattributed milliseconds, with nothing injected.
+    """
 
     version: str
     closes: Mapping[str, str]
     cells: Mapping[str, Cell]
     missing: Mapping[str, str]
     complaints: Sequence[str] = ()
+    left: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def closed(self) -> bool:
@@ -95,7 +99,7 @@ def markdown(rows: Sequence[Row]) -> str:
     head = ["stage (delay injected at)", *(f"vLLM {row.version}" for row in rows)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for kind in ("text", "image"):
-        cells = ["closes" if not row.closes.get(kind, "?") else "**open**" for row in rows]
+        cells = [_closing(row, kind) for row in rows]
         lines.append(f"| {kind} request | {' | '.join(cells)} |")
     for place, stage in EXPECTED.items():
         cells = [_word(row.cells.get(place, Cell(ABSENT))) for row in rows]
@@ -116,6 +120,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         ]
         found += [f"{row.version}: log: {line}" for line in row.complaints]
     return found
+
+
+def _closing(row: Row, kind: str) -> str:
+    if row.closes.get(kind, "?"):
+        return "**open**"
+    left = row.left.get(kind, 0.0)
+    return f"closes, {left:.3f} ms unattributed" if left else "closes"
 
 
 def _word(cell: Cell) -> str:

@@ -51,7 +51,7 @@ class Screen:
 
     def waiting(self, name: str, seconds: float, line: str) -> None:
         """servers.Progress: which server is waited for, how long, what it does."""
-        doing = PREFIX.sub("", line.strip())[:70]
+        doing = PREFIX.sub("", "".join(filter(str.isprintable, line)).strip())[:70]
         self.now(f"waiting for {name}, {seconds:.0f} s · {doing}")
 
 
