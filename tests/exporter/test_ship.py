@@ -182,6 +182,7 @@ def test_given_up(inbox: Inbox, sample: Sample, caplog: pytest.LogCaptureFixture
     )
     assert inbox.health.counts()["failed"] == SPANS
     assert sum("http://there" in line for line in caplog.messages) == 1
+    inbox.health.tell(last=True)
     assert "4 lost" in caplog.messages[-1]
 
 

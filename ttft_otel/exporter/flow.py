@@ -38,4 +38,5 @@ def pump(inbox: Inbox, ship: Ship, resources: Resources) -> None:
                 except ValueError:  # not a record of this version, or with broken ids
                     ship.health.add("foreign")
         ship.send(made)
-        ship.health.tell()
+        if not ship.failing:  # during an outage its one line is enough
+            ship.health.tell()

@@ -47,6 +47,11 @@ class Ship:
         self._failing_since = 0.0
         self._lost = 0
 
+    @property
+    def failing(self) -> bool:
+        """Whether the collector is away; one line has said so."""
+        return bool(self._failing_since)
+
     def send(self, spans: Sequence[ReadableSpan]) -> None:
         """Export in batches; returns when each has arrived or was given up and counted."""
         for first in range(0, len(spans), BATCH):
@@ -74,6 +79,7 @@ class Ship:
 
     def _try(self, batch: Sequence[ReadableSpan]) -> bool:
         result = SpanExportResult.FAILURE
+        self.reason.text = ""
         with Guard("exporter.ship"):
             try:
                 result = self.exporter.export(batch)
@@ -82,7 +88,7 @@ class Ship:
         return result is SpanExportResult.SUCCESS
 
     def _failed(self) -> None:
-        if self._failing_since:
+        if self.failing:
             return
         self._failing_since = time.monotonic()
         log.warning(
@@ -93,7 +99,7 @@ class Ship:
         )
 
     def _recovered(self) -> None:
-        if not self._failing_since:
+        if not self.failing:
             return
         log.warning(
             "ttft-otel exporter: spans are accepted again after %.0f s; %d were lost meanwhile",
@@ -104,7 +110,10 @@ class Ship:
 
 
 class _Reason(logging.Handler):
-    """Keeps the SDK's last complaint for our one line, instead of a line (or trace) per attempt."""
+    """Keeps a try's first complaint for our one line, instead of a line (or trace) per attempt.
+
+    The first says what happened ("connection refused"), the last only that it was given up.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -115,7 +124,7 @@ class _Reason(logging.Handler):
             logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()[:300]
+        self.text = self.text or record.getMessage()[:300]
 
 
 def exporter(settings: Settings) -> SpanExporter:
