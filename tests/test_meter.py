@@ -42,7 +42,7 @@ def test_pending(nothing_left: None) -> None:
 
 def test_errors(keep: None) -> None:
     """A hook that failed shows with its place."""
-    meter.watch(recorder.awaiting)
+    meter.watch(recorder.awaiting, dict)
     with guard.Guard("some place"):
         raise ValueError
 
@@ -52,6 +52,6 @@ def test_errors(keep: None) -> None:
 def test_watch_twice() -> None:
     """A second application in the process does not register twice."""
     for _ in range(3):
-        meter.watch(recorder.awaiting)
+        meter.watch(recorder.awaiting, dict)
 
     assert generate_latest().count(f"# TYPE {names.METRIC_PENDING} gauge".encode()) == 1

@@ -87,7 +87,7 @@ def test_attributes_round_trip() -> None:
     """A stage's attribute gives the stage back; an attribute that is no stage's gives nothing."""
     for stage in (*stages.NAMES, stages.UNATTRIBUTED, "encode.preprocess", "router.hop.encode"):
         assert names.stage_of(names.stage_us(stage)) == stage
-    for attribute in (names.TOTAL_US, names.CLAMPED_US, names.CLIENT_TTFT_US, "other"):
+    for attribute in (names.TOTAL_US, names.CLAMPED_US, "other"):
         assert names.stage_of(attribute) is None
 
 
@@ -150,7 +150,7 @@ def test_used() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "names.py":
             used |= set(re.findall(r"names\.([A-Z][A-Z0-9_]*)", path.read_text(encoding="utf-8")))
-    own = {"CLIENT_TTFT_US"}  # the measuring client's, joined by bench/
+    own: set[str] = set()
 
     assert [] == sorted(set(constants()) - used - own)
 

@@ -141,7 +141,6 @@ def test_no_content(records: testing.Records) -> None:
     [
         ("", "", "mono"),
         ("", "decode", "decode"),
-        ("", "nonsense", "mono"),
         ("mono", "prefill", "prefill"),
         ("encode", "prefill", "encode"),
     ],
@@ -153,3 +152,12 @@ def test_role(configured: str, leg: str, role: str) -> None:
     made.leg = leg
 
     assert recorder.role(made) == role
+
+
+def test_unknown_leg() -> None:
+    """A leg that is no role is not believed: its span stays outermost."""
+    headers = [(b"x-ttft-leg", b"nonsense"), (b"x-ttft-timing", b"1")]
+    made = recorder.begin(headers, Settings())
+
+    assert made is not None
+    assert made.leg == ""

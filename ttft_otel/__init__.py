@@ -8,7 +8,7 @@ hot      context  carrier  trip  recorder          runs inside vLLM and the rout
 pure     breakdown  timing  original               marks -> stages that add up; Server-Timing text
 vLLM     hooks/                                    the only folder that knows vLLM and torch
 spans    exporter/                                 a process of its own: records -> OTLP
-clients  router/  report/  bench/                  before, behind and around the servers
+clients  router/  report/                          before and behind the servers
 doors    plugin  cli  doctor  testing              what people call
 lab/     tiny models, local servers, injected delays: for demo, tests and benchmarks
 """

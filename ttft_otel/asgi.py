@@ -37,7 +37,7 @@ class Middleware:
         self.know = know
         self.ask = ask
         self.late: set[asyncio.Task[None]] = set()
-        meter.watch(recorder.awaiting)
+        meter.watch(recorder.awaiting, handoff.counts)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one ASGI event."""
@@ -152,7 +152,7 @@ class Sending:
             return False
         body = message.get("body", b"")
         last = not message.get("more_body", False)
-        if trip.streamed and trip.first is None and not last:
+        if trip.streamed and trip.first is None and not last and recorder.identity.sees():
             # Keep-alive comments and opening events come before the first token.
             self.size += len(body)
             return bool(self.held) and self.size <= HOLD_LIMIT
@@ -167,9 +167,10 @@ class Sending:
     def _first(self) -> None:
         trip = self.trip
         now = clock.now()
-        if trip.first is None:
-            return
         egress = trip.streamed or recorder.role(trip) in PLAIN_WITH_EGRESS
+        blind = egress and trip.status < 400 and not recorder.identity.sees()
+        if trip.first is None and not blind:
+            return
         recorder.close(trip, now if egress else 0)
         if self.held:
             text = recorder.header(trip, now)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of ours on the host's existing /metrics: records, losses, failed hooks, requests under way.
 
-recorder.py and the router count here; prometheus_client is the host's own, in its default registry.
+recorder.py counts here, and the router shows its counts through LOSSES; prometheus_client is the
+host's own, in its default registry.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sized
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Final, TypeAlias
 
 from prometheus_client import REGISTRY, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,10 @@ from prometheus_client.registry import Collector
 
 from ttft_otel import guard, names
 
+Counts: TypeAlias = Callable[[], Mapping[str, int]]
+
+# What handoff.counts() tells about losses: records, but `failed` is spans.
+LOSSES: Final = ("lost", "overflowed", "foreign", "failed")
 _watched: Final[list[Collector]] = []
 
 
@@ -45,8 +50,9 @@ class _Live(Collector):
     Absent where vLLM's API servers share one /metrics (--api-server-count): they add up files.
     """
 
-    def __init__(self, awaiting: Sized) -> None:
+    def __init__(self, awaiting: Sized, counts: Counts) -> None:
         self.awaiting = awaiting
+        self.counts = counts
 
     def collect(self) -> Iterator[Metric]:
         """What is under way now, and what failed so far."""
@@ -61,10 +67,19 @@ class _Live(Collector):
         for place, number in list(guard.errors.items()):
             errors.add_metric([place], number)
         yield errors
+        yield lost(names.METRIC_LOST, self.counts())
 
 
-def watch(awaiting: Sized) -> None:
+def lost(name: str, counts: Mapping[str, int], reasons: Iterable[str] = LOSSES) -> Metric:
+    """What became of records after they were handed off: the exporter's own counts."""
+    found = CounterMetricFamily(name, "Telemetry lost on its way out.", labels=["reason"])
+    for reason in reasons:
+        found.add_metric([reason], counts.get(reason, 0))
+    return found
+
+
+def watch(awaiting: Sized, counts: Counts) -> None:
     """Show the size of this container, and the errors, from now on. Idempotent."""
     if not _watched:
-        _watched.append(_Live(awaiting))
+        _watched.append(_Live(awaiting, counts))
         REGISTRY.register(_watched[0])

@@ -28,7 +28,6 @@ DIED_IN: Final = "ttft.died_in"
 TRUNCATED: Final = "ttft.truncated"
 RANK: Final = "ttft.rank"
 REQUEST_ID: Final = "ttft.request_id"
-CLIENT_TTFT_US: Final = "ttft.client_us"
 CACHED_TOKENS: Final = "ttft.cached_tokens"
 PREEMPTIONS: Final = "ttft.preemptions"
 RECOMPUTED_TOKENS: Final = "ttft.recomputed_tokens"
@@ -39,6 +38,8 @@ OWN_ITEMS: Final = "ttft.encoder.own_items"
 STEP_ITEMS: Final = "ttft.encoder.step_items"
 CACHED_ITEMS: Final = "ttft.encoder.cached_items"
 ATTEMPT: Final = "ttft.attempt"
+POLICY: Final = "ttft.route.policy"
+CANDIDATES: Final = "ttft.route.candidates"
 
 # Span attributes, OpenTelemetry semantic conventions.
 OPERATION: Final = "gen_ai.operation.name"
@@ -75,6 +76,7 @@ TIMING_REST: Final = "rest"  # first token -> response, for an answer that is no
 # Prometheus metrics on vLLM's existing /metrics and on the router's.
 METRIC_RECORDS: Final = "ttft_otel_records"
 METRIC_DROPPED: Final = "ttft_otel_dropped"
+METRIC_LOST: Final = "ttft_otel_lost"
 METRIC_ERRORS: Final = "ttft_otel_hook_errors"
 METRIC_PENDING: Final = "ttft_otel_pending"
 

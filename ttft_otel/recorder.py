@@ -7,7 +7,7 @@ to the exporter, and the text of the Server-Timing header.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -47,10 +47,14 @@ class Sends(Protocol):
 
 @dataclass(slots=True)
 class Identity:
-    """Who this server is; filled from vLLM's configuration at the first request."""
+    """Who this server is; filled from vLLM's configuration when it starts.
+
+    sees: whether first outputs are noticed at all (their hooks may be gone).
+    """
 
     role: str = ""
     model: str = ""
+    sees: Callable[[], bool] = lambda: True
 
 
 current: ContextVar[Trip | None] = ContextVar("ttft_otel_trip", default=None)
@@ -67,7 +71,8 @@ def begin(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> Trip | 
     if not (asked or where.sampled):
         return None
     trip = Trip(arrive, where, asked)
-    trip.leg = found.get(_LEG, "")
+    leg = found.get(_LEG, "")
+    trip.leg = leg if leg in stages.ROLES else ""
     trip.request_id = found.get(b"x-request-id", "")[:256]
     return trip
 
@@ -95,9 +100,9 @@ def arrived(engine_id: str, marks: str, received: int, now: int) -> None:
 
 def role(trip: Trip) -> str:
     """Configuration first; the router's header where that cannot tell."""
-    if identity.role and not (identity.role == "mono" and trip.leg in stages.ROLES):
+    if identity.role and not (identity.role == "mono" and trip.leg):
         return identity.role
-    return trip.leg if trip.leg in stages.ROLES else "mono"
+    return trip.leg or "mono"
 
 
 def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
@@ -213,7 +218,9 @@ def _server(trip: Trip) -> Server:
     if trip.route:
         found[names.HTTP_ROUTE] = trip.route
     name = f"{trip.method} {trip.route}" if trip.route else trip.method
-    return Server(name, trip.end - trip.arrive, trip.status, found, trip.error)
+    # By HTTP's conventions a 4xx is the client's error, not this server's.
+    error = "" if 400 <= trip.status < 500 else trip.error
+    return Server(name, trip.end - trip.arrive, trip.status, found, error)
 
 
 def _ttft(trip: Trip, cut: breakdown.Breakdown) -> Ttft:

@@ -48,7 +48,14 @@ STAGES: Final[tuple[Stage, ...]] = (
     Stage(
         "prefill.compute", "work", "worker", _TEXT, 10, "Forward passes over this prompt's chunks."
     ),
-    Stage("prefill.stall", "wait", "worker", _TEXT, 11, "Between chunks: other steps, preemption."),
+    Stage(
+        "prefill.stall",
+        "wait",
+        "worker",
+        _TEXT,
+        11,
+        "Between chunks: turnaround, other steps, preemption.",
+    ),
     Stage("sample", "work", "worker", _TEXT, 12, "Logits and sampler of the last chunk."),
     Stage("output", "move", "worker+core+api", _ALL, 13, "First token's way back, detokenized."),
     Stage("egress", "host", "api", _ALL, 14, "Until the first body chunk is given to the server."),
@@ -98,6 +105,8 @@ def split(name: str) -> tuple[str, str]:
 
     The leg is "" for a server's own stage and for the router's own stages.
     """
+    if name in ROUTER or name.startswith("router.hop."):
+        return "", name
     leg, dot, stage = name.partition(".")
     if dot and leg in ROLES and stage in (*NAMES, UNATTRIBUTED):
         return leg, stage

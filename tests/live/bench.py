@@ -28,6 +28,14 @@ def breakdown(answer: Answer) -> dict[str, int]:
     return {**found.stages, stages.UNATTRIBUTED: found.unattributed, "ttft": found.ttft}
 
 
+def lows(samples: Sequence[dict[str, int]]) -> dict[str, float]:
+    """Lower quartile of each stage: what it takes when nothing else is in the way."""
+    keys = {key for sample in samples for key in sample}
+    return {
+        key: sorted(sample.get(key, 0) for sample in samples)[len(samples) // 4] for key in keys
+    }
+
+
 def medians(samples: Sequence[dict[str, int]]) -> dict[str, float]:
     """Median of each stage over some requests; a stage that a request lacks is 0 there."""
     keys = {key for sample in samples for key in sample}
@@ -40,7 +48,7 @@ class Bench:
     def __init__(self, fleet: Fleet, control: Control) -> None:
         self.fleet = fleet
         self.control = control
-        self.seed = 100
+        self.seed = time.time_ns() % 10**9  # caches on disk outlive a deployment
 
     def warm(self) -> None:
         """First requests import and compile; no test wants to see that."""
@@ -89,6 +97,11 @@ class Bench:
                 return spans
             time.sleep(0.2)
         raise AssertionError(f"only {[span['name'] for span in spans]} of {trace_id}")
+
+    def complaints(self, server: str) -> list[str]:
+        """Lines in which our hooks said that they failed."""
+        text = self.fleet.servers[server].log.read_text(errors="replace")
+        return [line for line in text.splitlines() if "tracing loses it" in line]
 
     def get(self, path: str, server: str = "receiver") -> Any:
         """JSON from one of the deployment's servers."""

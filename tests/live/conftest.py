@@ -93,13 +93,15 @@ class Deck:
 def plan_of(shape: str, folder: Path, control: Control) -> Plan:
     """E and PD with the V1 runner, or one server as CUDA has it: V2 runner, async scheduling."""
     model = models.build(models.VISION)
+    # Servers inherit pytest's environment; ours must behave as it does without pytest.
+    guard = {"TTFT_OTEL_GUARD": "keep"}
     if shape == "epd":
         options = Options(model=model, control=control.path)
-        return Plan("epd", options, waiting=True, folder=folder)
+        return Plan("epd", options, waiting=True, folder=folder, env=guard)
     runner = "v2" if shape.startswith("v2") else "v1"
     ahead = shape.endswith("async")
     options = Options(model=model, control=control.path, runner=runner, async_scheduling=ahead)
-    return Plan("mono", options, folder=folder)
+    return Plan("mono", options, folder=folder, env=guard)
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def test_metrics_count_drops() -> None:
             async with router.client.get(f"{router.url}/metrics") as response:
                 text = await response.text()
             assert "ttft_otel_records_total 2.0" in text
-            assert 'ttft_otel_dropped_total{where="dropped"} 3.0' in text
+            assert 'ttft_otel_dropped_total{reason="handoff"} 3.0' in text
 
     fakes.run(scenario)
 

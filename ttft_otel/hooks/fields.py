@@ -30,6 +30,12 @@ def facts(scheduler: Any) -> Facts:
     return found
 
 
+def remote(request: Any) -> bool:
+    """Whether the request takes its KV blocks from another instance (it is on D)."""
+    wanted = getattr(request, "kv_transfer_params", None)
+    return isinstance(wanted, dict) and bool(wanted.get("do_remote_prefill"))
+
+
 def may_wait(connector: Any) -> bool:
     """Whether this encoder-cache connector can keep a request waiting (0.24 and later)."""
     for base in type(connector).__mro__:

@@ -20,7 +20,13 @@ def know(app: Any) -> None:
     config = fields.config(app.state)
     recorder.identity.role = fields.role(config) if config is not None else "mono"
     recorder.identity.model = fields.model(config)
+    recorder.identity.sees = seeing
     ledger.announce(recorder.identity.role)
+
+
+def seeing() -> bool:
+    """Whether a request's first output will be noticed."""
+    return wrap.active("frontend.outputs") and wrap.active("frontend.register")
 
 
 async def ask(app: Any, trip: Trip) -> str:
@@ -58,6 +64,7 @@ def registering(processor: Any, request: Any, *args: Any, **kwargs: Any) -> None
     request.trace_headers = {names.TRACEPARENT: trip.context.parent(), names.CARRIER: "1"}
     if trip.context.state:
         request.trace_headers[names.TRACESTATE] = trip.context.state
+    trip.request_id = trip.request_id or str(getattr(request, "external_req_id", None) or "")[:256]
     recorder.register(trip, request.request_id)
 
 

@@ -7,6 +7,7 @@ what is known travels as one string in the first output's trace_headers (carrier
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from ttft_otel import carrier, clock, names
 from ttft_otel.carrier import Journey
 from ttft_otel.hooks import fields, wrap
 
+log = logging.getLogger("ttft_otel")
 AWAITING_LIMIT: Final = 8192
 DEAD_LIMIT: Final = 256
 
@@ -66,6 +68,10 @@ def _room() -> None:
     if len(running) >= AWAITING_LIMIT:
         del running[next(iter(running))]
         dropped += 1
+        if dropped == 1:
+            log.warning(
+                "ttft-otel: more than %d requests await a token; oldest lost", AWAITING_LIMIT
+            )
 
 
 def _preempt(ids: Any) -> None:
@@ -105,10 +111,12 @@ def _first(journey: Journey, scheduler: Any, request: Any, start: int, now: int)
     journey.cached = journey.high = start
     journey.prompt = request.num_prompt_tokens
     journey.rank = facts.rank
+    # Waiting for remote KV blocks has no mark yet: better unattributed than called queueing.
+    journey.wait_lost = fields.remote(request)
     features = getattr(request, "mm_features", None)
     if features:
         journey.items = len(features)
-        journey.wait_lost = facts.waits and not wrap.active("transfer.wait")
+        journey.wait_lost |= facts.waits and not wrap.active("transfer.wait")
 
 
 def updating(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:

@@ -289,10 +289,10 @@ TARGETS: Final[tuple[Target, ...]] = (
         "worker",
         (),
         "ec.transfer: save",
-        ("dispatch", "ec.transfer", "encoder.compute"),
+        ("ec.transfer", "encoder.compute", "dispatch"),
         "connectors have no timings per request",
         "connectors report per-request timings",
-        lost_encode=("dispatch", "ec.transfer", "encoder.compute", "output"),
+        lost_encode=("ec.transfer", "encoder.compute", "output"),
     ),
 )
 

@@ -16,9 +16,9 @@ import aiohttp
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, Metric
 
-from ttft_otel import __version__, guard, names, stages
+from ttft_otel import __version__, guard, meter, names, stages
 from ttft_otel.router.answer import Send
 from ttft_otel.router.choose import Instance
 from ttft_otel.router.forward import Forward, Receive, Scope
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 ASK: Final = aiohttp.ClientTimeout(total=5.0)  # of the control plane's own questions
 DATA: Final = "/v1/"
-_DROPS: Final = ("dropped", "lost", "overflowed", "failed")
 
 
 class App:
@@ -136,21 +135,19 @@ class _Counts:
     def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
         self.counts = counts
 
-    def collect(self) -> Iterable[CounterMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         counts = self.counts()
         records = CounterMetricFamily(names.METRIC_RECORDS, "Records given to the exporter.")
         records.add_metric([], counts.get("sent", 0))
-        dropped = CounterMetricFamily(
-            names.METRIC_DROPPED, "Telemetry that was lost, and where.", labels=["where"]
+        dropped = meter.lost(
+            names.METRIC_DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"]
         )
-        for where in _DROPS:
-            dropped.add_metric([where], counts.get(where, 0))
         errors = CounterMetricFamily(
             names.METRIC_ERRORS, "Errors of the tracing itself, caught.", labels=["place"]
         )
         for place, number in guard.errors.items():
             errors.add_metric([place], number)
-        return (records, dropped, errors)
+        return (records, dropped, errors, meter.lost(names.METRIC_LOST, counts))
 
 
 def _metrics(app: FastAPI, counts: Callable[[], Mapping[str, int]]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Final
 
 import click
@@ -111,7 +112,7 @@ def command(
     send = (lambda _: False) if off else handoff.sender().send
     forward = Forward(legs, read, send, Reports(reports), max_body)
     app = control.build(forward, handoff.counts)
-    end = control.instrument(app, read.protocol)
+    end: Callable[[], None] = _nothing if off else control.instrument(app, read.protocol)
     try:
         serve(app, host, port)
     finally:
@@ -144,3 +145,7 @@ def _fleet(urls: tuple[str, ...], leg: str) -> tuple[Instance, ...]:
         return tuple(instance(url, leg) for url in urls)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def _nothing() -> None:
+    """Nothing was started that would have to end."""

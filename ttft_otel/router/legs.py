@@ -77,10 +77,11 @@ class Legs:
         left = list(self.fleet.get(asked.leg, ()))
         failure = Down(503, f"no {asked.leg} instance is configured")
         while left and len(chain) < TRIES:
-            chosen = self.policy.choose(asked, left, clock.now()).instance
-            left.remove(chosen)
+            choice = self.policy.choose(asked, left, clock.now())
+            candidates = len(left)
+            left.remove(choice.instance)
             try:
-                return await self._send(asked, trace, chosen, chain)
+                return await self._send(asked, trace, choice, candidates, chain)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 late = isinstance(error, aiohttp.ConnectionTimeoutError)
                 failure = _lost(chain[-1], error, 503 if late else 502)
@@ -93,9 +94,11 @@ class Legs:
         self,
         asked: choose.Asked,
         trace: context.Context,
-        to: choose.Instance,
+        choice: choose.Choice,
+        candidates: int,
         chain: list[Attempt],
     ) -> aiohttp.ClientResponse:
+        to = choice.instance
         span_id = context.new_id()
         extra = {
             names.TRACEPARENT: trace.parent(span_id),
@@ -110,6 +113,7 @@ class Legs:
         attempt = Attempt(
             asked.leg, path, to.host, to.port, span_id, clock.now(), number=len(chain) + 1
         )
+        attempt.policy, attempt.candidates = choice.reason, candidates
         chain.append(attempt)
         try:
             response = await self.session.post(

@@ -38,6 +38,8 @@ class Attempt:
     error: str = ""
     lost: bool = False
     timing: Timing | None = None
+    policy: str = ""
+    candidates: int = 0
 
     def cut(self) -> None:
         """It was cancelled: the client left, or another call of the request failed."""

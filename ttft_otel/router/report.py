@@ -120,6 +120,9 @@ def _calls(exchange: Exchange, end: int) -> Iterable[Call]:
             names.SERVER_ADDRESS: attempt.host,
             names.SERVER_PORT: attempt.port,
         }
+        if attempt.policy:
+            attributes[names.POLICY] = attempt.policy
+            attributes[names.CANDIDATES] = attempt.candidates
         if attempt.number > 1:
             attributes[names.ATTEMPT] = attempt.number
         yield Call(
