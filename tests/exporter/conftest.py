@@ -11,10 +11,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry import context
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 from ttft_otel import record
+
+
+@pytest.fixture(autouse=True)
+def own_context() -> Iterator[None]:
+    """The exporter stops instrumentation in its process for good; here it must not outlive a test."""
+    before = context.get_current()
+    yield
+    context.attach(before)
 
 
 class Collector:
