@@ -105,3 +105,11 @@ def test_all() -> None:
         trust=False,
         queue=131072,
     )
+
+
+@pytest.mark.parametrize("env", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
+def test_silenced(env: dict[str, str]) -> None:
+    """The standard ways to switch spans off are honoured, whatever sampler is named."""
+    found = settings.read({"TTFT_OTEL": "1", "OTEL_TRACES_SAMPLER": "always_on", **env})
+
+    assert found.sampler == "always_off"

@@ -66,6 +66,8 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         )
         protocol = "http/protobuf"
     sampler, ratio = _sampler(source, wrong)
+    if _silenced(source):
+        sampler = "always_off"
     return Settings(
         on=bool(on),
         protocol=protocol,
@@ -96,6 +98,12 @@ def _endpoint(source: Mapping[str, str], protocol: str, wrong: list[str]) -> str
         wrong.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
         return default
     return url
+
+
+def _silenced(source: Mapping[str, str]) -> bool:
+    """The standard ways to say that no span is wanted; timings in the response still are."""
+    disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
+    return disabled or source.get(names.ENV_EXPORTER, "").strip().lower() == "none"
 
 
 def _sampler(source: Mapping[str, str], wrong: list[str]) -> tuple[str, float]:

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -14,6 +16,43 @@ class Event:
 
     at_us: int
     data: str
+
+
+class Reply:
+    """An HTTP answer out of the bytes of a connection, each body piece with its time.
+
+    httptools calls the on_... methods while `of` feeds it.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has come yet."""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.headers_ns = 0
+        self.body: list[tuple[int, bytes]] = []
+        self.now = 0
+        self.parser = httptools.HttpResponseParser(self)
+
+    @classmethod
+    def of(cls, readings: list[tuple[int, bytes]]) -> Reply:
+        """Parse what was read; a connection cut short gives what there is of it."""
+        reply = cls()
+        for reply.now, piece in readings:
+            reply.parser.feed_data(piece)
+        return reply
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line."""
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The status is known and the headers are in."""
+        self.status = self.parser.get_status_code()
+        self.headers_ns = self.now
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body, without the framing of chunks."""
+        self.body.append((self.now, data))
 
 
 def first_data(readings: list[tuple[int, bytes]], started: int) -> int | None:

@@ -90,9 +90,9 @@ def _vllm(plan: Plan, folder: Path, endpoint: dict[str, str]) -> list[Command]:
     ]
 
 
-def receiver(database: Path) -> Command:
-    """`ttft-otel serve` on free ports."""
-    port = ports.free()
+def receiver(database: Path, port: int = 0) -> Command:
+    """`ttft-otel serve`, on free ports unless one is given."""
+    port = port or ports.free()
     argv = (
         *(sys.executable, "-m", "ttft_otel.cli", "serve", "--db", str(database)),
         *("--http-port", str(port), "--grpc-port", str(ports.free())),
