@@ -29,7 +29,7 @@ def test_mono() -> None:
     assert "8123" == flag(command, "--port")
     assert "1" == command.env["VLLM_CPU_OMP_THREADS_BIND"]
     assert "0" == command.env["VLLM_USE_V2_MODEL_RUNNER"]
-    assert "PYTHONPATH" not in command.env
+    assert guests_path("calm") == command.env["PYTHONPATH"]
 
 
 def test_pair() -> None:
@@ -64,7 +64,7 @@ def test_v2() -> None:
     env = recipes.mono(Options(MODEL, runner="v2")).env
 
     assert ("1", "1") == (env["VLLM_USE_V2_MODEL_RUNNER"], env["TRITON_INTERPRET"])
-    assert guests_path("triton_cpu") == env["PYTHONPATH"]
+    assert guests_path("calm", "triton_cpu") == env["PYTHONPATH"]
 
 
 def test_steered() -> None:
@@ -75,7 +75,7 @@ def test_steered() -> None:
     env = recipes.mono(options).env
 
     assert ("/c.json", "1") == (env["TTFT_LAB_CONTROL"], env["TTFT_LAB_ASYNC"])
-    assert f"/own:{guests_path('inject')}" == env["PYTHONPATH"]
+    assert f"/own:{guests_path('calm', 'inject')}" == env["PYTHONPATH"]
 
 
 def test_connector() -> None:
@@ -85,7 +85,7 @@ def test_connector() -> None:
     config = json.loads(flag(command, "--ec-transfer-config"))
 
     assert "ttft_inject.connector" == config["ec_connector_module_path"]
-    assert guests_path("inject") == command.env["PYTHONPATH"]
+    assert guests_path("calm", "inject") == command.env["PYTHONPATH"]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_off_is_plain_vllm(deck: Deck, tmp_path: Path) -> None:
 def _without_ours(text: str) -> str:
     """The log without what names our package for other reasons: its folders, the plugin list."""
     kept = [line for line in text.splitlines() if "plugins" not in line.lower()]
-    return re.sub(r"\S*[/']ttft\S*|\S*ttft_inject\S*", "", "\n".join(kept))
+    return re.sub(r"\S*[/']ttft\S*|\S*ttft_\w+\S*", "", "\n".join(kept))
 
 
 def _sockets(leader: int) -> int:

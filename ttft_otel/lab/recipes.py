@@ -118,7 +118,7 @@ def environment(options: Options) -> dict[str, str]:
         "VLLM_HOST_IP": HOST,
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
     }
-    guests = []
+    guests = ["calm"]
     if options.runner == "v2":
         env["TRITON_INTERPRET"] = "1"
         guests.append("triton_cpu")
@@ -130,8 +130,7 @@ def environment(options: Options) -> dict[str, str]:
         guests.append("inject")
     paths = [options.env.get("PYTHONPATH", ""), guests_path(*guests)]
     env |= options.env
-    if any(paths):
-        env["PYTHONPATH"] = ":".join(filter(None, paths))
+    env["PYTHONPATH"] = ":".join(filter(None, paths))
     return env
 
 

@@ -17,7 +17,7 @@ from ttft_otel.guard import Guard
 from ttft_otel.record import encode
 from ttft_otel.router import answer, body, choose, headers
 from ttft_otel.router.answer import Send
-from ttft_otel.router.legs import Down, Legs, Refused, critical
+from ttft_otel.router.legs import Down, Legs, Refused, critical, learn
 from ttft_otel.router.path import Attempt, Trip, partition
 from ttft_otel.router.report import Exchange, Reports, tell
 from ttft_otel.settings import Settings
@@ -160,6 +160,7 @@ class Forward:
             chunks = response.content.iter_any()
             first = await anext(chunks, b"")
             attempt.first = clock.now()
+            learn(attempt, response)
             exchange.streaming = response.content_type == "text/event-stream"
             down = headers.down(response.raw_headers)
             if asked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from yarl import URL
@@ -55,6 +55,7 @@ class Legs:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_AUTO,
+            trace_configs=[_wire()],
         )
 
     async def close(self) -> None:
@@ -117,7 +118,11 @@ class Legs:
         chain.append(attempt)
         try:
             response = await self.session.post(
-                url, data=asked.body, headers={**asked.headers, **extra}, allow_redirects=False
+                url,
+                data=asked.body,
+                headers={**asked.headers, **extra},
+                allow_redirects=False,
+                trace_request_ctx=attempt,
             )
         except asyncio.CancelledError:
             attempt.cut()
@@ -125,7 +130,6 @@ class Legs:
         attempt.status = response.status
         if response.status >= 400:
             attempt.error = str(response.status)
-        attempt.timing = timing.read(", ".join(response.headers.getall(names.TIMING, ())))
         return response
 
     async def prime(
@@ -168,8 +172,31 @@ class Legs:
         except (aiohttp.ClientError, OSError) as error:
             raise _lost(chain[-1], error, 502) from error
         chain[-1].first = chain[-1].ended = clock.now()
+        learn(chain[-1], response)
         if response.status >= 400:
             raise Refused(response.status, headers.down(response.raw_headers), body)
+
+
+def learn(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+    """Read the server's breakdown; after its first chunk, so that reading it is nobody's hop."""
+    attempt.timing = timing.read(", ".join(response.headers.getall(names.TIMING, ())))
+
+
+def _wire() -> aiohttp.TraceConfig:
+    """A leg begins when its connection is asked for, or when its bytes go to one that is open.
+
+    What the client library does before that is the router's own work, `router.route`.
+    """
+
+    async def connecting(_: Any, context: Any, __: Any) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.sent = clock.now()
+            context.trace_request_ctx = None
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_create_start.append(connecting)
+    config.on_request_headers_sent.append(connecting)
+    return config
 
 
 def critical(chains: Sequence[list[Attempt]]) -> list[Attempt]:
