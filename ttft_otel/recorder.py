@@ -112,6 +112,7 @@ def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
     marks.encode_only = role(trip) == "encode"
     if engine is None:
         marks.assign = next(iter(trip.assigned.values()), 0)
+        marks.egress = egress
         return marks
     marks.assign = engine.assign
     marks.output = engine.output

@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -44,7 +45,16 @@ NEWER = {
 }
 
 
-def compare(bench: Bench, place: str, once: Callable[[], Sample]) -> tuple[dict[str, float], float]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How far each stage's median moved (ms), what was injected (ms), medians before (us)."""
+
+    shift: dict[str, float]
+    real: float
+    before: dict[str, float]
+
+
+def compare(bench: Bench, place: str, once: Callable[[], Sample]) -> Found:
     """Plain and delayed requests in turn: how far each stage's median moved, and what was injected.
 
     Both in ms. A sleep of 80 ms lasts a little longer; the guest noted how long by its own clock.
@@ -62,15 +72,24 @@ def compare(bench: Bench, place: str, once: Callable[[], Sample]) -> tuple[dict[
     real = [delay.ms for delay in bench.control.delays(began) if delay.place == place]
     assert len(real) >= TIMES, f"{place} was delayed {len(real)} times"
     assert abs(statistics.median(real) - DELAY) < 0.1 * DELAY, real
-    return moved(plain, delayed), statistics.median(real)
+    return Found(moved(plain, delayed), statistics.median(real), medians(plain))
 
 
-def check(found: tuple[dict[str, float], float], stage: str) -> None:
-    """D in its stage within 2 %, less than 2 ms anywhere else."""
-    shift, real = found
-    assert abs(shift[stage] - real) <= 0.02 * real, (stage, real, shift)
-    others = {name: ms for name, ms in shift.items() if name != stage and abs(ms) >= 2}
-    assert not others, (stage, shift)
+def check(found: Found, stage: str, noise: float = 0.0) -> None:
+    """D in its stage within 2 %, less than 2 ms anywhere else.
+
+    noise: share of a stage's own length that it varies by, where that is more (V2 on a CPU runs its
+    kernels in an interpreter: 30 ms of dispatch, give or take five).
+    """
+    slack = {name: noise * found.before.get(name, 0) / 1000 for name in found.shift}
+    off = abs(found.shift[stage] - found.real)
+    assert off <= max(0.02 * found.real, slack[stage]), (stage, found)
+    others = {
+        name: ms
+        for name, ms in found.shift.items()
+        if name != stage and abs(ms) >= max(2.0, slack[name])
+    }
+    assert not others, (stage, found)
 
 
 @pytest.mark.parametrize("place", TEXT)
@@ -108,7 +127,7 @@ def test_delays_show_in_their_stage_on_cudas_runner(newer: Bench, place: str) ->
     def once() -> Sample:
         return breakdown(newer.ask(newer.front, pictures=(newer.fresh(),), max_tokens=1))
 
-    check(compare(newer, place, once), NEWER[place])
+    check(compare(newer, place, once), NEWER[place], noise=0.25)
 
 
 def test_nothing_is_unattributed_while_delays_run(epd: Bench) -> None:

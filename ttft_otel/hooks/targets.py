@@ -146,7 +146,7 @@ TARGETS: Final[tuple[Target, ...]] = (
         "core",
         (Place("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),),
         "end of the queue; which steps the worker measures",
-        ENGINE,
+        ("ipc", *ENGINE),
         "a custom scheduler_cls would exclude the operator's own",
         "scheduled events carry the step and its encoder inputs",
     ),
