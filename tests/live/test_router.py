@@ -34,10 +34,10 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def long(bench: Bench, pictures: int) -> Answer:
-    """A prompt of three chunks that no cache has seen, from its first word on."""
+    """A prompt of five chunks that no cache has seen, from its first word on."""
     images = tuple(bench.fresh() for _ in range(pictures))
     prompt = f"{bench.fresh()}"
-    return bench.ask(bench.front, prompt=prompt, pictures=images, words=1300, max_tokens=1)
+    return bench.ask(bench.front, prompt=prompt, pictures=images, words=2500, max_tokens=1)
 
 
 @pytest.mark.parametrize("pictures", (0, 1))
@@ -59,7 +59,7 @@ def test_the_routers_ttft_is_what_the_client_measured(epd: Bench, pictures: int)
 def test_what_no_server_accounts_for_is_little(epd: Bench) -> None:
     """hop + unattributed of the router: <= 5 % at the median, <= 15 % at p99, over 20 ms.
 
-    Prompts of three chunks, with and without an image: a hop costs 1 to 2 ms here, whatever the TTFT.
+    Prompts of five chunks, with and without an image: a hop costs 1 to 2 ms here, whatever the TTFT.
     """
     answers: list[Answer] = [long(epd, n % 2) for n in range(60)]
     found = [breakdown(answer) for answer in answers]
