@@ -141,6 +141,7 @@ def core_requests(kind: type[Host]) -> int:
             num_prompt_tokens=100,
             num_tokens=100,
             mm_features=None,
+            kv_transfer_params=None,
         )
         entered = SimpleNamespace(trace_headers=request.trace_headers, made=request)
         new = step([SimpleNamespace(req_id=name)], {name: 100})

@@ -126,17 +126,23 @@ def _awaited(
 
 def arriving(place: str, host: Call, before: Call, after: Call, ready: object) -> Call:
     """As `around`, for a hook that must run to its end: also after a call that raised."""
-    first, last = silent(place, before), silent(place, after)
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not ready:
             return host(*args, **kwargs)
-        token, result = first(*args, **kwargs), None
+        token = result = None
+        try:
+            token = before(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+            caught(place, error)
         try:
             result = host(*args, **kwargs)
         finally:
-            last(token, result, *args, **kwargs)
+            try:
+                after(token, result, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
+                caught(place, error)
         return result
 
     return wrapper

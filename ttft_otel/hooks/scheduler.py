@@ -59,19 +59,17 @@ def _admit(request: Any) -> None:
         if not headers or names.CARRIER not in headers:
             return
         journey = request._ttft = Journey()
-    _room()
+    if len(running) >= AWAITING_LIMIT:
+        _room()
     running[request.request_id] = journey
 
 
 def _room() -> None:
     global dropped
-    if len(running) >= AWAITING_LIMIT:
-        del running[next(iter(running))]
-        dropped += 1
-        if dropped == 1:
-            log.warning(
-                "ttft-otel: more than %d requests await a token; oldest lost", AWAITING_LIMIT
-            )
+    del running[next(iter(running))]
+    dropped += 1
+    if dropped == 1:
+        log.warning("ttft-otel: more than %d requests await a token; oldest lost", AWAITING_LIMIT)
 
 
 def _preempt(ids: Any) -> None:
@@ -86,22 +84,22 @@ def _chunk(journey: Journey, scheduler: Any, output: Any, request_id: str, now: 
     """One prefill chunk of one request: counts only, times come from the worker."""
     request = scheduler.requests[request_id]
     own = output.num_scheduled_tokens.get(request_id, 0)
-    start = request.num_computed_tokens - own
-    items = output.scheduled_encoder_inputs.get(request_id)
+    end = request.num_computed_tokens
+    encoding = output.scheduled_encoder_inputs
     if not journey.scheduled:
-        _first(journey, scheduler, request, start, now)
-        journey.encoder_first = bool(items)
-    if start < journey.high:
-        journey.recomputed += min(start + own, journey.high) - start
-    journey.high = max(journey.high, start + own)
+        _first(journey, scheduler, request, end - own, now)
+        journey.encoder_first = request_id in encoding
+    if end - own < journey.high:
+        journey.recomputed += min(end, journey.high) - end + own
+    if end > journey.high:
+        journey.high = end
     journey.chunks += 1
     journey.own_tokens += own
     journey.step_tokens += output.total_num_scheduled_tokens
-    if items:
-        journey.own_items += len(items)
-    if output.scheduled_encoder_inputs:
-        journey.step_items += sum(map(len, output.scheduled_encoder_inputs.values()))
-    journey.complete = start + own >= request.num_tokens
+    if encoding:
+        journey.own_items += len(encoding.get(request_id, ()))
+        journey.step_items += sum(map(len, encoding.values()))
+    journey.complete = end >= request.num_tokens
 
 
 def _first(journey: Journey, scheduler: Any, request: Any, start: int, now: int) -> None:
@@ -112,7 +110,8 @@ def _first(journey: Journey, scheduler: Any, request: Any, start: int, now: int)
     journey.prompt = request.num_prompt_tokens
     journey.rank = facts.rank
     # Waiting for remote KV blocks has no mark yet: better unattributed than called queueing.
-    journey.wait_lost = fields.remote(request)
+    if getattr(request, "kv_transfer_params", None) is not None:
+        journey.wait_lost = fields.remote(request)
     features = getattr(request, "mm_features", None)
     if features:
         journey.items = len(features)
@@ -150,14 +149,16 @@ def updated(held: bool | None, outputs: Any, scheduler: Any, *args: Any, **kwarg
 
 
 def _carry(journey: Journey, output: Any, scheduler: Any) -> None:
-    headers = None  # later tokens need not carry anything, unless vLLM traces by itself
+    kept = None  # later tokens need not carry anything, unless vLLM traces by itself
+    sent = {names.CARRIER: carrier.fold(journey)}
     if fields.facts(scheduler).tracing:
-        headers = {name: text for name, text in (output.trace_headers or {}).items()}
-        headers.pop(names.CARRIER, None)
-    output.trace_headers = {**(headers or {}), names.CARRIER: carrier.fold(journey)}
+        kept = {**(output.trace_headers or {})}
+        kept.pop(names.CARRIER, None)
+        sent |= kept
+    output.trace_headers = sent
     request = scheduler.requests.get(output.request_id)
     if request is not None:
-        request.trace_headers = headers
+        request.trace_headers = kept
 
 
 def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
