@@ -90,6 +90,7 @@ def test_preemption_is_stall_and_its_tokens_are_counted(deck: Deck, tmp_path: Pa
         total = sum(us for key, us in span["attributes"].items() if names.stage_of(key))
         assert total == span["attributes"][names.TOTAL_US]
     preempted = [span for span in spans if span["attributes"][names.PREEMPTIONS]]
+    assert preempted, [span["attributes"] for span in spans]
     for span in preempted:
         assert span["attributes"][names.RECOMPUTED_TOKENS] > 0
         assert span["attributes"][names.stage_us("prefill.stall")] > 0

@@ -6,6 +6,9 @@ command.py gives the options; on SIGINT or SIGTERM what was accepted is on disk 
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +65,9 @@ class Server(uvicorn.Server):
 
 def run(options: Options, started: Callable[[Doors], None]) -> None:
     """Serve until a signal; `started` is called when both doors are open. Raises Trouble."""
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises SIGTERM again when it is done: unhandled, it would skip closing the store.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     store = Store(options.path, options.keep, options.hours, options.limit)
     try:
         _run(options, Receiver(store), started)
