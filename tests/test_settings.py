@@ -113,3 +113,13 @@ def test_silenced(env: dict[str, str]) -> None:
     found = settings.read({"TTFT_OTEL": "1", "OTEL_TRACES_SAMPLER": "always_on", **env})
 
     assert found.sampler == "always_off"
+
+
+def test_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds is what the process was started with, whatever its host writes later."""
+    monkeypatch.setattr(settings, "_frozen", [])
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://ours:4318")
+    settings.freeze()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://theirs:4318/v1/traces")
+
+    assert settings.current().endpoint == "http://ours:4318"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from ttft_otel import guard, names
-from ttft_otel.settings import Settings, read
+from ttft_otel.settings import Settings, current
 
 MODULE: Final = "ttft_otel.exporter"
 EXIT_WAIT: Final = 2.0  # seconds a host waits at its exit for the drain
@@ -205,7 +205,7 @@ def sender() -> Sender:
     """This process's own Sender, made at first use; a forked child gets another one."""
     global _own
     if _own is None:
-        _own = Sender(read())
+        _own = Sender(current())
     return _own
 
 

@@ -81,6 +81,19 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+_frozen: list[Settings] = []
+
+
+def freeze() -> None:
+    """Keep what the environment says now: vLLM's own tracing writes its endpoint into it later."""
+    _frozen[:] = [read()]
+
+
+def current() -> Settings:
+    """The settings that this process was started with, else what the environment says."""
+    return _frozen[0] if _frozen else read()
+
+
 def validate(settings: Settings) -> tuple[str, ...]:
     """What is wrong with the settings, each line with its remedy; empty when all is well."""
     return settings.wrong

@@ -107,7 +107,7 @@ def processing(renderer: Any, prompt: Any, *args: Any, **kwargs: Any) -> int:
 
 def build(stack: Any) -> Any:
     """Put our middleware outermost, around whatever stack the app has built."""
-    return Middleware(stack, settings.read(), know, ask)
+    return Middleware(stack, settings.current(), know, ask)
 
 
 HOOKS: Final = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 
+from ttft_otel import settings
 from ttft_otel.hooks import engine, frontend, scheduler, transfer, worker, wrap
 
 HOOKS = {
@@ -19,6 +20,7 @@ HOOKS = {
 def install() -> None:
     """Patch what is imported, wait for the rest; make our log lines visible beside vLLM's."""
     _speak()
+    settings.freeze()
     wrap.install(HOOKS)
 
 

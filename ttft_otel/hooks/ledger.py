@@ -79,7 +79,7 @@ def announce(role: str) -> None:
     vllm = root()
     states = check(vllm) if vllm is not None else {}
     lost = [f"{name} ({what})" for name, what in states.items() if what]
-    now = settings.read()
+    now = settings.current()
     log.info(
         "ttft-otel %s: role %s, %d of %d targets active%s, exporting %s to %s",
         __version__,
