@@ -6,10 +6,14 @@ Long: they run with `scripts/test --full`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,11 +25,12 @@ import pytest
 from tests.live.bench import ASK, Bench, breakdown
 from tests.live.conftest import Deck
 from ttft_otel import names, stages
-from ttft_otel.lab import client, models, processes
+from ttft_otel.lab import client, fleet, models, processes
 from ttft_otel.lab.client import Question
 from ttft_otel.lab.fleet import Plan, deployed
 from ttft_otel.lab.injection import Control
 from ttft_otel.lab.recipes import Options
+from ttft_otel.lab.servers import Server
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -36,11 +41,13 @@ def alone(deck: Deck, folder: Path, extra: tuple[str, ...] = (), **changes: Any)
     deck.stop()
     control = Control(folder / "control.json")
     traced = changes.pop("traced", True)
+    chunk = changes.pop("chunk", 512)
     options = Options(model=models.build(models.TEXT), control=control.path, extra=extra)
     options = replace(options, **changes)
     env = {"TTFT_OTEL_GUARD": "keep"}
-    with deployed(Plan("mono", options, folder=folder, traced=traced, env=env)) as fleet:
-        bench = Bench(fleet, control)
+    plan = Plan("mono", options, folder=folder, traced=traced, env=env, chunk=chunk)
+    with deployed(plan) as running:
+        bench = Bench(running, control)
         for _ in range(3):
             client.ask(bench.front, max_tokens=2)
         yield bench
@@ -61,39 +68,37 @@ def test_one_at_a_time_queues_the_others(deck: Deck, tmp_path: Path) -> None:
 
 
 def test_preemption_is_stall_and_its_tokens_are_counted(deck: Deck, tmp_path: Path) -> None:
-    """Two requests in a cache that holds one: the later one's prompt is computed again."""
-    extra = ("--num-gpu-blocks-override", "40", "--block-size", "32", "--no-enable-prefix-caching")
-    with alone(deck, tmp_path, extra, max_model_len=1024) as bench:
-        bench.control.set({"forward": 5})
-        trace = {n: os.urandom(16).hex() for n in range(4)}
-        many = [
-            Question(
-                words=230,
-                max_tokens=220,
-                extra={"ignore_eos": True},
-                headers={names.TRACEPARENT: f"00-{trace[n]}-{'c' * 16}-01"},
-            )
-            for n in range(4)
-        ]
-        # One after another, each while those before it still fill the cache.
-        many = [replace(question, prompt=f"p{n}") for n, question in enumerate(many)]
-        answers = client.ask_all(bench.front, many)
-        spans = [
-            span
-            for name in trace.values()
-            for span in bench.trace(name, lambda got: any(s["name"] == "ttft" for s in got))
-            if span["name"] == "ttft"
-        ]
+    """A prompt half computed has to leave for others' tokens: stall, and its tokens counted again.
 
-    assert all(answer.status == 200 for answer in answers)
-    for span in spans:
-        total = sum(us for key, us in span["attributes"].items() if names.stage_of(key))
-        assert total == span["attributes"][names.TOTAL_US]
-    preempted = [span for span in spans if span["attributes"][names.PREEMPTIONS]]
-    assert preempted, [span["attributes"] for span in spans]
-    for span in preempted:
-        assert span["attributes"][names.RECOMPUTED_TOKENS] > 0
-        assert span["attributes"][names.stage_us("prefill.stall")] > 0
+    39 blocks of 32 tokens (and the null block). Three short requests hold 3 each, and 4 after 13
+    tokens; the long one is admitted while its 28 fit, and does not fit any more when it gets there.
+    """
+    extra = ("--num-gpu-blocks-override", "40", "--block-size", "32", "--no-enable-prefix-caching")
+    trace = os.urandom(16).hex()
+    header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    short = Question(words=60, max_tokens=60, extra={"ignore_eos": True})
+    late = Question(words=850, max_tokens=2, headers=header)
+    with alone(deck, tmp_path, extra, max_model_len=1024, chunk=64) as bench:
+        bench.control.set({"forward": 30})
+        threads = [
+            threading.Thread(target=client.ask, args=(bench.front, replace(short, prompt=f"s{n}")))
+            for n in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        answer = client.ask(bench.front, late)
+        for thread in threads:
+            thread.join()
+        spans = bench.trace(trace, lambda got: any(span["name"] == "ttft" for span in got))
+
+    assert answer.status == 200
+    found = next(span["attributes"] for span in spans if span["name"] == "ttft")
+    assert found[names.PREEMPTIONS] > 0, found
+    assert found[names.RECOMPUTED_TOKENS] > 0
+    assert found[names.stage_us("prefill.stall")] > 200_000
+    assert found[names.UNATTRIBUTED_US] == 0
+    assert sum(us for key, us in found.items() if names.stage_of(key)) == found[names.TOTAL_US]
 
 
 def test_vllms_own_span_hangs_under_our_server_span(deck: Deck, tmp_path: Path) -> None:
@@ -103,11 +108,7 @@ def test_vllms_own_span_hangs_under_our_server_span(deck: Deck, tmp_path: Path) 
     env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     extra = ("--otlp-traces-endpoint", receiver.format(port=port))
     deck.stop()
-    from ttft_otel.lab import fleet
-
     sink = fleet.receiver(tmp_path / "own.db", port)
-    from ttft_otel.lab.servers import Server
-
     with Server(sink), alone(deck, tmp_path, extra, env=env) as bench:
         trace = os.urandom(16).hex()
         header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
@@ -196,10 +197,6 @@ def _port() -> int:
 
 def _trace(url: str, trace: str, name: str) -> list[dict[str, Any]]:
     """A trace from another receiver, once a span of this name has arrived."""
-    import json
-    import urllib.error
-    import urllib.request
-
     for _ in range(60):
         try:
             with urllib.request.urlopen(f"{url}/api/trace/{trace}", timeout=5) as answer:

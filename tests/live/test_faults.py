@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,6 @@ def test_two_hundred_aborted_requests_leave_no_state(epd: Bench) -> None:
 
 def pending(bench: Bench) -> float:
     """The server's own count of requests of ours that await a first token."""
-    import urllib.request
-
     with urllib.request.urlopen(bench.fleet.url("prefill_decode") + "/metrics") as answer:
         text = answer.read().decode()
     lines = [line for line in text.splitlines() if line.startswith("ttft_otel_pending")]
