@@ -6,7 +6,7 @@ shape    record                                    the only thing that crosses a
 hot      context  carrier  trip  recorder          runs inside vLLM and the router, microseconds
          asgi  meter  handoff
 pure     breakdown  timing  original               marks -> stages that add up; Server-Timing text
-vLLM     hooks/                                    the only folder that knows vLLM and torch
+vLLM     hooks/                                    what knows vLLM and torch (the laboratory apart)
 spans    exporter/                                 a process of its own: records -> OTLP
 clients  router/  report/                          before and behind the servers
 doors    plugin  cli  doctor  testing              what people call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only broad except: our code in someone's process is caught, counted and logged once per place.
+"""The only broad except but plugin.py's: our code in a host is caught, counted, logged once a place.
 
 Used around our own code only; the host's call is never inside. Under pytest it re-raises, unless
 TTFT_OTEL_GUARD=keep says that the test wants the production behaviour.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read records' bytes from the handoff socket until its end and keep them, bounded, for ship.py."""
+"""Read records' bytes from the handoff socket until its end and keep them, bounded, for flow.py."""
 
 from __future__ import annotations
 
