@@ -12,23 +12,14 @@ import pytest
 
 from tests.live.bench import Bench, breakdown, medians, moved
 from ttft_otel import stages
+from ttft_otel.lab.matrix import PLACES
 
 DELAY = 80.0  # ms
 TIMES = 9
 Sample = dict[str, int]
 
-# place -> the stage it must show in, on the instance that is asked.
-TEXT = {
-    "receive": "receive",
-    "tokenize": "preprocess",
-    "ipc": "ipc",
-    "queue": "prefill.queue",
-    "dispatch": "dispatch",
-    "forward": "prefill.compute",
-    "sample": "sample",
-    "output": "output",
-    "egress": "egress",
-}
+# place -> the stage it must show in, on the instance that is asked; scripts/compat asks for the same.
+TEXT = PLACES["text"]
 ENCODE = {
     "media": "preprocess",
     "multimodal": "preprocess",
