@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +13,12 @@ from hooks.server import Client, Server
 from ttft_otel import guard, recorder, testing
 from ttft_otel.hooks import wrap
 from ttft_otel.settings import Settings
+
+
+def pytest_configure() -> None:
+    """Started in the background, a shell has us ignore Ctrl-C, and our children would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
