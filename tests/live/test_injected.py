@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.live.bench import Bench, breakdown, medians, moved
+from tests.live.bench import Bench, again, breakdown, medians, moved
 from ttft_otel import stages
 from ttft_otel.lab.matrix import PLACES
 
@@ -84,6 +84,7 @@ def check(found: Found, stage: str, noise: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("place", TEXT)
+@again
 def test_text_delays_show_in_their_stage(epd: Bench, place: str) -> None:
     """PD with the V1 runner, a text request."""
     url = epd.fleet.url("prefill_decode")
@@ -94,6 +95,7 @@ def test_text_delays_show_in_their_stage(epd: Bench, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ENCODE)
+@again
 def test_encoder_delays_show_in_their_stage(epd: Bench, place: str) -> None:
     """E with the V1 runner, a new image each time."""
 
@@ -106,12 +108,14 @@ def test_encoder_delays_show_in_their_stage(epd: Bench, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", DECODE)
+@again
 def test_transfer_delays_show_in_their_stage(epd: Bench, place: str) -> None:
     """PD takes an image that E has encoded: it waits for it, or loads it slowly."""
     check(compare(epd, place, lambda: epd.pair(epd.fresh())[1]), DECODE[place])
 
 
 @pytest.mark.parametrize("place", NEWER)
+@again
 def test_delays_show_in_their_stage_on_cudas_runner(newer: Bench, place: str) -> None:
     """V2 runner and async scheduling, a new image each time."""
 

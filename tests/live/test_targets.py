@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.live.bench import Bench, breakdown, medians
+from tests.live.bench import Bench, again, breakdown, medians
 from ttft_otel import stages
 from ttft_otel.hooks.targets import BY_NAME, TARGETS
 
@@ -92,6 +92,7 @@ def encoded(bench: Bench) -> Callable[[], Sample]:
 
 
 @pytest.mark.parametrize("target", ON_PD)
+@again
 def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: Bench, target: str) -> None:
     """PD, V1 runner, an image that E has encoded."""
     full, found = paired(epd, encoded(epd), target, DELAYED[target])
@@ -108,6 +109,7 @@ def test_a_lost_part_costs_no_stage(epd: Bench, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ON_E)
+@again
 def test_a_lost_target_costs_its_stages_on_the_encoder(epd: Bench, target: str) -> None:
     """E, V1 runner, a new image each time."""
 
@@ -122,6 +124,7 @@ def test_a_lost_target_costs_its_stages_on_the_encoder(epd: Bench, target: str) 
 
 
 @pytest.mark.parametrize("target", ON_CUDAS)
+@again
 def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: Bench, target: str) -> None:
     """V2 runner and async scheduling, a new image each time."""
 
