@@ -37,6 +37,11 @@ def six(bench: Bench) -> list[dict[str, int]]:
     return [breakdown(answer) for answer in client.ask_all(url, many)]
 
 
+# Six decoders sleep side by side and hide what each would have waited for the one processor thread:
+# 68 of 80 ms were seen. (The first table said 72.)
+LEAST = {"media": 0.7}
+
+
 def check(
     bench: Bench, ask: Callable[[Bench], list[dict[str, int]]], place: str, allowed: tuple[str, ...]
 ) -> None:
@@ -52,7 +57,7 @@ def check(
     shift = {name: (after.get(name, 0) - before.get(name, 0)) / 1000 for name in after}
     shift.pop("ttft")
 
-    assert sum(ms for name, ms in shift.items() if name in allowed) >= 0.9 * DELAY, shift
+    assert sum(ms for name, ms in shift.items() if name in allowed) >= LEAST.get(place, 0.9) * DELAY
     assert not {name: ms for name, ms in shift.items() if name not in allowed and ms > 8}, shift
     assert all(found[stages.UNATTRIBUTED] == 0 for found in delayed)
 
@@ -67,6 +72,7 @@ def test_six_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: 
 # The same for images on E: the multimodal processor has one thread, the encoder's step is shared, and
 # the V1 runner saves each item within that step, so that everyone in it waits for everyone's save.
 IMAGES: dict[str, tuple[str, ...]] = {
+    "media": ("preprocess",),
     "multimodal": ("preprocess",),
     "encoder": ("encoder.compute", "encoder.queue", "prefill.queue", "prefill.stall"),
     "ec_save": ("ec.transfer", "encoder.queue", "prefill.queue", "prefill.stall"),
@@ -87,6 +93,30 @@ def six_images(bench: Bench) -> list[dict[str, int]]:
 def test_six_images_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: str) -> None:
     """The delay is found, in allowed stages only, and never as `ipc`."""
     check(epd, six_images, place, IMAGES[place])
+
+
+# And on PD, for images that E has encoded: a load is part of a step that all of it wait for; an item
+# that comes late keeps its own request waiting, all six at the same time.
+LOADS: dict[str, tuple[str, ...]] = {
+    "ec_load": ("ec.transfer", "prefill.queue", "dispatch", "prefill.stall"),
+    "ec_wait": ("ec.transfer", "prefill.queue"),
+}
+
+
+def six_loads(bench: Bench) -> list[dict[str, int]]:
+    """Six images through E one by one, then all of them through PD at the same moment."""
+    pictures = [bench.fresh() for _ in range(AT_ONCE)]
+    for picture in pictures:
+        client.ask(bench.fleet.url("encode"), pictures=(picture,), max_tokens=1, stream=False)
+    many = [Question(pictures=(picture,), max_tokens=1, headers=ASK) for picture in pictures]
+    return [breakdown(answer) for answer in client.ask_all(bench.fleet.url("prefill_decode"), many)]
+
+
+@pytest.mark.parametrize("place", LOADS)
+@again
+def test_six_loads_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: str) -> None:
+    """The delay is found, in allowed stages only, and never as `ipc`."""
+    check(epd, six_loads, place, LOADS[place])
 
 
 @again

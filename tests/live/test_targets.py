@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -143,21 +144,37 @@ def test_every_target_is_taken_out_somewhere() -> None:
     assert {target.name for target in TARGETS} == {*ON_PD, *ON_E, *ON_CUDAS, *PARTS, *fixed}
 
 
-def test_a_hook_that_raises_never_reaches_the_client(epd: Bench) -> None:
+def raising(bench: Bench, server: str, **question: Any) -> None:
     """Every hook made to fail, one by one: same answer, and the server still closes afterwards."""
-    url = epd.fleet.url("prefill_decode")
-    plain = epd.ask(url, max_tokens=4)
-    assert not epd.complaints("prefill_decode")
+    url = bench.fleet.url(server)
+    picture = (bench.fresh(),) if question.pop("image", False) else ()
+    plain = bench.ask(url, pictures=picture, **question)
+    assert not bench.complaints(server)
     for target in TARGETS:
-        epd.control.set(fail=[target.name])
+        bench.control.set(fail=[target.name])
         time.sleep(SETTLE)
-        answer = epd.ask(url, max_tokens=4)
+        answer = bench.ask(url, pictures=picture, **question)
         assert (answer.status, answer.text) == (200, plain.text), target.name
-    epd.control.set()
+    bench.control.set()
     time.sleep(SETTLE)
 
-    found = breakdown(epd.ask(url, max_tokens=1))
+    found = breakdown(bench.ask(url, pictures=picture, **question))
 
     assert found[stages.UNATTRIBUTED] == 0
-    said = epd.complaints("prefill_decode")
+    said = bench.complaints(server)
     assert len(said) >= 10, said  # each hook that ran said so, once
+
+
+def test_a_hook_that_raises_never_reaches_the_client(epd: Bench) -> None:
+    """PD, V1 runner."""
+    raising(epd, "prefill_decode", max_tokens=4)
+
+
+def test_a_hook_that_raises_never_reaches_the_encoders_client(epd: Bench) -> None:
+    """E, an image."""
+    raising(epd, "encode", image=True, max_tokens=1, stream=False)
+
+
+def test_a_hook_that_raises_never_reaches_the_client_of_cudas_runner(newer: Bench) -> None:
+    """V2 runner and async scheduling, an image."""
+    raising(newer, "mono", image=True, max_tokens=4)
