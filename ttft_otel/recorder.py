@@ -110,14 +110,13 @@ def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
     engine = trip.first or next(iter(trip.engines.values()), None)
     marks = breakdown.Marks(trip.arrive, trip.render)
     marks.encode_only = role(trip) == "encode"
+    marks.egress = egress
     if engine is None:
         marks.assign = next(iter(trip.assigned.values()), 0)
-        marks.egress = egress
         return marks
     marks.assign = engine.assign
     marks.output = engine.output
     marks.received = engine.received
-    marks.egress = egress
     trip.journey = carrier.unfold(engine.marks, marks) if engine.marks else None
     return marks
 

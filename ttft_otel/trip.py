@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from ttft_otel import breakdown, carrier, context
-from ttft_otel.record import Attributes
 
 
 class Engine:
@@ -23,7 +22,7 @@ class Trip:
     """What is known about one HTTP request so far; times in microseconds."""
 
     __slots__ = (
-        "arrive", "asked", "assigned", "attributes", "context", "cut", "died", "end",
+        "arrive", "asked", "assigned", "context", "cut", "died", "end",
         "engines", "error", "first", "journey", "leg", "method", "parts", "path", "render", "request_id",
         "route", "scheme", "status", "streamed", "told", "ttft_id",
     )  # fmt: skip
@@ -33,7 +32,6 @@ class Trip:
         self.context = found
         self.asked = asked
         self.assigned: dict[str, int] = {}
-        self.attributes: Attributes = {}
         self.journey: carrier.Journey | None = None
         self.cut: breakdown.Breakdown | None = None
         self.died = ""

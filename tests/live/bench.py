@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttft_otel import names, stages, timing
-from ttft_otel.lab import client
+from ttft_otel.lab import client, matrix
 from ttft_otel.lab.client import Answer, Question
 from ttft_otel.lab.fleet import Fleet
 from ttft_otel.lab.injection import Control
@@ -130,10 +130,7 @@ class Bench:
 
 def moved(plain: Sequence[dict[str, int]], changed: Sequence[dict[str, int]]) -> dict[str, float]:
     """How far each stage's median moved, in milliseconds."""
-    before, after = medians(plain), medians(changed)
-    return {
-        key: (after.get(key, 0) - before.get(key, 0)) / 1000 for key in {*before, *after} - {"ttft"}
-    }
+    return {name: ms for name, ms in matrix.moved(plain, changed).items() if name != "ttft"}
 
 
 __all__ = ["ASK", "Answer", "Bench", "Question", "again", "breakdown", "medians", "moved"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.live.bench import ASK, Bench, again, breakdown, medians
+from tests.live.bench import ASK, Bench, again, breakdown, moved
 from ttft_otel import stages
 from ttft_otel.lab import client
 from ttft_otel.lab.client import Question
@@ -53,9 +53,7 @@ def check(
         bench.control.set({place: DELAY})
         delayed += ask(bench)
     bench.control.set()
-    before, after = medians(plain), medians(delayed)
-    shift = {name: (after.get(name, 0) - before.get(name, 0)) / 1000 for name in after}
-    shift.pop("ttft")
+    shift = moved(plain, delayed)
 
     assert sum(ms for name, ms in shift.items() if name in allowed) >= LEAST.get(place, 0.9) * DELAY
     assert not {name: ms for name, ms in shift.items() if name not in allowed and ms > 8}, shift
