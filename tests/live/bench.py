@@ -73,7 +73,7 @@ class Bench:
         """First requests import and compile; no test wants to see that."""
         for _ in range(3):
             self.ask(self.front, stream=True)
-            if "encode" in self.fleet.servers:
+            if "prefill_decode" in self.fleet.servers:
                 self.pair(self.fresh())
             else:
                 self.ask(self.front, pictures=(self.fresh(),))

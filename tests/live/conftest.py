@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM servers for the live tests, one deployment at a time: two cores cannot hold two in truth.
 
-Tests ask for `epd` (E, PD, router, receiver; V1 runner) or `newer` (one server, V2 runner, async
-scheduling). Both are started once; a test that needs the other one stops the one that runs.
+Tests ask for `epd` (E, PD, router, receiver; V1 runner), `pd` (P and D over NIXL, router), `epd3` (E,
+P, D, router) or `newer` (one server, V2 runner, async scheduling). Each is started once; a test that
+needs another one stops the one that runs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
 
 
-DECKS = ("", "epd", "newer", "other")
+DECKS = ("", "epd", "pd", "epd3", "newer", "other")
 
 
 def deployment(item: pytest.Item) -> str:
@@ -91,13 +92,13 @@ class Deck:
 
 
 def plan_of(shape: str, folder: Path, control: Control) -> Plan:
-    """E and PD with the V1 runner, or one server as CUDA has it: V2 runner, async scheduling."""
+    """Servers of several roles with the V1 runner, or one as CUDA has it: V2, async scheduling."""
     model = models.build(models.VISION)
     # Servers inherit pytest's environment; ours must behave as it does without pytest.
     guard = {"TTFT_OTEL_GUARD": "keep"}
-    if shape == "epd":
+    if shape in ("epd", "pd", "epd3"):
         options = Options(model=model, control=control.path)
-        return Plan("epd", options, waiting=True, folder=folder, env=guard)
+        return Plan(shape, options, waiting=shape == "epd", folder=folder, env=guard)
     runner = "v2" if shape.startswith("v2") else "v1"
     ahead = shape.endswith("async")
     options = Options(model=model, control=control.path, runner=runner, async_scheduling=ahead)
@@ -118,6 +119,18 @@ def deck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deck]:
 def epd(deck: Deck) -> Bench:
     """E, PD, router, receiver; V1 runner."""
     return deck.use("epd")
+
+
+@pytest.fixture
+def pd(deck: Deck) -> Bench:
+    """P, D (NIXL over host memory), router, receiver; V1 runner."""
+    return deck.use("pd")
+
+
+@pytest.fixture
+def epd3(deck: Deck) -> Bench:
+    """E, P, D, router, receiver; V1 runner."""
+    return deck.use("epd3")
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def behind_proxies(bench: Bench) -> Iterator[tuple[Server, dict[str, Proxy]]]:
     """A second router that reaches E and PD through TCP proxies."""
     legs = {name: Proxy(bench.fleet.url(name)) for name in ("encode", "prefill_decode")}
     sink = {names.ENV_ENDPOINT: bench.fleet.url("receiver")}
-    command = fleet.router([legs["encode"].url], [legs["prefill_decode"].url], sink)
+    command = fleet.router({name: [proxy.url] for name, proxy in legs.items()}, sink)
     try:
         with Server(command) as server:
             yield server, legs

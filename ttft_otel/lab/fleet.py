@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole deployment on this machine: E and PD, our router before them, our receiver behind them.
+"""A whole deployment on this machine: vLLM servers, our router before them, our receiver behind them.
 
 demo, live tests, compat and benchmarks start it from here; servers.py runs what recipes.py describes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,13 +20,22 @@ from ttft_otel.lab.servers import Progress, Server, running
 
 WAITING = "ttft_inject.connector"  # the test-only connector whose items can come late
 
+# The router's flag for the servers of a role.
+FLAGS = {
+    "encode": "--encoder",
+    "prefill": "--prefill",
+    "decode": "--decode",
+    "prefill_decode": "--backend",
+    "mono": "--backend",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start: "epd" (E, PD, router) or "mono"; everything else as in recipes.Options.
+    """What to start; everything else as in recipes.Options.
 
-    front: the router reaches E and PD through these addresses instead (a test's TCP proxies).
-    traced: whether the servers run with TTFT_OTEL=1.
+    shape: "epd" (E, PD, router), "pd" (P, D over NIXL, router), "epd3" (E, P, D, router) or "mono".
+    traced: whether the servers run with TTFT_OTEL=1. routing: more flags for the router.
     """
 
     shape: str = "epd"
@@ -36,6 +45,7 @@ class Plan:
     traced: bool = True
     folder: Path | None = None
     env: dict[str, str] = field(default_factory=dict)
+    routing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class Fleet:
     database: Path
 
     def url(self, name: str) -> str:
-        """Where `encode`, `prefill_decode`, `mono`, `router` or `receiver` answers."""
+        """Where a role (`encode`, `prefill`, `mono` ...), `router` or `receiver` answers."""
         return self.servers[name].url
 
     @property
@@ -65,9 +75,11 @@ def deployed(plan: Plan, progress: Progress | None = None) -> Iterator[Fleet]:
         endpoint = {names.ENV_ENDPOINT: f"http://{sink.host}:{sink.port}"}
         if plan.traced:
             endpoint[names.ENV_ON] = "1"
-        commands = [sink, *_vllm(plan, folder, endpoint)]
-        if plan.shape == "epd":
-            commands.append(router([_url(commands[1])], [_url(commands[2])], endpoint))
+        commands = _vllm(plan, folder, endpoint)
+        if plan.shape != "mono":
+            legs = {command.name: [_url(command)] for command in commands}
+            commands.append(router(legs, endpoint, *plan.routing))
+        commands.insert(0, sink)
         with running(*commands, timeout=600, progress=progress, logs=folder / "logs") as servers:
             yield Fleet({server.name: server for server in servers}, folder / "spans.db")
 
@@ -83,10 +95,16 @@ def _vllm(plan: Plan, folder: Path, endpoint: dict[str, str]) -> list[Command]:
         return [recipes.mono(options)]
     storage = folder / "encoder-cache"
     storage.mkdir(exist_ok=True)
-    late = replace(options, connector="WaitingConnector", connector_module=WAITING)
+    first, second = (replace(options, core=core) for core in (0, 1))
+    if plan.shape == "pd":
+        return [recipes.prefill(first), recipes.decode(second)]
+    if plan.shape == "epd3":  # D shares E's core: a request is never on both
+        parts = [recipes.encoder(first, storage), recipes.prefill(second, storage)]
+        return [*parts, recipes.decode(first)]
+    late = replace(second, connector="WaitingConnector", connector_module=WAITING)
     return [
-        recipes.encoder(replace(options, core=0), storage),
-        recipes.prefill_decode(replace(late if plan.waiting else options, core=1), storage),
+        recipes.encoder(first, storage),
+        recipes.prefill_decode(late if plan.waiting else second, storage),
     ]
 
 
@@ -100,12 +118,11 @@ def receiver(database: Path, port: int = 0) -> Command:
     return Command("receiver", argv, {}, port, health="/healthz")
 
 
-def router(encoders: list[str], backends: list[str], env: dict[str, str]) -> Command:
-    """`ttft-otel router` before these servers."""
+def router(legs: Mapping[str, Sequence[str]], env: Mapping[str, str], *more: str) -> Command:
+    """`ttft-otel router` before these servers, given by role."""
     port = ports.free()
-    legs = [word for url in encoders for word in ("--encoder", url)]
-    legs += [word for url in backends for word in ("--backend", url)]
-    argv = (sys.executable, "-m", "ttft_otel.cli", "router", *legs, "--port", str(port))
+    flags = [word for role, urls in legs.items() for url in urls for word in (FLAGS[role], url)]
+    argv = (sys.executable, "-m", "ttft_otel.cli", "router", *flags, "--port", str(port), *more)
     return Command("router", argv, env, port, health="/health")
 
 
