@@ -1,194 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request costs the router: its CPU time per request against an instance that costs nothing.
+"""What a request costs the router: CPU time of its process, with tracing on and off, and of others.
 
-Run by hand or by CI: `python benchmarks/router.py --json FILE` writes {figure: {value, goal, met}}.
-The router is the real command in a process of its own; sampled and unsampled requests take turns.
+Beside it, in the same rounds: `vllm-router` (Rust, from PyPI, in an environment of its own in the
+user's cache) and a bare FastAPI proxy. 16 connections in a closed loop against an instance that
+answers at once (wire.py): plain answers, streams of 16 events, streams of 200 tokens 5 ms apart.
+
+    python benchmarks/router.py [--rounds 8] [--requests 4000] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import aiohttp
+import uvloop
+import wire
+
+from ttft_otel.lab.models import cache_root
+from ttft_otel.lab.ports import free
+from ttft_otel.lab.releases import uv
 
 CONNECTIONS: Final = 16
-ROUNDS: Final = 8  # each mode that many times, in turns: the machine's mood hits all alike
-TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
-STREAM: Final = b"".join(
-    b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % n for n in range(16)
+HERE: Final = Path(__file__).parent
+RUST: Final = "vllm-router==0.1.17"
+ROUTER: Final = (
+    sys.executable,
+    "-c",
+    "from ttft_otel.router.command import command; command()",
 )
-PLAIN: Final = b'{"choices":[{"message":{"content":"42"}}]}'
-# Microseconds of CPU on two shared cores. Bare ASGI + aiohttp needs 125-190 and 165-250 when they are
-# quiet; a record's own cost is about 10, the rest of "adds" is the exporter beside it on those cores.
-GOALS: Final = {
-    "plain, unsampled": 350.0,
-    "stream, unsampled": 350.0,
-    "plain, sampling adds": 60.0,
-    "stream, sampling adds": 60.0,
-    "records dropped": 0.0,
-}
+QUESTION: Final = [{"role": "user", "content": "How long until the first token?"}]
+EVENTS: Final = {"plain": 0, "stream": wire.EVENTS, "paced": wire.TOKENS}
+GOALS: Final = {"plain traced": 300.0, "stream traced": 350.0, "records dropped": 0.0}
 
 
-class Backend(asyncio.Protocol):
-    """An instance that answers at once, as cheaply as Python can; swallows OTLP too."""
+@dataclass
+class Subject:
+    """A router under test: how it is started, where it listens, what each round of a case cost."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the connection."""
-        self.transport, self.data = transport, b""
+    name: str
+    command: Sequence[str]
+    port: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    only: tuple[str, ...] = tuple(EVENTS)
+    pid: int = 0
+    used: dict[str, list[float]] = field(default_factory=lambda: {case: [] for case in EVENTS})
 
-    def data_received(self, data: bytes) -> None:
-        """Answer each complete request."""
-        self.data += data
-        head, found, rest = self.data.partition(b"\r\n\r\n")
-        lower = head.lower()
-        length = int(lower.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-        if not found or len(rest) < length:
-            return
-        self.data = rest[length:]
-        stream = b'"stream": true' in rest[:length]
-        body, kind = (STREAM, "text/event-stream") if stream else (PLAIN, "application/json")
-        answer = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nServer-Timing: {TIMING}\r\n"
-        if stream:
-            answer += "Transfer-Encoding: chunked\r\n\r\n"
-            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-        else:
-            answer += f"Content-Length: {len(body)}\r\n\r\n"
-        self.transport.write(answer.encode() + body)  # type: ignore[attr-defined]
+    @property
+    def url(self) -> str:
+        """Where it is asked."""
+        return f"http://127.0.0.1:{self.port}"
 
 
-def free() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def subjects(backend: str) -> list[Subject]:
+    """Everything that is measured; without vllm-router when it cannot be had."""
+    found = []
+    for name, on in (("traced", "1"), ("untraced", "0")):
+        port = free()
+        env = {"TTFT_OTEL": on, "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
+        command = (*ROUTER, "--backend", backend, "--port", str(port))
+        found.append(Subject(name, command, port, env))
+    if program := rust():
+        port = free()
+        address = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free()))
+        quiet = ("--policy", "round_robin", "--log-level", "error")
+        found.append(Subject("rust", (program, "--worker-urls", backend, *address, *quiet), port))
+    port = free()
+    bare = (sys.executable, str(HERE / "bare.py"), str(port), backend)
+    found.append(Subject("fastapi", bare, port))
+    return found
+
+
+def rust() -> str:
+    """vllm-router's program, installed at the first use; "" when it cannot be had, and says why."""
+    folder = cache_root() / "peers" / RUST
+    program = folder / "bin" / "vllm-router"
+    if not program.exists():
+        try:
+            uv("venv", "--quiet", "--clear", "--python", "3.11", str(folder))
+            uv("pip", "install", "--quiet", "--python", str(folder), RUST)
+        except (OSError, subprocess.CalledProcessError) as error:
+            say(f"Without {RUST}: it could not be installed into {folder} ({error}).\n")
+            return ""
+    return str(program)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], url: str, env: Mapping[str, str]) -> Iterator[int]:
+    """A process that is terminated in the end; its pid, once its /health answers."""
+    process = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while not answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{' '.join(command)} did not start ({process.poll()})")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def cpu(pid: int) -> float:
-    """Seconds of CPU that a process has used; schedstat counts nanoseconds, stat only 10 ms."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+    """Seconds of CPU that a process has used, to the nanosecond; /proc's stat counts 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
 
 
-@contextlib.asynccontextmanager
-async def router(backend: int) -> AsyncIterator[tuple[str, int]]:
-    """The router as its users start it, in front of the backend."""
-    url = f"http://127.0.0.1:{free()}"
-    env = {
-        **os.environ,
-        "TTFT_OTEL": "1",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{backend}",
-    }
-    code = "from ttft_otel.router.command import command; command()"
-    port = url.rpartition(":")[2]
-    arguments = ["--backend", f"http://127.0.0.1:{backend}", "--port", port]
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=env)
-    try:
-        async with aiohttp.ClientSession() as client:
-            for _ in range(200):
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with client.get(f"{url}/healthz"):
-                        break
-                await asyncio.sleep(0.1)
-        yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait(40)
+def measure(rounds: int, requests: int, asked: Sequence[Subject]) -> None:
+    """Every case with every subject, round by round: the machine's mood hits all alike."""
+    for number in range(rounds + 1):  # the first one warms up
+        for case, events in EVENTS.items():
+            count = CONNECTIONS if case == "paced" else requests // rounds
+            for each in asked:
+                if case not in each.only:
+                    continue
+                say(f"\rround {number}/{rounds}: {case} {each.name}{' ' * 20}")
+                before = cpu(each.pid)
+                uvloop.run(wire.load(each.url, body(case), events, count, CONNECTIONS))
+                if number:
+                    each.used[case].append((cpu(each.pid) - before) / count * 1e6)
+    say("\r" + " " * 60 + "\r")
 
 
-async def load(url: str, stream: bool, sampled: bool, number: int) -> None:
-    """A closed loop of `number` requests over CONNECTIONS connections."""
-    messages = [{"role": "user", "content": "How long until the first token?"}]
-    body = json.dumps({"model": "tiny", "stream": stream, "messages": messages}).encode()
-    left = iter(range(number))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-
-        async def worker() -> None:
-            for _ in left:
-                parent = f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-0{int(sampled)}"
-                headers = {"traceparent": parent, "Content-Type": "application/json"}
-                path = f"{url}/v1/chat/completions"
-                async with client.post(path, data=body, headers=headers) as response:
-                    if response.status != 200 or not await response.read():
-                        raise RuntimeError(f"the router answered {response.status}")
-
-        await asyncio.gather(*(worker() for _ in range(CONNECTIONS)))
+def body(case: str) -> bytes:
+    """The request of a case, compact: the Rust router writes it so whatever it got."""
+    asked = {"model": "tiny", "messages": QUESTION, "stream": case != "plain", "user": case}
+    return json.dumps(asked, separators=(",", ":")).encode()
 
 
-async def measure(backend: int, number: int) -> dict[str, float]:
-    """Microseconds of the router's CPU per request, and the records it dropped."""
-    modes = [(stream, sampled) for stream in (False, True) for sampled in (False, True)]
-    used: dict[tuple[bool, bool], list[float]] = {mode: [] for mode in modes}
-    async with router(backend) as (url, pid):
-        for mode in modes:
-            await load(url, *mode, 100)
-        for _ in range(ROUNDS):
-            for mode in modes:
-                before = cpu(pid)
-                await load(url, *mode, number // ROUNDS)
-                used[mode].append((cpu(pid) - before) / (number // ROUNDS) * 1e6)
-        async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as response:
-            text = await response.text()
-    each = {mode: statistics.median(rounds) for mode, rounds in used.items()}
-    added = {
-        stream: statistics.median(
-            more - less for more, less in zip(used[stream, True], used[stream, False], strict=True)
-        )
-        for stream in (False, True)
-    }
-    lines = [line for line in text.splitlines() if 'where="dropped"' in line]
+def dropped(url: str) -> float:
+    """The records that the router dropped, by its own count; waits until the last one is out."""
+    time.sleep(1)
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("ttft_otel_dropped"))
+
+
+def figures(asked: Sequence[Subject], lost: float) -> dict[str, dict[str, Any]]:
+    """Medians and ranges in microseconds; per token where it is paced."""
+    found: dict[str, dict[str, Any]] = {}
+    by_name = {each.name: each for each in asked}
+    for each in asked:
+        for case, rounds in each.used.items():
+            if rounds:
+                per = wire.TOKENS if case == "paced" else 1
+                name = f"{case} {each.name}" + (", per token" if per > 1 else "")
+                found[name] = figure([one / per for one in rounds], GOALS.get(name))
+    if "rust" in by_name:
+        found["stream untraced"]["goal"] = goal = found["stream rust"]["value"]
+        found["stream untraced"]["met"] = found["stream untraced"]["value"] <= goal
+    pairs = zip(by_name["traced"].used["stream"], by_name["untraced"].used["stream"], strict=True)
+    found["stream, tracing adds"] = figure([on - off for on, off in pairs], None)
+    pairs = zip(by_name["traced"].used["plain"], by_name["untraced"].used["plain"], strict=True)
+    found["plain, tracing adds"] = figure([on - off for on, off in pairs], None)
+    found["records dropped"] = figure([lost], GOALS["records dropped"])
+    return found
+
+
+def figure(values: Sequence[float], goal: float | None) -> dict[str, Any]:
+    """One line of the result; without a goal it is there to compare with."""
+    value = statistics.median(values)
     return {
-        "plain, unsampled": each[False, False],
-        "stream, unsampled": each[True, False],
-        "plain, sampling adds": added[False],
-        "stream, sampling adds": added[True],
-        "records dropped": sum(float(line.rpartition(" ")[2]) for line in lines),
+        "value": round(value, 1),
+        "spread": [round(min(values), 1), round(max(values), 1)],
+        "goal": goal,
+        "met": goal is None or value <= goal,
     }
+
+
+def say(text: str) -> None:
+    """Progress on stderr."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def main() -> int:
     """Measure, print, write; 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--requests", type=int, default=2000, help="per mode (default 2000)")
-    parser.add_argument("--instance", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.instance:
-        asyncio.run(instance(asked.instance))
-        return 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=4000, help="per router and case")
+    wanted = parser.parse_args()
     port = free()
-    command = [sys.executable, __file__, "--instance", str(port)]
-    process = subprocess.Popen(command)
-    try:
-        values = asyncio.run(measure(port, asked.requests))
-    finally:
-        process.terminate()
-        process.wait(10)
-    figures = {
-        name: {"value": round(value, 1), "goal": GOALS[name], "met": value <= GOALS[name]}
-        for name, value in values.items()
-    }
-    text = json.dumps(figures, indent=2)
-    sys.stdout.write(f"{text}\n")
-    if asked.json:
-        asked.json.write_text(f"{text}\n")
-    return 0 if all(figure["met"] for figure in figures.values()) else 1
-
-
-async def instance(port: int) -> None:
-    """Serve Backend until terminated."""
-    server = await asyncio.get_running_loop().create_server(Backend, "127.0.0.1", port)
-    await server.serve_forever()
+    backend = f"http://127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        instance = (sys.executable, str(HERE / "wire.py"), str(port))
+        stack.enter_context(running(instance, backend, {}))
+        asked = subjects(backend)
+        for each in asked:
+            each.pid = stack.enter_context(running(each.command, each.url, each.env))
+        measure(wanted.rounds, wanted.requests, asked)
+        found = figures(asked, dropped(asked[0].url))
+    for name, one in found.items():
+        low, high = one["spread"]
+        goal = "" if one["goal"] is None else f"  goal {one['goal']}{'' if one['met'] else ' MISSED'}"
+        sys.stdout.write(f"{name:28} {one['value']:8.1f} [{low:.1f}, {high:.1f}]{goal}\n")
+    if wanted.json:
+        wanted.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if all(one["met"] for one in found.values()) else 1
 
 
 if __name__ == "__main__":
