@@ -18,6 +18,7 @@ SIBLING: Final = "ttft.sibling"
 STAGE: Final = "ttft.stage"
 PART: Final = "ttft.part"
 LEG: Final = "ttft.leg"
+INSTANCE: Final = "ttft.instance"  # host:port of a leg's server, on the router's stages of it
 ROLE: Final = "ttft.role"
 OUTERMOST: Final = "ttft.outermost"
 TOTAL_US: Final = "ttft.total_us"

@@ -62,17 +62,19 @@ ttft.role=prefill_decode
 ttft.clamped_us=3 ttft.outermost=False ttft.prefill.own_tokens=7 ttft.prefill.queue_us=300 \
 ttft.preprocess_us=450 ttft.rank=2 ttft.receive_us=50 ttft.request_id=cmpl-1 \
 ttft.role=prefill_decode ttft.total_us=1000 ttft.unattributed_us=200
-    INTERNAL receive 0..50 ttft.outermost=False ttft.role=prefill_decode ttft.stage=receive
-    INTERNAL preprocess 50..500 ttft.outermost=False ttft.role=prefill_decode ttft.stage=preprocess
+    INTERNAL receive 0..50 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=receive
+    INTERNAL preprocess 50..500 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=preprocess
       INTERNAL tokenize 60..90 ttft.outermost=False ttft.part=tokenize ttft.role=prefill_decode
     INTERNAL media 400..700 ttft.outermost=False ttft.part=media ttft.role=prefill_decode
-    INTERNAL prefill.queue 500..600 ttft.outermost=False ttft.role=prefill_decode \
-ttft.stage=prefill.queue
-    INTERNAL ttft.sibling 500..900 ttft.outermost=False ttft.role=prefill_decode
-    INTERNAL unattributed 600..800 ttft.outermost=False ttft.role=prefill_decode \
-ttft.stage=unattributed
-    INTERNAL prefill.queue 800..1000 ttft.outermost=False ttft.preemptions=1 \
+    INTERNAL prefill.queue 500..600 gen_ai.request.model=tiny ttft.outermost=False \
 ttft.role=prefill_decode ttft.stage=prefill.queue
+    INTERNAL ttft.sibling 500..900 ttft.outermost=False ttft.role=prefill_decode
+    INTERNAL unattributed 600..800 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=unattributed
+    INTERNAL prefill.queue 800..1000 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.preemptions=1 ttft.role=prefill_decode ttft.stage=prefill.queue
 """
 
 ROUTER = Record(
@@ -123,13 +125,14 @@ ttft.outermost=True ttft.request_id=r-1 ttft.role=router
 ttft.died_in=encode.receive ttft.encode.receive_us=300 ttft.outermost=True ttft.request_id=r-1 \
 ttft.role=router ttft.router.hop.encode_us=200 ttft.router.receive_us=100 ttft.total_us=900 \
 ttft.unattributed_us=300
-    INTERNAL router.receive 0..100 ttft.outermost=True ttft.role=router ttft.stage=router.receive
-    INTERNAL router.hop.encode 100..300 ttft.outermost=True ttft.role=router \
-ttft.stage=router.hop.encode
-    INTERNAL encode.receive 300..600 ttft.leg=encode ttft.outermost=True ttft.role=router \
-ttft.stage=encode.receive
-    INTERNAL encode.unattributed 600..900 ttft.leg=encode ttft.outermost=True ttft.role=router \
-ttft.stage=encode.unattributed
+    INTERNAL router.receive 0..100 error.type=ConnectionError ttft.outermost=True \
+ttft.role=router ttft.stage=router.receive
+    INTERNAL router.hop.encode 100..300 error.type=ConnectionError ttft.outermost=True \
+ttft.role=router ttft.stage=router.hop.encode
+    INTERNAL encode.receive 300..600 error.type=ConnectionError ttft.leg=encode \
+ttft.outermost=True ttft.role=router ttft.stage=encode.receive
+    INTERNAL encode.unattributed 600..900 error.type=ConnectionError ttft.leg=encode \
+ttft.outermost=True ttft.role=router ttft.stage=encode.unattributed
   CLIENT POST 100..900 http.response.status_code=200 ttft.leg=encode ttft.outermost=True \
 ttft.role=router
   CLIENT POST 900..940 ERROR error.type=ConnectionError ttft.leg=prefill_decode \

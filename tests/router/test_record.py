@@ -7,6 +7,7 @@ import json
 
 from router import fakes
 from router.fakes import PARENT, Plan
+from ttft_otel import names
 from ttft_otel.record import Record, Ttft
 from ttft_otel.settings import Settings
 
@@ -73,6 +74,31 @@ def test_delays_show_in_their_stages() -> None:
                 assert 80_000 <= ttft.stages.pop(f"{leg}.{stage}") < 80_000 + NEAR
                 assert all(length < 5_000 + NEAR for length in ttft.stages.values())
                 assert ttft.unattributed < 2000
+
+    fakes.run(scenario)
+
+
+def test_stages_name_their_server() -> None:
+    """Stages of a leg, its hop among them, say which instance had it; the router's own do not."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance() as e,
+            fakes.instance() as pd,
+            fakes.router([pd.url], [e.url]) as router,
+        ):
+            await router.chat("a")
+            ttft = check((await router.settled(2))[0])
+            legs = {"encode": e.url, "prefill_decode": pd.url}
+            for piece in ttft.pieces:
+                own = [
+                    url.removeprefix("http://")
+                    for leg, url in legs.items()
+                    if leg in piece.name.removeprefix("router.hop.").split(".")
+                ]
+                said = piece.attributes.get(names.INSTANCE)
+                assert ([] if said is None else [said]) == own, piece
+            assert len({piece.attributes.get(names.INSTANCE) for piece in ttft.pieces}) == 3
 
     fakes.run(scenario)
 

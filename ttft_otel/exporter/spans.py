@@ -110,6 +110,7 @@ class _Tree:
         yield self.span(
             _Made(ttft.name, context, self.top, ttft.start, ttft.end, attributes, status=status)
         )
+        below = self.below(ttft)
         placed: list[tuple[Piece, SpanContext]] = []
         for piece in sorted(ttft.pieces, key=lambda piece: piece.kind == "part"):
             parent = _around(piece, placed) if piece.kind == "part" else None
@@ -123,7 +124,9 @@ class _Tree:
                     parent or context,
                     piece.start,
                     piece.end,
-                    self.shared | piece.attributes | _kind(piece),
+                    (below if piece.kind == "stage" else self.shared)
+                    | piece.attributes
+                    | _kind(piece),
                 )
             )
 
@@ -134,6 +137,15 @@ class _Tree:
         if record.rank >= 0:
             own[names.RANK] = record.rank
         return own | record.attributes
+
+    def below(self, ttft: Ttft) -> Attributes:
+        """What stages carry too, because metrics are made span by span: model and failure."""
+        own = dict(self.shared)
+        if names.MODEL in self.record.attributes:
+            own[names.MODEL] = self.record.attributes[names.MODEL]
+        if ttft.error:
+            own[names.ERROR_TYPE] = ttft.error
+        return own
 
     def context(self, span_id: int, remote: bool = False) -> SpanContext:
         """A span's context in this trace, flags and tracestate kept."""

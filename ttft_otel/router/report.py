@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ def _identity(exchange: Exchange) -> Attributes:
 
 
 def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
+    servers = _servers(exchange.trip, cut)
     return Ttft(
         span_id=exchange.ttft_id,
         name=names.TTFT,
@@ -87,13 +89,28 @@ def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
         unattributed=cut.unattributed,
         clamped=cut.clamped,
         pieces=tuple(
-            Piece("stage", name, low - cut.start, high - cut.start)
+            Piece("stage", name, low - cut.start, high - cut.start, servers.get(name, {}))
             for name, low, high in cut.pieces
         ),
         attributes={names.STREAMING: exchange.streaming},
         error="" if exchange.given and exchange.status < 400 else exchange.error,
         died=exchange.died,
     )
+
+
+def _servers(trip: Trip, cut: Breakdown) -> dict[str, Attributes]:
+    """Which server each leg's stages are of, so that one slow instance shows; by stage."""
+    legs: dict[str, Attributes] = {
+        chain[-1].leg: {names.INSTANCE: f"{chain[-1].host}:{chain[-1].port}"}
+        for chain in trip.path
+        if chain
+    }
+    return {name: legs[leg] for name in cut.stages if (leg := _leg(name)) in legs}
+
+
+@functools.cache  # as many as there are stages
+def _leg(stage: str) -> str:
+    return stages.split(stage)[0] or stage.removeprefix("router.hop.")
 
 
 def _server(exchange: Exchange, end: int) -> Server:
