@@ -17,6 +17,7 @@ from ttft_otel.router import app as control
 from ttft_otel.router.choose import Instance, instance
 from ttft_otel.router.forward import LARGEST, Forward
 from ttft_otel.router.legs import Legs
+from ttft_otel.router.plan import MODES, STRIP
 from ttft_otel.router.report import KEPT, Reports
 
 ENV: Final = "TTFT_OTEL_ROUTER_"
@@ -53,11 +54,37 @@ Where a request's time went:
     "--backend",
     "backends",
     multiple=True,
-    required=True,
     metavar="URL",
     envvar=f"{ENV}BACKEND",
     show_envvar=True,
     help="A server that answers: prefill-decode behind encoders, plain otherwise. Repeatable.",
+)
+@click.option(
+    "--prefill",
+    "prefills",
+    multiple=True,
+    metavar="URL",
+    envvar=f"{ENV}PREFILL",
+    show_envvar=True,
+    help="A prefill instance; repeat for more. Needs --decode, takes the place of --backend.",
+)
+@click.option(
+    "--decode",
+    "decodes",
+    multiple=True,
+    metavar="URL",
+    envvar=f"{ENV}DECODE",
+    show_envvar=True,
+    help="A decode instance; repeat for more.",
+)
+@click.option(
+    "--first-token",
+    type=click.Choice(MODES),
+    default=STRIP,
+    show_default=True,
+    envvar=f"{ENV}FIRST_TOKEN",
+    show_envvar=True,
+    help="How the prefill instance's token reaches the client; see docs/router.md.",
 )
 @click.option(
     "--host", default="127.0.0.1", show_default=True, envvar=f"{ENV}HOST", show_envvar=True
@@ -91,6 +118,9 @@ Where a request's time went:
 def command(
     encoders: tuple[str, ...],
     backends: tuple[str, ...],
+    prefills: tuple[str, ...],
+    decodes: tuple[str, ...],
+    first_token: str,
     host: str,
     port: int,
     max_body: int,
@@ -99,18 +129,21 @@ def command(
     """Route requests to vLLM servers and trace each one's time to first token.
 
     Images of chat requests go to the encoders first, all at once; then the whole request goes to a
-    backend. Answers are passed on byte by byte. Spans go where the OTEL_EXPORTER_OTLP_* variables
-    say; TTFT_OTEL=0 makes none.
+    backend, or to a prefill and then to a decode instance. Answers are passed on byte by byte.
+    Spans go where the OTEL_EXPORTER_OTLP_* variables say; TTFT_OTEL=0 makes none.
     """
     read = settings.read()
     if problems := settings.validate(read):
         raise click.UsageError("\n".join(problems))
+    if bool(prefills) != bool(decodes) or bool(backends) == bool(decodes):
+        raise click.UsageError("Give either --backend, or --prefill and --decode together.")
     last = "prefill_decode" if encoders else "mono"
-    legs = Legs({"encode": _fleet(encoders, "encode"), last: _fleet(backends, last)})
+    given = {"encode": encoders, "prefill": prefills, "decode": decodes, last: backends}
+    legs = Legs({leg: _fleet(urls, leg) for leg, urls in given.items() if urls})
     # Starting a router asks for its spans: only an explicit "off" turns them off.
     off = names.ENV_ON in os.environ and not read.on
     send = (lambda _: False) if off else handoff.sender().send
-    forward = Forward(legs, read, send, Reports(reports), max_body)
+    forward = Forward(legs, read, send, Reports(reports), max_body, first_token)
     app = control.build(forward, handoff.counts)
     end: Callable[[], None] = _nothing if off else control.instrument(app, read.protocol)
     try:

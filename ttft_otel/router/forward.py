@@ -15,7 +15,7 @@ import aiohttp
 from ttft_otel import clock, context, names, timing
 from ttft_otel.guard import Guard
 from ttft_otel.record import encode
-from ttft_otel.router import answer, body, choose, headers
+from ttft_otel.router import answer, body, choose, headers, plan
 from ttft_otel.router.answer import Send
 from ttft_otel.router.legs import Down, Legs, Refused, critical, learn
 from ttft_otel.router.path import Attempt, Trip, partition
@@ -32,6 +32,7 @@ OPERATIONS: Final[Mapping[str, str]] = {
     "/v1/responses": "chat",
 }
 OTHERS: Final = "/v1/{path:path}"
+LAST: Final = ("decode", "prefill_decode", "mono")  # the leg that answers: the first there is
 LARGEST: Final = 128 << 20  # bytes of a body; images travel inside it
 GONE: Final = "disconnected"
 
@@ -46,12 +47,14 @@ class Forward:
         send: Callable[[bytes], bool],
         reports: Reports | None = None,
         largest: int = LARGEST,
+        first_token: str = plan.STRIP,
     ) -> None:
         self.legs, self.settings, self.largest = legs, settings, largest
         self.emit = send
         self.reports = reports if reports is not None else Reports()
         self.encoders = bool(legs.fleet.get("encode"))
-        self.last = "prefill_decode" if self.encoders else "mono"
+        self.first_token = first_token
+        self.last = next(leg for leg in LAST if legs.fleet.get(leg) or leg == LAST[-1])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; whatever happens to it is told when it is over."""

@@ -7,12 +7,15 @@ Pure. The legs' own stages come from their Server-Timing; a leg that has none is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ttft_otel import clock
 from ttft_otel.breakdown import Breakdown, Cursor
 from ttft_otel.stages import NAMES, UNATTRIBUTED
 from ttft_otel.timing import Timing
+
+if TYPE_CHECKING:
+    from ttft_otel.router.choose import Instance
 
 _PLACE: Final = {name: place for place, name in enumerate(NAMES)}
 
@@ -22,7 +25,8 @@ class Attempt:
     """One HTTP call to a leg; times in microseconds of CLOCK_MONOTONIC, 0 is not yet.
 
     `first` closes the leg on the way to the first token: a backend's first body chunk, an encoder's
-    whole answer. `lost`: it failed and another instance was tried, or nobody was left.
+    whole answer. `lost`: it failed and another instance was tried, or nobody was left; `resumed`:
+    the end of the pause before that. `fresh`: its connection was opened for it.
     """
 
     leg: str
@@ -40,6 +44,11 @@ class Attempt:
     timing: Timing | None = None
     policy: str = ""
     candidates: int = 0
+    url: str = ""  # of the instance, for a call that has to follow to the same one
+    resumed: int = 0
+    fresh: bool = False
+    instance: Instance | None = None
+    open: bool = False  # counted as in flight at its instance
 
     def cut(self) -> None:
         """It was cancelled: the client left, or another call of the request failed."""
@@ -81,7 +90,7 @@ def _attempt(cursor: Cursor, attempt: Attempt, trip: Trip, last: bool) -> None:
     cursor.to("router.route", attempt.sent)
     stop = max(attempt.first or attempt.ended or trip.end, cursor.at)
     if attempt.lost:
-        cursor.to("router.retry", stop)
+        cursor.to("router.retry", max(stop, attempt.resumed))
     elif attempt.timing is None or not attempt.first:
         cursor.to(UNATTRIBUTED, stop)
     else:
