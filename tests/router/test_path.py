@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from ttft_otel import stages
-from ttft_otel.router.legs import critical
+from ttft_otel.router.fan import critical
 from ttft_otel.router.path import Attempt, Trip, partition
 from ttft_otel.timing import Timing
 

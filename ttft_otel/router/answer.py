@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from ttft_otel import names
-from ttft_otel.router.legs import Down, Refused
+from ttft_otel.router.fan import Refused
+from ttft_otel.router.legs import Down
 from ttft_otel.router.report import Exchange
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

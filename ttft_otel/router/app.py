@@ -85,7 +85,7 @@ def _health(app: FastAPI, forward: Forward) -> None:
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         """Ready when each leg has an instance that answers its own /health."""
-        asked = [each for leg in forward.legs.fleet.values() for each in leg]
+        asked = list(forward.legs.fleet)
         answers = await asyncio.gather(*(_alive(forward, each) for each in asked))
         legs: dict[str, dict[str, bool]] = {}
         for each, alive in zip(asked, answers, strict=True):

@@ -3,20 +3,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+State = Literal["healthy", "failed", "draining"]
+Breaker = Literal["closed", "open", "half-open"]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class Instance:
-    """One server of a leg; `url` without a trailing slash, `host` and `port` for spans."""
+    """One server of a leg and how it is; fleet.py alone writes what changes, policies may read it.
+
+    `url` without a trailing slash, `host` and `port` for spans; `models` None: not learnt yet.
+    """
 
     url: str
     leg: str
     host: str
     port: int
+    state: State = "healthy"
+    breaker: Breaker = "closed"
+    trial: bool = False  # half-open, and its one request is under way
+    in_flight: int = 0
+    failures: int = 0  # in a row, of requests
+    missed: int = 0  # in a row, of probes
+    opened: int = 0  # how often in a row its breaker opened
+    probed: bool = False
+    models: frozenset[str] | None = None
+    cards: tuple[dict[str, Any], ...] = ()  # what its /v1/models says
+    results: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +48,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a policy may know about a request: its leg, path, model, id, headers and body bytes."""
+    """What a policy may know about a request: its leg, path, model, id, headers and body bytes.
+
+    pin: the URL of the one instance that may serve it ("" for any): its cache was just filled.
+    """
 
     leg: str
     path: str
@@ -38,13 +59,19 @@ class Asked:
     request_id: str
     headers: dict[str, str]
     body: bytes
+    pin: str = ""
 
 
 class Policy(Protocol):
     """Anything that chooses; called on the event loop, so it must not block."""
 
-    def choose(self, request: Asked, instances: Sequence[Instance], now: int) -> Choice:
-        """Pick one of `instances` (never empty); `now` is CLOCK_MONOTONIC in microseconds."""
+    def choose(
+        self, request: Asked, instances: Sequence[Instance], now: int, again: bool
+    ) -> Choice:
+        """Pick one of `instances` (never empty); `now` is CLOCK_MONOTONIC in microseconds.
+
+        `again`: the request failed elsewhere and is tried once more.
+        """
         ...
 
 
@@ -53,20 +80,25 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
-        self._most: dict[str, int] = {}
 
-    def choose(self, request: Asked, instances: Sequence[Instance], now: int) -> Choice:
-        """Pick the next one; a retry, offered fewer instances, takes no turn of its own."""
-        turn, most = self._next.get(request.leg, 0), self._most.get(request.leg, 0)
-        if len(instances) >= most:
-            self._next[request.leg], self._most[request.leg] = turn + 1, len(instances)
+    def choose(
+        self, request: Asked, instances: Sequence[Instance], now: int, again: bool
+    ) -> Choice:
+        """Pick the next one; a request that is tried again takes no turn of its own."""
+        turn = self._next.get(request.leg, 0)
+        if not again:
+            self._next[request.leg] = turn + 1
         return Choice(instances[turn % len(instances)], 0.0, "round_robin")
 
 
 def instance(url: str, leg: str) -> Instance:
     """Read `http://host:port[/prefix]`. Raises ValueError, with the remedy, for anything else."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise ValueError(f"{url!r} is not a server's URL; write it like http://127.0.0.1:8001")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    remedy = f"{url!r} is not a server's URL; write it like http://127.0.0.1:8001"
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise ValueError(remedy) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        raise ValueError(remedy)
     return Instance(url.rstrip("/"), leg, parts.hostname, port)

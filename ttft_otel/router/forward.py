@@ -15,9 +15,10 @@ import aiohttp
 from ttft_otel import clock, context, names, timing
 from ttft_otel.guard import Guard
 from ttft_otel.record import encode
-from ttft_otel.router import answer, body, choose, headers, plan
+from ttft_otel.router import answer, body, choose, fan, headers, plan
 from ttft_otel.router.answer import Send
-from ttft_otel.router.legs import Down, Legs, Refused, critical, learn
+from ttft_otel.router.fan import Refused, critical
+from ttft_otel.router.legs import Down, Legs, learn
 from ttft_otel.router.path import Attempt, Trip, partition
 from ttft_otel.router.report import Exchange, Reports, tell
 from ttft_otel.settings import Settings
@@ -146,7 +147,7 @@ class Forward:
         chains: list[list[Attempt]] = [[] for _ in asked]
         exchange.calls.extend(chains)
         try:
-            await self.legs.prime(asked, exchange.context, chains)
+            await fan.prime(self.legs, asked, exchange.context, chains)
         finally:
             exchange.trip.path.append(critical(chains))
 
@@ -208,6 +209,8 @@ class Forward:
             self.emit(encode(tell(exchange, cut)))
 
     def _end(self, exchange: Exchange) -> None:
+        for attempt in (attempt for chain in exchange.calls for attempt in chain):
+            self.legs.fleet.left(attempt)
         with Guard("router.end"):
             end = clock.now()
             cut = None

@@ -11,11 +11,11 @@ import aiohttp
 from yarl import URL
 
 from ttft_otel import clock, context, names, timing
-from ttft_otel.router import choose, headers
+from ttft_otel.router import choose, retry
+from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.path import Attempt
 
-TRIES: Final = 3  # instances tried before giving up
-AT_ONCE: Final = 64  # encoder calls of one request in flight
+ENCODE: Final = "encode"
 CONNECT: Final = 10.0  # seconds; an answer itself may take as long as it takes
 IDLE: Final = 4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
 _AUTO: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
@@ -29,22 +29,20 @@ class Down(Exception):
         self.status = status
 
 
-class Refused(Exception):
-    """An encoder answered with an error; the client gets exactly that."""
-
-    def __init__(self, status: int, raw: list[tuple[bytes, bytes]], body: bytes) -> None:
-        super().__init__(f"encoder answered {status}")
-        self.status, self.headers, self.body = status, raw, body
-
-
 class Legs:
     """The fleet and the one client session to it; started and closed on the event loop."""
 
     def __init__(
-        self, fleet: Mapping[str, Sequence[choose.Instance]], policy: choose.Policy | None = None
+        self,
+        fleet: Fleet | Mapping[str, Sequence[choose.Instance]],
+        policy: choose.Policy | None = None,
+        retries: int = retry.RETRIES,
+        budget: float = retry.RATIO,
     ) -> None:
-        self.fleet = {leg: tuple(instances) for leg, instances in fleet.items()}
+        self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
         self.policy: choose.Policy = policy or choose.RoundRobin()
+        self.retries, self.budget = retries, retry.Budget(budget)
+        self.retried: dict[str, int] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -72,24 +70,106 @@ class Legs:
         return self._session
 
     async def open(
-        self, asked: choose.Asked, trace: context.Context, chain: list[Attempt]
+        self,
+        asked: choose.Asked,
+        trace: context.Context,
+        chain: list[Attempt],
+        only: choose.Instance | None = None,
     ) -> aiohttp.ClientResponse:
-        """Send one leg; on to the next instance only when nothing was sent. Raises Down."""
-        left = list(self.fleet.get(asked.leg, ()))
-        failure = Down(503, f"no {asked.leg} instance is configured")
-        while left and len(chain) < TRIES:
-            choice = self.policy.choose(asked, left, clock.now())
-            candidates = len(left)
-            left.remove(choice.instance)
+        """Send one leg, and again elsewhere where retry.py allows it. Raises Down.
+
+        `only`: to this instance and no other. Whoever calls ends the response, and tells
+        `fleet.left` of every attempt in `chain`.
+        """
+        self.budget.earn()
+        offered = (only,) if only else self.fleet.offered(asked.leg, asked.model)
+        if chain and not only:
+            offered = _others(offered, chain)
+        if not offered:
+            raise Down(503, f"No {asked.leg} instance can take the request now.")
+        while True:
+            again = bool(chain) and chain[-1].lost
+            choice = self.policy.choose(asked, offered, clock.now(), again)
             try:
-                return await self._send(asked, trace, choice, candidates, chain)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                late = isinstance(error, aiohttp.ConnectionTimeoutError)
-                failure = _lost(chain[-1], error, 503 if late else 502)
+                response = await self._send(asked, trace, choice, len(offered), chain)
             except (aiohttp.ClientError, OSError) as error:
-                # it may have been read: a request that kills an engine must not go on to the next
-                raise _lost(chain[-1], error, 502) from error
-        raise failure
+                offered = self.after(asked, chain, error, only)
+                if not offered:
+                    raise down(chain[-1], error) from error
+            else:
+                if not retry.unable(asked.leg, response.status):
+                    self.fleet.good(choice.instance)
+                    return response
+                offered = self._refused(asked, chain, only)
+                if not offered:
+                    return response
+                response.close()
+            await self.pause(chain)
+
+    def after(
+        self,
+        asked: choose.Asked,
+        chain: list[Attempt],
+        error: BaseException,
+        only: choose.Instance | None = None,
+    ) -> tuple[choose.Instance, ...]:
+        """Note a connection that failed; where to try again, if anywhere."""
+        attempt = chain[-1]
+        attempt.lost, attempt.error, attempt.ended = True, type(error).__name__, clock.now()
+        if attempt.instance is not None and retry.raced(attempt, error):
+            # nobody's fault, and read by nobody: the same instance will do, but only once
+            return self._allowed(asked, (attempt.instance,), chain, retry.RACES)
+        unsent = retry.unsent(error)
+        self._bad(attempt, f"{type(error).__name__}: {error}", unsent)
+        if only or not (unsent or asked.leg == ENCODE):
+            return ()
+        others = _others(self.fleet.offered(asked.leg, asked.model), chain)
+        return self._allowed(asked, others, chain, self.retries)
+
+    def _refused(
+        self, asked: choose.Asked, chain: list[Attempt], only: choose.Instance | None
+    ) -> tuple[choose.Instance, ...]:
+        """Note an answer that says "not now"; where to try again, if anywhere."""
+        attempt = chain[-1]
+        self._bad(attempt, f"it answered {attempt.status}", False)
+        if only:
+            return ()
+        attempt.lost = True
+        others = _others(self.fleet.offered(asked.leg, asked.model), chain)
+        others = self._allowed(asked, others, chain, self.retries)
+        if others:
+            attempt.ended = clock.now()
+        else:
+            attempt.lost = False  # it is the client's answer
+        return others
+
+    def _bad(self, attempt: Attempt, why: str, unreachable: bool) -> None:
+        if attempt.instance is not None:
+            self.fleet.bad(attempt.instance, why, unreachable)
+
+    def _allowed(
+        self,
+        asked: choose.Asked,
+        others: tuple[choose.Instance, ...],
+        chain: list[Attempt],
+        most: int,
+    ) -> tuple[choose.Instance, ...]:
+        """The others, if this request and the budget still have a retry."""
+        if asked.leg == ENCODE:
+            most = min(most, retry.ENCODES)
+        if not others or sum(each.lost for each in chain) > most or not self.budget.spend():
+            return ()
+        self.retried[asked.leg] = self.retried.get(asked.leg, 0) + 1
+        return others
+
+    async def pause(self, chain: list[Attempt]) -> None:
+        """Wait a little before the next attempt; the lost one goes on until then."""
+        attempt = chain[-1]
+        self.fleet.left(attempt)
+        try:
+            await asyncio.sleep(retry.wait(attempt.number))
+        finally:
+            attempt.resumed = clock.now()
 
     async def _send(
         self,
@@ -114,7 +194,7 @@ class Legs:
         attempt = Attempt(
             asked.leg, path, to.host, to.port, span_id, clock.now(), number=len(chain) + 1
         )
-        attempt.policy, attempt.candidates = choice.reason, candidates
+        attempt.policy, attempt.candidates, attempt.url = choice.reason, candidates, to.url
         chain.append(attempt)
         try:
             response = await self.session.post(
@@ -132,50 +212,6 @@ class Legs:
             attempt.error = str(response.status)
         return response
 
-    async def prime(
-        self,
-        asked: Sequence[choose.Asked],
-        trace: context.Context,
-        chains: Sequence[list[Attempt]],
-    ) -> None:
-        """Call encoders for all items at once; a failure ends the others. Raises Refused, Down."""
-        if len(asked) == 1:
-            await self._encode(asked[0], trace, chains[0])
-            return
-        gate = asyncio.Semaphore(AT_ONCE)
-
-        async def one(ask: choose.Asked, chain: list[Attempt]) -> None:
-            async with gate:
-                await self._encode(ask, trace, chain)
-
-        tasks = [
-            asyncio.create_task(one(ask, chain)) for ask, chain in zip(asked, chains, strict=True)
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            await _end(tasks)
-        for failure in [task.exception() for task in tasks if not task.cancelled()]:
-            if failure is not None:
-                raise failure
-
-    async def _encode(
-        self, asked: choose.Asked, trace: context.Context, chain: list[Attempt]
-    ) -> None:
-        try:
-            response = await self.open(asked, trace, chain)
-            body = await response.read()  # closes its connection when it is cut short
-        except asyncio.CancelledError:
-            if chain:
-                chain[-1].cut()
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            raise _lost(chain[-1], error, 502) from error
-        chain[-1].first = chain[-1].ended = clock.now()
-        learn(chain[-1], response)
-        if response.status >= 400:
-            raise Refused(response.status, headers.down(response.raw_headers), body)
-
 
 def learn(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
     """Read the server's breakdown; after its first chunk, so that reading it is nobody's hop."""
@@ -189,37 +225,29 @@ def _wire() -> aiohttp.TraceConfig:
     """
 
     async def connecting(_: Any, context: Any, __: Any) -> None:
-        if context.trace_request_ctx is not None:
-            context.trace_request_ctx.sent = clock.now()
-            context.trace_request_ctx = None
+        attempt = context.trace_request_ctx
+        if attempt is not None:
+            attempt.sent, attempt.fresh = clock.now(), True
+
+    async def sent(_: Any, context: Any, __: Any) -> None:
+        attempt = context.trace_request_ctx
+        if attempt is not None and not attempt.fresh:
+            attempt.sent = clock.now()
 
     config = aiohttp.TraceConfig()
     config.on_connection_create_start.append(connecting)
-    config.on_request_headers_sent.append(connecting)
+    config.on_request_headers_sent.append(sent)
     return config
 
 
-def critical(chains: Sequence[list[Attempt]]) -> list[Attempt]:
-    """The encoder leg that decided: one that failed, else one still running, else the slowest."""
-    started = [chain for chain in chains if chain]
-    return max(started, key=_decides, default=[])
+def _others(
+    offered: tuple[choose.Instance, ...], chain: Sequence[Attempt]
+) -> tuple[choose.Instance, ...]:
+    tried = [attempt.instance for attempt in chain]
+    return tuple(each for each in offered if each not in tried)
 
 
-def _decides(chain: list[Attempt]) -> tuple[bool, bool, int]:
-    last = chain[-1]
-    failed = last.lost or last.status >= 400
-    return failed, not last.first, last.first
-
-
-def _lost(attempt: Attempt, error: BaseException, status: int) -> Down:
-    attempt.lost, attempt.error = True, type(error).__name__
-    attempt.ended = clock.now()
-    return Down(status, f"{attempt.leg} instance {attempt.host}:{attempt.port}: {error}")
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)
+def down(attempt: Attempt, error: BaseException) -> Down:
+    """For the client: which leg and what; addresses are the operator's, in span and log."""
+    status = 503 if isinstance(error, aiohttp.ConnectionTimeoutError) else 502
+    return Down(status, f"The {attempt.leg} instance failed: {type(error).__name__}.")
