@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dashboards as code: `python -m grafana.build` writes grafana/dashboards/*.json from this folder.
+
+Input are the vocabulary (ttft_otel/stages.py, names.py), its colours (report/palette.py) and the
+metrics that the collector makes (queries.py); Grafana's provisioning reads the JSON.
+"""

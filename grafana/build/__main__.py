@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write every dashboard to grafana/dashboards, from the repository's root: `python -m grafana.build`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from grafana.build.boards import render
+
+FOLDER = Path(__file__).parents[1] / "dashboards"
+
+for uid, text in render().items():
+    (FOLDER / f"{uid}.json").write_text(text, "utf-8")
+    sys.stdout.write(f"{uid}.json\n")

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromQL and TraceQL of the dashboards, built from the names in names.py and stages.py.
+
+All metrics come from outermost spans only (the collector sees to that), so a request that crosses
+router, encoder and decoder counts once. `$__rate_interval` is for lines, `$__range` for numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import names, stages
+from ttft_otel.report import palette
+
+DURATION: Final = "ttft_duration_seconds"
+STAGE: Final = "ttft_stage_duration_seconds"
+CONVENTION: Final = "gen_ai_server_time_to_first_token_seconds_bucket"
+
+MODEL: Final = names.MODEL.replace(".", "_")
+ROLE: Final = names.ROLE.replace(".", "_")
+LEG: Final = names.LEG.replace(".", "_")
+OF_STAGE: Final = names.STAGE.replace(".", "_")
+INSTANCE: Final = "ttft_instance"
+
+RANGE: Final = "$__range"
+RATE: Final = "$__rate_interval"
+
+# Encoders answer no client; their own histogram would mix image encoding into TTFT.
+NOT_ENCODE: Final = f'{ROLE}!="encode"'
+CHOSEN: Final = f'{NOT_ENCODE},{MODEL}=~"$model",{ROLE}=~"$role",instance=~"$instance"'
+# A request that failed has no first token; its span says how long it lived.
+ANSWERED: Final = f'{CHOSEN},status_code!="STATUS_CODE_ERROR"'
+FAILED: Final = f'{CHOSEN},status_code="STATUS_CODE_ERROR"'
+
+# In the order in which the breakdown stacks them; "" is what no mark accounts for.
+KINDS: Final = ("wait", "work", "move", "host", "")
+
+
+def escaped(words: list[str]) -> str:
+    """An alternation of words as a regular expression inside a PromQL string."""
+    return "|".join(word.replace(".", "[.]") for word in words)
+
+
+def legs(words: list[str]) -> str:
+    """The words as any leg's stages and as a server's own."""
+    servers = "|".join(role for role in stages.ROLES if role != "router")
+    return f"(({servers})[.])?({escaped(words)})"
+
+
+def kind(name: str) -> str:
+    """A regular expression for the full names of all stages of one kind."""
+    if not name:
+        return legs([stages.UNATTRIBUTED])
+    own = [stage.name for stage in stages.STAGES if stage.kind == name]
+    router = [word for word, its in palette.ROUTER_KINDS.items() if its == name]
+    alone = [word for word in router if word != "router.hop"]
+    parts = [legs(own), *([escaped(alone)] if alone else [])]
+    return "|".join(parts + (["router[.]hop[.].+"] if "router.hop" in router else []))
+
+
+def rate(metric: str, chosen: str, window: str) -> str:
+    """The histogram's rate over a window."""
+    return f"rate({metric}{{{chosen}}}[{window}])"
+
+
+def quantile(part: float, window: str, by: str = "") -> str:
+    """A quantile of TTFT among answered requests, of all together or by a label."""
+    over = f" by ({by})" if by else ""
+    return f"histogram_quantile({part}, sum{over} ({rate(DURATION, ANSWERED, window)}))"
+
+
+def over_slo(window: str, by: str = "") -> str:
+    """The share of requests that were still without a first token at the SLO."""
+    over = f" by ({by})" if by else ""
+    return f"histogram_fraction($slo / 1000, +Inf, sum{over} ({rate(DURATION, CHOSEN, window)}))"
+
+
+def requests(window: str, chosen: str = CHOSEN, by: str = "") -> str:
+    """Requests per second."""
+    over = f" by ({by})" if by else ""
+    return f"sum{over} (histogram_count({rate(DURATION, chosen, window)}))"
+
+
+def failed(window: str, by: str = "") -> str:
+    """The share of requests that failed or were aborted before their first token; 0 if none did."""
+    total = requests(window, by=by)
+    return f"(({requests(window, FAILED, by)}) or 0 * {total}) / {total}"
+
+
+def stage_time(window: str, chosen: str = "", by: str = OF_STAGE) -> str:
+    """Seconds spent in stages per second."""
+    found = f"{CHOSEN},{chosen}" if chosen else CHOSEN
+    return f"sum by ({by}) (histogram_sum({rate(STAGE, found, window)}))"
+
+
+def stage_mean(window: str, name: str | None = None) -> str:
+    """Mean time of each stage per request: these add up to the mean TTFT. `name` is a kind."""
+    chosen = "" if name is None else f'{OF_STAGE}=~"{kind(name)}"'
+    return f"{stage_time(window, chosen)} / scalar({requests(window)})"
+
+
+def stage_share(window: str, name: str) -> str:
+    """Each stage's share of the mean TTFT; the shares add up to one."""
+    own = f'{OF_STAGE}=~"{kind(name)}"'
+    whole = f"sum (histogram_sum({rate(STAGE, CHOSEN, window)}))"
+    return f"{stage_time(window, own)} / scalar({whole})"
+
+
+def stage_quantile(part: float, window: str) -> str:
+    """A quantile of every stage's spans."""
+    return f"histogram_quantile({part}, sum by ({OF_STAGE}) ({rate(STAGE, CHOSEN, window)}))"
+
+
+def _placed(value: str, place: str, inner: str, outer: str) -> str:
+    """Write the label `place`: the leg's own label where there is one, else the outermost's."""
+    first = f'label_replace({value}, "{place}", "$1", "{outer}", "(.+)")'
+    return f'label_replace({first}, "{place}", "$1", "{inner}", "(.+)")'
+
+
+def by_role(window: str) -> str:
+    """Mean time per request spent in each role, router and legs; these add up to the mean TTFT."""
+    time = _placed(f"histogram_sum({rate(STAGE, CHOSEN, window)})", "role", LEG, ROLE)
+    return f"sum by (role) ({time}) / scalar({requests(window)})"
+
+
+def by_instance(window: str) -> str:
+    """Mean time that each instance took per request that it served."""
+    firsts = f'{CHOSEN},{OF_STAGE}=~"{legs(["receive"])}|router[.]receive"'
+    time = f"histogram_sum({rate(STAGE, CHOSEN, window)})"
+    count = f"histogram_count({rate(STAGE, firsts, window)})"
+    up, down = (_placed(value, "server", INSTANCE, "instance") for value in (time, count))
+    return f"sum by (server) ({up}) / sum by (server) ({down})"
+
+
+def heat(window: str) -> str:
+    """The convention's histogram as counts per bucket, for a heatmap."""
+    return (
+        f'sum by (le) (increase({CONVENTION}{{{MODEL}=~"$model",instance=~"$instance"}}[{window}]))'
+    )
+
+
+def traceql(*conditions: str) -> str:
+    """Outermost `ttft` spans of what is chosen, with further conditions."""
+    own = (
+        f'span:name = "{names.TTFT}"',
+        f"span.{names.OUTERMOST} = true",
+        f'span.{names.MODEL} =~ "${{model:pipe}}"',
+        f'span.{names.ROLE} =~ "${{role:pipe}}"',
+        'resource.service.instance.id =~ "${instance:pipe}"',
+    )
+    return "{ " + " && ".join((*own, *conditions)) + " }"
+
+
+def slow() -> str:
+    """The requests over the SLO, with what a reader asks next."""
+    shown = (
+        f"span.{names.MODEL}",
+        f"span.{names.ROLE}",
+        f"span.{names.INPUT_TOKENS}",
+        f"span.{names.ERROR_TYPE}",
+        f"span.{names.REQUEST_ID}",
+    )
+    return traceql("span.ttft_ms >= $slo") + f" | select({', '.join(shown)})"
+
+
+def slow_stages() -> str:
+    """Where the slow requests' time went, by stage, from their traces."""
+    return (
+        traceql("span.ttft_ms >= $slo")
+        + f" > {{ span.{names.STAGE} != nil }} | sum_over_time(span:duration) by (span.{names.STAGE})"
+    )
