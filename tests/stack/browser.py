@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grafana's pages in headless Chromium, driven by Playwright; test_browser.py looks through it.
+
+A `Window` remembers what a person with open developer tools would see: errors on the console,
+answers with an error, requests that leave this machine.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
+
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    Response,
+    sync_playwright,
+)
+
+FLAGS: Final = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+REMEDY: Final = "no chromium; install it (Debian: apt-get install chromium)"
+LOOPBACK: Final = {"127.0.0.1", "localhost", "[::1]"}
+QUIET_S: Final = 1.0  # without a request, a dashboard has drawn what it will draw
+LONGEST_S: Final = 60.0
+
+
+def chromium() -> str | None:
+    """Where the distribution's Chromium is."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@contextmanager
+def launched() -> Iterator[Browser]:
+    """A browser of its own, gone with the block."""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Window:
+    """One tab before one Grafana."""
+
+    def __init__(self, browser: Browser, url: str, size: tuple[int, int] = (1600, 1200)) -> None:
+        self.url = url
+        self.errors: list[str] = []
+        self.strangers: list[str] = []
+        self.refused: list[str] = []
+        self._asked = time.monotonic()
+        self._open: set[Request] = set()
+        width, height = size
+        self.context = browser.new_context(viewport={"width": width, "height": height})
+        self.page = self.context.new_page()
+        self.watch(self.page)
+
+    def watch(self, page: Page) -> None:
+        """Listen to a tab."""
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._started)
+        page.on("response", self._answered)
+        page.on("requestfinished", self._ended)
+        page.on("requestfailed", self._ended)
+
+    def dashboard(self, uid: str, **query: str) -> None:
+        """Open a dashboard, all of it at once, and wait until it has drawn."""
+        self.go(f"/d/{uid}?{urlencode({'kiosk': '', **query})}")
+
+    def go(self, path: str) -> None:
+        """Open a page of this Grafana and wait until it is quiet."""
+        self.page.goto(path if "://" in path else self.url + path)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until no request is under way, for a while."""
+        end = time.monotonic() + LONGEST_S
+        self._asked = time.monotonic()
+        while time.monotonic() < end:
+            self.page.wait_for_timeout(100)
+            if not self._open and time.monotonic() - self._asked > QUIET_S:
+                return
+        raise AssertionError(f"still loading: {[each.url for each in self._open]}")
+
+    def panel(self, title: str) -> Locator:
+        """A panel by its title."""
+        return self.page.get_by_test_id(f"data-testid Panel header {title}")
+
+    def panels(self) -> dict[str, str]:
+        """Title -> text of every panel that is drawn."""
+        found = self.page.locator('[data-testid^="data-testid Panel header "]').all()
+        return {
+            (each.get_attribute("data-testid") or "").removeprefix("data-testid Panel header "): (
+                each.inner_text()
+            )
+            for each in found
+        }
+
+    def broken(self) -> list[str]:
+        """What panels complain about."""
+        marks = self.page.locator(
+            '[data-testid="data-testid Panel status error"], [aria-label="Panel header error"]'
+        )
+        return [mark.inner_text() or "an error mark" for mark in marks.all()]
+
+    def height(self) -> int:
+        """How tall the drawn dashboard is."""
+        found: Any = self.page.evaluate(
+            "Math.max(...[...document.querySelectorAll('.react-grid-layout')]"
+            ".map(each => each.getBoundingClientRect().height))"
+        )
+        return int(found)
+
+    def close(self) -> None:
+        """Close the tab."""
+        self.context.close()
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def _started(self, request: Request) -> None:
+        self._asked = time.monotonic()
+        address = urlsplit(request.url)
+        if address.scheme in ("data", "blob"):
+            return
+        self._open.add(request)
+        if address.hostname not in LOOPBACK:
+            self.strangers.append(request.url)
+
+    def _answered(self, response: Response) -> None:
+        if response.status >= 400:
+            self.refused.append(f"{response.status} {response.url}")
+
+    def _ended(self, request: Request) -> None:
+        self._asked = time.monotonic()
+        self._open.discard(request)
+
+
+def number(text: str) -> float:
+    """The first number of a panel's text, in seconds where its unit is one of time, else as it is."""
+    found = re.search(r"(-?[\d.,]+)\s*(µs|ms|s|mins?|%)?", text)
+    assert found, text
+    scale = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "mins": 60.0, "%": 0.01}
+    return float(found[1].replace(",", "")) * scale.get(found[2] or "", 1.0)
