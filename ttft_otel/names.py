@@ -59,6 +59,16 @@ SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
 PROVIDER_VLLM: Final = "vllm"
 
+# Span attributes that the collector derives (collector/config.yaml): integers, searchable in any backend.
+DERIVED_MS: Final = "ttft_ms"
+DERIVED_SUM_US: Final = "ttft_stage_sum_us"
+DERIVED_REST_US: Final = "ttft_unattributed_us"
+
+# Metrics that the collector makes from outermost spans, in seconds.
+METRIC_TTFT: Final = "ttft.duration"
+METRIC_STAGE: Final = "ttft.stage.duration"
+METRIC_CONVENTION: Final = "gen_ai.server.time_to_first_token"
+
 # Headers.
 ASK: Final = "x-ttft-timing"  # "1": put the breakdown into Server-Timing
 LEG_HEADER: Final = "x-ttft-leg"  # a router names the leg's role
