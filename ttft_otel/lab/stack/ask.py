@@ -20,19 +20,30 @@ def get(url: str, **parameters: object) -> Any:
     """The JSON answer of a GET (text that is no JSON as it is). Raises AskError."""
     asked = {name: str(value) for name, value in parameters.items() if value is not None}
     full = f"{url}?{urllib.parse.urlencode(asked)}" if asked else url
-    request = urllib.request.Request(full, headers={"accept": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            body = answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            raise AskError(f"{url} answered {error.code}: {error.read(300).decode()}") from error
-    except OSError as error:
-        raise AskError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+    body = _answer(urllib.request.Request(full, headers={"accept": "application/json"}))
     try:
         return json.loads(body)
     except ValueError:
-        return body
+        return body.decode()
+
+
+def post(url: str, body: bytes, kind: str = "application/x-protobuf") -> None:
+    """Send bytes; whatever is answered with 2xx is fine. Raises AskError."""
+    _answer(urllib.request.Request(url, body, {"content-type": kind}))
+
+
+def _answer(request: urllib.request.Request) -> bytes:
+    url = request.full_url.partition("?")[0]
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            body: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(300).decode(errors="replace")
+        raise AskError(f"{url} answered {error.code}: {said}") from error
+    except OSError as error:
+        raise AskError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+    return body
 
 
 def alive(url: str) -> bool:

@@ -21,6 +21,7 @@ class Binaries:
     tempo: Path
     prometheus: Path
     promtool: Path
+    compose: Path
 
 
 def named(program: Program) -> Path | None:
@@ -74,6 +75,7 @@ ROLES = {
         ("tempo", pins.TEMPO),
         ("prometheus", pins.PROMETHEUS),
         ("promtool", pins.PROMTOOL),
+        ("compose", pins.COMPOSE),
     )
     for tool in pins.TOOLS
     if program in tool.programs

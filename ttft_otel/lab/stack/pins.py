@@ -75,12 +75,14 @@ PROMETHEUS: Final = Program(
 PROMTOOL: Final = Program(
     "promtool", "github.com/prometheus/prometheus/cmd/promtool", "TTFT_STACK_PROMTOOL"
 )
+COMPOSE: Final = Program("compose-config", ".", "TTFT_STACK_COMPOSE")
 OCB: Final = Program("builder", "go.opentelemetry.io/collector/cmd/builder", "TTFT_STACK_BUILDER")
 
 BUILDER: Final = Tool("builder", (OCB,))
 COLLECTOR: Final = Tool("collector", (OTELCOL,), "grpcnotrace", MANIFEST)
 TOOLS: Final = (
     COLLECTOR,
+    Tool("compose", (COMPOSE,)),
     # Without the clouds' service discoveries, half of what there is to compile.
     Tool("prometheus", (PROMETHEUS, PROMTOOL), "remove_all_sd"),
     Tool("tempo", (TEMPO,)),
