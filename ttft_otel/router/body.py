@@ -59,17 +59,21 @@ _FORWARDED: Final = (
 
 @dataclass(slots=True)
 class Body:
-    """A request's bytes and what the router knows of them; `media` are its distinct items."""
+    """A request's bytes and what the router knows of them; `media` are its distinct items.
+
+    `valid`: it is a JSON object.
+    """
 
     data: bytes
     model: str = ""
     stream: bool = False
     media: tuple[bytes, ...] = ()
     shared: dict[str, Raw] = field(default_factory=dict)
+    valid: bool = True
 
 
 def read(data: bytes, media: bool) -> Body:
-    """Parse once; what is no JSON object goes on as it came, the backend has the answer to it."""
+    """Parse once; where another JSON is taken than an object, it goes on as it came."""
     try:
         top = _top.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -105,9 +109,9 @@ def _lenient(data: bytes) -> Body:
     try:
         top = json.loads(data)
     except (ValueError, RecursionError):
-        return Body(data)
+        return Body(data, valid=False)
     if not isinstance(top, dict):
-        return Body(data)
+        return Body(data, valid=False)
     found = Body(data, _text(top.get("model")), top.get("stream") is True)
     if any(name in top for name in _STRIPPED):
         found.data = _strip(top)

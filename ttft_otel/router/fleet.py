@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ttft_otel.router.choose import Instance
-from ttft_otel.router.path import Attempt
+from ttft_otel.router.path import CUT, Attempt
 
 FAILURES: Final = 5  # of requests in a row open an instance's breaker
 PAUSE: Final = 2.0  # seconds that it stays open the first time, doubled each time up to LONGEST
@@ -33,7 +33,7 @@ class Fleet:
     ) -> None:
         self._legs = {leg: tuple(instances) for leg, instances in legs.items()}
         self.failures, self.pause = failures, pause
-        self.waiting: dict[Instance, asyncio.Event] = {}  # health.py's, set when one failed
+        self.wake: Callable[[Instance], None] = lambda _: None  # health.py: it failed, look soon
         self._offered: dict[tuple[str, str], tuple[Instance, ...]] = {}
 
     def get(self, leg: str, default: tuple[Instance, ...] = ()) -> tuple[Instance, ...]:
@@ -69,9 +69,13 @@ class Fleet:
         self._offered[leg, model] = found
         return found
 
+    def __len__(self) -> int:
+        return sum(map(len, self._legs.values()))
+
     def knows(self, leg: str, model: str) -> bool:
         """Whether an instance lists this model, or one has not said yet what it has."""
-        return any(each.models is None or model in each.models for each in self.get(leg))
+        every = self.get(leg)
+        return not every or any(each.models is None or model in each.models for each in every)
 
     def changed(self) -> None:
         """Something about an instance is different: work out anew who is offered."""
@@ -88,11 +92,9 @@ class Fleet:
             self.changed()
 
     def good(self, instance: Instance) -> None:
-        """It answered."""
-        if instance.failures or instance.breaker != "closed":
-            if instance.breaker != "closed":
-                log.warning("ttft-otel: %s serves again", _name(instance))
-            instance.failures = instance.opened = 0
+        """It answers; whether it answers well is known when the request has left."""
+        if instance.breaker != "closed":
+            log.warning("ttft-otel: %s serves again", name(instance))
             instance.breaker, instance.trial = "closed", False
             self.changed()
 
@@ -112,11 +114,15 @@ class Fleet:
         attempt.open = False
         instance.in_flight -= 1
         error = attempt.error
-        result = error if error and not error.isdigit() else f"{attempt.status // 100}xx"
-        instance.results[result] += 1
+        broke = bool(error) and not error.isdigit()
+        instance.results[error if broke else f"{attempt.status // 100}xx"] += 1
         if instance.trial:  # a trial that was cancelled: the next request is one
             instance.trial = False
             self.changed()
+        if broke and not attempt.lost and error != CUT:
+            self.bad(instance, f"{error} within its answer")
+        elif instance.failures and 0 < attempt.status < 500:
+            instance.failures = instance.opened = 0
 
     def _open(self, instance: Instance, why: str) -> None:
         instance.trial = False
@@ -126,7 +132,7 @@ class Fleet:
         pause = min(self.pause * 2**instance.opened, LONGEST) * random.uniform(0.8, 1.2)
         instance.breaker = "open"
         instance.opened = min(instance.opened + 1, 16)
-        log.warning("ttft-otel: %s gets nothing for %.1f s: %s", _name(instance), pause, why)
+        log.warning("ttft-otel: %s gets nothing for %.1f s: %s", name(instance), pause, why)
         asyncio.get_running_loop().call_later(pause, self._half, instance)
 
     def _half(self, instance: Instance) -> None:
@@ -141,9 +147,8 @@ class Fleet:
         if instance.state == "healthy":
             instance.state = "failed"
             self.changed()
-            log.warning("ttft-otel: %s failed: %s", _name(instance), why)
-            if instance in self.waiting:
-                self.waiting[instance].set()
+            log.warning("ttft-otel: %s failed: %s", name(instance), why)
+            self.wake(instance)
 
     def heal(self, instance: Instance) -> None:
         """A probe succeeded: it is back; an open breaker gives it one request at once."""
@@ -151,7 +156,7 @@ class Fleet:
             instance.state = "healthy"
             self._half(instance)
             self.changed()
-            log.warning("ttft-otel: %s is back", _name(instance))
+            log.warning("ttft-otel: %s is back", name(instance))
 
     def drain(self, leg: str, url: str, drain: bool = True) -> Instance | None:
         """Nothing new for this instance (or again something); None when there is no such one."""
@@ -181,5 +186,6 @@ class Fleet:
         return added, [url for leg, url in before if (leg, url) not in after]
 
 
-def _name(instance: Instance) -> str:
+def name(instance: Instance) -> str:
+    """What logs call it."""
     return f"{instance.leg} instance {instance.url}"

@@ -13,6 +13,7 @@ from yarl import URL
 from ttft_otel import clock, context, names, timing
 from ttft_otel.router import choose, retry
 from ttft_otel.router.fleet import Fleet
+from ttft_otel.router.health import Health
 from ttft_otel.router.path import Attempt
 
 ENCODE: Final = "encode"
@@ -38,10 +39,12 @@ class Legs:
         policy: choose.Policy | None = None,
         retries: int = retry.RETRIES,
         budget: float = retry.RATIO,
+        health: Health | None = None,
     ) -> None:
         self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
         self.policy: choose.Policy = policy or choose.RoundRobin()
         self.retries, self.budget = retries, retry.Budget(budget)
+        self.health = health or Health(self.fleet)
         self.retried: dict[str, int] = {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -55,9 +58,11 @@ class Legs:
             skip_auto_headers=_AUTO,
             trace_configs=[_wire()],
         )
+        await self.health.start(self._session)
 
     async def close(self) -> None:
         """Close every connection."""
+        await self.health.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -194,8 +199,9 @@ class Legs:
         attempt = Attempt(
             asked.leg, path, to.host, to.port, span_id, clock.now(), number=len(chain) + 1
         )
-        attempt.policy, attempt.candidates, attempt.url = choice.reason, candidates, to.url
+        attempt.policy, attempt.candidates = choice.reason, candidates
         chain.append(attempt)
+        self.fleet.take(attempt, to)
         try:
             response = await self.session.post(
                 url,

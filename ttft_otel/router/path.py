@@ -17,6 +17,7 @@ from ttft_otel.timing import Timing
 if TYPE_CHECKING:
     from ttft_otel.router.choose import Instance
 
+CUT: Final = "cancelled"
 _PLACE: Final = {name: place for place, name in enumerate(NAMES)}
 
 
@@ -44,7 +45,6 @@ class Attempt:
     timing: Timing | None = None
     policy: str = ""
     candidates: int = 0
-    url: str = ""  # of the instance, for a call that has to follow to the same one
     resumed: int = 0
     fresh: bool = False
     instance: Instance | None = None
@@ -53,7 +53,7 @@ class Attempt:
     def cut(self) -> None:
         """It was cancelled: the client left, or another call of the request failed."""
         if not self.ended:
-            self.error, self.ended = "cancelled", clock.now()
+            self.error, self.ended = CUT, clock.now()
 
 
 @dataclass(slots=True)
