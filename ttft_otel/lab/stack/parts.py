@@ -7,6 +7,7 @@ this: addresses differ, and come from the TTFT_* variables that `Addresses.env` 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ DASHBOARDS: Final = CHECKOUT / "grafana" / "dashboards"
 PROMETHEUS_FLAGS: Final = (
     "--web.enable-otlp-receiver",
     "--web.enable-remote-write-receiver",
-    "--enable-feature=exemplar-storage",
+    "--enable-feature=exemplar-storage,created-timestamp-zero-ingestion",
 )
 
 
@@ -104,10 +105,25 @@ def prometheus(
 ) -> Command:
     """Prometheus with our rules."""
     words = (
-        f"--config.file={config}",
-        f"--storage.tsdb.path={folder}",
+        f"--config.file={linked(config, folder / 'config', at)}",
+        f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address={HOST}:{at.prometheus}",
         "--log.level=warn",
         *PROMETHEUS_FLAGS,
     )
     return Command("prometheus", (str(binary), *words), at.env(), at.prometheus, "/-/ready")
+
+
+def linked(config: Path, folder: Path, at: Addresses) -> Path:
+    """The configuration's folder as links, so that a file of this stack can lie beside them.
+
+    Prometheus expands no variables: Tempo's address comes from that file.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in config.parent.iterdir():
+        (folder / path.name).symlink_to(path)
+    own = folder / "own"
+    own.mkdir()
+    (own / "tempo.yml").write_text(f'- targets: ["{HOST}:{at.tempo}"]\n', "utf-8")
+    return folder / config.name
