@@ -1,17 +1,250 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pipeline health dashboard: is what the other dashboard shows complete?"""
+"""The Pipeline health dashboard: is what the other dashboard shows complete, and will it stay so?
+
+boards.py renders it; its queries are in counters.py, in the order of a span's way.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from grafana.build import panels
+from grafana_foundation_sdk.builders import common
+from grafana_foundation_sdk.models import dashboard as models
+
+from grafana.build import colors, counters, panels, queries
+from grafana.build.queries import RANGE, RATE
 
 UID: Final = "ttft-health"
+_NONE_LOST: Final = [(None, colors.GOOD), (0.5, colors.LIMIT)]
 
 
 def board() -> Any:
     """The dashboard, along the way of a span."""
-    made = panels.board("Pipeline health", UID, "Is TTFT's telemetry complete?", ("TTFT", "ttft"))
+    made = panels.board(
+        "Pipeline health",
+        UID,
+        "Whether TTFT's telemetry is complete: what is lost, what is queued, what it costs.",
+        ("TTFT", "ttft"),
+    )
     made.with_variable(panels.source("prometheus", "prometheus", "Prometheus"))
-    return made
+    job = f"label_values({queries.DURATION}, job)"
+    made.with_variable(panels.chosen("job", "Service", job))
+    _now(made.with_row(panels.row("Is anything lost?")))
+    _hops(made)
+    _load(made.with_row(panels.row("Does the collector keep up?")))
+    _instances(made.with_row(panels.row("Who sends, and who is behind the routers?")))
+    return made.with_row(_sampling())
+
+
+def _now(made: Any) -> None:
+    share = [(None, colors.GOOD), (0.02, colors.LOUD), (0.05, colors.LIMIT)]
+    full = [(None, colors.GOOD), (0.5, colors.LOUD), (0.8, colors.LIMIT)]
+    for title, says, query, unit, steps in (
+        (
+            "Lost",
+            "Spans, records and traces that any hop counted as lost in the chosen time range.",
+            counters.all_lost(RANGE),
+            "short",
+            _NONE_LOST,
+        ),
+        (
+            "Unattributed",
+            "Share of TTFT that no stage accounts for, because a mark is missing. 5 % alerts.",
+            counters.unattributed(RANGE),
+            "percentunit",
+            share,
+        ),
+        (
+            "Queue",
+            "How full the collector's fullest queue is. It grows while Tempo or Prometheus is away.",
+            counters.fill("").replace("max by ()", "max"),
+            "percentunit",
+            full,
+        ),
+        (
+            "Spans accepted",
+            "Spans per second that the collector took in.",
+            counters.rate(counters.ACCEPTED, RANGE),
+            "cps",
+            None,
+        ),
+        (
+            "Traces kept",
+            "Share of traces that sampling lets through to Tempo; all, without sampling. "
+            "Metrics count every request in either case.",
+            counters.kept(RANGE),
+            "percentunit",
+            None,
+        ),
+        (
+            "Collectors",
+            "Collectors that report.",
+            f"count ({counters.UPTIME})",
+            "none",
+            None,
+        ),
+    ):
+        made.with_panel(panels.number(title, says, query, unit, steps=steps))
+
+
+def _hops(made: Any) -> None:
+    targets = [
+        panels.line(counters.lost(counter, base, RATE), hop, f"h{number}")
+        for number, (hop, (counter, base)) in enumerate(counters.HOPS.items())
+    ]
+    made.with_panel(
+        panels.lines(
+            "Lost at every hop",
+            "Per second, from the server that made a record to Tempo. The first two and Tempo's "
+            "need their scrape targets (grafana/prometheus/targets); without, they are missing.",
+            "cps",
+            *targets,
+        )
+    )
+    made.with_panel(
+        panels.lines(
+            "Unattributed by service",
+            "Share of TTFT that no stage accounts for, by outermost service. `ttft-otel doctor` "
+            "names the mark that is missing.",
+            "percentunit",
+            panels.line('max by (job) (ttft:unattributed:ratio5m{job=~"$job"})', "{{job}}"),
+        )
+    )
+
+
+def _load(made: Any) -> None:
+    for title, says, unit, *targets in (
+        (
+            "Spans in and out",
+            "What the collector accepted, and what it sent to Tempo. Apart for long: sampling, or a "
+            "queue that grows.",
+            "cps",
+            panels.line(counters.rate(counters.ACCEPTED, RATE), "accepted", "in"),
+            panels.line(
+                counters.lost(counters.SENT, counters.ACCEPTED, RATE), "sent to Tempo", "out"
+            ),
+        ),
+        (
+            "Queues",
+            "How full each exporter's queue is. The one towards Tempo is on disk and survives a "
+            "restart.",
+            "percentunit",
+            panels.line(counters.fill("exporter, data_type"), "{{exporter}} {{data_type}}"),
+        ),
+        (
+            "Collector CPU",
+            "Cores that each collector uses.",
+            "none",
+            panels.line(f"rate({counters.CPU}[{RATE}])", "{{instance}}"),
+        ),
+        (
+            "Collector memory",
+            "Resident memory of each collector; above its limit it refuses and counts.",
+            "bytes",
+            panels.line(counters.MEMORY, "{{instance}}"),
+        ),
+    ):
+        made.with_panel(panels.lines(title, says, unit, *targets).height(7))
+    made.with_panel(
+        panels.lines(
+            "Metric points",
+            "What the collector pushed to Prometheus, and what Prometheus did not take. Sums are "
+            "cumulative, so a later push makes up for a lost one.",
+            "cps",
+            panels.line(counters.rate(counters.POINTS_SENT, RATE), "sent", "sent"),
+            panels.line(
+                counters.lost(counters.POINTS_FAILED, counters.POINTS_SENT, RATE),
+                "failed",
+                "failed",
+            ),
+        )
+        .height(7)
+        .span(24)
+    )
+
+
+def _instances(made: Any) -> None:
+    made.with_panel(_senders())
+    made.with_panel(
+        panels.lines(
+            "Requests behind the routers",
+            "Requests per second that routers gave to each instance of a leg: even lines are an "
+            "even load.",
+            "reqps",
+            panels.line(counters.routed(RATE), "{{ttft_leg}} {{ttft_instance}}"),
+        )
+    )
+    made.with_panel(
+        panels.lines(
+            "Records, drops and errors of tracing",
+            "What servers and routers count on their own /metrics: records given to their exporter, "
+            "what they dropped, and errors of the hooks, caught. Needs scrape targets "
+            "(grafana/prometheus/targets).",
+            "cps",
+            panels.line(counters.rate(counters.RECORDS, RATE, "job"), "records {{job}}", "records"),
+            panels.line(
+                counters.lost(counters.DROPPED, counters.RECORDS, RATE, "job"),
+                "dropped {{job}}",
+                "dropped",
+            ),
+            panels.line(
+                counters.lost(counters.ERRORS, counters.RECORDS, RATE, "job"),
+                "errors {{job}}",
+                "errors",
+            ),
+        )
+    )
+
+
+def _senders() -> Any:
+    """One row per outermost server that sent spans."""
+    by = "job, instance"
+    chosen = f'{queries.NOT_ENCODE},job=~"$job"'
+    columns = (
+        ("Requests", "reqps", queries.requests(RANGE, chosen, by)),
+        ("Unattributed", "percentunit", 'ttft:unattributed:ratio5m{job=~"$job"}'),
+    )
+    made = panels.rows(
+        "Outermost servers",
+        "Routers, and servers that clients call directly: their load, and how much of their TTFT "
+        "no stage accounts for.",
+        "none",
+        *(
+            panels.instant(query, ref, as_table=True)
+            for ref, (_, _, query) in zip("AB", columns, strict=True)
+        ),
+    )
+    made.datasource(panels.PROMETHEUS).height(7)
+    made.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
+    hidden = {"excludeByName": {"Time": True, "__name__": True}, "indexByName": {}}
+    made.with_transformation(models.DataTransformerConfig(id_val="organize", options=hidden))
+    for ref, (title, unit, _) in zip("AB", columns, strict=True):
+        named = [colors.set_to("displayName", title), colors.set_to("unit", unit)]
+        made.override_by_name(f"Value #{ref}", named)
+    for label, title in (("job", "Service"), ("instance", "Instance")):
+        made.override_by_name(label, [colors.set_to("displayName", title)])
+    return made.sort_by([common.TableSortByFieldState().display_name("Requests").desc(True)])
+
+
+def _sampling() -> Any:
+    """Folded away: it has data only with collector/sampling.yaml."""
+    row = panels.row("What does sampling keep?")
+    for title, says, unit, target in (
+        (
+            "Traces by policy",
+            "Traces per second that each policy of collector/sampling.yaml keeps.",
+            "cps",
+            panels.line(
+                counters.rate(f'{counters.POLICIES}{{sampled="true"}}', RATE, "policy"),
+                "{{policy}}",
+            ),
+        ),
+        (
+            "Traces waiting for a decision",
+            "Held in memory until their TTFT is known; evicted ones were dropped undecided.",
+            "short",
+            panels.line(f"sum ({counters.WAITING})", "waiting"),
+        ),
+    ):
+        row.with_panel(panels.lines(title, says, unit, target).height(7))
+    return row

@@ -12,15 +12,22 @@ from typing import Final
 from ttft_otel import names, stages
 from ttft_otel.report import palette
 
-DURATION: Final = "ttft_duration_seconds"
-STAGE: Final = "ttft_stage_duration_seconds"
-CONVENTION: Final = "gen_ai_server_time_to_first_token_seconds_bucket"
 
-MODEL: Final = names.MODEL.replace(".", "_")
-ROLE: Final = names.ROLE.replace(".", "_")
-LEG: Final = names.LEG.replace(".", "_")
-OF_STAGE: Final = names.STAGE.replace(".", "_")
-INSTANCE: Final = "ttft_instance"
+def label(name: str) -> str:
+    """An attribute's or metric's name as Prometheus writes it."""
+    return name.replace(".", "_")
+
+
+DURATION: Final = f"{label(names.METRIC_TTFT)}_seconds"
+STAGE: Final = f"{label(names.METRIC_STAGE)}_seconds"
+CONVENTION: Final = f"{label(names.METRIC_CONVENTION)}_seconds_bucket"
+
+MODEL: Final = label(names.MODEL)
+ROLE: Final = label(names.ROLE)
+LEG: Final = label(names.LEG)
+OF_STAGE: Final = label(names.STAGE)
+INSTANCE: Final = label(names.INSTANCE)
+FAILURE: Final = label(names.ERROR_TYPE)
 
 RANGE: Final = "$__range"
 RATE: Final = "$__rate_interval"
@@ -29,8 +36,8 @@ RATE: Final = "$__rate_interval"
 NOT_ENCODE: Final = f'{ROLE}!="encode"'
 CHOSEN: Final = f'{NOT_ENCODE},{MODEL}=~"$model",{ROLE}=~"$role",instance=~"$instance"'
 # A request that failed has no first token; its span says how long it lived.
-ANSWERED: Final = f'{CHOSEN},status_code!="STATUS_CODE_ERROR"'
-FAILED: Final = f'{CHOSEN},status_code="STATUS_CODE_ERROR"'
+ANSWERED: Final = f'{CHOSEN},{FAILURE}=""'
+FAILED: Final = f'{CHOSEN},{FAILURE}!=""'
 
 # In the order in which the breakdown stacks them; "" is what no mark accounts for.
 KINDS: Final = ("wait", "work", "move", "host", "")
@@ -88,27 +95,27 @@ def failed(window: str, by: str = "") -> str:
 
 
 def stage_time(window: str, chosen: str = "", by: str = OF_STAGE) -> str:
-    """Seconds spent in stages per second."""
-    found = f"{CHOSEN},{chosen}" if chosen else CHOSEN
+    """Seconds that answered requests spent in stages, per second."""
+    found = f"{ANSWERED},{chosen}" if chosen else ANSWERED
     return f"sum by ({by}) (histogram_sum({rate(STAGE, found, window)}))"
 
 
 def stage_mean(window: str, name: str | None = None) -> str:
     """Mean time of each stage per request: these add up to the mean TTFT. `name` is a kind."""
     chosen = "" if name is None else f'{OF_STAGE}=~"{kind(name)}"'
-    return f"{stage_time(window, chosen)} / scalar({requests(window)})"
+    return f"{stage_time(window, chosen)} / scalar({requests(window, ANSWERED)})"
 
 
 def stage_share(window: str, name: str) -> str:
     """Each stage's share of the mean TTFT; the shares add up to one."""
     own = f'{OF_STAGE}=~"{kind(name)}"'
-    whole = f"sum (histogram_sum({rate(STAGE, CHOSEN, window)}))"
+    whole = f"sum (histogram_sum({rate(STAGE, ANSWERED, window)}))"
     return f"{stage_time(window, own)} / scalar({whole})"
 
 
 def stage_quantile(part: float, window: str) -> str:
     """A quantile of every stage's spans."""
-    return f"histogram_quantile({part}, sum by ({OF_STAGE}) ({rate(STAGE, CHOSEN, window)}))"
+    return f"histogram_quantile({part}, sum by ({OF_STAGE}) ({rate(STAGE, ANSWERED, window)}))"
 
 
 def _placed(value: str, place: str, inner: str, outer: str) -> str:
@@ -119,14 +126,14 @@ def _placed(value: str, place: str, inner: str, outer: str) -> str:
 
 def by_role(window: str) -> str:
     """Mean time per request spent in each role, router and legs; these add up to the mean TTFT."""
-    time = _placed(f"histogram_sum({rate(STAGE, CHOSEN, window)})", "role", LEG, ROLE)
-    return f"sum by (role) ({time}) / scalar({requests(window)})"
+    time = _placed(f"histogram_sum({rate(STAGE, ANSWERED, window)})", "role", LEG, ROLE)
+    return f"sum by (role) ({time}) / scalar({requests(window, ANSWERED)})"
 
 
 def by_instance(window: str) -> str:
     """Mean time that each instance took per request that it served."""
-    firsts = f'{CHOSEN},{OF_STAGE}=~"{legs(["receive"])}|router[.]receive"'
-    time = f"histogram_sum({rate(STAGE, CHOSEN, window)})"
+    firsts = f'{ANSWERED},{OF_STAGE}=~"{legs(["receive"])}|router[.]receive"'
+    time = f"histogram_sum({rate(STAGE, ANSWERED, window)})"
     count = f"histogram_count({rate(STAGE, firsts, window)})"
     up, down = (_placed(value, "server", INSTANCE, "instance") for value in (time, count))
     return f"sum by (server) ({up}) / sum by (server) ({down})"

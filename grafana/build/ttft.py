@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from grafana_foundation_sdk.builders import common, dashboard
-from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as models
 
-from grafana.build import colors, panels, queries
+from grafana.build import colors, panels, queries, requests
 from grafana.build.queries import RANGE, RATE
 from ttft_otel.report import palette
 
-UID: Final = "ttft"
 SLO_MS: Final = "1000"
 # A TraceQL search that finds nothing, and says what to do: an empty box would be an error.
 NO_TRACE: Final = '{ name = "click a request above" }'
@@ -35,7 +33,7 @@ def board() -> Any:
     """The dashboard, its panels in the order of the questions."""
     made = panels.board(
         "TTFT",
-        UID,
+        requests.UID,
         "Where the time to first token of vLLM requests goes, from the spans of ttft-otel.",
         ("Pipeline health", "ttft-health"),
     )
@@ -45,9 +43,9 @@ def board() -> Any:
     _over_time(made.with_row(panels.row("How was it over time?")))
     _stages(made.with_row(panels.row("Which stage is it in?")))
     _who(made.with_row(panels.row("For which model, role, instance?")))
-    _slow(made.with_row(panels.row("Which requests were slow?")))
-    _one(made.with_row(panels.row("Show me one")))
-    return made.with_row(_more())
+    requests.slow(made.with_row(panels.row("Which requests were slow?")))
+    requests.one(made.with_row(panels.row("Show me one")))
+    return made.with_row(requests.more())
 
 
 def variables() -> list[Any]:
@@ -187,8 +185,7 @@ def _stages(made: Any) -> None:
     for title, says, unit, query, width in (
         (
             "Mean TTFT by stage",
-            "Mean time per request in every stage. They add up to the mean TTFT, failed requests "
-            f"included, with the time until they failed. {sums}.",
+            f"Mean time per request in every stage. They add up to the mean TTFT. {sums}.",
             "s",
             queries.stage_mean,
             9,
@@ -284,73 +281,3 @@ def _models() -> Any:
     ):
         made.override_by_name(label, [colors.set_to("displayName", title)])
     return made.sort_by([common.TableSortByFieldState().display_name("p99").desc(True)]).height(7)
-
-
-def _slow(made: Any) -> None:
-    requests = panels.rows(
-        "Requests over the SLO",
-        "Up to 100 outermost requests whose TTFT is over the SLO (raise it to find the slowest). "
-        "Click one: the trace below shows it.",
-        "ns",
-        panels.traces(queries.slow()),
-    )
-    requests.datasource(panels.TEMPO)
-    for field, value in (
-        ("traceID", "${__value.raw}"),
-        ("spanID", "${__data.fields.traceIdHidden}"),
-    ):
-        requests.override_by_name(field, [colors.set_to("links", [_to(value)])])
-    named = (
-        ("duration", "TTFT"),
-        ("gen_ai.request.model", "Model"),
-        ("ttft.role", "Role"),
-        ("gen_ai.usage.input_tokens", "Prompt tokens"),
-        ("error.type", "Error"),
-        ("ttft.request_id", "Request"),
-        ("traceService", "Service"),
-    )
-    for field, title in named:
-        requests.override_by_name(field, [colors.set_to("displayName", title)])
-    requests.sort_by([common.TableSortByFieldState().display_name("TTFT").desc(True)])
-    made.with_panel(requests)
-
-
-def _to(trace: str) -> dict[str, object]:
-    """A link to this dashboard with a trace in it, filters and time kept."""
-    kept = "${prometheus:queryparam}&${tempo:queryparam}&${model:queryparam}&${role:queryparam}"
-    kept += "&${instance:queryparam}&${slo:queryparam}&${__url_time_range}"
-    return {"title": "Show this request", "url": f"/d/{UID}?var-trace={trace}&{kept}"}
-
-
-def _one(made: Any) -> None:
-    made.with_panel(
-        panels.foreign(
-            "traces",
-            "Trace",
-            "The spans of the request in the variable Trace: click a request above, or paste a "
-            "trace id there. The stages are the children of the span `ttft`.",
-            panels.traces("$trace", limit=1),
-        ).datasource(panels.TEMPO)
-    )
-    made.with_panel(
-        panels.nodes(
-            "Calls",
-            "The same trace as a graph: who called whom, and how long each took.",
-            panels.traces("$trace", limit=1),
-        )
-    )
-
-
-def _more() -> Any:
-    """What older Grafanas cannot draw, folded away."""
-    slow = panels.lines(
-        "Stages of the slow requests",
-        "Time per stage in the traces of requests over the SLO only, from Tempo: what the slow ones "
-        "have in common, where the means above show the many fast ones.",
-        "s",
-        panels.traces(queries.slow_stages()),
-    ).datasource(panels.TEMPO)
-    slow.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
-    slow.draw_style(shapes.GraphDrawStyle.BARS).fill_opacity(75).span(24)
-    tinted = panels.newer(panels.tinted(slow, colors.stage_colors()), "11.0")
-    return panels.row("What do the slow ones have in common? (Grafana 11)").with_panel(tinted)
