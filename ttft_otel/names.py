@@ -13,6 +13,7 @@ SCOPE: Final = "ttft_otel"  # instrumentation scope of every span of ours
 TTFT: Final = "ttft"
 ENCODE: Final = "encode"
 SIBLING: Final = "ttft.sibling"
+KEPT: Final = "ttft.kv.kept"
 
 # Span attributes, own namespace. Integers only: doubles break TraceQL comparisons.
 STAGE: Final = "ttft.stage"
@@ -38,6 +39,11 @@ STEP_TOKENS: Final = "ttft.prefill.step_tokens"
 OWN_ITEMS: Final = "ttft.encoder.own_items"
 STEP_ITEMS: Final = "ttft.encoder.step_items"
 CACHED_ITEMS: Final = "ttft.encoder.cached_items"
+KV_TOKENS: Final = "ttft.kv.tokens"
+KV_BLOCKS: Final = "ttft.kv.blocks"
+KV_BYTES: Final = "ttft.kv.bytes"
+KV_MOVE: Final = "ttft.kv.move_us"
+KV_CONNECTOR: Final = "ttft.kv.connector"
 ATTEMPT: Final = "ttft.attempt"
 POLICY: Final = "ttft.route.policy"
 CANDIDATES: Final = "ttft.route.candidates"
@@ -90,6 +96,17 @@ METRIC_DROPPED: Final = "ttft_otel_dropped"
 METRIC_LOST: Final = "ttft_otel_lost"
 METRIC_ERRORS: Final = "ttft_otel_hook_errors"
 METRIC_PENDING: Final = "ttft_otel_pending"
+
+# Prometheus metrics of the router alone.
+METRIC_REQUESTS: Final = "ttft_otel_router_requests"
+METRIC_UNDER_WAY: Final = "ttft_otel_router_requests_in_flight"
+METRIC_INSTANCE: Final = "ttft_otel_router_instance"
+METRIC_IN_FLIGHT: Final = "ttft_otel_router_in_flight"
+METRIC_BREAKER: Final = "ttft_otel_router_breaker_open"
+METRIC_ATTEMPTS: Final = "ttft_otel_router_attempts"
+METRIC_RETRIES: Final = "ttft_otel_router_retries"
+METRIC_BUDGET: Final = "ttft_otel_router_retry_budget"
+METRIC_RELOADS: Final = "ttft_otel_router_reloads"
 
 # Environment.
 ENV_ON: Final = "TTFT_OTEL"
