@@ -113,9 +113,17 @@ def split(name: str) -> tuple[str, str]:
     return "", name
 
 
+_BARE: Final = (*NAMES, UNATTRIBUTED)
+_KNOWN: Final = frozenset(
+    (
+        *_BARE,
+        *ROUTER,
+        *(f"router.hop.{role}" for role in ROLES),
+        *(f"{role}.{stage}" for role in ROLES for stage in _BARE),
+    )
+)
+
+
 def known(name: str) -> bool:
     """Tell whether a full stage name belongs to the vocabulary."""
-    stage = split(name)[1]
-    if stage.startswith("router.hop."):
-        return stage.removeprefix("router.hop.") in ROLES
-    return stage in BY_NAME or stage in ROUTER or stage == UNATTRIBUTED
+    return name in _KNOWN

@@ -43,7 +43,7 @@ def read(text: str) -> Timing | None:
     """
     if not text or len(text) > LIMIT:
         return None
-    found = {name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)}
+    found = _own(text) or {name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)}
     ttft = found.pop(names.TIMING_TTFT, None)
     rest = found.pop(names.TIMING_REST, None)
     unattributed = found.pop(stages.UNATTRIBUTED, 0)
@@ -51,6 +51,18 @@ def read(text: str) -> Timing | None:
     if ttft is None or sum(parts.values()) + unattributed != ttft:
         return None
     return Timing(parts, unattributed, ttft, rest)
+
+
+def _own(text: str) -> dict[str, int]:
+    """What `write` wrote, in a quarter of the general reader's time; {} for any other spelling."""
+    found: dict[str, int] = {}
+    for entry in text.split(", "):
+        name, _, value = entry.partition(";dur=")
+        digits = value[:-4] + value[-3:]
+        if value[-4:-3] != "." or len(digits) > 15 or not (digits.isascii() and digits.isdigit()):
+            return {}
+        found[name] = int(digits)
+    return found
 
 
 def _entry(name: str, value: int) -> str:
