@@ -48,10 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a policy may know about a request: its leg, path, model, id, headers and body bytes.
-
-    pin: the URL of the one instance that may serve it ("" for any): its cache was just filled.
-    """
+    """What a policy may know about a request: its leg, path, model, id, headers and body bytes."""
 
     leg: str
     path: str
@@ -59,7 +56,6 @@ class Asked:
     request_id: str
     headers: dict[str, str]
     body: bytes
-    pin: str = ""
 
 
 class Policy(Protocol):

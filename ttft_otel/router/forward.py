@@ -7,20 +7,25 @@ A raw ASGI endpoint: a framework's request and response objects cost as much as 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any, Final
 
 import aiohttp
 
-from ttft_otel import clock, context, names, timing
+from ttft_otel import clock, context, names
 from ttft_otel.guard import Guard
 from ttft_otel.record import encode
 from ttft_otel.router import answer, body, choose, fan, headers, plan
 from ttft_otel.router.answer import Send
 from ttft_otel.router.fan import Refused, critical
-from ttft_otel.router.legs import Down, Legs, learn
+from ttft_otel.router.gate import Gate
+from ttft_otel.router.legs import Down, Legs
+from ttft_otel.router.pair import Pair
 from ttft_otel.router.path import Attempt, Trip, partition
 from ttft_otel.router.report import Exchange, Reports, tell
+from ttft_otel.router.stream import Client, hand_on
 from ttft_otel.settings import Settings
 
 Scope = MutableMapping[str, Any]
@@ -49,12 +54,15 @@ class Forward:
         reports: Reports | None = None,
         largest: int = LARGEST,
         first_token: str = plan.STRIP,
+        gate: Gate | None = None,
     ) -> None:
         self.legs, self.settings, self.largest = legs, settings, largest
+        self.gate = gate or Gate(legs)
+        self.answered: Counter[str] = Counter()  # by class of status
         self.emit = send
         self.reports = reports if reports is not None else Reports()
         self.encoders = bool(legs.fleet.get("encode"))
-        self.first_token = first_token
+        self.first_token, self.pair = first_token, Pair(legs)
         self.last = next(leg for leg in LAST if legs.fleet.get(leg) or leg == LAST[-1])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,6 +72,7 @@ class Forward:
         exchange = self._begin(scope, found, arrive)
         watch: asyncio.Task[None] | None = None
         try:
+            self.gate.enter(found, bool(exchange.operation))
             data = await _body(receive, found, self.largest, exchange)
             if data is not None:
                 here = asyncio.current_task()
@@ -74,7 +83,7 @@ class Forward:
                 exchange.error = "cancelled"
                 raise
             exchange.error = GONE
-        except (answer.TooLarge, Refused, Down) as error:
+        except (answer.Rejected, Refused, Down) as error:
             await answer.fail(error, exchange, send)
         except (aiohttp.ClientError, OSError) as error:
             # mid-stream: what is out is out; returning unfinished makes uvicorn cut the connection
@@ -100,7 +109,7 @@ class Forward:
             path if path in OPERATIONS else OTHERS,
             scope.get("scheme", "http"),
             OPERATIONS.get(path, ""),
-            not found.get(names.LEG_HEADER),
+            not (self.settings.trust and found.get(names.LEG_HEADER)),
             Trip(arrive),
         )
 
@@ -111,6 +120,8 @@ class Forward:
         request = body.read(data, asks_media)
         exchange.model, exchange.stream = request.model, request.stream
         exchange.trip.parsed = clock.now()
+        if exchange.operation:
+            await self.gate.look(request, self.last)
         if request.media:
             await self._prime(request, found, exchange)
         query = scope.get("query_string", b"").decode("latin-1")
@@ -123,11 +134,21 @@ class Forward:
             found.passed,
             request.data,
         )
+        client = Client(exchange, send, found.get(names.ASK) == "1", self._tell_first)
+        if self.last == plan.DECODE:
+            made = plan.decide(
+                exchange.path, request.data, request.stream, bool(request.media), self.first_token
+            )
+            if len(made.legs) > 1:
+                await self.pair.serve(made, asked, exchange, client)
+                return
+            asked = replace(asked, leg=made.legs[0])
+            exchange.token = (made.mode, made.reason)
         chain: list[Attempt] = []
         exchange.calls.append(chain)
         exchange.trip.path.append(chain)
         response = await self.legs.open(asked, exchange.context, chain)
-        await self._pass(response, chain[-1], exchange, send, found.get(names.ASK) == "1")
+        await hand_on(response, chain[-1], client)
 
     async def _prime(self, request: body.Body, found: headers.Incoming, exchange: Exchange) -> None:
         """Every item to an encoder, at once; the slowest is the one on the critical path."""
@@ -151,56 +172,6 @@ class Forward:
         finally:
             exchange.trip.path.append(critical(chains))
 
-    async def _pass(
-        self,
-        response: aiohttp.ClientResponse,
-        attempt: Attempt,
-        exchange: Exchange,
-        send: Send,
-        asked: bool,
-    ) -> None:
-        """Hand the answer on chunk by chunk, each as it came; stop the leg if that is cut short."""
-        try:
-            chunks = response.content.iter_any()
-            first = await anext(chunks, b"")
-            attempt.first = clock.now()
-            learn(attempt, response)
-            exchange.streaming = response.content_type == "text/event-stream"
-            down = headers.down(response.raw_headers)
-            if asked:
-                down.append((names.TIMING.encode(), _timing(exchange)))
-            exchange.error = attempt.error
-            await answer.start(response.status, down, exchange, send)
-            more = not response.content.at_eof()
-            exchange.done = not more
-            await send({"type": "http.response.body", "body": first, "more_body": more})
-            self._given(exchange, more)
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            attempt.ended = clock.now()
-            if more:
-                exchange.done = True
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (aiohttp.ClientError, OSError) as error:
-            attempt.error = type(error).__name__
-            raise
-        except asyncio.CancelledError:
-            attempt.cut()
-            raise
-        finally:
-            attempt.ended = attempt.ended or clock.now()
-            if not response.content.at_eof():
-                response.close()
-
-    def _given(self, exchange: Exchange, more: bool) -> None:
-        """The first token is out: a stream tells its ttft half now, after the client has it."""
-        exchange.given = True
-        if exchange.streaming:
-            exchange.trip.end = clock.now()
-            if more and exchange.operation:
-                with Guard("router.first"):
-                    self._tell_first(exchange)
-
     def _tell_first(self, exchange: Exchange) -> None:
         cut = partition(exchange.trip)
         self.reports.put(exchange.request_id, exchange.trip, cut)
@@ -211,6 +182,7 @@ class Forward:
     def _end(self, exchange: Exchange) -> None:
         for attempt in (attempt for chain in exchange.calls for attempt in chain):
             self.legs.fleet.left(attempt)
+        self.answered[f"{exchange.status // 100}xx" if exchange.status else exchange.error] += 1
         with Guard("router.end"):
             end = clock.now()
             cut = None
@@ -255,16 +227,6 @@ async def _watch(receive: Receive, exchange: Exchange, task: asyncio.Task[Any] |
     if not exchange.done and task is not None:
         exchange.gone = True
         task.cancel()
-
-
-def _timing(exchange: Exchange) -> bytes:
-    """Our own Server-Timing, written just before the client's first byte."""
-    moment = clock.now()
-    trip = Trip(exchange.trip.arrive, exchange.trip.parsed, exchange.trip.path)
-    trip.end = moment if exchange.streaming else 0
-    cut = partition(trip)
-    rest = None if exchange.streaming else moment - cut.end
-    return timing.write(cut.stages, cut.unattributed, cut.end - cut.start, rest).encode()
 
 
 def _died(trip: Trip) -> str:

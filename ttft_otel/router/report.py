@@ -44,6 +44,9 @@ class Exchange:
     error: str = ""
     died: str = ""
     calls: list[list[Attempt]] = field(default_factory=list)
+    token: tuple[str, str] = ("", "")  # how the first token travelled, and why not otherwise
+    mismatch: bool = False  # D's first token was not P's
+    handover: Trip | None = None  # from P's token to D's next
 
 
 def tell(exchange: Exchange, cut: Breakdown | None, end: int = 0) -> Record:
