@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import aiohttp
 
 from router import fakes
 from router.fakes import EVENTS, PARENT, Plan
-from ttft_otel import clock, timing
+from ttft_otel import clock, names, timing
 
 
 def test_stream_is_not_buffered() -> None:
@@ -280,15 +281,26 @@ def test_backend_down() -> None:
 
 
 def test_refused_connection_tries_another() -> None:
-    """With one of two backends down every request is served, the lost time is router.retry."""
+    """A backend that goes down costs one request a retry, the lost time is router.retry."""
 
     async def scenario() -> None:
-        async with fakes.instance() as one, fakes.router([fakes.unused(), one.url]) as router:
-            assert [(await router.chat())[0] for _ in range(4)] == [200] * 4
-            records = [each for each in await router.settled(8) if each.calls]
-            assert sorted(len(each.calls) for each in records) == [1, 1, 2, 2]
-            firsts = [each.ttft for each in router.records if each.ttft]
-            assert sum("router.retry" in ttft.stages for ttft in firsts) == 2
+        async with fakes.instance() as one, contextlib.AsyncExitStack() as stack:
+            two = await stack.enter_async_context(fakes.instance())
+            async with fakes.router([two.url, one.url]) as router:
+                await router.app.forward.legs.health.ready()
+                await stack.aclose()
+                assert [(await router.chat())[0] for _ in range(4)] == [200] * 4
+                records = [each for each in await router.settled(8) if each.calls]
+                assert [len(each.calls) for each in records] == [2, 1, 1, 1]
+                lost, other = records[0].calls
+                assert (lost.error, lost.status, other.status) == ("ClientConnectorError", 0, 200)
+                assert other.attributes[names.ATTEMPT] == 2
+                firsts = [each.ttft for each in router.records if each.ttft]
+                (told,) = [each for each in firsts if "router.retry" in each.stages]
+                # until the other attempt begins, the pause before it included
+                pieces = {piece.name: piece for piece in told.pieces}
+                assert pieces["router.retry"].start <= lost.start + 1000
+                assert pieces["router.retry"].end > lost.end
 
     fakes.run(scenario)
 
@@ -312,15 +324,23 @@ def test_broken_stream_is_broken_for_the_client() -> None:
     fakes.run(scenario)
 
 
-def test_malformed_json_is_the_backends_to_refuse() -> None:
-    """What is no JSON goes on as it came, so the client reads what vLLM says of it."""
+def test_malformed_json_is_refused_here() -> None:
+    """What is no JSON object is a 400 in OpenAI's form; where other bodies are taken it goes on."""
 
     async def scenario() -> None:
         async with fakes.instance(Plan(status=400)) as pd, fakes.instance() as e:
             async with fakes.router([pd.url], [e.url]) as router:
-                for body in (b"{", b"", b"\xff\xfe", b"[1]", b'{"messages": 3}', b"[" * 5000):
-                    assert (await router.post("/v1/chat/completions", body))[0] == 400
-                    assert pd.seen[-1].body == body
+                for body in (b"{", b"", b"\xff\xfe", b"[1]", b"[" * 5000):
+                    status, _, said = await router.post("/v1/chat/completions", body)
+                    error = json.loads(said)["error"]
+                    assert status == error["code"] == 400 and "JSON" in error["message"]
+                    assert not pd.seen
+                for path, body in (
+                    ("/v1/chat/completions", b'{"messages": 3}'),
+                    ("/v1/audio/transcriptions", b"\xff"),
+                ):
+                    assert (await router.post(path, body))[0] == 400
+                    assert pd.seen.pop().body == body
                 assert not e.seen
 
     fakes.run(scenario)
@@ -332,11 +352,11 @@ def test_transfer_parameters_of_clients_are_removed() -> None:
     async def scenario() -> None:
         async with fakes.instance() as one, fakes.router([one.url]) as router:
             for body in (
-                b'{"model": "m", "kv_transfer_params": {"a": 1}, "ec_transfer_params": null}',
-                b'{"model": "m", "kv_transfer\\u005fparams": {"a": NaN}}',
+                b'{"model": "tiny", "kv_transfer_params": {"a": 1}, "ec_transfer_params": null}',
+                b'{"model": "tiny", "kv_transfer\\u005fparams": {"a": NaN}}',
             ):
                 await router.post("/v1/completions", body)
-                assert one.seen[-1].json == {"model": "m"}
+                assert one.seen[-1].json == {"model": "tiny"}
 
     fakes.run(scenario)
 
@@ -353,7 +373,8 @@ def test_body_is_bounded() -> None:
                     yield b"x" * 100
 
             url = f"{router.url}/v1/completions"
-            async with router.client.post(url, data=chunks()) as response:
+            named = {"Content-Type": "application/json"}
+            async with router.client.post(url, data=chunks(), headers=named) as response:
                 assert response.status == 413
             assert not one.seen
 

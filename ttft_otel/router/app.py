@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from ttft_otel import __version__, guard, meter, names, stages
-from ttft_otel.router.answer import Send
-from ttft_otel.router.choose import Instance
+from ttft_otel import __version__, names, stages
+from ttft_otel.router import answer
+from ttft_otel.router.answer import Rejected, Send
 from ttft_otel.router.forward import Forward, Receive, Scope
+from ttft_otel.router.metrics import Metrics
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-ASK: Final = aiohttp.ClientTimeout(total=5.0)  # of the control plane's own questions
 DATA: Final = "/v1/"
 
 
@@ -37,43 +35,60 @@ class App:
     has then costs the data path nothing.
     """
 
-    def __init__(self, forward: Forward, control: FastAPI) -> None:
-        self.forward, self.control = forward, control
+    def __init__(self, forward: Forward, control: FastAPI, metrics: Metrics) -> None:
+        self.forward, self.control, self.metrics = forward, control, metrics
+        self.gate = forward.gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the lifespan."""
         data = scope["type"] == "http" and scope["method"] == "POST"
-        if data and scope["path"].startswith(DATA):
-            await self.forward(scope, receive, send)
-        else:
+        if not (data and scope["path"].startswith(DATA)):
             await self.control(scope, receive, send)
+            return
+        self.gate.inside += 1
+        try:
+            await self.forward(scope, receive, send)
+        finally:
+            self.gate.inside -= 1
 
 
-def build(forward: Forward, counts: Callable[[], Mapping[str, int]]) -> App:
-    """Put the data path and the control plane together; `counts` are handoff's."""
+def build(
+    forward: Forward,
+    counts: Callable[[], Mapping[str, int]],
+    beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+) -> App:
+    """Put data path and control plane together; `counts` are handoff's, `beside` runs as long."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await forward.legs.start()
         try:
-            yield
+            async with beside():
+                yield
         finally:
             await forward.legs.close()
 
     app = FastAPI(title="ttft-otel router", version=__version__, lifespan=lifespan)
+    metrics = Metrics(forward, counts)
+    app.add_exception_handler(Rejected, _rejected)
     _health(app, forward)
     _models(app, forward)
-    _metrics(app, counts)
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/ttft_report/{request_id:path}")
-    async def ttft_report(request_id: str) -> JSONResponse:
+    async def ttft_report(request_id: str, request: Request) -> JSONResponse:
+        _check(forward, request)
         found = forward.reports.get(request_id)
         if found is not None:
             return JSONResponse(found)
         most = forward.reports.most
-        return _error(404, f"No report for {request_id[:256]!r}: the newest {most} are kept.")
+        why = f"No report for {request_id[:256]!r}: the newest {most} are kept."
+        raise Rejected(404, why, "NotFoundError")
 
-    return App(forward, app)
+    return App(forward, app, metrics)
 
 
 def _health(app: FastAPI, forward: Forward) -> None:
@@ -84,85 +99,48 @@ def _health(app: FastAPI, forward: Forward) -> None:
     @app.get("/health")
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
-        """Ready when each leg has an instance that answers its own /health."""
-        asked = list(forward.legs.fleet)
-        answers = await asyncio.gather(*(_alive(forward, each) for each in asked))
-        legs: dict[str, dict[str, bool]] = {}
-        for each, alive in zip(asked, answers, strict=True):
-            legs.setdefault(each.leg, {})[each.url] = alive
-        ready = all(any(states.values()) for states in legs.values())
-        body = {"status": "ready" if ready else "not ready", "legs": legs}
-        return JSONResponse(body, 200 if ready else 503)
-
-
-async def _alive(forward: Forward, asked: Instance) -> bool:
-    try:
-        async with forward.legs.session.get(f"{asked.url}/health", timeout=ASK) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
-        return False
+        """Ready when each leg has an instance that does not fail, until the router is stopped."""
+        legs = forward.legs
+        if not forward.gate.draining:
+            await legs.health.ready()
+        states: dict[str, dict[str, str]] = {}
+        for each in legs.fleet:
+            states.setdefault(each.leg, {})[each.url] = each.state
+        ready = bool(states) and all("healthy" in leg.values() for leg in states.values())
+        word = "ready" if ready else "not ready"
+        if forward.gate.draining:
+            ready, word = False, "draining"
+        return JSONResponse({"status": word, "legs": states}, 200 if ready else 503)
 
 
 def _models(app: FastAPI, forward: Forward) -> None:
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        """Every backend's models, each id once."""
-        asked = forward.legs.fleet.get(forward.last, ())
-        answers = await asyncio.gather(*(_list(forward, each) for each in asked))
-        if asked and all(answer is None for answer in answers):
-            return _error(502, "No backend answered /v1/models; see /readyz.")
+    async def models(request: Request) -> JSONResponse:
+        """The models of all who answer, each id once."""
+        _check(forward, request)
+        legs = forward.legs
+        asked = legs.fleet.get(forward.last)
+        told = await asyncio.gather(*(legs.health.learn(each) for each in asked))
+        if not any(told):
+            raise Rejected(502, "No instance answered /v1/models; see /readyz.", "UpstreamError")
         merged: dict[str, Any] = {}
-        for answer in answers:
-            for model in answer or ():
-                if isinstance(model, dict):
-                    merged.setdefault(str(model.get("id")), model)
+        for each, answered in zip(asked, told, strict=True):
+            if answered:
+                for card in each.cards:
+                    merged.setdefault(str(card.get("id")), card)
         return JSONResponse({"object": "list", "data": list(merged.values())})
 
 
-async def _list(forward: Forward, asked: Instance) -> list[Any] | None:
-    try:
-        async with forward.legs.session.get(f"{asked.url}/v1/models", timeout=ASK) as response:
-            body = await response.json() if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError):
-        return None
-    data = body.get("data") if isinstance(body, dict) else None
-    return data if isinstance(data, list) else None
+def _check(forward: Forward, request: Request) -> None:
+    if forward.gate.keys:
+        forward.gate.check(request.headers.get("authorization", ""))
 
 
-class _Counts:
-    """Prometheus collector over counters that live elsewhere; read at each scrape."""
-
-    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self.counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        counts = self.counts()
-        records = CounterMetricFamily(names.METRIC_RECORDS, "Records given to the exporter.")
-        records.add_metric([], counts.get("sent", 0))
-        dropped = meter.lost(
-            names.METRIC_DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"]
-        )
-        errors = CounterMetricFamily(
-            names.METRIC_ERRORS, "Errors of the tracing itself, caught.", labels=["place"]
-        )
-        for place, number in guard.errors.items():
-            errors.add_metric([place], number)
-        return (records, dropped, errors, meter.lost(names.METRIC_LOST, counts))
-
-
-def _metrics(app: FastAPI, counts: Callable[[], Mapping[str, int]]) -> None:
-    registry = CollectorRegistry()
-    registry.register(_Counts(counts))
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    kind = "NotFoundError" if status == 404 else "UpstreamError"
-    content = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": content}, status)
+async def _rejected(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Rejected)
+    headers, data = answer.render(error)
+    named = {name.decode(): value.decode() for name, value in headers}
+    return Response(data, error.status, named)
 
 
 def instrument(app: App, protocol: str) -> Callable[[], None]:

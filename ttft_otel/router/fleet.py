@@ -170,6 +170,18 @@ class Fleet:
         """The instance with this URL."""
         return next((each for each in self.get(leg) if each.url == url), None)
 
+    def add(self, instance: Instance) -> None:
+        """One more of its leg."""
+        self._legs[instance.leg] = (*self.get(instance.leg), instance)
+        self.changed()
+
+    def remove(self, instance: Instance) -> None:
+        """One less; its requests under way end as they would have."""
+        self._legs[instance.leg] = tuple(
+            each for each in self.get(instance.leg) if each is not instance
+        )
+        self.changed()
+
     def replace(self, legs: Mapping[str, Sequence[Instance]]) -> tuple[list[str], list[str]]:
         """Other instances from now on; those that stay keep their state. URLs added and removed.
 

@@ -21,11 +21,12 @@ AGAIN: Final = 1_000_000  # microseconds between two looks for a model nobody ha
 class Gate:
     """API keys, the content type, the model; `shut` while the router is being stopped.
 
-    `keys` are the clients' and stay here; `key` is the instances' own.
+    `keys` are the clients' and stay here; `key` is the instances' own. `inside`: requests under way.
     """
 
     def __init__(self, legs: Legs, keys: Sequence[str] = (), key: str = "") -> None:
-        self.legs, self.shut = legs, False
+        self.legs, self.shut, self.inside = legs, False, 0
+        self.draining = False  # told to stop: not ready, whoever asks
         self.key = f"Bearer {key}" if key else ""
         self._looked = 0
         self.keys: tuple[bytes, ...] = ()
