@@ -13,7 +13,7 @@ import (
 	"github.com/compose-spec/compose-go/v2/cli"
 )
 
-// Arguments: compose files; words that begin with "+" are profiles to switch on.
+// Arguments: compose files; words that begin with "+" are profiles to switch on, instead of those of .env.
 func main() {
 	var files, profiles []string
 	for _, word := range os.Args[1:] {
@@ -30,7 +30,9 @@ func main() {
 }
 
 func show(files, profiles []string) error {
-	options, err := cli.NewProjectOptions(files, cli.WithOsEnv, cli.WithProfiles(profiles), cli.WithDotEnv)
+	// In the order of docker compose: .env beside the file, then profiles, which it may name.
+	options, err := cli.NewProjectOptions(files, cli.WithOsEnv, cli.WithEnvFiles(), cli.WithDotEnv,
+		cli.WithDefaultProfiles(profiles...))
 	if err != nil {
 		return err
 	}
