@@ -1,183 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel router`: flags and environment in, a running server out; cli.py offers it."""
+"""`ttft-otel router`: flags, environment and file in, a running server out; cli.py offers it."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import functools
+import logging
 import os
-import signal
-import sys
 from collections.abc import Callable
-from typing import Final
+from contextlib import nullcontext
+from typing import Any, Final
 
 import click
-import uvicorn
 
 from ttft_otel import handoff, names, settings
+from ttft_otel.router import admin, config, fleet, health, plan, retry
 from ttft_otel.router import app as control
-from ttft_otel.router.choose import Instance, instance
+from ttft_otel.router.config import Options, option
 from ttft_otel.router.forward import LARGEST, Forward
+from ttft_otel.router.gate import Gate
 from ttft_otel.router.legs import Legs
-from ttft_otel.router.plan import MODES, STRIP
 from ttft_otel.router.report import KEPT, Reports
+from ttft_otel.router.server import serve
 
-ENV: Final = "TTFT_OTEL_ROUTER_"
-GRACE: Final = 30  # seconds for running answers when the router is told to stop
+DRAIN: Final = 30.0  # seconds for running answers when the router is told to stop
 
 EXAMPLES: Final = """
+\b
+One plain vLLM server:
+  ttft-otel router --backend http://127.0.0.1:8001 --port 8000
 \b
 One encoder and two prefill-decode servers:
   ttft-otel router --encoder http://127.0.0.1:8001 \\
                    --backend http://127.0.0.1:8002 --backend http://127.0.0.1:8003
 \b
-One plain vLLM server:
-  ttft-otel router --backend http://127.0.0.1:8001 --port 8000
+Prefill and decode apart, with an encoder before them or without:
+  ttft-otel router --prefill http://127.0.0.1:8002 --decode http://127.0.0.1:8003
+  ttft-otel router --encoder http://127.0.0.1:8001 \\
+                   --prefill http://127.0.0.1:8002 --decode http://127.0.0.1:8003
 \b
 The same by environment (lists are separated by blanks):
   TTFT_OTEL_ROUTER_BACKEND="http://127.0.0.1:8002 http://127.0.0.1:8003" ttft-otel router
+\b
+The same from a file, flags without their dashes; `kill -HUP` reads it again:
+  printf 'backend: [http://127.0.0.1:8002]\\nport: 8000\\n' > router.yaml
+  ttft-otel router --config router.yaml
 \b
 Where a request's time went:
   curl http://127.0.0.1:8000/ttft_report/REQUEST_ID
 """
 
+log: Final = logging.getLogger("ttft_otel")
 
-@click.command("router", epilog=EXAMPLES)
-@click.option(
+
+@click.command("router", cls=config.Command, epilog=EXAMPLES)
+@config.file("--config", metavar="FILE", help="YAML, a line for each flag; SIGHUP reads it again.")
+@option(
     "--encoder",
-    "encoders",
     multiple=True,
     metavar="URL",
-    envvar=f"{ENV}ENCODER",
-    show_envvar=True,
-    help="An encoder instance; repeat for more. Without any, backends encode images themselves.",
+    help="An encoder instance; repeat for more. Without any, images are encoded where they are used.",
 )
-@click.option(
-    "--backend",
-    "backends",
-    multiple=True,
-    metavar="URL",
-    envvar=f"{ENV}BACKEND",
-    show_envvar=True,
-    help="A server that answers: prefill-decode behind encoders, plain otherwise. Repeatable.",
-)
-@click.option(
+@option(
     "--prefill",
-    "prefills",
     multiple=True,
     metavar="URL",
-    envvar=f"{ENV}PREFILL",
-    show_envvar=True,
     help="A prefill instance; repeat for more. Needs --decode, takes the place of --backend.",
 )
-@click.option(
-    "--decode",
-    "decodes",
+@option("--decode", multiple=True, metavar="URL", help="A decode instance; repeat for more.")
+@option(
+    "--backend",
     multiple=True,
     metavar="URL",
-    envvar=f"{ENV}DECODE",
-    show_envvar=True,
-    help="A decode instance; repeat for more.",
+    help="A server that answers: prefill-decode behind encoders, plain otherwise. Repeatable.",
 )
-@click.option(
+@option(
     "--first-token",
-    type=click.Choice(MODES),
-    default=STRIP,
-    show_default=True,
-    envvar=f"{ENV}FIRST_TOKEN",
-    show_envvar=True,
+    type=click.Choice(plan.MODES),
+    default=plan.STRIP,
     help="How the prefill instance's token reaches the client; see docs/router.md.",
 )
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, envvar=f"{ENV}HOST", show_envvar=True
-)
-@click.option(
-    "--port",
-    default=8000,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    envvar=f"{ENV}PORT",
-    show_envvar=True,
-)
-@click.option(
+@option("--stream-prefill-token", is_flag=True, help="The same as --first-token strip.")
+@option("--host", default="127.0.0.1", help="The address to listen on.")
+@option("--port", default=8000, type=click.IntRange(0, 65535), help="The port; 0: any free one.")
+@option(
     "--max-body",
     default=LARGEST,
-    show_default=True,
     type=click.IntRange(min=1),
-    envvar=f"{ENV}MAX_BODY",
-    show_envvar=True,
     help="Largest request body in bytes; more is answered with 413.",
 )
-@click.option(
+@option(
     "--reports",
     default=KEPT,
-    show_default=True,
     type=click.IntRange(min=1),
-    envvar=f"{ENV}REPORTS",
-    show_envvar=True,
     help="How many requests /ttft_report remembers.",
 )
-def command(
-    encoders: tuple[str, ...],
-    backends: tuple[str, ...],
-    prefills: tuple[str, ...],
-    decodes: tuple[str, ...],
-    first_token: str,
-    host: str,
-    port: int,
-    max_body: int,
-    reports: int,
-) -> None:
+@option(
+    "--api-key",
+    multiple=True,
+    metavar="KEY",
+    help="Clients must send one of these; without any, their Authorization goes on as it came.",
+)
+@option("--upstream-key", default="", metavar="KEY", help="The key that instances ask for.")
+@option(
+    "--trust-trace-headers",
+    is_flag=True,
+    envvar=[f"{config.ENV}TRUST_TRACE_HEADERS", names.ENV_TRUST],
+    help="Callers decide by traceparent what is sampled, not only what it belongs to.",
+)
+@option(
+    "--health-interval",
+    default=health.INTERVAL,
+    type=click.FloatRange(0.05),
+    help="Seconds between two probes of an instance.",
+)
+@option(
+    "--retries",
+    default=retry.RETRIES,
+    type=click.IntRange(0, 10),
+    help="Other instances that a request may be tried on before its first byte.",
+)
+@option(
+    "--retry-budget",
+    default=retry.RATIO,
+    type=click.FloatRange(0, 1),
+    help="Retries as a share of all requests.",
+)
+@option(
+    "--breaker-failures",
+    default=fleet.FAILURES,
+    type=click.IntRange(min=1),
+    help="Failures in a row after which an instance gets nothing for a while.",
+)
+@option(
+    "--drain-delay",
+    default=0.0,
+    type=click.FloatRange(0),
+    help="Seconds after SIGTERM in which new requests are still taken.",
+)
+@option(
+    "--drain-timeout",
+    default=DRAIN,
+    type=click.FloatRange(0),
+    help="Seconds after SIGTERM in which running answers may end.",
+)
+@option(
+    "--admin-port",
+    type=click.IntRange(0, 65535),
+    help="A port on loopback with GET and POST /instances; none without it.",
+)
+@option("--admin-token", default="", metavar="TOKEN", help="What /instances asks for.")
+@click.pass_context
+def command(ctx: click.Context, /, **given: Any) -> None:
     """Route requests to vLLM servers and trace each one's time to first token.
 
     Images of chat requests go to the encoders first, all at once; then the whole request goes to a
     backend, or to a prefill and then to a decode instance. Answers are passed on byte by byte.
     Spans go where the OTEL_EXPORTER_OTLP_* variables say; TTFT_OTEL=0 makes none.
     """
-    read = settings.read()
+    wanted = Options(**given)
+    read = dataclasses.replace(settings.read(), trust=wanted.trust_trace_headers)
     if problems := settings.validate(read):
         raise click.UsageError("\n".join(problems))
-    if bool(prefills) != bool(decodes) or bool(backends) == bool(decodes):
-        raise click.UsageError("Give either --backend, or --prefill and --decode together.")
-    last = "prefill_decode" if encoders else "mono"
-    given = {"encode": encoders, "prefill": prefills, "decode": decodes, last: backends}
-    legs = Legs({leg: _fleet(urls, leg) for leg, urls in given.items() if urls})
     # Starting a router asks for its spans: only an explicit "off" turns them off.
     off = names.ENV_ON in os.environ and not read.on
-    send = (lambda _: False) if off else handoff.sender().send
-    forward = Forward(legs, read, send, Reports(reports), max_body, first_token)
-    app = control.build(forward, handoff.counts)
+    app = build(wanted, read, (lambda _: False) if off else handoff.sender().send)
     end: Callable[[], None] = _nothing if off else control.instrument(app, read.protocol)
     try:
-        serve(app, host, port)
+        serve(
+            app,
+            wanted.host,
+            wanted.port,
+            wanted.drain_delay,
+            wanted.drain_timeout,
+            Reload(ctx, wanted, app),
+        )
     finally:
         end()
 
 
-def serve(app: control.App, host: str, port: int) -> None:
-    """Run until told to stop; the legs' own Date and Server headers pass through."""
-    # uvicorn raises SIGTERM again when it is done: without a handler that would skip the exit's
-    # drain of the last records
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        access_log=False,
-        log_level="warning",
-        date_header=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=GRACE,
+def build(wanted: Options, read: settings.Settings, send: Callable[[bytes], bool]) -> control.App:
+    """The application that these options ask for. Raises UsageError."""
+    instances = fleet.Fleet(wanted.legs(), wanted.breaker_failures)
+    legs = Legs(
+        instances,
+        retries=wanted.retries,
+        budget=wanted.retry_budget,
+        health=health.Health(instances, wanted.health_interval, wanted.upstream_key),
     )
+    gate = Gate(legs, wanted.api_key, wanted.upstream_key)
+    reports = Reports(wanted.reports)
+    forward = Forward(legs, read, send, reports, wanted.max_body, wanted.mode, gate)
+    port, token = wanted.admin_port, wanted.admin_token
+    beside = nullcontext if port is None else functools.partial(admin.serve, legs, port, token)
+    return control.build(forward, handoff.counts, beside)
 
 
-def _fleet(urls: tuple[str, ...], leg: str) -> tuple[Instance, ...]:
-    try:
-        return tuple(instance(url, leg) for url in urls)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+class Reload:
+    """What SIGHUP does: other instances and keys, or a line in the log that says what is wrong."""
+
+    def __init__(self, ctx: click.Context, now: Options, app: control.App) -> None:
+        self.ctx, self.now, self.app = ctx, now, app
+        self._following: asyncio.Task[None] | None = None
+
+    def __call__(self) -> None:
+        """Read everything again; runs on the event loop, and takes milliseconds."""
+        try:
+            fresh = config.again(self.ctx)
+            self._take(fresh)
+        except click.ClickException as error:
+            self.app.metrics.reloads["failed"] += 1
+            log.error("ttft-otel: nothing is changed: %s", error.format_message())
+
+    def _take(self, fresh: Options) -> None:
+        legs = self.app.forward.legs
+        wanted = fresh.legs()
+        if set(wanted) != set(legs.fleet.legs()):
+            before, after = ", ".join(legs.fleet.legs()), ", ".join(wanted)
+            raise click.UsageError(f"the legs were {before} and would be {after}: restart for that")
+        added, removed = legs.fleet.replace(wanted)
+        self.app.gate.let(fresh.api_key)
+        self._following = asyncio.ensure_future(legs.health.follow())
+        self.app.metrics.reloads["ok"] += 1
+        log.warning(
+            "ttft-otel: configuration read again: added %s; removed %s",
+            ", ".join(added) or "nothing",
+            ", ".join(removed) or "nothing",
+        )
+        if needs := config.fixed(self.now, fresh):
+            log.warning("ttft-otel: only a restart changes %s", ", ".join(needs))
 
 
 def _nothing() -> None:
