@@ -91,9 +91,10 @@ class Forward:
             if not exchange.status:
                 await answer.fail(Down(502, str(error)), exchange, send)
         finally:
-            exchange.done = True
-            if watch is not None:
+            # once a whole answer is out the watch ends by itself, for less than a cancellation
+            if watch is not None and not exchange.done:
                 watch.cancel()
+            exchange.done = True
             self._end(exchange)
 
     def _begin(self, scope: Scope, found: headers.Incoming, arrive: int) -> Exchange:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -89,4 +89,4 @@ def down(raw: Raw) -> list[tuple[bytes, bytes]]:
 
 def request_id(text: str) -> str:
     """Keep a caller's id of visible ASCII, at most 256 characters; make one otherwise."""
-    return text if _ID.fullmatch(text) else uuid.uuid4().hex
+    return text if _ID.fullmatch(text) else os.urandom(16).hex()

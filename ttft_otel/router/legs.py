@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from yarl import URL
 
 from ttft_otel import clock, context, names, timing
-from ttft_otel.router import choose, retry
+from ttft_otel.router import choose, retry, wire
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.health import Health
 from ttft_otel.router.path import Attempt
@@ -49,14 +49,13 @@ class Legs:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Open the session; limit=0 because the engines queue, not the router."""
+        """Open the session."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+            connector=wire.Connector(IDLE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_AUTO,
-            trace_configs=[_wire()],
         )
         await self.health.start(self._session)
 
@@ -202,17 +201,19 @@ class Legs:
         attempt.policy, attempt.candidates = choice.reason, candidates
         chain.append(attempt)
         self.fleet.take(attempt, to)
+        token = wire.sending.set(attempt)
         try:
             response = await self.session.post(
                 url,
                 data=asked.body,
                 headers={**asked.headers, **extra},
                 allow_redirects=False,
-                trace_request_ctx=attempt,
             )
         except asyncio.CancelledError:
             attempt.cut()
             raise
+        finally:
+            wire.sending.reset(token)
         attempt.status = response.status
         if response.status >= 400:
             attempt.error = str(response.status)
@@ -222,28 +223,6 @@ class Legs:
 def learn(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
     """Read the server's breakdown; after its first chunk, so that reading it is nobody's hop."""
     attempt.timing = timing.read(", ".join(response.headers.getall(names.TIMING, ())))
-
-
-def _wire() -> aiohttp.TraceConfig:
-    """A leg begins when its connection is asked for, or when its bytes go to one that is open.
-
-    What the client library does before that is the router's own work, `router.route`.
-    """
-
-    async def connecting(_: Any, context: Any, __: Any) -> None:
-        attempt = context.trace_request_ctx
-        if attempt is not None:
-            attempt.sent, attempt.fresh = clock.now(), True
-
-    async def sent(_: Any, context: Any, __: Any) -> None:
-        attempt = context.trace_request_ctx
-        if attempt is not None and not attempt.fresh:
-            attempt.sent = clock.now()
-
-    config = aiohttp.TraceConfig()
-    config.on_connection_create_start.append(connecting)
-    config.on_request_headers_sent.append(sent)
-    return config
 
 
 def _others(
