@@ -40,6 +40,9 @@ class Context:
         return f"00-{self.trace_id}-{span_id or self.span_id}-{self.flags:02x}"
 
 
+NONE: Final = Context("", "", "", 0, "")  # of a request that nobody traces
+
+
 def start(traceparent: str, tracestate: str, settings: Settings) -> Context:
     """Continue `traceparent`; start a new trace when it is empty or malformed (W3C: ignore it)."""
     found = _read(traceparent)

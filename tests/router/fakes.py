@@ -19,7 +19,10 @@ from yarl import URL
 from ttft_otel import clock, timing
 from ttft_otel.record import Record, decode
 from ttft_otel.router import app, choose
+from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.forward import Forward
+from ttft_otel.router.gate import Gate
+from ttft_otel.router.health import Health
 from ttft_otel.router.legs import Legs
 from ttft_otel.router.report import Reports as Reports
 from ttft_otel.settings import Settings
@@ -40,6 +43,9 @@ class Plan:
     status: int = 200
     timed: bool = True
     breaks: bool = False  # cut the connection after the first chunk
+    drops: bool = False  # cut it before any answer
+    health: int = 200
+    models: Sequence[str] = ("tiny",)
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Instance:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.seen, self.url = plan, list[Seen](), ""
+        self.asked: list[str] = []  # the keys with which its models were asked for
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer as planned."""
@@ -84,6 +91,8 @@ class Instance:
             parts[name] = clock.now() - mark
         await asyncio.sleep(plan.unattributed / 1000)
         ttft = clock.now() - start
+        if plan.drops and request.transport is not None:
+            request.transport.abort()
         await asyncio.sleep(plan.rest / 1000)
         rest = clock.now() - start - ttft if plan.rest else None
         headers = {"X-Own": "kept", "Connection": "X-Hop", "X-Hop": "not kept"}
@@ -127,10 +136,12 @@ async def instance(plan: Plan | None = None) -> AsyncIterator[Instance]:
     made = Instance(plan or Plan())
 
     async def health(_: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=made.plan.health)
 
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
+    async def models(request: web.Request) -> web.Response:
+        made.asked.append(request.headers.get("Authorization", ""))
+        cards = [{"id": name} for name in made.plan.models]
+        return web.json_response({"object": "list", "data": cards})
 
     server = web.Application(client_max_size=1 << 28)
     server.router.add_get("/health", health)
@@ -178,6 +189,11 @@ class Router:
         self.app: app.App
 
     @property
+    def fleet(self) -> Fleet:
+        """Its instances."""
+        return self.app.forward.legs.fleet
+
+    @property
     def records(self) -> list[Record]:
         """What was given to the exporter, decoded."""
         return [decode(data) for data in self._sent]
@@ -197,6 +213,12 @@ class Router:
     ) -> tuple[int, Any, bytes]:
         """A chat request with these images."""
         return await self.post("/v1/chat/completions", chat(*images, stream=stream), **headers)
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any, Any]:
+        """Get JSON from the control plane; status, headers, body."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.client.get(f"{self.url}{path}", headers=named) as response:
+            return response.status, response.headers, json.loads(await response.read())
 
     async def settled(self, halves: int) -> list[Record]:
         """The records, once there are that many."""
@@ -224,23 +246,40 @@ async def router(
     encoders: Sequence[str] = (),
     settings: Settings | None = None,
     prepare: Callable[[app.App], None] = lambda _: None,
+    *,
+    prefills: Sequence[str] = (),
+    decodes: Sequence[str] = (),
+    failures: int = 5,
+    pause: float = 2.0,
+    pace: float = 5.0,
+    retries: int = 2,
+    budget: float = 0.2,
+    keys: Sequence[str] = (),
+    key: str = "",
+    traced: bool = True,
     **options: Any,
 ) -> AsyncIterator[Router]:
     """The router on a real socket; its records go into a list."""
-    last = "prefill_decode" if encoders else "mono"
-    legs = Legs(
-        {
-            "encode": [choose.instance(url, "encode") for url in encoders],
-            last: [choose.instance(url, last) for url in backends],
-        }
-    )
+    given = {
+        "encode": encoders,
+        "prefill": prefills,
+        "decode": decodes,
+        "prefill_decode" if encoders else "mono": backends,
+    }
+    instances = {
+        leg: [choose.instance(url, leg) for url in urls] for leg, urls in given.items() if urls
+    }
+    fleet = Fleet(instances, failures, pause)
+    health = Health(fleet, pace, key)
+    legs = Legs(fleet, retries=retries, budget=budget, health=health)
+    options["gate"] = Gate(legs, keys, key)
     sent: list[bytes] = []
 
     def send(data: bytes) -> bool:
         sent.append(data)
         return True
 
-    forward = Forward(legs, settings or Settings(), send, **options)
+    forward = Forward(legs, settings or Settings(), send if traced else None, **options)
     built = app.build(forward, lambda: {"sent": len(sent), "dropped": 3})
     prepare(built)
     config = uvicorn.Config(built, http="httptools", access_log=False, log_level="error")

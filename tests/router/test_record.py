@@ -193,6 +193,29 @@ def test_unsampled_requests_are_measured_not_told() -> None:
     fakes.run(scenario)
 
 
+def test_off_it_is_a_plain_proxy() -> None:
+    """With tracing off the caller's trace headers go on as they came, and so does Server-Timing."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as one, fakes.router([one.url], traced=False) as router:
+            asked = {"traceparent": PARENT, "tracestate": "v=1", "x_ttft_timing": "1"}
+            for stream in (True, False):
+                _, headers, _ = await router.chat(stream=stream, X_Request_Id="off", **asked)
+                assert headers["Server-Timing"].startswith("prefill.compute;dur=")
+                seen = one.seen[-1].headers
+                assert (seen["traceparent"], seen["tracestate"]) == (PARENT, "v=1")
+                assert seen["x-ttft-timing"] == "1" and "x-ttft-leg" not in seen
+                assert seen["X-Request-Id"] == headers["X-Request-Id"] == "off"
+            await router.chat()
+            assert "traceparent" not in one.seen[-1].headers
+            assert "x-ttft-timing" not in one.seen[-1].headers
+            status, _, missing = await get(router, "/ttft_report/off")
+            assert status == 404 and "TTFT_OTEL=0" in missing["error"]["message"]
+            assert not router.records
+
+    fakes.run(scenario)
+
+
 def test_behind_another_router_it_is_not_outermost() -> None:
     """x-ttft-leg on the request says that someone before us counts this request."""
 

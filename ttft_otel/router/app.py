@@ -86,6 +86,8 @@ def build(
             return JSONResponse(found)
         most = forward.reports.most
         why = f"No report for {request_id[:256]!r}: the newest {most} are kept."
+        if forward.emit is None:
+            why = f"No reports: tracing is off. Start the router without {names.ENV_ON}=0."
         raise Rejected(404, why, "NotFoundError")
 
     return App(forward, app, metrics)

@@ -165,7 +165,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         raise click.UsageError("\n".join(problems))
     # Starting a router asks for its spans: only an explicit "off" turns them off.
     off = names.ENV_ON in os.environ and not read.on
-    app = build(wanted, read, (lambda _: False) if off else handoff.sender().send)
+    app = build(wanted, read, None if off else handoff.sender().send)
     end: Callable[[], None] = _nothing if off else control.instrument(app, read.protocol)
     try:
         serve(
@@ -180,8 +180,10 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         end()
 
 
-def build(wanted: Options, read: settings.Settings, send: Callable[[bytes], bool]) -> control.App:
-    """The application that these options ask for. Raises UsageError."""
+def build(
+    wanted: Options, read: settings.Settings, send: Callable[[bytes], bool] | None
+) -> control.App:
+    """The application that these options ask for; without `send`, untraced. Raises UsageError."""
     instances = fleet.Fleet(wanted.legs(), wanted.breaker_failures)
     legs = Legs(
         instances,

@@ -44,13 +44,16 @@ GONE: Final = "disconnected"
 
 
 class Forward:
-    """The ASGI endpoint of every POST below /v1; `send` takes a Record's bytes and never waits."""
+    """The ASGI endpoint of every POST below /v1; `send` takes a Record's bytes and never waits.
+
+    Without `send` tracing is off: nothing is measured, and trace headers pass as they came.
+    """
 
     def __init__(
         self,
         legs: Legs,
         settings: Settings,
-        send: Callable[[bytes], bool],
+        send: Callable[[bytes], bool] | None,
         reports: Reports | None = None,
         largest: int = LARGEST,
         first_token: str = plan.STRIP,
@@ -68,7 +71,7 @@ class Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; whatever happens to it is told when it is over."""
         arrive = clock.now()
-        found = headers.sort(scope["headers"])
+        found = headers.sort(scope["headers"], self.emit is not None)
         exchange = self._begin(scope, found, arrive)
         watch: asyncio.Task[None] | None = None
         try:
@@ -98,9 +101,10 @@ class Forward:
             self._end(exchange)
 
     def _begin(self, scope: Scope, found: headers.Incoming, arrive: int) -> Exchange:
-        trace = context.start(
-            found.get(names.TRACEPARENT), found.get(names.TRACESTATE), self.settings
-        )
+        trace = context.NONE
+        if self.emit is not None:
+            parent, state = found.get(names.TRACEPARENT), found.get(names.TRACESTATE)
+            trace = context.start(parent, state, self.settings)
         path = scope["path"]
         return Exchange(
             trace,
@@ -174,6 +178,8 @@ class Forward:
             exchange.trip.path.append(critical(chains))
 
     def _tell_first(self, exchange: Exchange) -> None:
+        if self.emit is None:
+            return
         cut = partition(exchange.trip)
         self.reports.put(exchange.request_id, exchange.trip, cut)
         exchange.told = True
@@ -184,6 +190,8 @@ class Forward:
         for attempt in (attempt for chain in exchange.calls for attempt in chain):
             self.legs.fleet.left(attempt)
         self.answered[f"{exchange.status // 100}xx" if exchange.status else exchange.error] += 1
+        if self.emit is None:
+            return
         with Guard("router.end"):
             end = clock.now()
             cut = None

@@ -30,8 +30,15 @@ _OURS: Final = {
         "connection",
     )
 }
+# With tracing off these are nobody's here, and go on as they came.
+_PLAIN: Final = {
+    key: name
+    for key, name in _OURS.items()
+    if name in (names.REQUEST_HEADER, "content-length", "connection")
+}
 _NOT_UP: Final = _HOP | {b"host", b"expect"}
-_NOT_DOWN: Final = _HOP | {names.TIMING.encode(), names.REQUEST_HEADER.encode()}
+_TIMING: Final = names.TIMING.encode()
+_NOT_DOWN: Final = _HOP | {names.REQUEST_HEADER.encode()}
 _ID: Final = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -47,11 +54,11 @@ class Incoming:
         return self.ours.get(name, "")
 
 
-def sort(raw: Raw) -> Incoming:
+def sort(raw: Raw, traced: bool = True) -> Incoming:
     """Part the client's headers; what cannot be sent on as it came is left out, never an error."""
-    found = Incoming()
+    found, ours = Incoming(), _OURS if traced else _PLAIN
     for key, value in raw:
-        name = _OURS.get(key)
+        name = ours.get(key)
         if name is not None:
             text = value.decode("latin-1")
             found.ours[name] = f"{found.ours[name]},{text}" if name in found.ours else text
@@ -75,9 +82,11 @@ def _pass(passed: dict[str, str], key: bytes, value: bytes) -> None:
     passed[name] = text
 
 
-def down(raw: Raw) -> list[tuple[bytes, bytes]]:
+def down(raw: Raw, traced: bool = True) -> list[tuple[bytes, bytes]]:
     """A leg's response headers for the client; bodies pass unmodified, so content-length stays."""
     kept = [(key.lower(), value) for key, value in raw]
+    if traced:  # its Server-Timing was for us
+        kept = [(key, value) for key, value in kept if key != _TIMING]
     named = {
         word.strip().lower()
         for key, value in kept

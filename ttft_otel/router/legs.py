@@ -185,12 +185,10 @@ class Legs:
     ) -> aiohttp.ClientResponse:
         to = choice.instance
         span_id = context.new_id()
-        extra = {
-            names.TRACEPARENT: trace.parent(span_id),
-            names.REQUEST_HEADER: asked.request_id,
-            names.ASK: "1",
-            names.LEG_HEADER: asked.leg,
-        }
+        extra = {names.REQUEST_HEADER: asked.request_id}
+        if trace.trace_id:
+            extra[names.TRACEPARENT] = trace.parent(span_id)
+            extra[names.ASK], extra[names.LEG_HEADER] = "1", asked.leg
         if trace.state:
             extra[names.TRACESTATE] = trace.state
         url = URL(to.url + asked.path, encoded=True)

@@ -65,7 +65,8 @@ async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Cl
         exchange.streaming = response.content_type == "text/event-stream"
         exchange.error = attempt.error
         more = not response.content.at_eof()
-        await client.first(response.status, headers.down(response.raw_headers), first, more)
+        kept = headers.down(response.raw_headers, bool(exchange.context.trace_id))
+        await client.first(response.status, kept, first, more)
         async for chunk in chunks:
             await client.give(chunk)
         attempt.ended = clock.now()
