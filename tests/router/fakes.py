@@ -43,7 +43,7 @@ class Plan:
     status: int = 200
     timed: bool = True
     breaks: bool = False  # cut the connection after the first chunk
-    drops: bool = False  # cut it before any answer
+    drops: int = 0  # so many requests are cut off before any answer
     health: int = 200
     models: Sequence[str] = ("tiny",)
 
@@ -92,6 +92,7 @@ class Instance:
         await asyncio.sleep(plan.unattributed / 1000)
         ttft = clock.now() - start
         if plan.drops and request.transport is not None:
+            plan.drops -= 1
             request.transport.abort()
         await asyncio.sleep(plan.rest / 1000)
         rest = clock.now() - start - ttft if plan.rest else None
