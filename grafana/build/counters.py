@@ -17,10 +17,18 @@ LOST: Final = f"{names.METRIC_LOST}_total"
 ERRORS: Final = f"{names.METRIC_ERRORS}_total"
 PENDING: Final = names.METRIC_PENDING
 
+# Of routers. Prometheus calls the instance behind one `exported_instance`: `instance` is the router.
+STATE: Final = names.METRIC_INSTANCE
+BREAKER: Final = names.METRIC_BREAKER
+IN_FLIGHT: Final = names.METRIC_IN_FLIGHT
+ATTEMPTS: Final = f"{names.METRIC_ATTEMPTS}_total"
+RETRIES: Final = f"{names.METRIC_RETRIES}_total"
+BEHIND: Final = "instance, leg, exported_instance"
+
 ACCEPTED: Final = "otelcol_receiver_accepted_spans_total"
 REFUSED: Final = "otelcol_receiver_refused_spans_total"
 FAILED: Final = "otelcol_receiver_failed_spans_total"
-SENT: Final = "otelcol_exporter_sent_spans_total"
+TO_TEMPO: Final = 'otelcol_exporter_sent_spans_total{exporter=~".*tempo.*"}'
 SEND_FAILED: Final = "otelcol_exporter_send_failed_spans_total"
 ENQUEUE_FAILED: Final = "otelcol_exporter_enqueue_failed_spans_total"
 POINTS_SENT: Final = "otelcol_exporter_sent_metric_points_total"
@@ -36,6 +44,9 @@ WAITING: Final = "otelcol_processor_tail_sampling_sampling_traces_on_memory"
 EVICTED: Final = "otelcol_processor_tail_sampling_sampling_trace_dropped_too_early_total"
 DISCARDED: Final = "tempo_discarded_spans_total"
 
+# Recorded by grafana/prometheus/rules.
+RATIO: Final = "ttft:unattributed:ratio5m"
+
 # Every hop of a span: what is lost there, and a counter that is there when the hop is.
 HOPS: Final[dict[str, tuple[str, str]]] = {
     "server, before its exporter": (DROPPED, RECORDS),
@@ -43,7 +54,7 @@ HOPS: Final[dict[str, tuple[str, str]]] = {
     "collector refused": (REFUSED, ACCEPTED),
     "collector failed": (FAILED, ACCEPTED),
     "collector's queue full": (ENQUEUE_FAILED, ACCEPTED),
-    "collector to Tempo failed": (SEND_FAILED, ACCEPTED),
+    "collector's export failed": (SEND_FAILED, ACCEPTED),
     "sampler evicted": (EVICTED, ACCEPTED),
     "Tempo discarded": (DISCARDED, "tempo_distributor_spans_received_total"),
 }
@@ -81,7 +92,7 @@ def fill(by: str) -> str:
 def kept(window: str) -> str:
     """The share of traces that sampling keeps; all of them without sampling."""
     yes = rate(f'{SAMPLED}{{sampled="true"}}', window)
-    return f"{yes} / {rate(SAMPLED, window)} or 1 + 0 * {rate(ACCEPTED, window)}"
+    return f"({yes} / {rate(SAMPLED, window)} >= 0) or 1 + 0 * {rate(ACCEPTED, window)}"
 
 
 def unattributed(window: str, by: str = "") -> str:
@@ -92,7 +103,13 @@ def unattributed(window: str, by: str = "") -> str:
         f"sum{over} (histogram_sum(rate({queries.STAGE}{chosen}[{window}])))"
         for chosen in (f"{{{found}}}", "")
     )
-    return f"({part} or 0 * {whole}) / {whole}"
+    return queries.real(f"({part} or 0 * {whole}) / {whole}")
+
+
+def failing(window: str, by: str) -> str:
+    """The share of attempts at each instance behind routers that failed."""
+    bad = f'{ATTEMPTS}{{result!~"[1234]xx"}}'
+    return queries.real(f"{lost(bad, ATTEMPTS, window, by)} / {rate(ATTEMPTS, window, by)}")
 
 
 def routed(window: str) -> str:

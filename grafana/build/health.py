@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from grafana_foundation_sdk.builders import common
-from grafana_foundation_sdk.models import dashboard as models
-
 from grafana.build import colors, counters, panels, queries
 from grafana.build.queries import RANGE, RATE
 
@@ -33,7 +30,7 @@ def board() -> Any:
     _hops(made)
     _load(made.with_row(panels.row("Does the collector keep up?")))
     _instances(made.with_row(panels.row("Who sends, and who is behind the routers?")))
-    return made.with_row(_sampling())
+    return made.with_row(_scraped()).with_row(_sampling())
 
 
 def _now(made: Any) -> None:
@@ -107,7 +104,7 @@ def _hops(made: Any) -> None:
             "Share of TTFT that no stage accounts for, by outermost service. `ttft-otel doctor` "
             "names the mark that is missing.",
             "percentunit",
-            panels.line('max by (job) (ttft:unattributed:ratio5m{job=~"$job"})', "{{job}}"),
+            panels.line(f'max by (job) ({counters.RATIO}{{job=~"$job"}})', "{{job}}"),
         )
     )
 
@@ -121,7 +118,7 @@ def _load(made: Any) -> None:
             "cps",
             panels.line(counters.rate(counters.ACCEPTED, RATE), "accepted", "in"),
             panels.line(
-                counters.lost(counters.SENT, counters.ACCEPTED, RATE), "sent to Tempo", "out"
+                counters.lost(counters.TO_TEMPO, counters.ACCEPTED, RATE), "sent to Tempo", "out"
             ),
         ),
         (
@@ -164,7 +161,18 @@ def _load(made: Any) -> None:
 
 
 def _instances(made: Any) -> None:
-    made.with_panel(_senders())
+    by = "job, instance"
+    chosen = f'{queries.NOT_ENCODE},job=~"$job"'
+    senders = panels.joined(
+        "Outermost servers",
+        "Routers, and servers that clients call directly: their load, and how much of their TTFT "
+        "no stage accounts for.",
+        "Requests",
+        {"job": "Service", "instance": "Instance"},
+        ("Requests", "reqps", queries.requests(RANGE, chosen, by)),
+        ("Unattributed", "percentunit", f'max by ({by}) ({counters.RATIO}{{job=~"$job"}})'),
+    )
+    made.with_panel(senders.span(12).height(8))
     made.with_panel(
         panels.lines(
             "Requests behind the routers",
@@ -172,14 +180,18 @@ def _instances(made: Any) -> None:
             "even load.",
             "reqps",
             panels.line(counters.routed(RATE), "{{ttft_leg}} {{ttft_instance}}"),
-        )
+        ).height(8)
     )
-    made.with_panel(
+
+
+def _scraped() -> Any:
+    """Folded away: it has data only where servers and routers are scraped."""
+    row = panels.row("What do routers and servers say themselves? (needs scrape targets)")
+    row.with_panel(
         panels.lines(
             "Records, drops and errors of tracing",
             "What servers and routers count on their own /metrics: records given to their exporter, "
-            "what they dropped, and errors of the hooks, caught. Needs scrape targets "
-            "(grafana/prometheus/targets).",
+            "what they dropped, and errors of the hooks, caught.",
             "cps",
             panels.line(counters.rate(counters.RECORDS, RATE, "job"), "records {{job}}", "records"),
             panels.line(
@@ -194,36 +206,32 @@ def _instances(made: Any) -> None:
             ),
         )
     )
-
-
-def _senders() -> Any:
-    """One row per outermost server that sent spans."""
-    by = "job, instance"
-    chosen = f'{queries.NOT_ENCODE},job=~"$job"'
-    columns = (
-        ("Requests", "reqps", queries.requests(RANGE, chosen, by)),
-        ("Unattributed", "percentunit", 'ttft:unattributed:ratio5m{job=~"$job"}'),
+    row.with_panel(
+        panels.lines(
+            "Retries",
+            "Attempts that routers made after a failed one, per second and leg.",
+            "cps",
+            panels.line(counters.rate(counters.RETRIES, RATE, "leg"), "{{leg}}"),
+        )
     )
-    made = panels.rows(
-        "Outermost servers",
-        "Routers, and servers that clients call directly: their load, and how much of their TTFT "
-        "no stage accounts for.",
-        "none",
-        *(
-            panels.instant(query, ref, as_table=True)
-            for ref, (_, _, query) in zip("AB", columns, strict=True)
-        ),
+    return row.with_panel(
+        panels.joined(
+            "Instances behind the routers",
+            "As each router sees them: state, requests under way, attempts, and the share that failed.",
+            "Failed",
+            {
+                "instance": "Router",
+                "leg": "Leg",
+                "exported_instance": "Instance",
+                "state": "State",
+            },
+            ("Is", "none", f"max by ({counters.BEHIND}, state) ({counters.STATE} == 1)"),
+            ("Breaker", "none", f"max by ({counters.BEHIND}) ({counters.BREAKER})"),
+            ("Under way", "none", f"sum by ({counters.BEHIND}) ({counters.IN_FLIGHT})"),
+            ("Attempts", "reqps", counters.rate(counters.ATTEMPTS, RANGE, counters.BEHIND)),
+            ("Failed", "percentunit", counters.failing(RANGE, counters.BEHIND)),
+        )
     )
-    made.datasource(panels.PROMETHEUS).height(7)
-    made.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    hidden = {"excludeByName": {"Time": True, "__name__": True}, "indexByName": {}}
-    made.with_transformation(models.DataTransformerConfig(id_val="organize", options=hidden))
-    for ref, (title, unit, _) in zip("AB", columns, strict=True):
-        named = [colors.set_to("displayName", title), colors.set_to("unit", unit)]
-        made.override_by_name(f"Value #{ref}", named)
-    for label, title in (("job", "Service"), ("instance", "Instance")):
-        made.override_by_name(label, [colors.set_to("displayName", title)])
-    return made.sort_by([common.TableSortByFieldState().display_name("Requests").desc(True)])
 
 
 def _sampling() -> Any:

@@ -24,6 +24,7 @@ from grafana_foundation_sdk.builders import (
 )
 from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models import heatmap as shades
 from grafana_foundation_sdk.models import prometheus as formats
 from grafana_foundation_sdk.models import tempo as tables
 
@@ -80,12 +81,16 @@ def lines(title: str, says: str, unit: str, *targets: Any, legend: bool = True) 
 
 def stacked(title: str, says: str, unit: str, *targets: Any) -> Any:
     """Areas that add up; the legend beside them lists the means."""
-    made = lines(title, says, unit, *targets).fill_opacity(75).line_width(0)
+    made = ranked(lines(title, says, unit, *targets), "mean").fill_opacity(75).line_width(0)
     made.show_points(shapes.VisibilityMode.NEVER)
-    made.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
+    return made.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
+
+
+def ranked(panel: Any, by: str) -> Any:
+    """Many series: a table beside them, highest first."""
     shown = common.VizLegendOptions().placement(shapes.LegendPlacement.RIGHT).show_legend(True)
-    shown.display_mode(shapes.LegendDisplayMode.TABLE).calcs(["mean"])
-    return made.legend(shown.sort_by("Mean").sort_desc(True))
+    shown.display_mode(shapes.LegendDisplayMode.TABLE).calcs([by])
+    return panel.legend(shown.sort_by(by.capitalize()).sort_desc(True))
 
 
 def bars(title: str, says: str, unit: str, query: str, legend: str) -> Any:
@@ -104,13 +109,39 @@ def heat(title: str, says: str, query: str, hue: str) -> Any:
     made.datasource(PROMETHEUS).calculate(False).cell_gap(1).show_legend().height(9).span(12)
     made.y_axis(heatmap.YAxisConfig().unit("s").axis_placement(shapes.AxisPlacement.LEFT))
     made.filter_values(heatmap.FilterValueRange().le(1e-9)).no_value(EMPTY)
-    return made.color(heatmap.HeatmapColorOptions().mode("opacity").fill(hue).exponent(0.5))
+    shade = heatmap.HeatmapColorOptions().mode(shades.HeatmapColorMode.OPACITY).fill(hue).steps(64)
+    return made.color(shade.scale(shades.HeatmapColorScale.EXPONENTIAL).exponent(0.5))
 
 
 def rows(title: str, says: str, unit: str, *targets: Any) -> Any:
     """A table of instant queries, or of a search, one row per thing."""
     made = table.Panel().title(title).description(says).unit(unit).no_value(EMPTY)
     return made.targets(list(targets)).height(8).span(24).filterable(True)
+
+
+def joined(
+    title: str, says: str, by: str, labels: dict[str, str], *columns: tuple[str, str, str]
+) -> Any:
+    """A table with one row per combination of labels, and a column (title, unit, query) per number."""
+    refs = "ABCDEFGH"[: len(columns)]
+    targets = [
+        instant(query, ref, as_table=True) for ref, (_, _, query) in zip(refs, columns, strict=True)
+    ]
+    made = rows(title, says, columns[0][1], *targets).datasource(PROMETHEUS)
+    order = [*labels, *(f"Value #{ref}" for ref in refs)]
+    places = {name: place for place, name in enumerate(order)}
+    for id_val, options in (
+        ("merge", {}),
+        ("organize", {"excludeByName": {"Time": True}, "indexByName": places}),
+    ):
+        made.with_transformation(models.DataTransformerConfig(id_val=id_val, options=options))
+    for name, shown in labels.items():
+        made.override_by_name(name, [models.DynamicConfigValue("displayName", shown)])
+    for ref, (shown, unit, _) in zip(refs, columns, strict=True):
+        properties = {"displayName": shown, "unit": unit}
+        named = [models.DynamicConfigValue(*pair) for pair in properties.items()]
+        made.override_by_name(f"Value #{ref}", named)
+    return made.sort_by([common.TableSortByFieldState().display_name(by).desc(True)]).height(7)
 
 
 def foreign(kind: str, title: str, says: str, target: Any) -> Any:

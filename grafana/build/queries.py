@@ -70,16 +70,27 @@ def rate(metric: str, chosen: str, window: str) -> str:
     return f"rate({metric}{{{chosen}}}[{window}])"
 
 
+def real(query: str) -> str:
+    """Without the NaN of times when nothing was asked: it would spoil the means in legends."""
+    return f"{query} >= 0"
+
+
+def each(query: str, window: str) -> str:
+    """Seconds per second of time as seconds per answered request."""
+    return f"{query} / on () group_left () ({requests(window, ANSWERED)} > 0)"
+
+
 def quantile(part: float, window: str, by: str = "") -> str:
     """A quantile of TTFT among answered requests, of all together or by a label."""
     over = f" by ({by})" if by else ""
-    return f"histogram_quantile({part}, sum{over} ({rate(DURATION, ANSWERED, window)}))"
+    return real(f"histogram_quantile({part}, sum{over} ({rate(DURATION, ANSWERED, window)}))")
 
 
 def over_slo(window: str, by: str = "") -> str:
     """The share of requests that were still without a first token at the SLO."""
     over = f" by ({by})" if by else ""
-    return f"histogram_fraction($slo / 1000, +Inf, sum{over} ({rate(DURATION, CHOSEN, window)}))"
+    late = f"histogram_fraction($slo / 1000, +Inf, sum{over} ({rate(DURATION, CHOSEN, window)}))"
+    return real(late)
 
 
 def requests(window: str, chosen: str = CHOSEN, by: str = "") -> str:
@@ -91,7 +102,7 @@ def requests(window: str, chosen: str = CHOSEN, by: str = "") -> str:
 def failed(window: str, by: str = "") -> str:
     """The share of requests that failed or were aborted before their first token; 0 if none did."""
     total = requests(window, by=by)
-    return f"(({requests(window, FAILED, by)}) or 0 * {total}) / {total}"
+    return real(f"(({requests(window, FAILED, by)}) or 0 * {total}) / {total}")
 
 
 def stage_time(window: str, chosen: str = "", by: str = OF_STAGE) -> str:
@@ -103,19 +114,21 @@ def stage_time(window: str, chosen: str = "", by: str = OF_STAGE) -> str:
 def stage_mean(window: str, name: str | None = None) -> str:
     """Mean time of each stage per request: these add up to the mean TTFT. `name` is a kind."""
     chosen = "" if name is None else f'{OF_STAGE}=~"{kind(name)}"'
-    return f"{stage_time(window, chosen)} / scalar({requests(window, ANSWERED)})"
+    return each(stage_time(window, chosen), window)
 
 
 def stage_share(window: str, name: str) -> str:
     """Each stage's share of the mean TTFT; the shares add up to one."""
     own = f'{OF_STAGE}=~"{kind(name)}"'
     whole = f"sum (histogram_sum({rate(STAGE, ANSWERED, window)}))"
-    return f"{stage_time(window, own)} / scalar({whole})"
+    return f"{stage_time(window, own)} / on () group_left () ({whole} > 0)"
 
 
 def stage_quantile(part: float, window: str) -> str:
     """A quantile of every stage's spans."""
-    return f"histogram_quantile({part}, sum by ({OF_STAGE}) ({rate(STAGE, ANSWERED, window)}))"
+    return real(
+        f"histogram_quantile({part}, sum by ({OF_STAGE}) ({rate(STAGE, ANSWERED, window)}))"
+    )
 
 
 def _placed(value: str, place: str, inner: str, outer: str) -> str:
@@ -127,7 +140,7 @@ def _placed(value: str, place: str, inner: str, outer: str) -> str:
 def by_role(window: str) -> str:
     """Mean time per request spent in each role, router and legs; these add up to the mean TTFT."""
     time = _placed(f"histogram_sum({rate(STAGE, ANSWERED, window)})", "role", LEG, ROLE)
-    return f"sum by (role) ({time}) / scalar({requests(window, ANSWERED)})"
+    return each(f"sum by (role) ({time})", window)
 
 
 def by_instance(window: str) -> str:
@@ -136,7 +149,7 @@ def by_instance(window: str) -> str:
     time = f"histogram_sum({rate(STAGE, ANSWERED, window)})"
     count = f"histogram_count({rate(STAGE, firsts, window)})"
     up, down = (_placed(value, "server", INSTANCE, "instance") for value in (time, count))
-    return f"sum by (server) ({up}) / sum by (server) ({down})"
+    return real(f"sum by (server) ({up}) / sum by (server) ({down})")
 
 
 def heat(window: str) -> str:

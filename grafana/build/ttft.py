@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from grafana_foundation_sdk.builders import common, dashboard
+from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as models
 
 from grafana.build import colors, panels, queries, requests
@@ -92,7 +92,7 @@ def _now(made: Any) -> None:
     )
     made.with_panel(
         panels.number(
-            "Failed before a first token",
+            "Failed",
             "Share of requests that failed or were aborted before their first token. "
             "They are in no percentile.",
             queries.failed(RANGE),
@@ -120,7 +120,8 @@ def _over_time(made: Any) -> None:
     )
     dashed = colors.set_to("custom.lineStyle", {"fill": "dash", "dash": [8, 8]})
     thin = colors.set_to("custom.lineWidth", 1)
-    panels.tinted(percentiles, [("^SLO$", [colors.fixed(colors.LIMIT), dashed, thin])])
+    bare = colors.set_to("custom.showPoints", "never")
+    panels.tinted(percentiles, [("^SLO$", [colors.fixed(colors.LIMIT), dashed, thin, bare])])
     made.with_panel(percentiles)
     made.with_panel(
         panels.heat(
@@ -181,21 +182,21 @@ def _stages(made: Any) -> None:
         f"sort_desc(topk(10, {queries.stage_mean(RANGE)}))",
         "{{ttft_stage}}",
     )
-    made.with_panel(panels.tinted(longest, colors.stage_colors()).span(7))
+    made.with_panel(panels.tinted(longest, colors.stage_colors()))
     for title, says, unit, query, width in (
         (
             "Mean TTFT by stage",
             f"Mean time per request in every stage. They add up to the mean TTFT. {sums}.",
             "s",
             queries.stage_mean,
-            9,
+            16,
         ),
         (
             "Share of TTFT by stage",
             f"Each stage's share of the mean TTFT; together 100 %. {sums}.",
             "percentunit",
             queries.stage_share,
-            8,
+            12,
         ),
     ):
         targets = [
@@ -203,16 +204,17 @@ def _stages(made: Any) -> None:
             for kind in queries.KINDS
         ]
         panel = panels.stacked(title, says, unit, *targets).height(11).span(width)
+        if unit == "percentunit":
+            panel.max(1)
         made.with_panel(panels.tinted(panel, colors.stage_colors()))
-    for part, name in ((0.5, "p50"), (0.99, "p99")):
-        panel = panels.lines(
-            f"Stages, {name}",
-            f"{name} of every stage's spans; a stage in several pieces counts several times. "
-            "Percentiles of stages do not add up to a percentile of TTFT.",
-            "s",
-            panels.line(queries.stage_quantile(part, RATE), "{{ttft_stage}}", exemplars=part > 0.9),
-        )
-        made.with_panel(panels.tinted(panel, colors.stage_colors()))
+    tails = panels.lines(
+        "Stages, p99",
+        "The slowest hundredth of every stage's spans; a stage in several pieces counts several "
+        "times. Percentiles of stages do not add up to a percentile of TTFT.",
+        "s",
+        panels.line(queries.stage_quantile(0.99, RATE), "{{ttft_stage}}", exemplars=True),
+    )
+    made.with_panel(panels.tinted(panels.ranked(tails, "max"), colors.stage_colors()).height(11))
 
 
 def _who(made: Any) -> None:
@@ -247,7 +249,11 @@ def _who(made: Any) -> None:
 def _models() -> Any:
     """One row per model, role and instance, worst p99 first."""
     by = f"{queries.MODEL}, {queries.ROLE}, instance"
-    columns = (
+    return panels.joined(
+        "Models, roles and instances",
+        "Every model at every outermost server, in the chosen time range; worst p99 first.",
+        "p99",
+        {queries.MODEL: "Model", queries.ROLE: "Role", "instance": "Instance"},
         ("Requests", "reqps", queries.requests(RANGE, by=by)),
         ("p50", "s", queries.quantile(0.5, RANGE, by)),
         ("p90", "s", queries.quantile(0.9, RANGE, by)),
@@ -255,29 +261,3 @@ def _models() -> Any:
         ("Over SLO", "percentunit", queries.over_slo(RANGE, by)),
         ("Failed", "percentunit", queries.failed(RANGE, by)),
     )
-    letters = "ABCDEF"
-    made = panels.rows(
-        "Models, roles and instances",
-        "Every model at every outermost server, in the chosen time range; worst p99 first.",
-        "s",
-        *(
-            panels.instant(query, ref, as_table=True)
-            for ref, (_, _, query) in zip(letters, columns, strict=True)
-        ),
-    )
-    made.datasource(panels.PROMETHEUS)
-    made.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    hidden = models.DataTransformerConfig(
-        id_val="organize", options={"excludeByName": {"Time": True}, "indexByName": {}}
-    )
-    made.with_transformation(hidden)
-    for ref, (title, unit, _) in zip(letters, columns, strict=True):
-        named = [colors.set_to("displayName", title), colors.set_to("unit", unit)]
-        made.override_by_name(f"Value #{ref}", named)
-    for label, title in (
-        (queries.MODEL, "Model"),
-        (queries.ROLE, "Role"),
-        ("instance", "Instance"),
-    ):
-        made.override_by_name(label, [colors.set_to("displayName", title)])
-    return made.sort_by([common.TableSortByFieldState().display_name("p99").desc(True)]).height(7)
