@@ -8,10 +8,10 @@ only for a caller that asked (and early events of a stream, until its first toke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from ttft_otel import clock, handoff, meter, names, recorder
+from ttft_otel import carrier, clock, handoff, meter, names, recorder
 from ttft_otel.guard import Guard
 from ttft_otel.settings import Settings
 from ttft_otel.trip import Trip
@@ -20,11 +20,12 @@ Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-Ask: TypeAlias = Callable[[Any, Trip], Awaitable[str]]
+Ask: TypeAlias = Callable[[Any, Trip, str], Awaitable[str]]
 
 HOLD_LIMIT: Final = 65536  # bytes of early events held back for a caller that asked
 ASK_LIMIT: Final = 256  # questions to the engine core under way at once
 ASK_SECONDS: Final = 5.0
+KEPT_LIMIT: Final = 1024  # answered requests whose blocks another instance has not fetched yet
 PLAIN_WITH_EGRESS: Final = ("encode", "prefill")
 
 
@@ -37,6 +38,7 @@ class Middleware:
         self.know = know
         self.ask = ask
         self.late: set[asyncio.Task[None]] = set()
+        self.kept: set[asyncio.Task[None]] = set()
         meter.watch(recorder.awaiting, handoff.counts)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -83,22 +85,34 @@ class Middleware:
             recorder.close(trip, 0)
         if trip.cut is not None:
             recorder.hand(trip, handoff.sender(), server=True)
+            if recorder.keeps(trip) and len(self.kept) < KEPT_LIMIT:
+                self._later(self._fetched(scope["app"], trip), self.kept)
             return
         trip.error = str(trip.status) if trip.status >= 400 else error or "cancelled"
         if trip.engines and trip.status < 400 and len(self.late) < ASK_LIMIT:
-            task = asyncio.ensure_future(self._buried(scope["app"], trip))
-            self.late.add(task)
-            task.add_done_callback(self.late.discard)
+            self._later(self._buried(scope["app"], trip), self.late)
             return
         recorder.fail(trip, trip.end)
         recorder.hand(trip, handoff.sender(), server=True)
+
+    def _later(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.ensure_future(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _fetched(self, app: Any, trip: Trip) -> None:
+        """Blocks are kept for another instance: the record has gone, a span of their own follows it."""
+        with Guard("asgi kept"):
+            found = carrier.kept(await self.ask(app, trip, carrier.SENT))
+            if found is not None:
+                recorder.follow(trip, found, handoff.sender())
 
     async def _buried(self, app: Any, trip: Trip) -> None:
         """Aborted before its first token: ask the engine core where it was, then send the record."""
         marks = ""
         with Guard("asgi ask"):
             try:
-                marks = await asyncio.wait_for(self.ask(app, trip), ASK_SECONDS)
+                marks = await asyncio.wait_for(self.ask(app, trip, carrier.DIED), ASK_SECONDS)
             except asyncio.TimeoutError:
                 marks = ""
         with Guard("asgi end"):

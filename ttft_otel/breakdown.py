@@ -16,14 +16,21 @@ from ttft_otel.stages import UNATTRIBUTED
 ENCODER: Final = 9  # carrier codes of the worker's pairs: stages.BY_CODE
 FORWARD: Final = 10
 CACHE: Final = 8
+BLOCKS: Final = 6
 
 LOST_ENCODER: Final = 1  # the step encoded, but no pair says when
 LOST_FORWARD: Final = 2
 LOST_LOAD: Final = 4
 LOST_SAVE: Final = 8
-LOST_WAIT: Final = 16  # (core) a connector may have waited, unseen
+LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward
+LOST_AFTER: Final = 32  # ... or loaded or saved after it
 
-_LABEL: Final = {ENCODER: "encoder.compute", FORWARD: "prefill.compute", CACHE: "ec.transfer"}
+_LABEL: Final = {
+    ENCODER: "encoder.compute",
+    FORWARD: "prefill.compute",
+    CACHE: "ec.transfer",
+    BLOCKS: "kv.transfer",
+}
 MOST: Final = 96  # pieces kept one by one; what follows is merged per stage
 
 
@@ -49,6 +56,7 @@ class Marks:
     assign: int = 0
     added: int = 0
     scheduled: int = 0
+    moving: int = 0  # KV blocks are on their way since then, still
     encoder_first: bool = False
     waits: list[tuple[str, int, int]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -140,6 +148,8 @@ def _queue(cursor: Cursor, marks: Marks) -> None:
                 cursor.open = cursor.open or marks.queue_lost
                 cursor.to(name, low)
                 cursor.to(stage, high)
+    elif marks.moving:
+        cursor.to(name, marks.moving)
     cursor.open = cursor.open or marks.queue_lost
     cursor.to(name, marks.scheduled)
 
@@ -151,6 +161,7 @@ def _worker(cursor: Cursor, marks: Marks) -> None:
         if number == last and marks.truncated:
             cursor.open = True  # steps were dropped before this one
         _step(cursor, step, "prefill.stall" if number else "dispatch", marks.encode_only)
+        cursor.open = cursor.open or bool(step.lost & LOST_AFTER)
     if not marks.steps:
         cursor.open = True
     elif not marks.encode_only and not marks.partial:
@@ -159,7 +170,7 @@ def _worker(cursor: Cursor, marks: Marks) -> None:
 
 def _step(cursor: Cursor, step: Step, gap: str, encode_only: bool) -> None:
     """One step's pairs; a gap in which a lost pair may lie is left open."""
-    blind = bool(step.lost & (LOST_ENCODER | LOST_LOAD))
+    blind = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE))
     save = bool(step.lost & LOST_SAVE)
     forward = False
     for code, start, stop in _flat(step.pairs):
@@ -236,7 +247,7 @@ def where(marks: Marks) -> str:
     if not marks.added:
         return ""
     if not marks.scheduled:
-        return "prefill.queue"
+        return "kv.transfer" if marks.moving else "prefill.queue"
     if not marks.steps:
         return "dispatch"
     if marks.encode_only:

@@ -11,11 +11,16 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel import clock
+from ttft_otel import clock, names
 from ttft_otel.breakdown import LOST_FORWARD, Marks, Step
 from ttft_otel.stages import BY_CODE
 
-VERSION: Final = 2
+VERSION: Final = 3
+# Questions to the engine core, as utility calls of vLLM: where an aborted request was, and how long
+# blocks were kept.
+DIED: Final = "ttft_otel_died"
+SENT: Final = "ttft_otel_sent"
+KV: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)  # Journey.blocks
 STEPS: Final = (
     512  # of a prompt with more chunks the first and the last stay; between: unattributed
 )
@@ -24,9 +29,12 @@ STEPS: Final = (
 class Journey(msgspec.Struct, array_like=True, gc=False):
     """One engine request between the engine core's input and its first output; times in microseconds.
 
-    asked: since when a connector has been saying "not yet". high: how many tokens were computed at
-    most, to tell recomputed ones. waits: (stage code, start, end) one after another. steps: worker
-    records (boot, sampled, lost, code, start, end, code, ...), shared by all requests of a step.
+    asked: since when a connector has been saying "not yet". looking, moving: since when a KV connector
+    has been looking for blocks, and they have been on their way; blocks: tokens, blocks, bytes and
+    microseconds of what came (0: nobody tells). kept: its own are kept for another instance. high: how
+    many tokens were computed at most, to tell recomputed ones. waits: (stage code, start, end) one
+    after another. steps: worker records (boot, sampled, lost, code, start, end, code, ...), shared by
+    all requests of a step.
     """
 
     version: int = VERSION
@@ -50,7 +58,11 @@ class Journey(msgspec.Struct, array_like=True, gc=False):
     prompt: int = 0
     rank: int = -1
     asked: int = 0
+    looking: int = 0
+    moving: int = 0
     high: int = 0
+    kept: bool = False
+    blocks: list[int] = []
     waits: list[int] = []
     steps: list[tuple[int, ...]] = []
 
@@ -62,14 +74,40 @@ class Journey(msgspec.Struct, array_like=True, gc=False):
         self.steps.append(record or ())
 
 
+class Kept(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Blocks that were kept for another instance: from the answer until they were free, microseconds.
+
+    over: nobody came for them in time.
+    """
+
+    since: int
+    until: int
+    tokens: int
+    blocks: int
+    over: bool
+
+    def fold(self) -> str:
+        """As a string, for the utility channel."""
+        return _encoder.encode(self).decode()
+
+
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(Journey)
+_kept: Final = msgspec.json.Decoder(Kept)
 
 
 def fold(journey: Journey) -> str:
     """Journey -> string; it counts as sent from now on."""
     journey.sent = True
     return _encoder.encode(journey).decode()
+
+
+def kept(text: str) -> Kept | None:
+    """The Kept of a string; None when it is empty or not ours."""
+    try:
+        return _kept.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return None
 
 
 def unfold(text: str, marks: Marks) -> Journey | None:
@@ -93,8 +131,31 @@ def unfold(text: str, marks: Marks) -> Journey | None:
     marks.encoder_first = journey.encoder_first
     marks.entered = journey.entered
     marks.queue_lost = journey.wait_lost
+    marks.moving = journey.looking or journey.moving
     marks.truncated = journey.truncated
     return journey
+
+
+def counts(journey: Journey) -> dict[str, int | bool]:
+    """What a Journey says besides times, as span attributes."""
+    found: dict[str, int | bool] = {}
+    found[names.INPUT_TOKENS] = journey.prompt
+    found[names.CACHED_TOKENS] = journey.cached
+    found[names.CHUNKS] = journey.chunks
+    found[names.OWN_TOKENS] = journey.own_tokens
+    found[names.STEP_TOKENS] = journey.step_tokens
+    found[names.PREEMPTIONS] = journey.preempted
+    found[names.RECOMPUTED_TOKENS] = journey.recomputed
+    if journey.items:
+        found[names.OWN_ITEMS] = journey.own_items
+        found[names.STEP_ITEMS] = journey.step_items
+        found[names.CACHED_ITEMS] = max(0, journey.items - journey.own_items)
+    if journey.blocks:
+        told = zip(KV, journey.blocks, strict=False)
+        found |= {name: value for name, value in told if value}
+    if journey.truncated:
+        found[names.TRUNCATED] = True
+    return found
 
 
 def _step(record: tuple[int, ...]) -> Step:

@@ -13,6 +13,8 @@ SCOPE: Final = "ttft_otel"  # instrumentation scope of every span of ours
 TTFT: Final = "ttft"
 ENCODE: Final = "encode"
 SIBLING: Final = "ttft.sibling"
+HANDOVER: Final = "ttft.handover"
+FIRST_DECODE: Final = "first_decode"  # in a handover: the step after D made P's token again
 KEPT: Final = "ttft.kv.kept"
 
 # Span attributes, own namespace. Integers only: doubles break TraceQL comparisons.
@@ -47,6 +49,11 @@ KV_CONNECTOR: Final = "ttft.kv.connector"
 ATTEMPT: Final = "ttft.attempt"
 POLICY: Final = "ttft.route.policy"
 CANDIDATES: Final = "ttft.route.candidates"
+FIRST_TOKEN: Final = "ttft.first_token"
+FIRST_TOKEN_REASON: Final = "ttft.first_token_reason"
+FIRST_TOKEN_MISMATCH: Final = "ttft.first_token_mismatch"
+HANDOVER_STAGE: Final = "ttft.handover.stage"
+HANDOVER_TOTAL_US: Final = "ttft.handover.total_us"
 
 # Span attributes, OpenTelemetry semantic conventions.
 OPERATION: Final = "gen_ai.operation.name"
@@ -94,6 +101,7 @@ TIMING_REST: Final = "rest"  # first token -> response, for an answer that is no
 METRIC_RECORDS: Final = "ttft_otel_records"
 METRIC_DROPPED: Final = "ttft_otel_dropped"
 METRIC_LOST: Final = "ttft_otel_lost"
+METRIC_MISMATCHES: Final = "ttft_otel_first_token_mismatches"
 METRIC_ERRORS: Final = "ttft_otel_hook_errors"
 METRIC_PENDING: Final = "ttft_otel_pending"
 
@@ -126,6 +134,11 @@ ENV_SAMPLER_ARG: Final = "OTEL_TRACES_SAMPLER_ARG"
 def stage_us(stage: str) -> str:
     """Name the integer microsecond attribute of a stage: `prefill.queue` -> `ttft.prefill.queue_us`."""
     return UNATTRIBUTED_US if stage == stages.UNATTRIBUTED else f"ttft.{stage}_us"
+
+
+def handover_us(stage: str) -> str:
+    """Name a piece of the handover: `decode.kv.transfer` -> `ttft.handover.decode.kv.transfer_us`."""
+    return f"{HANDOVER}.{stage}_us"
 
 
 def stage_of(attribute: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-VERSION: Final = 1
+VERSION: Final = 2
 Value: TypeAlias = str | int | float | bool
 Attributes: TypeAlias = dict[str, Value]
 
@@ -19,7 +19,7 @@ Attributes: TypeAlias = dict[str, Value]
 class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One span below `ttft`: a stage (or a piece of one), a part of a stage, or a sibling.
 
-    kind: "stage" carries `ttft.stage`, "part" `ttft.part`, "sibling" neither.
+    kind: "stage" carries `ttft.stage`, "part" `ttft.part`, "sibling", "late" and "step" neither.
     name: full name, with the leg's prefix on a router ("encode.preprocess").
     """
 
@@ -77,7 +77,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one HTTP request left behind, or the half of it that is known now.
 
     A stream sends its `ttft` half when the first token is out (a later crash cannot lose it) and its
-    `server` half at its end; everything else sends both at once. `attributes` go on both spans.
+    `server` half at its end; everything else sends both at once. `attributes` go on both spans. `late`
+    are spans below the server span of what came after the first token, each followed by its steps.
     trace_id 32, span_id (the server span's) and parent_id 16 lower-case hex digits, parent "" if none.
     flags: W3C trace flags. start_ns: Unix time of the ASGI call. service: used when the operator
     named none. rank: data-parallel rank, -1 unknown.
@@ -99,6 +100,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     ttft: Ttft | None = None
     server: Server | None = None
     calls: tuple[Call, ...] = ()
+    late: tuple[Piece, ...] = ()
 
 
 class Foreign(ValueError):

@@ -54,6 +54,7 @@ class Identity:
 
     role: str = ""
     model: str = ""
+    connector: str = ""
     sees: Callable[[], bool] = lambda: True
 
 
@@ -168,6 +169,32 @@ def hand(trip: Trip, sender: Sends, *, server: bool) -> None:
         return
     ttft = None if trip.told or trip.cut is None else _ttft(trip, trip.cut)
     trip.told = trip.told or ttft is not None
+    _send(trip, sender, ttft, _server(trip) if server else None)
+
+
+def keeps(trip: Trip) -> bool:
+    """Whether this answered request's blocks are kept for another instance, and a span may follow."""
+    return trip.context.sampled and trip.journey is not None and trip.journey.kept
+
+
+def follow(trip: Trip, kept: carrier.Kept, sender: Sends) -> None:
+    """Send what became known after the response: how long blocks were kept."""
+    found: Attributes = {names.KV_TOKENS: kept.tokens, names.KV_BLOCKS: kept.blocks}
+    if identity.connector:
+        found[names.KV_CONNECTOR] = identity.connector
+    if kept.over:
+        found[names.ERROR_TYPE] = "expired"
+    start, end = kept.since - trip.arrive, kept.until - trip.arrive
+    _send(trip, sender, late=(Piece("late", names.KEPT, max(0, start), end, found),))
+
+
+def _send(
+    trip: Trip,
+    sender: Sends,
+    ttft: Ttft | None = None,
+    server: Server | None = None,
+    late: tuple[Piece, ...] = (),
+) -> None:
     kind = role(trip)
     record = Record(
         version=VERSION,
@@ -184,7 +211,8 @@ def hand(trip: Trip, sender: Sends, *, server: bool) -> None:
         rank=trip.journey.rank if trip.journey else -1,
         attributes=_identity(trip),
         ttft=ttft,
-        server=_server(trip) if server else None,
+        server=server,
+        late=late,
     )
     if sender.send(encode(record)):
         meter.sent()
@@ -251,20 +279,8 @@ def _ttft(trip: Trip, cut: breakdown.Breakdown) -> Ttft:
 
 def _counts(trip: Trip) -> Attributes:
     found: Attributes = {names.STREAMING: trip.streamed}
-    journey = trip.journey
-    if journey is None:
+    if trip.journey is None:
         return found
-    found[names.INPUT_TOKENS] = journey.prompt
-    found[names.CACHED_TOKENS] = journey.cached
-    found[names.CHUNKS] = journey.chunks
-    found[names.OWN_TOKENS] = journey.own_tokens
-    found[names.STEP_TOKENS] = journey.step_tokens
-    found[names.PREEMPTIONS] = journey.preempted
-    found[names.RECOMPUTED_TOKENS] = journey.recomputed
-    if journey.items:
-        found[names.OWN_ITEMS] = journey.own_items
-        found[names.STEP_ITEMS] = journey.step_items
-        found[names.CACHED_ITEMS] = max(0, journey.items - journey.own_items)
-    if journey.truncated:
-        found[names.TRUNCATED] = True
-    return found
+    if trip.journey.blocks and identity.connector:
+        found[names.KV_CONNECTOR] = identity.connector
+    return found | carrier.counts(trip.journey)

@@ -120,7 +120,7 @@ def test_rows() -> None:
         assert lost <= set(NAMES)
         assert target.name in HOOKS
     assert set(HOOKS) == set(BY_NAME)
-    assert set(EVERYTHING) == set(NAMES) - {"kv.transfer"}
+    assert set(EVERYTHING) == set(NAMES)
 
 
 def test_installed() -> None:

@@ -38,7 +38,7 @@ def build(record: Record, resource: Resource) -> list[ReadableSpan]:
     if not record.flags & SAMPLED:
         return []
     tree = _Tree(record, resource)
-    return [*tree.server(), *tree.calls(), *tree.ttft()]
+    return [*tree.server(), *tree.calls(), *tree.ttft(), *tree.late()]
 
 
 @dataclass(slots=True)
@@ -129,6 +129,16 @@ class _Tree:
                     | _kind(piece),
                 )
             )
+
+    def late(self) -> Iterator[ReadableSpan]:
+        """What came after the first token: below the server span, a `step` below the one before."""
+        above = self.top
+        for piece in self.record.late:
+            own = self.context(_fresh())
+            parent = above if piece.kind == "step" else self.top
+            above = above if piece.kind == "step" else own
+            attributes = self.shared | piece.attributes
+            yield self.span(_Made(piece.name, own, parent, piece.start, piece.end, attributes))
 
     def identity(self) -> Attributes:
         """What both the server span and the `ttft` span carry."""

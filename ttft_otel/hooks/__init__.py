@@ -8,6 +8,6 @@ target that is missing costs its stage, never the server.
 targets    the ledger: every patched target as data         wrap    the only patching code
 frontend   API server: arrival .. first chunk               engine  engine core's input
 scheduler  engine core: queue, join, carrier                worker  both model runners
-transfer   encoder-cache connectors                         device  host or device clock
-fields     getters for what differs between releases
+transfer   encoder-cache connectors                         kv      KV connectors
+device     host or device clock                             fields  what differs between releases
 """

@@ -11,7 +11,7 @@ from ttft_otel import stages
 class Facts:
     """What never changes about one scheduler; read once, hung onto it."""
 
-    __slots__ = ("rank", "tracing", "waits")
+    __slots__ = ("block", "loads", "rank", "tracing", "waits")
 
     def __init__(self, scheduler: Any) -> None:
         config = getattr(scheduler, "vllm_config", None)
@@ -20,6 +20,8 @@ class Facts:
         self.tracing = bool(getattr(observability, "otlp_traces_endpoint", None))
         self.rank = rank(config)
         self.waits = may_wait(getattr(scheduler, "ec_connector", None))
+        self.loads = getattr(scheduler, "connector", None) is not None
+        self.block = int(getattr(scheduler, "block_size", 0) or 0)
 
 
 def facts(scheduler: Any) -> Facts:
@@ -28,12 +30,6 @@ def facts(scheduler: Any) -> Facts:
     if found is None:
         found = scheduler._ttft = Facts(scheduler)
     return found
-
-
-def remote(request: Any) -> bool:
-    """Whether the request takes its KV blocks from another instance (it is on D)."""
-    wanted = getattr(request, "kv_transfer_params", None)
-    return isinstance(wanted, dict) and bool(wanted.get("do_remote_prefill"))
 
 
 def may_wait(connector: Any) -> bool:
@@ -56,6 +52,12 @@ def role(config: Any) -> str:
     if word:
         return told.get(word, "")
     return "prefill_decode" if kind else "mono"
+
+
+def connector(config: Any) -> str:
+    """Name of the KV connector; "" when there is none."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return str(getattr(transfer, "kv_connector", None) or "")[:256]
 
 
 def config(state: Any) -> Any:

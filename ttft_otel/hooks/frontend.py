@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ttft_otel import clock, names, recorder, settings
 from ttft_otel.asgi import Middleware
-from ttft_otel.hooks import engine, fields, ledger, wrap
+from ttft_otel.hooks import fields, ledger, wrap
 from ttft_otel.trip import Trip
 
 
@@ -20,6 +20,7 @@ def know(app: Any) -> None:
     config = fields.config(app.state)
     recorder.identity.role = fields.role(config) if config is not None else "mono"
     recorder.identity.model = fields.model(config)
+    recorder.identity.connector = fields.connector(config)
     recorder.identity.sees = seeing
     ledger.announce(recorder.identity.role)
 
@@ -29,14 +30,14 @@ def seeing() -> bool:
     return wrap.active("frontend.outputs") and wrap.active("frontend.register")
 
 
-async def ask(app: Any, trip: Trip) -> str:
-    """Where was an aborted request? The engine core's answer over vLLM's utility channel."""
+async def ask(app: Any, trip: Trip, question: str) -> str:
+    """The engine core's answer about a trip's requests over vLLM's utility channel."""
     client = getattr(app.state.engine_client, "engine_core", None)
     call = getattr(client, "call_utility_async", None)
     if call is None:
         return ""
     for engine_id in trip.engines:
-        answer = await call(engine.DIED, engine_id)
+        answer = await call(question, engine_id)
         if answer:
             return str(answer)
     return ""

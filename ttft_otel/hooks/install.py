@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from ttft_otel import settings
-from ttft_otel.hooks import engine, frontend, scheduler, transfer, worker, wrap
+from ttft_otel.hooks import engine, frontend, kv, scheduler, transfer, worker, wrap
 
 HOOKS = {
     **frontend.HOOKS,
@@ -14,6 +14,7 @@ HOOKS = {
     **scheduler.HOOKS,
     **worker.HOOKS,
     **transfer.HOOKS,
+    **kv.HOOKS,
 }
 
 

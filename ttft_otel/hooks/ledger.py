@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold the ledger against an installed vLLM without importing it: syntax trees of its own files.
 
-doctor, the start line and tests/hooks/test_ledger.py ask; targets.py is what is checked.
+doctor, the start line and tests/hooks/test_ledger.py ask; targets/ is what is checked.
 """
 
 from __future__ import annotations

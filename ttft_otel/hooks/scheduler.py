@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ttft_otel import carrier, clock, names
 from ttft_otel.carrier import Journey
-from ttft_otel.hooks import fields, wrap
+from ttft_otel.hooks import fields, kv, wrap
 
 log = logging.getLogger("ttft_otel")
 AWAITING_LIMIT: Final = 8192
@@ -109,9 +109,8 @@ def _first(journey: Journey, scheduler: Any, request: Any, start: int, now: int)
     journey.cached = journey.high = start
     journey.prompt = request.num_prompt_tokens
     journey.rank = facts.rank
-    # Waiting for remote KV blocks has no mark yet: better unattributed than called queueing.
-    if getattr(request, "kv_transfer_params", None) is not None:
-        journey.wait_lost = fields.remote(request)
+    if facts.loads:
+        journey.wait_lost = kv.scheduled(journey, request.request_id, facts.block)
     features = getattr(request, "mm_features", None)
     if features:
         journey.items = len(features)
@@ -167,6 +166,8 @@ def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     if journey is None or journey.sent:
         return
     running.setdefault(request.request_id, journey)
+    if journey.moving:
+        kv.moving.pop(request.request_id, None)
     if _inside[0]:
         _freed.append(request.request_id)  # its only output may still be made in this very call
     else:

@@ -3,7 +3,7 @@
 
 The scheduler marks the steps; carrier.py describes the record that scheduler.py finds on the output.
 V1 (gpu_model_runner.py, CPU too) and V2 (gpu/model_runner.py, CUDA's default) differ in where the
-encoder and the forward are found, which is in targets.py; a V2 forward ends with execute_model.
+encoder and the forward are found, which is in targets/; a V2 forward ends with execute_model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ opened: list[Step] = []
 bound: list[Step] = []  # async outputs not read yet
 _clock: list[device.Clock] = []
 BOUND_LIMIT: Final = 64
+AROUND: Final = 1
+AFTER: Final = 2
 roles: set[str] = set()  # encoder-cache connector's: "producer", "consumer"
 
 
 class Step:
     """Stamps of one marked step, in the order they were taken."""
 
-    __slots__ = ("clock", "encodes", "forward", "media", "pairs", "sampled", "stamps", "tokens")
+    __slots__ = (
+        "blocks", "clock", "encodes", "forward", "media", "pairs", "sampled", "stamps", "tokens"
+    )  # fmt: skip
 
-    def __init__(self, now: device.Clock, encodes: bool, media: bool) -> None:
+    def __init__(self, now: device.Clock, encodes: bool, media: bool, blocks: int) -> None:
+        self.blocks = blocks  # a KV connector's work in it: none, around the forward, after it only
         self.clock = now
         self.encodes = encodes
         self.media = media
@@ -66,6 +71,12 @@ class Step:
                 lost |= breakdown.LOST_LOAD
             if not wrap.active("transfer.save") and roles != {"consumer"}:
                 lost |= breakdown.LOST_SAVE
+        if self.blocks:
+            if not wrap.active("kv.load"):
+                lost |= breakdown.LOST_AFTER
+                lost |= breakdown.LOST_BEFORE if self.blocks == AROUND else 0
+            if not wrap.active("kv.save"):
+                lost |= breakdown.LOST_AFTER
         return lost
 
 
@@ -80,7 +91,11 @@ def executing(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> 
     media = getattr(scheduler_output, "ec_connector_metadata", None) is not None and any(
         getattr(data, "mm_features", None) for data in scheduler_output.scheduled_new_reqs
     )
-    step = Step(_clock[0], bool(scheduler_output.scheduled_encoder_inputs), media)
+    blocks = 0
+    if getattr(scheduler_output, "kv_connector_metadata", None) is not None:
+        # Older releases do not say whether a load has to come before the forward.
+        blocks = AROUND if getattr(scheduler_output, "has_sync_kv_loads", True) else AFTER
+    step = Step(_clock[0], bool(scheduler_output.scheduled_encoder_inputs), media, blocks)
     opened.append(step)
     return step
 
