@@ -120,14 +120,15 @@ class Legs:
         """Note a connection that failed; where to try again, if anywhere."""
         attempt = chain[-1]
         attempt.lost, attempt.error, attempt.ended = True, type(error).__name__, clock.now()
-        if attempt.instance is not None and retry.raced(attempt, error):
+        unsent, raced = retry.unsent(error), retry.raced(attempt, error)
+        if not raced:
+            self._bad(attempt, f"{type(error).__name__}: {error}", unsent)
+        others = () if only else _others(self.fleet.offered(asked.leg, asked.model), chain)
+        if raced and attempt.instance is not None:
             # nobody's fault, and read by nobody: the same instance will do, but only once
-            return self._allowed(asked, (attempt.instance,), chain, retry.RACES)
-        unsent = retry.unsent(error)
-        self._bad(attempt, f"{type(error).__name__}: {error}", unsent)
+            return self._allowed(asked, others or (attempt.instance,), chain, retry.RACES)
         if only or not (unsent or asked.leg == ENCODE):
             return ()
-        others = _others(self.fleet.offered(asked.leg, asked.model), chain)
         return self._allowed(asked, others, chain, self.retries)
 
     def _refused(
