@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from opentelemetry.sdk.trace import sampling
 
@@ -92,3 +95,18 @@ def test_ratio_ends(ratio: float, sampled: bool) -> None:
     trace = "f" * 32
 
     assert context.start(f"00-{trace}-{PARENT}-00", "", settings).sampled is sampled
+
+
+def test_ids_are_nobody_elses() -> None:
+    """Whatever a host seeds, and in a forked child too, ids differ; their form is W3C's."""
+    code = (
+        "import os, random; from ttft_otel import context; context.new_id(); random.seed(0);"
+        "child = os.fork(); child and os.waitpid(child, 0);"
+        "os.write(1, f'{context.new_id()} {context.new_trace()} '.encode())"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
+    ids = " ".join(runs).split()
+
+    assert len(set(ids)) == len(ids) == 8
+    assert {len(each) for each in ids} == {16, 32}
+    assert set("".join(ids)) <= set("0123456789abcdef")

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ttft_otel import names
+from ttft_otel import context, names
 
 Raw = Iterable[tuple[bytes, bytes]]
 
@@ -98,4 +97,4 @@ def down(raw: Raw, traced: bool = True) -> list[tuple[bytes, bytes]]:
 
 def request_id(text: str) -> str:
     """Keep a caller's id of visible ASCII, at most 256 characters; make one otherwise."""
-    return text if _ID.fullmatch(text) else os.urandom(16).hex()
+    return text if _ID.fullmatch(text) else context.new_trace()

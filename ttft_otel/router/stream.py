@@ -61,7 +61,8 @@ async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Cl
         chunks = response.content.iter_any()
         first = await anext(chunks, b"")
         attempt.first = clock.now()
-        learn(attempt, response)
+        if exchange.context.trace_id:
+            learn(attempt, response)
         exchange.streaming = response.content_type == "text/event-stream"
         exchange.error = attempt.error
         more = not response.content.at_eof()
