@@ -16,6 +16,7 @@ from msgspec import UNSET, Raw, UnsetType
 MEDIA: Final = ("image_url", "audio_url", "input_audio", "video_url")
 # Transfer parameters belong to the router: a client's own can kill an instance (NIXL asserts).
 _STRIPPED: Final = ("kv_transfer_params", "ec_transfer_params")
+_DOOR: Final = "vllm_xargs"  # vLLM puts what it holds where the parameters go, unchecked
 
 
 class _Top(msgspec.Struct):
@@ -26,6 +27,7 @@ class _Top(msgspec.Struct):
     messages: Raw = Raw(b"null")
     kv_transfer_params: Raw | UnsetType = UNSET
     ec_transfer_params: Raw | UnsetType = UNSET
+    vllm_xargs: Any = None
     # these change how an image is processed, so the encoder must see them too
     mm_processor_kwargs: Raw | UnsetType = UNSET
     media_io_kwargs: Raw | UnsetType = UNSET
@@ -79,7 +81,7 @@ def read(data: bytes, media: bool) -> Body:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _lenient(data)
     found = Body(data, _text(top.model), top.stream is True)
-    if any(getattr(top, name) is not UNSET for name in _STRIPPED):
+    if any(getattr(top, name) is not UNSET for name in _STRIPPED) or _open(top.vllm_xargs):
         found.data = _strip(msgspec.json.decode(data))
     if media:
         found.media = _media(top.messages)
@@ -113,14 +115,21 @@ def _lenient(data: bytes) -> Body:
     if not isinstance(top, dict):
         return Body(data, valid=False)
     found = Body(data, _text(top.get("model")), top.get("stream") is True)
-    if any(name in top for name in _STRIPPED):
+    if any(name in top for name in _STRIPPED) or _open(top.get(_DOOR)):
         found.data = _strip(top)
     return found
 
 
+def _open(door: object) -> bool:
+    return isinstance(door, dict) and any(name in door for name in _STRIPPED)
+
+
 def _strip(top: dict[str, Any]) -> bytes:
+    door = top.get(_DOOR)
     for name in _STRIPPED:
         top.pop(name, None)
+        if isinstance(door, dict):
+            door.pop(name, None)
     return json.dumps(top, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "surrogatepass"
     )

@@ -52,6 +52,10 @@ class Metrics(Collector):
         yield _counter(names.METRIC_REQUESTS, ended, "result", self.forward.answered)
         yield GaugeMetricFamily(names.METRIC_UNDER_WAY, "Requests under way.", value=gate.inside)
         yield _counter(names.METRIC_RETRIES, again, "leg", legs.retried)
+        other = "Requests whose first token from D was not P's."
+        yield CounterMetricFamily(
+            names.METRIC_MISMATCHES, other, value=self.forward.pair.mismatches
+        )
         left = "Retries allowed right now."
         yield GaugeMetricFamily(names.METRIC_BUDGET, left, value=legs.budget.left)
         reread = "Configurations read again."

@@ -14,10 +14,12 @@ from ttft_otel.breakdown import Breakdown
 from ttft_otel.context import Context
 from ttft_otel.original import Sums, original
 from ttft_otel.record import VERSION, Attributes, Call, Piece, Record, Server, Ttft
-from ttft_otel.router.path import Attempt, Trip
+from ttft_otel.router.path import Attempt, Trip, partition
+from ttft_otel.router.plan import STRIP
 
 KEPT: Final = 10_000  # requests that /ttft_report still knows, about 2 KB each
 LONGEST: Final = 256  # characters of a string the client chose
+_EGRESS: Final = "router.egress"
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ def tell(exchange: Exchange, cut: Breakdown | None, end: int = 0) -> Record:
         ttft=None if cut is None else _ttft(exchange, cut),
         server=_server(exchange, end - arrive) if end else None,
         calls=tuple(_calls(exchange, end)) if end else (),
+        late=_handover(exchange) if end else (),
     )
 
 
@@ -95,10 +98,42 @@ def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
             Piece("stage", name, low - cut.start, high - cut.start, servers.get(name, {}))
             for name, low, high in cut.pieces
         ),
-        attributes={names.STREAMING: exchange.streaming},
+        attributes=_how(exchange),
         error="" if exchange.given and exchange.status < 400 else exchange.error,
         died=exchange.died,
     )
+
+
+def _how(exchange: Exchange) -> Attributes:
+    found: Attributes = {names.STREAMING: exchange.streaming}
+    mode, reason = exchange.token
+    if mode:
+        found[names.FIRST_TOKEN] = mode
+    if reason:
+        found[names.FIRST_TOKEN_REASON] = reason
+    return found
+
+
+def _handover(exchange: Exchange) -> tuple[Piece, ...]:
+    """What the client felt after P's token: until D's next one, cut like a TTFT, whole first."""
+    trip, arrive = exchange.handover, exchange.trip.arrive
+    if trip is None or not trip.end:
+        return ()
+    cut = partition(trip)
+    # in strip D makes P's token first; what follows its bytes is a step of D's, not the router's
+    other = names.FIRST_DECODE if exchange.token[0] == STRIP else _EGRESS
+    whole: Attributes = {
+        names.handover_us(other if name == _EGRESS else name): length
+        for name, length in cut.stages.items()
+    }
+    whole[names.handover_us(stages.UNATTRIBUTED)] = cut.unattributed
+    whole[names.HANDOVER_TOTAL_US] = cut.end - cut.start
+    steps = [Piece("late", names.HANDOVER, cut.start - arrive, cut.end - arrive, whole)]
+    for stage, low, high in cut.pieces:
+        name = other if stage == _EGRESS else stage
+        own: Attributes = {names.HANDOVER_STAGE: name}
+        steps.append(Piece("step", name, low - arrive, high - arrive, own))
+    return tuple(steps)
 
 
 def _servers(trip: Trip, cut: Breakdown) -> dict[str, Attributes]:
@@ -126,6 +161,7 @@ def _server(exchange: Exchange, end: int) -> Server:
             names.HTTP_ROUTE: exchange.route,
             names.URL_PATH: exchange.path[:LONGEST],
             names.URL_SCHEME: exchange.scheme,
+            **({names.FIRST_TOKEN_MISMATCH: True} if exchange.mismatch else {}),
         },
         # a 4xx is the client's error, not this server's
         error="" if 400 <= exchange.status < 500 else exchange.error,
