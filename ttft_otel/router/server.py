@@ -73,11 +73,16 @@ def serve(
     timeout: float,
     reload: Callable[[], None],
 ) -> None:
-    """Run until told to stop; the legs' own Date and Server headers pass through."""
+    """Run until told to stop."""
     # until uvicorn listens to it, and after: the exit's drain of the last records is not skipped
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    config = uvicorn.Config(
+    Server(configure(app, host, port), app, delay, timeout, reload).run()
+
+
+def configure(app: App, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Config:
+    """The one way to serve it; the legs' own Date and Server headers pass through."""
+    return uvicorn.Config(
         app,
         host=host,
         port=port,
@@ -91,4 +96,3 @@ def serve(
         proxy_headers=False,
         timeout_graceful_shutdown=CUT,
     )
-    Server(config, app, delay, timeout, reload).run()

@@ -58,17 +58,17 @@ async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Cl
     """Hand an answer on chunk by chunk; stop the leg if that is cut short."""
     exchange = client.exchange
     try:
-        chunks = response.content.iter_any()
-        first = await anext(chunks, b"")
+        content = response.content
+        first = await content.readany()
         attempt.first = clock.now()
         if exchange.context.trace_id:
             learn(attempt, response)
         exchange.streaming = response.content_type == "text/event-stream"
         exchange.error = attempt.error
-        more = not response.content.at_eof()
+        more = not content.at_eof()
         kept = headers.down(response.raw_headers, bool(exchange.context.trace_id))
         await client.first(response.status, kept, first, more)
-        async for chunk in chunks:
+        while more and (chunk := await content.readany()):
             await client.give(chunk)
         attempt.ended = clock.now()
         if more:
