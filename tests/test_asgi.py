@@ -202,6 +202,33 @@ def test_disconnect_unknown(client: Client, records: testing.Records) -> None:
     assert ttft.unattributed == 5000
 
 
+def test_kept_blocks(client: Client, records: testing.Records) -> None:
+    """Blocks that an answered request leaves for another instance: a span that follows the record."""
+    client.server.plan = Plan(stream=False, kept=True)
+    client.server.sent = carrier.Kept(1_000_900, 1_009_900, 12, 2, True).fold()
+    asyncio.run(client.call(traceparent=UNSAMPLED[:-1] + "1"))
+    first, last = records.kept
+
+    assert first.server is not None and not first.late
+    assert last.server is None and last.ttft is None
+    (piece,) = last.late
+    assert (piece.name, piece.start, piece.end) == (names.KEPT, 900, 9_900)
+    assert piece.attributes[names.KV_BLOCKS] == 2
+    assert piece.attributes[names.ERROR_TYPE] == "expired"
+    assert (first.trace_id, first.span_id) == (last.trace_id, last.span_id)
+    assert records.spans()[-1].parent is not None
+
+
+def test_kept_blocks_of_nobody(client: Client, records: testing.Records) -> None:
+    """An engine core that cannot tell leaves no span; where nothing is exported it is not asked."""
+    client.server.plan = Plan(stream=False, kept=True)
+    asyncio.run(client.call())
+    assert len(records.kept) == 1 and len(client.server.asked) == 1
+
+    asyncio.run(client.call(traceparent=UNSAMPLED, **ASK))
+    assert len(client.server.asked) == 1
+
+
 def test_marks_lost(client: Client, records: testing.Records) -> None:
     """Without the engine's marks the engine's time is unattributed; the sum still closes."""
     client.server.plan = Plan(marks=False)

@@ -6,9 +6,12 @@ from __future__ import annotations
 import random
 
 from ttft_otel.breakdown import (
+    BLOCKS,
     CACHE,
     ENCODER,
     FORWARD,
+    LOST_AFTER,
+    LOST_BEFORE,
     LOST_ENCODER,
     LOST_FORWARD,
     LOST_LOAD,
@@ -234,3 +237,44 @@ def test_any_marks_add_up() -> None:
 
         assert closes(found)
         assert all(us >= 0 for us in found.stages.values())
+
+
+def test_blocks_on_their_way_are_cut_out_of_the_queue() -> None:
+    """D waits for P's blocks between two waits for its turn."""
+    found = partition(whole(waits=[("kv.transfer", 1320, 1380)]))
+
+    assert (found.stages["kv.transfer"], found.stages["prefill.queue"]) == (60, 40)
+    assert found.unattributed == 0 and closes(found)
+
+
+def test_loads_and_saves_inside_a_step_are_kv_transfer() -> None:
+    """Before the forward they are no dispatch, after it they are no sampling."""
+    pairs = [(BLOCKS, 1420, 1450), (FORWARD, 1500, 1600), (BLOCKS, 1600, 1670)]
+    found = partition(whole(steps=[Step(pairs, 1700)]))
+
+    assert (found.stages["kv.transfer"], found.stages["dispatch"]) == (100, 70)
+    assert (found.stages["prefill.compute"], found.stages["sample"]) == (100, 30)
+    assert found.unattributed == 0 and closes(found)
+
+
+def test_a_lost_load_or_save_of_blocks_hides_what_is_around_it() -> None:
+    """Before the forward dispatch, after it sampling, or the way to the next chunk."""
+    for lost, gone in ((LOST_BEFORE, "dispatch"), (LOST_AFTER, "sample")):
+        found = partition(whole(steps=[Step([(FORWARD, 1500, 1600)], 1700, lost)]))
+        assert found.unattributed == 100 and gone not in found.stages
+        assert closes(found)
+    steps = [
+        Step([(FORWARD, 1420, 1450)], 0, LOST_AFTER),
+        Step([(FORWARD, 1500, 1600)], 1700),
+    ]
+    found = partition(whole(steps=steps))
+    assert found.unattributed == 50 and "prefill.stall" not in found.stages
+
+
+def test_one_that_dies_while_blocks_are_on_their_way_dies_there() -> None:
+    """Until then it queued, from then on it was kv.transfer."""
+    marks = whole(scheduled=0, steps=[], entered=0, received=0, output=0, egress=0, moving=1350)
+    found = partition(marks, 1500, where(marks))
+
+    assert (found.stages["prefill.queue"], found.stages["kv.transfer"]) == (50, 150)
+    assert found.unattributed == 0 and closes(found)

@@ -46,6 +46,7 @@ class Plan:
     fail: str = ""
     count: int = 1
     marks: bool = True
+    kept: bool = False
     reports: list[str] = field(default_factory=list)
 
 
@@ -108,7 +109,9 @@ def classes() -> tuple[Any, Any]:
 
 
 class Server:
-    """The app; `died` is what its engine core answers about a request that is no more."""
+    """The app; `died` is what its engine core answers about a request that is no more, `sent` how
+    long it kept one's blocks.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -117,13 +120,14 @@ class Server:
         self.waiting = asyncio.Event()
         self.count = 0
         self.died = ""
+        self.sent = ""
         self.asked: list[str] = []
         self.state = SimpleNamespace(engine_client=SimpleNamespace(engine_core=self))
 
     async def call_utility_async(self, method: str, engine_id: str) -> str:
         """vLLM's utility channel to the engine core."""
         self.asked.append(engine_id)
-        return self.died
+        return self.sent if method == carrier.SENT else self.died
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One request."""
@@ -182,7 +186,7 @@ class Server:
             return SimpleNamespace(request_id=name, trace_headers=None)
         begin = left + 20 + 30 + 40
         journey = carrier.Journey(added=left + 20, scheduled=left + 50, entered=begin + 550)
-        journey.prompt, journey.chunks = 12, 1
+        journey.prompt, journey.chunks, journey.kept = 12, 1, self.plan.kept
         journey.step((clock.boot_once(), begin + 506, 0, breakdown.FORWARD, begin, begin + 500))
         return SimpleNamespace(
             request_id=name, trace_headers={names.CARRIER: carrier.fold(journey)}
@@ -227,8 +231,8 @@ class Client:
             ],
         }
         await self.app(scope, self.receive, self.send)
-        while self.app.late:
-            await asyncio.gather(*self.app.late)
+        while waits := self.app.late | self.app.kept:
+            await asyncio.gather(*waits)
 
     async def receive(self) -> Any:
         """Nothing more comes from the client."""

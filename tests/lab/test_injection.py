@@ -122,3 +122,26 @@ def test_spots(control: injection.Control, guest: Guest) -> None:
     assert 1 == plain(1)
     assert (2, None) == (asyncio.run(after(2)), asyncio.run(after(None)))
     assert 2 == len(control.delays())
+
+
+def test_arrivals(control: injection.Control, guest: Guest) -> None:
+    """Finished transfers are told of late, each once; those that failed are told at once."""
+    arrivals: Any = importlib.import_module("ttft_inject.arrivals")
+    answers = [({"a"}, set()), (set(), {"b"}), (set(), set()), (set(), set())]
+    pop = arrivals.late(lambda worker, transfers: answers.pop(0))
+    control.set({"kv_wait": 20})
+
+    assert (set(), set()) == pop(None, {})
+    assert (set(), {"b"}) == pop(None, {})
+    time.sleep(0.02)
+    assert ({"a"}, set()) == pop(None, {})
+    assert (set(), set()) == pop(None, {})
+    assert ["kv_wait"] == [delay.place for delay in control.delays()]
+
+
+def test_first_layer(guest: Guest) -> None:
+    """Of the files of a request's layers the first one waits; other files all do."""
+    first = guest.places.first_layer
+
+    assert first("/s/ab/encoder.safetensors") and first("/s/model.layers.0.attn.safetensors")
+    assert not first("/s/model.layers.10.attn.safetensors")

@@ -18,6 +18,7 @@ from ttft_otel.lab import client, matrix
 from ttft_otel.lab.client import Answer, Question
 from ttft_otel.lab.fleet import Fleet
 from ttft_otel.lab.injection import Control
+from ttft_otel.router.plan import KEEP
 
 ASK = {names.ASK: "1"}
 
@@ -102,6 +103,18 @@ class Bench:
             self.fleet.url("prefill_decode"), pictures=(picture,), max_tokens=2, **fields
         )
         return breakdown(first), breakdown(second)
+
+    def handed(self, **fields: Any) -> tuple[Answer, Answer]:
+        """One new prompt through P, then through D, both asked directly: their two answers."""
+        question = {"prompt": str(self.fresh()), "words": 300, "max_tokens": 1, **fields}
+        extra = {"kv_transfer_params": KEEP}
+        headers = fields.pop("headers", {})
+        leg = {**headers, names.LEG_HEADER: "prefill"}
+        kept = {**question, "max_tokens": 1, "stream": False, "headers": leg, "extra": extra}
+        first = self.ask(self.fleet.url("prefill"), **kept)
+        question["extra"] = {"kv_transfer_params": first.json()["kv_transfer_params"]}
+        leg = {**headers, names.LEG_HEADER: "decode"}
+        return first, self.ask(self.fleet.url("decode"), **{**question, "headers": leg})
 
     def trace(self, trace_id: str, enough: Callable[[list[dict[str, Any]]], bool]) -> Any:
         """The spans of a trace, once `enough` of them have arrived."""

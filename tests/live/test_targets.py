@@ -41,13 +41,21 @@ DELAYED = {
     "transfer.wait": "ec_wait",
     "transfer.load": "ec_load",
     "transfer.save": "ec_save",
+    "kv.match": "kv_wait",
+    "kv.arrive": "kv_wait",
+    "kv.load": "kv_load",
+    "kv.save": "sample",
 }
 PARTS = [target.name for target in TARGETS if target.part]
 # An image that E has encoded: PD neither encodes nor saves it. V1 without async has no late output.
 ON_PD = [
-    name for name in DELAYED if name not in ("worker.encoder", "worker.output", "transfer.save")
+    name
+    for name in DELAYED
+    if name not in ("worker.encoder", "worker.output", "transfer.save") and name[:3] != "kv."
 ]
 ON_E = ("worker.encoder", "transfer.save", "worker.execute")
+ON_D = ("kv.match", "kv.arrive", "engine.input", "scheduler.schedule", "worker.execute")
+BY_FILES = ("kv.load", "kv.save")  # tests/live/test_files.py
 ON_CUDAS = ("worker.execute", "worker.encoder", "worker.forward", "worker.sample", "worker.output")
 
 
@@ -124,6 +132,19 @@ def test_a_lost_target_costs_its_stages_on_the_encoder(epd: Bench, target: str) 
     check(target, True, full, found)
 
 
+@pytest.mark.parametrize("target", ON_D)
+@again
+def test_a_lost_target_costs_its_stages_on_decode(pd: Bench, target: str) -> None:
+    """D takes its KV blocks from P: without a mark their way is neither queue nor transfer."""
+
+    def once() -> Sample:
+        return breakdown(pd.handed()[1])
+
+    full, found = paired(pd, once, target, DELAYED[target])
+
+    check(target, False, full, found)
+
+
 @pytest.mark.parametrize("target", ON_CUDAS)
 @again
 def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: Bench, target: str) -> None:
@@ -139,9 +160,10 @@ def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: Bench, target: st
 
 def test_every_target_is_taken_out_somewhere() -> None:
     """The ledger's rows are all tried, but for those whose effect is fixed when a server starts."""
-    fixed = {"frontend.app", "transfer.create"}
+    fixed = {"frontend.app", "transfer.create", "kv.create"}
+    tried = {*ON_PD, *ON_E, *ON_D, *BY_FILES, *ON_CUDAS, *PARTS}
 
-    assert {target.name for target in TARGETS} == {*ON_PD, *ON_E, *ON_CUDAS, *PARTS, *fixed}
+    assert {target.name for target in TARGETS} == tried | fixed
 
 
 def raising(bench: Bench, server: str, **question: Any) -> None:
@@ -168,6 +190,24 @@ def raising(bench: Bench, server: str, **question: Any) -> None:
 def test_a_hook_that_raises_never_reaches_the_client(epd: Bench) -> None:
     """PD, V1 runner."""
     raising(epd, "prefill_decode", max_tokens=4)
+
+
+def test_a_hook_that_raises_never_reaches_the_client_of_decode(pd: Bench) -> None:
+    """P and D: each hook of the KV connectors made to fail, and the blocks come all the same."""
+    for target in (name for name in BY_NAME if name.startswith("kv.")):
+        pd.control.set(fail=[target])
+        time.sleep(SETTLE)
+        first, second = pd.handed(max_tokens=4)
+        assert (first.status, second.status) == (200, 200), target
+        assert second.text.startswith(first.text), target
+    pd.control.set()
+    time.sleep(SETTLE)
+
+    found = breakdown(pd.handed()[1])
+
+    assert found[stages.UNATTRIBUTED] == 0
+    assert found["kv.transfer"] > 0
+    assert pd.complaints("decode") and pd.complaints("prefill")
 
 
 def test_a_hook_that_raises_never_reaches_the_encoders_client(epd: Bench) -> None:

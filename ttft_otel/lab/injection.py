@@ -12,8 +12,9 @@ from pathlib import Path
 
 # In the order of a request's life; a test holds this against the guest's own list.
 PLACES = (
-    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "queue", "dispatch"),
-    *("ec_load", "encoder", "ec_save", "forward", "sample", "output", "egress"),
+    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "queue", "kv_wait"),
+    *("dispatch", "ec_load", "encoder", "ec_save", "kv_load", "forward", "sample", "output"),
+    "egress",
 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from . import control
+from . import arrivals, control
 from .importing import Patch
 
 
@@ -82,17 +82,24 @@ SPOTS = (
     ),
     Spot("egress", "vllm.v1.engine.output_processor", "RequestOutputCollector", "get", after=True),
 )
-EXAMPLE = "vllm.distributed.ec_transfer.ec_connector.example_connector"
-# What the spots above and the two kinds of patches below serve, in the order of a request's life.
+# The example connectors, of the encoder cache and of KV blocks, and the places of their files.
+FILES = {
+    "vllm.distributed.ec_transfer.ec_connector.example_connector": ("ec_load", "ec_save"),
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_connector": ("kv_load", ""),
+}
+# What the spots above and the patches below serve, in the order of a request's life.
 PLACES = (
-    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "queue", "dispatch"),
-    *("ec_load", "encoder", "ec_save", "forward", "sample", "output", "egress"),
+    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "queue", "kv_wait"),
+    *("dispatch", "ec_load", "encoder", "ec_save", "kv_load", "forward", "sample", "output"),
+    "egress",
 )
 
 
 def patches() -> dict[str, Patch]:
     """Module name -> what to do with it after its import."""
-    by_module: dict[str, Patch] = {EXAMPLE: patch_files}
+    by_module: dict[str, Patch] = {arrivals.MODULE: arrivals.patch_worker}
+    for module, (load, save) in FILES.items():
+        by_module[module] = functools.partial(patch_files, load, save)
     for module in {spot.module for spot in SPOTS}:
         spots = [spot for spot in SPOTS if spot.module == module]
         by_module[module] = functools.partial(patch_spots, spots)
@@ -140,12 +147,17 @@ def delayed_async(spot: Spot, original: Callable[..., Any]) -> Callable[..., Any
     return run
 
 
-def patch_files(module: ModuleType) -> None:
-    """Give the example connector a `safetensors` of its own: nobody else's files wait."""
+def first_layer(*arguments: Any) -> bool:
+    """Only the first file of a request whose KV blocks come in one file per layer."""
+    return "layers." not in str(arguments[-1]) or "layers.0." in str(arguments[-1])
+
+
+def patch_files(load: str, save: str, module: ModuleType) -> None:
+    """Give an example connector a `safetensors` of its own: nobody else's files wait."""
     import safetensors.torch as real
 
     files = SimpleNamespace(
-        save_file=delayed(Spot("ec_save", "", "", ""), real.save_file),
-        load_file=delayed(Spot("ec_load", "", "", ""), real.load_file),
+        save_file=delayed(Spot(save, "", "", ""), real.save_file),
+        load_file=delayed(Spot(load, "", "", "", first_layer), real.load_file),
     )
     module.safetensors = SimpleNamespace(torch=files)  # type: ignore[attr-defined]
