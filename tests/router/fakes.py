@@ -25,6 +25,7 @@ from ttft_otel.router.gate import Gate
 from ttft_otel.router.health import Health
 from ttft_otel.router.legs import Legs
 from ttft_otel.router.report import Reports as Reports
+from ttft_otel.router.server import configure
 from ttft_otel.settings import Settings
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -283,8 +284,7 @@ async def router(
     forward = Forward(legs, settings or Settings(), send if traced else None, **options)
     built = app.build(forward, lambda: {"sent": len(sent), "dropped": 3})
     prepare(built)
-    config = uvicorn.Config(built, http="httptools", access_log=False, log_level="error")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configure(built))
     sock = free()
     task = asyncio.create_task(server.serve([sock]))
     while not server.started:

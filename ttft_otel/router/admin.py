@@ -61,15 +61,17 @@ class Admin:
         if wanted.leg not in fleet.legs():
             legs = ", ".join(fleet.legs())
             raise Rejected(404, f"This router has no leg {wanted.leg!r}, but: {legs}.")
-        found = fleet.drain(wanted.leg, wanted.url, drain=action == "drain")
+        found = fleet.find(wanted.leg, wanted.url)
         if found is None and action != "add":
             raise Rejected(404, f"No {wanted.leg} instance {wanted.url}; see GET /instances.")
         if found is None:
             fleet.add(wanted)
-        elif action == "remove":
-            if len(fleet.get(wanted.leg)) == 1:
-                raise Rejected(409, f"It is the last {wanted.leg} instance: drain it instead.")
+        elif action != "remove":
+            fleet.drain(found, action == "drain")
+        elif len(fleet.get(wanted.leg)) > 1:
             fleet.remove(found)
+        else:
+            raise Rejected(409, f"It is the last {wanted.leg} instance: drain it instead.")
         await self.legs.health.follow()
         return found or wanted
 

@@ -158,13 +158,11 @@ class Fleet:
             self.changed()
             log.warning("ttft-otel: %s is back", name(instance))
 
-    def drain(self, leg: str, url: str, drain: bool = True) -> Instance | None:
-        """Nothing new for this instance (or again something); None when there is no such one."""
-        found = self.find(leg, url)
-        if found is not None and (found.state == "draining") != drain:
-            found.state = "draining" if drain else "healthy"
+    def drain(self, instance: Instance, drain: bool) -> None:
+        """Nothing new for it; or again something, until a probe or a request says otherwise."""
+        if (instance.state == "draining") != drain:
+            instance.state = "draining" if drain else "healthy"
             self.changed()
-        return found
 
     def find(self, leg: str, url: str) -> Instance | None:
         """The instance with this URL."""
