@@ -66,8 +66,8 @@ def rate(metric: str, window: str, by: str = "") -> str:
     return f"sum{over} (rate({metric}[{window}]))"
 
 
-def lost(counter: str, base: str, window: str, by: str = "") -> str:
-    """What a hop loses per second; 0 where it has counted nothing yet, absent where the hop is."""
+def counted(counter: str, base: str, window: str, by: str = "") -> str:
+    """Counted per second; 0 where nothing was counted yet, absent where `base` is, as its hop is."""
     return f"({rate(counter, window, by)} or 0 * {rate(base, window, by)})"
 
 
@@ -109,7 +109,7 @@ def unattributed(window: str, by: str = "") -> str:
 def failing(window: str, by: str) -> str:
     """The share of attempts at each instance behind routers that failed."""
     bad = f'{ATTEMPTS}{{result!~"[1234]xx"}}'
-    return queries.real(f"{lost(bad, ATTEMPTS, window, by)} / {rate(ATTEMPTS, window, by)}")
+    return queries.real(f"{counted(bad, ATTEMPTS, window, by)} / {rate(ATTEMPTS, window, by)}")
 
 
 def routed(window: str) -> str:

@@ -86,7 +86,7 @@ def _now(made: Any) -> None:
 
 def _hops(made: Any) -> None:
     targets = [
-        panels.line(counters.lost(counter, base, RATE), hop, f"h{number}")
+        panels.line(counters.counted(counter, base, RATE), hop, f"h{number}")
         for number, (hop, (counter, base)) in enumerate(counters.HOPS.items())
     ]
     made.with_panel(
@@ -118,7 +118,7 @@ def _load(made: Any) -> None:
             "cps",
             panels.line(counters.rate(counters.ACCEPTED, RATE), "accepted", "in"),
             panels.line(
-                counters.lost(counters.TO_TEMPO, counters.ACCEPTED, RATE), "sent to Tempo", "out"
+                counters.counted(counters.TO_TEMPO, counters.ACCEPTED, RATE), "sent to Tempo", "out"
             ),
         ),
         (
@@ -148,9 +148,11 @@ def _load(made: Any) -> None:
             "What the collector pushed to Prometheus, and what Prometheus did not take. Sums are "
             "cumulative, so a later push makes up for a lost one.",
             "cps",
-            panels.line(counters.rate(counters.POINTS_SENT, RATE), "sent", "sent"),
             panels.line(
-                counters.lost(counters.POINTS_FAILED, counters.POINTS_SENT, RATE),
+                counters.counted(counters.POINTS_SENT, counters.ACCEPTED, RATE), "sent", "sent"
+            ),
+            panels.line(
+                counters.counted(counters.POINTS_FAILED, counters.ACCEPTED, RATE),
                 "failed",
                 "failed",
             ),
@@ -195,12 +197,12 @@ def _scraped() -> Any:
             "cps",
             panels.line(counters.rate(counters.RECORDS, RATE, "job"), "records {{job}}", "records"),
             panels.line(
-                counters.lost(counters.DROPPED, counters.RECORDS, RATE, "job"),
+                counters.counted(counters.DROPPED, counters.RECORDS, RATE, "job"),
                 "dropped {{job}}",
                 "dropped",
             ),
             panels.line(
-                counters.lost(counters.ERRORS, counters.RECORDS, RATE, "job"),
+                counters.counted(counters.ERRORS, counters.RECORDS, RATE, "job"),
                 "errors {{job}}",
                 "errors",
             ),

@@ -131,25 +131,26 @@ def stage_quantile(part: float, window: str) -> str:
     )
 
 
-def _placed(value: str, place: str, inner: str, outer: str) -> str:
-    """Write the label `place`: the leg's own label where there is one, else the outermost's."""
-    first = f'label_replace({value}, "{place}", "$1", "{outer}", "(.+)")'
-    return f'label_replace({first}, "{place}", "$1", "{inner}", "(.+)")'
+def _placed(place: str, inner: str, outer: str, window: str, what: str, chosen: str) -> str:
+    """A label `place`: the leg's own label where there is one, else the outermost server's."""
+    parts = []
+    for test, label_ in ((f'{inner}!=""', inner), (f'{inner}=""', outer)):
+        value = f"{what}({rate(STAGE, f'{chosen},{test}', window)})"
+        parts.append(f'label_join({value}, "{place}", "", "{label_}")')
+    return f"sum by ({place}) ({' or '.join(parts)})"
 
 
 def by_role(window: str) -> str:
     """Mean time per request spent in each role, router and legs; these add up to the mean TTFT."""
-    time = _placed(f"histogram_sum({rate(STAGE, ANSWERED, window)})", "role", LEG, ROLE)
-    return each(f"sum by (role) ({time})", window)
+    return each(_placed("role", LEG, ROLE, window, "histogram_sum", ANSWERED), window)
 
 
 def by_instance(window: str) -> str:
     """Mean time that each instance took per request that it served."""
-    firsts = f'{ANSWERED},{OF_STAGE}=~"{legs(["receive"])}|router[.]receive"'
-    time = f"histogram_sum({rate(STAGE, ANSWERED, window)})"
-    count = f"histogram_count({rate(STAGE, firsts, window)})"
-    up, down = (_placed(value, "server", INSTANCE, "instance") for value in (time, count))
-    return real(f"sum by (server) ({up}) / sum by (server) ({down})")
+    first = f'{ANSWERED},{OF_STAGE}=~"{legs(["receive"])}|router[.]receive"'
+    place = ("server", INSTANCE, "instance", window)
+    time = _placed(*place, "histogram_sum", ANSWERED)
+    return real(f"{time} / {_placed(*place, 'histogram_count', first)}")
 
 
 def heat(window: str) -> str:

@@ -88,17 +88,17 @@ def _now(made: Any) -> None:
             "Requests per second that reached the outermost servers.",
             queries.requests(RANGE),
             "reqps",
-        )
+        ).span(3)
     )
     made.with_panel(
         panels.number(
-            "Failed",
+            "Failed before a first token",
             "Share of requests that failed or were aborted before their first token. "
             "They are in no percentile.",
             queries.failed(RANGE),
             "percentunit",
             steps=steps,
-        )
+        ).span(5)
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ttft_otel.lab.stack.pins import CHECKOUT
 
 FILE: Final = CHECKOUT / "docker-compose.yml"
+ONCE: Final = "storage"  # its service that ends when it has done its work
 REMEDY: Final = (
     "install Docker with its compose plugin (https://docs.docker.com/compose/install/),"
     " or run without it: scripts/stack up --native"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import tarfile
 import tempfile
 from pathlib import Path
@@ -89,6 +90,8 @@ def unpacked(archive: Path) -> Path:
 
 def command(home: Path, at: Addresses, folder: Path) -> Command:
     """Grafana with our data sources and dashboards, its own files below `folder`."""
+    # A Grafana without users does not start twice on one database; there is nothing in it to keep.
+    shutil.rmtree(folder / "data", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "grafana.ini"
     text = SETTINGS.format(folder=folder, provisioning=PROVISIONING, host=HOST, port=at.grafana)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ttft_otel.lab.stack import ask, docker, parts, state
 from ttft_otel.lab.stack.native import Row
@@ -52,8 +53,12 @@ def natives(found: State) -> list[Row]:
     return rows
 
 
-def contained(service: dict[str, str]) -> Row:
-    """One container, as compose sees it; one without a health check is ready when it runs."""
+def contained(service: dict[str, Any]) -> Row:
+    """One container, as compose sees it; one without a health check is ready when it runs.
+
+    Volumes get their owner from a service that then ends.
+    """
     condition = service.get("Health") or service.get("State", "")
-    ready = condition in ("healthy", "running")
+    done = service.get("Service") == docker.ONCE and service.get("ExitCode") == 0
+    ready = condition in ("healthy", "running") or done
     return Row(service.get("Service", "?"), "", ready, service.get("Status") or condition)
