@@ -299,10 +299,10 @@ async def router(
         await task
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
+def run(scenario: Callable[[], Awaitable[None]], seconds: float = 30) -> None:
     """Run one test's scenario in a loop of its own."""
 
     async def bounded() -> None:
-        await asyncio.wait_for(scenario(), 30)
+        await asyncio.wait_for(scenario(), seconds)
 
     asyncio.run(bounded())
