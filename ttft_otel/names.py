@@ -101,7 +101,6 @@ TIMING_REST: Final = "rest"  # first token -> response, for an answer that is no
 METRIC_RECORDS: Final = "ttft_otel_records"
 METRIC_DROPPED: Final = "ttft_otel_dropped"
 METRIC_LOST: Final = "ttft_otel_lost"
-METRIC_MISMATCHES: Final = "ttft_otel_first_token_mismatches"
 METRIC_ERRORS: Final = "ttft_otel_hook_errors"
 METRIC_PENDING: Final = "ttft_otel_pending"
 
@@ -114,6 +113,7 @@ METRIC_BREAKER: Final = "ttft_otel_router_breaker_open"
 METRIC_ATTEMPTS: Final = "ttft_otel_router_attempts"
 METRIC_RETRIES: Final = "ttft_otel_router_retries"
 METRIC_BUDGET: Final = "ttft_otel_router_retry_budget"
+METRIC_MISMATCHES: Final = "ttft_otel_router_first_token_mismatches"
 METRIC_RELOADS: Final = "ttft_otel_router_reloads"
 
 # Environment.

@@ -251,7 +251,7 @@ def test_another_first_token_is_counted() -> None:
             _, record = await told(fleet.router)
             assert record.server.attributes[names.FIRST_TOKEN_MISMATCH] is True
             async with fleet.router.client.get(f"{fleet.router.url}/metrics") as response:
-                assert "ttft_otel_first_token_mismatches_total 1.0" in await response.text()
+                assert "ttft_otel_router_first_token_mismatches_total 1.0" in await response.text()
         async with pd.fleet("off", first="Yo") as fleet:
             assert (await fleet.ask()).texts == ["Yo", *WHOLE[1:]]
 
