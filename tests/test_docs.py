@@ -10,11 +10,13 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
 from ttft_otel import cli, names, original, settings, stages, timing
 from ttft_otel.hooks import ledger
 from ttft_otel.lab import compat, demo
+from ttft_otel.router import config
 from ttft_otel.router.command import command as router
 
 ROOT = Path(__file__).parents[1]
@@ -184,8 +186,25 @@ def test_variables() -> None:
     assert set(constants("ENV_").values()) <= set(table)
     assert table[names.ENV_ON] == "off" and not plain.on
     assert defaults == {name: bare(table[name]) for name in defaults}
+
+
+def test_router_flags() -> None:
+    """The README's table of flags is --help's: names, defaults, words; variables follow the rule."""
+    usual = router.make_context("router", ["--backend", "http://127.0.0.1:1"]).params | {
+        "backend": ()
+    }
+    expected = []
     for option in router.params:
-        assert f"`{option.envvar}`" in README
+        assert isinstance(option, click.Option)
+        value = usual.get(str(option.name))
+        empty = value is None or value is False or value in ((), "")
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        expected.append([f"`{option.opts[0]}`", "–" if empty else f"`{shown}`", option.help])
+        variable = config.ENV + option.opts[0][2:].upper().replace("-", "_")
+        variables = option.envvar if isinstance(option.envvar, list) else [option.envvar]
+        assert variables[0] == variable
+
+    assert rows(section(README, "Router")) == expected
 
 
 def test_picture() -> None:
@@ -264,6 +283,14 @@ def check_vllm(arguments: list[str]) -> None:
             assert json.loads(word)
 
 
+def vllm_variables() -> str:
+    """Where vLLM declares its own variables."""
+    package = ledger.root()
+    if package is None:
+        pytest.skip("no vLLM here; run scripts/install")
+    return (package / "envs.py").read_text("utf-8")
+
+
 def check_curl(arguments: list[str]) -> None:
     """A local address, headers that mean something, a body that is JSON."""
     pairs = list(zip(arguments, arguments[1:], strict=False))
@@ -287,7 +314,8 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 def test_commands(words: list[str]) -> None:
     """Every command that the README shows exists, with its flags and variables."""
     while "=" in words[0]:
-        assert words[0].partition("=")[0] in constants("ENV_").values()
+        name = words[0].partition("=")[0]
+        assert name in constants("ENV_").values() or f'"{name}"' in vllm_variables()
         words = words[1:]
 
     CHECKS[words[0]](words[1:])
