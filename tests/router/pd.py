@@ -40,6 +40,7 @@ class Model:
     created: int = 100
     block: int = BLOCK
     longest: int = 1000
+    version: str = "0.32.0+cpu"
     refuses: int = 0  # D's status for a stream
     kept: set[str] = field(default_factory=set)
     dead: bool = False
@@ -169,7 +170,11 @@ async def server(model: Model, decodes: bool) -> AsyncIterator[Server]:
         labels = f'block_size="{model.block}",enable_prefix_caching="True",engine="0"'
         return web.Response(text=f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n")
 
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"version": model.version})
+
     app = web.Application()
+    app.router.add_get("/version", version)
     app.router.add_get("/health", health)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/metrics", metrics)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instance's /metrics says of its KV cache; pair.py asks before D goes on after P's token."""
+"""What an instance says of its KV cache and its release; pair.py asks before D goes on after P's token."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ FRESH: Final = 60_000_000  # microseconds; an instance may come back with anothe
 AGAIN: Final = 5_000_000  # after a question without an answer
 WAIT: Final = aiohttp.ClientTimeout(total=2.0)
 _INFO: Final = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_VERSION: Final = re.compile(rb'"version":\s*"(\d+)\.(\d+)')
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """block: tokens of one KV block, 0 if unknown. prefix: whether prefixes are kept."""
+    """block: tokens of one KV block, 0 if unknown. prefix: whether prefixes are kept.
+
+    version: the release's first two numbers.
+    """
 
     block: int = 0
     prefix: bool = False
+    version: tuple[int, int] = (0, 0)
 
 
 class Caches:
@@ -49,18 +54,28 @@ class Caches:
     async def _ask(self, instance: Instance) -> None:
         found = Cache()
         try:
-            url = f"{instance.url}/metrics"
-            async with self._legs.session.get(url, timeout=WAIT) as response:
-                found = read(await response.read())
+            pages = await asyncio.gather(
+                *(self._page(f"{instance.url}/{page}") for page in ("metrics", "version"))
+            )
+            found = read(*pages)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             found = Cache()
         self._known[instance] = (clock.now() + (FRESH if found.block else AGAIN), found)
 
+    async def _page(self, url: str) -> bytes:
+        async with self._legs.session.get(url, timeout=WAIT) as response:
+            return await response.read()
 
-def read(text: bytes) -> Cache:
-    """Find the cache's configuration in a /metrics page."""
-    line = _INFO.search(text)
+
+def read(metrics: bytes, version: bytes) -> Cache:
+    """Find the cache's configuration in a /metrics page, and the release in a /version answer."""
+    line = _INFO.search(metrics)
+    release = _VERSION.search(version)
     labels = dict(_LABEL.findall(line[1])) if line else {}
     size = labels.get(b"block_size", b"")
     block = int(size) if size.isdigit() else 0
-    return Cache(block, labels.get(b"enable_prefix_caching") == b"True")
+    return Cache(
+        block,
+        labels.get(b"enable_prefix_caching") == b"True",
+        (int(release[1]), int(release[2])) if release else (0, 0),
+    )

@@ -25,6 +25,7 @@ from ttft_otel.router.report import Exchange
 from ttft_otel.router.seam import Seam, Token
 from ttft_otel.router.stream import Client, finish, hand_on
 
+IDS: Final = (0, 29)  # the first vLLM that takes a chat's prompt as token ids
 _STREAM: Final = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
@@ -150,7 +151,7 @@ class Pair:
         else:
             others = self.legs.fleet.get(DECODE)
             cache, *caches = await self.caches.of((prefill.instance, *others))
-            plan.reason = _unfit(cache, caches, length, others)
+            plan.reason = _unfit(plan, cache, caches, length) or _short(others, length)
             if not plan.reason:
                 plan.mode = CONTINUE
                 return length % cache.block == 0
@@ -259,15 +260,17 @@ def _chain(exchange: Exchange) -> list[Attempt]:
     return chain
 
 
-def _unfit(
-    cache: Cache, others: list[Cache], length: int, instances: tuple[choose.Instance, ...]
-) -> str:
+def _unfit(plan: Plan, cache: Cache, others: list[Cache], length: int) -> str:
     """Why D may not continue after a prompt of this length, or ""."""
     if not cache.block or any(each.block != cache.block for each in others):
         return "block_size"
     if length % cache.block == 0 and not all(each.prefix for each in others):
         return "prefix_caching"
-    # to D the prompt is one token longer, and there must be room for one more
+    return "version" if plan.chat and any(each.version < IDS for each in others) else ""
+
+
+def _short(instances: tuple[choose.Instance, ...], length: int) -> str:
+    """To D the prompt is one token longer, and there must be room for one more."""
     return "" if length + 1 < _room(instances) else "max_model_len"
 
 
