@@ -64,6 +64,8 @@ def known(word: str) -> bool:
         word in constants().values()
         or names.stage_of(word) is not None
         or stages.known(word.removeprefix("ttft."))
+        or names.stage_of(word.replace(f"{names.HANDOVER}.", "ttft.")) is not None
+        or word == names.handover_us(names.FIRST_DECODE)
     )
 
 
