@@ -128,8 +128,9 @@ def own() -> Iterator[str]:
         for name, value in vars(names).items()
         if isinstance(value, str) and value.startswith(conventions) and value not in LABELS
     )
-    pattern = "|".join(("ttft[._]", *(f"{key}$" for key in keys))).replace("\\", "\\\\")
-    yield f'- keep_matching_keys(span.attributes, "^({pattern})")'
+    # anchored at both ends: the shape that Go's regexp matches without backtracking
+    pattern = "|".join(("ttft[._].*", *keys)).replace("\\", "\\\\")
+    yield f"- keep_matching_keys(span.attributes, \"^(?:{pattern})$\")"
 
 
 def connectors() -> Iterator[str]:

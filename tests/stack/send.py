@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans for the collector's tests: ours, built by the exporter's own code, and those of others, raw.
+
+Sent as OTLP over HTTP, whole requests at once, so that a test knows what was taken and what was refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.resources import Resource
+
+from ttft_otel import names, stages
+from ttft_otel.exporter import spans as exporter
+from ttft_otel.record import VERSION, Attributes, Piece, Record, Server, Ttft
+
+counter = itertools.count(1)
+
+
+def value(of: Any) -> AnyValue:
+    """A Python value as OTLP has it."""
+    if isinstance(of, bool):
+        return AnyValue(bool_value=of)
+    if isinstance(of, int):
+        return AnyValue(int_value=of)
+    if isinstance(of, float):
+        return AnyValue(double_value=of)
+    return AnyValue(string_value=of)
+
+
+def pairs(of: dict[str, Any]) -> list[KeyValue]:
+    """Attributes as OTLP has them."""
+    return [KeyValue(key=key, value=value(each)) for key, each in of.items()]
+
+
+def span(
+    name: str,
+    us: int = 1000,
+    events: Sequence[tuple[str, int, dict[str, Any]]] = (),
+    trace: str = "",
+    failed: bool = False,
+    **attributes: Any,
+) -> Span:
+    """A raw span that ended now; dots in attributes' names are written __."""
+    number, end = next(counter), time.time_ns()
+    start = end - us * 1000
+    made = Span(
+        name=name,
+        trace_id=bytes.fromhex(trace) if trace else number.to_bytes(16, "big"),
+        span_id=number.to_bytes(8, "big"),
+        start_time_unix_nano=start,
+        end_time_unix_nano=end,
+        attributes=pairs({key.replace("__", "."): each for key, each in attributes.items()}),
+        events=[
+            Span.Event(name=each, time_unix_nano=start + at * 1000, attributes=pairs(more))
+            for each, at, more in events
+        ],
+    )
+    made.status.code = 2 if failed else 0
+    return made
+
+
+def request(
+    spans: Iterable[Span], scope: str = "ttft_otel", service: str = "vllm", **resource: Any
+) -> ExportTraceServiceRequest:
+    """Raw spans of one scope and one resource."""
+    made = ExportTraceServiceRequest()
+    each = made.resource_spans.add()
+    named = {key.replace("__", "."): item for key, item in resource.items()}
+    each.resource.attributes.extend(pairs({"service.name": service} | named))
+    inner = each.scope_spans.add()
+    inner.scope.name = scope
+    inner.spans.extend(spans)
+    return made
+
+
+def record(
+    ms: float = 100.0,
+    number: int | None = None,
+    role: str = "mono",
+    outermost: bool = True,
+    error: str = "",
+    model: str = "tiny",
+    name: str = names.TTFT,
+    service: str = "vllm",
+    state: str = "",
+) -> Record:
+    """A request of ours with a TTFT of so many milliseconds, most of it queue, 100 us unattributed."""
+    number = next(counter) if number is None else number
+    total = round(ms * 1000)
+    parts = {"receive": total // 10, "prefill.queue": total - total // 10 - 100}
+    pieces, at = [], 0
+    for stage, us in (*parts.items(), (stages.UNATTRIBUTED, 100)):
+        pieces.append(Piece("stage", stage, at, at + us))
+        at += us
+    shared: Attributes = {names.OPERATION: "chat", names.PROVIDER: "vllm", names.MODEL: model}
+    return Record(
+        version=VERSION,
+        trace_id=f"{number + (0x5EED << 96):032x}",
+        span_id=f"{number:016x}",
+        parent_id="",
+        flags=1,
+        state=state,
+        start_ns=time.time_ns() - total * 1000,
+        role=role,
+        outermost=outermost,
+        service=service,
+        request_id=f"request-{number}",
+        attributes=shared,
+        ttft=Ttft(
+            span_id=f"{number + (1 << 40):016x}",
+            name=name,
+            start=0,
+            end=total,
+            stages=parts,
+            unattributed=100,
+            clamped=0,
+            pieces=(*pieces, Piece("part", "tokenize", 0, 10)),
+            attributes={names.STREAMING: True},
+            error=error,
+        ),
+        server=Server("POST /v1/completions", total + 500, 500 if error else 200, {}, error),
+    )
+
+
+def resource(instance: str, service: str = "vllm") -> Resource:
+    """Who a span is from."""
+    return Resource({"service.name": service, "service.instance.id": instance})
+
+
+def ours(records: Iterable[Record], instance: str = "host:1") -> ExportTraceServiceRequest:
+    """Records as the exporter would send them, in one request."""
+    made: list[Any] = []
+    for each in records:
+        made += exporter.build(each, resource(instance, each.service))
+    return encode_spans(made)
+
+
+def post(
+    url: str, body: ExportTraceServiceRequest | bytes, kind: str = "application/x-protobuf"
+) -> int:
+    """The status that the collector answers."""
+    data = body if isinstance(body, bytes) else body.SerializeToString()
+    asked = urllib.request.Request(f"{url}/v1/traces", data, {"content-type": kind})
+    try:
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code

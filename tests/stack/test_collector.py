@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""collector/config.yaml on the real collector: what it derives, scrubs and counts, read where it sends it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import isclose, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import known, send
+from tests.stack.bench import Bench, Collector, until
+from tests.stack.sink import QUICK, Metrics, Spans, attributes
+from ttft_otel import names, stages
+from ttft_otel.exporter.spans import build
+from ttft_otel.lab import ottl
+from ttft_otel.lab.stack.binaries import Binaries
+from ttft_otel.lab.stack.parts import COLLECTOR_CONFIG, SAMPLING
+
+FOLDER = COLLECTOR_CONFIG.parent
+TIER1, TIER2 = FOLDER / "scale-out" / "tier1.yaml", FOLDER / "scale-out" / "tier2.yaml"
+LAYERS = [
+    [COLLECTOR_CONFIG],
+    [COLLECTOR_CONFIG, SAMPLING],
+    [COLLECTOR_CONFIG, TIER2],
+    [COLLECTOR_CONFIG, SAMPLING, TIER2],
+    [TIER1],
+]
+
+
+@dataclass
+class Front:
+    """A collector, and what stands in Tempo's and Prometheus's place behind it."""
+
+    collector: Collector
+    spans: Spans
+    metrics: Metrics
+
+    def send(self, *bodies: Any) -> None:
+        """All must be taken."""
+        assert [send.post(self.collector.http, body) for body in bodies] == [200] * len(bodies)
+
+    def through(self, *bodies: Any) -> None:
+        """Send, then wait until as many spans have come out."""
+        wanted = sum(
+            len(scope.spans)
+            for body in bodies
+            for resource in body.resource_spans
+            for scope in resource.scope_spans
+        )
+        before = len(self.spans.spans())
+        self.send(*bodies)
+        until(lambda: len(self.spans.spans()) >= before + wanted)
+
+    def counted(self, job: str, many: int) -> None:
+        """Wait until so many TTFTs of a job have been counted."""
+        until(lambda: self.metrics.total(names.METRIC_TTFT, job=job) >= many)
+
+
+@pytest.fixture(scope="module")
+def front(bench: Bench) -> Iterator[Front]:
+    """The configuration as it is; tests tell their spans apart by name or service."""
+    spans, metrics = Spans(), Metrics()
+    with bench.collector(COLLECTOR_CONFIG, QUICK, env={**spans.env, **metrics.env}) as collector:
+        assert isinstance(collector, Collector)
+        yield Front(collector, spans, metrics)
+    metrics.close()
+    spans.stop()
+
+
+def test_blocks_are_in_step() -> None:
+    """The generated blocks of config.yaml are what names.py and stages.py give today."""
+    text = COLLECTOR_CONFIG.read_text("utf-8")
+
+    assert text == ottl.rewrite(text), "python -m ttft_otel.lab.ottl"
+    assert len(ottl.MARKED.findall(text)) == len(ottl.WRITERS)
+
+
+def test_every_stage_is_summed() -> None:
+    """No stage of the vocabulary, nor any leg's, is missing from the sum."""
+    server, router = ottl.partition()
+
+    assert set(stages.NAMES) == set(server)
+    assert all(stages.known(name) for name in router)
+    legs = [role for role in stages.ROLES if role != "router"]
+    for role, stage in product(legs, stages.STAGES):
+        assert (f"{role}.{stage.name}" in router) == (role in stage.roles)
+
+
+@pytest.mark.parametrize(
+    "layers", LAYERS, ids=lambda layers: "+".join(each.stem for each in layers)
+)
+def test_validates(binaries: Binaries, layers: list[Path], tmp_path: Path) -> None:
+    """Each configuration, and each overlay on it, is accepted by the program that runs it."""
+    words = [f"--config={layer}" for layer in layers]
+    told = subprocess.run(
+        [binaries.collector, "validate", *words],
+        env={"TTFT_COLLECTOR_STORAGE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize("path", [COLLECTOR_CONFIG, TIER1], ids=lambda path: str(path.stem))
+def test_blocks_have_reasons(path: Path) -> None:
+    """Above every component, or the first of a kind in a row, a comment says what it is for."""
+    lines = path.read_text("utf-8").splitlines()
+    bare, last = [], ""
+    for above, line in pairwise(lines):
+        found = re.fullmatch(r"  (\w+)(/[\w.]+)?:", line)
+        if found and found[1] != "pipelines":
+            if not above.strip().startswith("#") and found[1] != last:
+                bare.append(line)
+            last = found[1]
+
+    assert lines[0].startswith("# SPDX") and lines[1].startswith("# ")
+    assert not bare
+
+
+@pytest.fixture(scope="module")
+def rows(front: Front) -> list[known.Known]:
+    """Known requests, sent and passed on: an eighth of the table, with slow and failed ones."""
+    chosen = [row for row in known.table() if not row.number % 8 or row.error]
+    records = [told.record for row in chosen for told in known.tell(row, time.time_ns())]
+    front.through(*(send.ours(records[at : at + 100]) for at in range(0, len(records), 100)))
+    for job in {stages.SERVICES[row.role] for row in chosen}:
+        front.counted(job, sum(stages.SERVICES[row.role] == job for row in chosen))
+    return chosen
+
+
+def test_known_requests(front: Front, rows: list[known.Known]) -> None:
+    """Every ttft and encode span gets its TTFT in ms, rounded down, and the sum of its stages."""
+    records = [told.record for row in rows for told in known.tell(row, 0)]
+    expected = {each.ttft.span_id: each.ttft for each in records if each.ttft}
+    found = {span.span_id.hex(): attributes(span.attributes) for span in front.spans.spans()}
+
+    assert len(expected) > len(rows)
+    for span_id, ttft in expected.items():
+        length = ttft.end - ttft.start
+        derived = found.pop(span_id)
+        assert derived[names.DERIVED_MS] == length // 1000
+        assert derived[names.DERIVED_SUM_US] == sum(ttft.stages.values())
+        assert derived[names.DERIVED_REST_US] == ttft.unattributed
+    ours = [each for each in found.values() if names.ROLE in each]
+    assert ours and not any(names.DERIVED_MS in each for each in ours if names.STAGE in each)
+
+
+def test_metrics_are_the_truth(front: Front, rows: list[known.Known]) -> None:
+    """Counts and sums per role, model and stage are those of the outermost spans alone."""
+    for role, model in {(row.role, row.model) for row in rows}:
+        mine = [row for row in rows if (row.role, row.model) == (role, model)]
+        job = stages.SERVICES[role]
+        whole = points(front, names.METRIC_TTFT, job, model)
+        assert sum(point.count for _, point in whole) == len(mine)
+        assert isclose(sum(point.sum for _, point in whole), sum(row.ttft for row in mine) / 1e6)
+
+        lengths: dict[str, float] = {}
+        for row in mine:
+            for stage, us in (*row.stages.items(), (stages.UNATTRIBUTED, row.unattributed)):
+                lengths[stage] = lengths.get(stage, 0) + us / 1e6
+        counted: dict[str, float] = {}
+        for labels, point in points(front, names.METRIC_STAGE, job, model):
+            stage = labels[names.STAGE]
+            counted[stage] = counted.get(stage, 0) + point.sum
+        assert counted.keys() == {stage for stage, length in lengths.items() if length}
+        assert all(isclose(counted[stage], lengths[stage]) for stage in counted)
+        assert isclose(sum(counted.values()), sum(point.sum for _, point in whole))
+
+
+def points(front: Front, metric: str, job: str, model: str) -> list[tuple[dict[str, Any], Any]]:
+    """Labels and newest points of a metric's series of one service and model."""
+    found = front.metrics.series(metric, job=job)
+    return [(labels, point) for labels, point in found if labels.get(names.MODEL) == model]
+
+
+def test_convention(front: Front, rows: list[known.Known]) -> None:
+    """The convention's histogram has its buckets and attributes, and counts answers that began."""
+    bounds = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1]
+    bounds += [0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+
+    answered = [row for row in rows if row.role != "encode" and not row.error]
+    until(lambda: front.metrics.total(names.METRIC_CONVENTION) >= len(answered))
+
+    for model in {row.model for row in answered}:
+        mine = [row.ttft / 1e6 for row in answered if row.model == model]
+        buckets = [0] * (len(bounds) + 1)
+        for labels, point in front.metrics.series(names.METRIC_CONVENTION):
+            if labels[names.MODEL] == model:
+                assert labels.keys() == {
+                    *("job", "instance", names.OPERATION, names.PROVIDER, names.MODEL)
+                }
+                assert list(point.explicit_bounds) == bounds
+                buckets = [a + b for a, b in zip(buckets, point.bucket_counts, strict=True)]
+        expected = [0] * (len(bounds) + 1)
+        for length in mine:
+            expected[sum(length > bound for bound in bounds)] += 1
+        assert buckets == expected
+
+
+def test_labels(front: Front, rows: list[known.Known]) -> None:
+    """Labels are those listed, and no request or trace id is the value of one."""
+    ids = {each for row in rows for each in (row.trace_id, row.request_id)}
+    allowed = {
+        names.METRIC_TTFT: {names.ROLE, names.MODEL, names.ERROR_TYPE, "status.code"},
+        names.METRIC_STAGE: {
+            *(names.ROLE, names.MODEL, names.ERROR_TYPE, names.STAGE, names.LEG, names.INSTANCE)
+        },
+    }
+    for metric, labels in allowed.items():
+        found = [each for each, _ in front.metrics.series(metric)]
+        assert found
+        assert {name for each in found for name in each} == {*labels, "job", "instance"}
+        told = {str(value) for each in found for value in each.values()}
+        assert not told & ids
+    legs = {
+        (labels.get(names.LEG), labels.get(names.INSTANCE))
+        for labels, _ in front.metrics.series(names.METRIC_STAGE, job="ttft-otel-router")
+    }
+    assert ("encode", "10.0.0.11:8001") in legs and (None, None) in legs
+
+
+def test_exemplars(front: Front, rows: list[known.Known]) -> None:
+    """Exemplars name spans that are in the backend: the ttft span, or the stage's own."""
+    sent = {(span.trace_id, span.span_id) for span in front.spans.spans()}
+    found = front.metrics.exemplars()
+
+    assert len(found) > len(rows) / 10
+    assert {(each.trace_id, each.span_id) for each in found} <= sent
+
+
+def test_one_request_counts_once(front: Front) -> None:
+    """Router, encoder and decoder of one request have a ttft span each; one TTFT is counted."""
+    row = next(row for row in known.table() if row.kind == "epd" and not row.spare)
+    records = [told.record for told in known.tell(row, time.time_ns())]
+    assert [each.role for each in records] == ["encode", "prefill_decode", "router"]
+    before = front.metrics.total(names.METRIC_TTFT)
+    front.through(send.ours(records, "once"))
+
+    until(lambda: front.metrics.total(names.METRIC_TTFT) > before)
+    assert front.metrics.total(names.METRIC_TTFT, instance="once") == 1
+    assert front.metrics.total(names.METRIC_TTFT) == before + 1
+
+
+def test_callers_cannot_multiply(front: Front) -> None:
+    """A caller's tracestate that claims a sampling of 1 in 65 536 leaves the count at one."""
+    front.through(send.ours([send.record(50, service="claims", state="ot=th:ffff")]))
+
+    front.counted("claims", 1)
+    assert front.metrics.total(names.METRIC_TTFT, job="claims") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "total"),
+    [
+        ({"ttft.receive_us": "800"}, 300),
+        ({"ttft.receive_us": 800.0}, 300),
+        ({"ttft.receive_us": True}, 300),
+        ({}, 300),
+        ({"ttft.receive_us": -5}, 295),
+        (
+            {
+                "ttft.no.stage_us": 800,
+                "ttft.total_us": "x",
+                "ttft_ms": "9",
+                "ttft_stage_sum_us": 1.5,
+            },
+            300,
+        ),
+    ],
+    ids=str,
+)
+def test_malformed_stages(front: Front, change: dict[str, Any], total: int) -> None:
+    """A stage that is no integer is left out of the sum, and shows as unattributed; the rest holds."""
+    stage = {"ttft.prefill.queue_us": 300, "ttft.role": "mono"}
+    span = send.span("ttft", 1_999, **stage, **change)
+    front.through(send.request([span]))
+    found = attributes(front.spans.span(span.span_id).attributes)
+
+    assert found[names.DERIVED_MS] == 1
+    assert found[names.DERIVED_SUM_US] == total
+    assert found[names.DERIVED_REST_US] == 1_999 - total
+
+
+def test_backwards(front: Front) -> None:
+    """A span that ends before it starts gets no TTFT, and is passed on."""
+    span = send.span("ttft", -5_000)
+    front.through(send.request([span]))
+    found = front.spans.span(span.span_id)
+
+    assert not attributes(found.attributes)
+
+
+OTHERS = {
+    "vllm": ({"gen_ai.latency.time_to_first_token": 0.29}, (), 290),
+    "convention": ({"gen_ai.response.time_to_first_chunk": 1.0009999}, (), 1001),
+    "just below": ({"gen_ai.response.time_to_first_chunk": 0.9999}, (), 999),
+    "older": ({"gen_ai.response.time_to_first_token": 2}, (), 2000),
+    "zero": ({"gen_ai.latency.time_to_first_token": 0.0}, (), 0),
+    "event": ({}, (("first_token", 12_999, {}),), 12),
+    "openinference": ({}, (("First Token Stream Event", 7_000, {}),), 7),
+    "chunks": ({}, (("gen_ai.content.chunk", 3_500, {}), ("gen_ai.content.chunk", 9_000, {})), 3),
+    "attribute first": (
+        *({"gen_ai.latency.time_to_first_token": 0.5}, (("first_token", 1_000, {}),)),
+        500,
+    ),
+    "its own": ({"ttft_ms": 77}, (), 77),
+    "its own, a double": ({"ttft_ms": 77.5}, (), None),
+    "text": ({"gen_ai.latency.time_to_first_token": "0.5"}, (), None),
+    "negative": ({"gen_ai.latency.time_to_first_token": -1.0}, (), None),
+    "no number": ({"gen_ai.latency.time_to_first_token": nan}, (), None),
+    "endless": ({"gen_ai.latency.time_to_first_token": float("inf")}, (), None),
+    "before the start": ({}, (("first_token", -9_000, {}),), None),
+    "another event": ({}, (("exception", 5_000, {}),), None),
+    "nothing": ({}, (), None),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_others(front: Front, case: str) -> None:
+    """Spans of vLLM itself, SGLang and OpenInference get ttft_ms from what they have, or nothing."""
+    given, events, expected = OTHERS[case]
+    span = send.span("llm_request", 20_000, events, **given)
+    front.through(send.request([span], "vllm.llm_engine"))
+    found = attributes(front.spans.span(span.span_id).attributes)
+
+    assert found.get(names.DERIVED_MS) == expected
+    assert not front.metrics.series(names.METRIC_TTFT, job="vllm", ttft_role=None)
+
+
+SECRET = "the secret of the day"
+SECRETS = (
+    *("gen_ai.prompt", "gen_ai.prompt.0.content", "gen_ai.completion", "gen_ai.input.messages"),
+    *("gen_ai.output.messages", "gen_ai.system_instructions", "gen_ai.tool.call.arguments"),
+    *("llm.prompts.0.content", "llm.input_messages.0.message.content", "input.value"),
+    *("output.value", "traceloop.entity.input", "langfuse.observation.output", "prompt"),
+    *("ai.prompt.messages", "ai.response.text", "llm.prompt_template.variables", "completion"),
+    *("http.request.header.authorization", "Authorization", "x-api-key", "OPENAI_API_KEY"),
+    *("http.request.header.cookie", "db.password", "client_secret", "access_token"),
+    *("http.response.body", "url.query", "aws.credentials"),
+)
+HARMLESS = {
+    "gen_ai.usage.prompt_tokens": 12,
+    "gen_ai.usage.completion_tokens": 3,
+    "llm.token_count.prompt": 12,
+    "gen_ai.request.max_tokens": 100,
+    "gen_ai.request.model": "tiny",
+    "gen_ai.request.id": "cmpl-1",
+    "http.route": "/v1/completions",
+    "net.peer.ip": "10.0.0.1",
+}
+
+
+def test_scrub_others(front: Front) -> None:
+    """Prompts, completions and credentials leave spans, events and resources of others; counts stay."""
+    said = dict.fromkeys(SECRETS, SECRET)
+    events = [
+        ("gen_ai.content.prompt", 1, {"gen_ai.prompt": SECRET, "content": SECRET, "index": 3})
+    ]
+    span = send.span("scrubbed", 10, events, **said, **HARMLESS, note="x" * 2000)
+    resource = {"process.command_args": SECRET, "x-api-key": SECRET, "host.name": "here"}
+    front.through(send.request([span], "other", **resource))
+
+    found = next(each for each in front.spans.spans() if each.name == "scrubbed")
+    left = attributes(found.attributes)
+    assert {name: left.get(name) for name in HARMLESS} == HARMLESS
+    assert left.keys() == {*HARMLESS, "note"} and len(left["note"]) == 512
+    assert attributes(found.events[0].attributes) == {"index": 3}
+    where = [attributes(each.resource.attributes) for each in front.spans.resources()]
+    assert [each for each in where if each.get("host.name") == "here"] == [
+        {"service.name": "vllm", "host.name": "here"}
+    ]
+    assert SECRET.encode() not in b"".join(front.spans.taken)
+
+
+def test_scrub_ours(front: Front) -> None:
+    """Our own spans keep the keys of names.py and lose any other, whatever a mistake put there."""
+    row = next(row for row in known.table() if row.kind == "epd")
+    records = [told.record for told in known.tell(row, time.time_ns())]
+    sent = {
+        f"{span.context.span_id:016x}": dict(span.attributes or {})
+        for each in records
+        for span in build(each, send.resource("kept"))
+    }
+    front.through(send.ours(records, "kept"))
+    derived = {names.DERIVED_MS, names.DERIVED_SUM_US, names.DERIVED_REST_US}
+    by_name: dict[str, set[str]] = {}
+    for span in front.spans.spans():
+        by_name.setdefault(span.name, set()).update(attributes(span.attributes))
+    for each in records:
+        for span in build(each, send.resource("kept")):
+            assert set(span.attributes or ()) <= by_name[span.name] | derived
+    assert sent
+    span = send.span("receive", 10, **{"ttft.stage": "receive", "prompt": SECRET, "anything": 1})
+    front.through(send.request([span]))
+    left = front.spans.span(span.span_id)
+    assert attributes(left.attributes) == {"ttft.stage": "receive"}
+
+
+def test_own_numbers(front: Front) -> None:
+    """The collector pushes what it took, sent and holds to Prometheus, under its own name."""
+    taken = "otelcol_receiver_accepted_spans"
+    until(lambda: front.metrics.series(taken, job="ttft-collector"), 25)
+
+    for name in ("exporter_sent_spans", "exporter_queue_size", "process_memory_rss"):
+        assert front.metrics.series(f"otelcol_{name}", job="ttft-collector")
+
+
+def test_cardinality(bench: Bench) -> None:
+    """Past the limit new series fall into one, marked as overflow, and nothing is left uncounted."""
+    spans, metrics = Spans(), Metrics()
+    env = {**spans.env, **metrics.env, "TTFT_SERIES_LIMIT": "20"}
+    with bench.collector(env=env) as collector:
+        assert isinstance(collector, Collector)
+        body = send.ours([send.record(10, model=f"model-{turn}") for turn in range(300)])
+        assert send.post(collector.http, body) == 200
+        until(lambda: metrics.total(names.METRIC_TTFT) >= 300)
+        for metric, each in ((names.METRIC_TTFT, 1), (names.METRIC_STAGE, 3)):
+            series = metrics.series(metric)
+            over = [point for labels, point in series if labels.get("otel.metric.overflow")]
+            assert len(series) == 21 and len(over) == 1
+            assert sum(point.count for _, point in series) == 300 * each
+    metrics.close()
+    spans.stop()
