@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 
@@ -15,8 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from router import fakes
 from ttft_otel import names
-from ttft_otel.router import app, choose
-from ttft_otel.router.command import command
+from ttft_otel.router import app, choose, config
+from ttft_otel.router.command import EXAMPLES, command
 
 
 def test_health_follows_the_fleet() -> None:
@@ -71,11 +72,18 @@ def test_bad_url_says_what_to_write() -> None:
 
 
 def test_help_has_examples() -> None:
-    """--help shows how to start it and names the variable of every flag."""
+    """--help shows how to start it, in commands that are right, and every flag's variable."""
     text = CliRunner().invoke(command, ["--help"]).output
-    assert "ttft-otel router --encoder" in text
-    for flag in ("ENCODER", "BACKEND", "HOST", "PORT", "MAX_BODY", "REPORTS"):
-        assert f"TTFT_OTEL_ROUTER_{flag}" in text
+    joined = " ".join(text.split())
+    for option in command.params:
+        assert f"TTFT_OTEL_ROUTER_{str(option.name).upper()}" in joined
+    shown = EXAMPLES.replace("\\\n", " ").splitlines()
+    examples = [shlex.split(line) for line in shown if line.startswith("  ttft-otel router --")]
+    assert len(examples) == 5
+    for _, name, *flags in examples:
+        if "--config" not in flags:
+            made = command.make_context(name, flags)
+            assert config.Options(**made.params).legs()
 
 
 def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +147,7 @@ def test_the_real_command_drains_when_stopped() -> None:
                     scopes = [scope for each in sent.resource_spans for scope in each.scope_spans]
                     found |= {span.name for scope in scopes for span in scope.spans}
 
-    fakes.run(scenario)
+    fakes.run(scenario, 120)
 
 
 async def up(router: fakes.Router) -> None:

@@ -92,7 +92,8 @@ class Forward:
             # mid-stream: what is out is out; returning unfinished makes uvicorn cut the connection
             exchange.error = type(error).__name__
             if not exchange.status:
-                await answer.fail(Down(502, str(error)), exchange, send)
+                why = f"The instance failed: {type(error).__name__}."
+                await answer.fail(Down(502, why), exchange, send)
         finally:
             # once a whole answer is out the watch ends by itself, for less than a cancellation
             if watch is not None and not exchange.done:
