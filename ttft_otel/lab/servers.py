@@ -192,9 +192,9 @@ def running(
             stop_all(servers)
 
 
-def stop_all(servers: Sequence[Server]) -> None:
-    """Stop all of them at the same time."""
-    threads = [threading.Thread(target=server.stop) for server in servers]
+def stop_all(servers: Sequence[Server], bound: float = 15.0) -> None:
+    """Stop all of them at the same time; `bound` as in Server.stop."""
+    threads = [threading.Thread(target=server.stop, args=(bound,)) for server in servers]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from ttft_otel.lab import screen
-from ttft_otel.lab.servers import ServerError
+from ttft_otel.lab.servers import ServerError, terminable
 from ttft_otel.lab.stack import binaries, docker, golang, native, pins, show, smoke, state, status
 from ttft_otel.lab.stack.docker import DockerError
 from ttft_otel.lab.stack.golang import GoError
@@ -63,16 +63,20 @@ Examples:
 """
 )
 @click.option("--resolve", is_flag=True, help="Write the collector's go.mod and go.sum anew first.")
-def build(resolve: bool) -> None:
-    """Build collector, Tempo, Prometheus and promtool with Go (1.25 or newer) into the user's cache."""
-    with explained(), screen.showing() as seen:
+@click.option("--quiet", is_flag=True, help="Say nothing of what is there already.")
+def build(resolve: bool, quiet: bool) -> None:
+    """Build the programs with Go (1.25 or newer), once, into the user's cache."""
+    with explained(), terminable(), screen.showing() as seen:
         if resolve:
             seen.step("resolving what collector/builder.yaml names")
             golang.resolve(pins.COLLECTOR, seen.now)
         for role, (tool, program) in binaries.ROLES.items():
-            if not golang.built(tool) and not binaries.named(program):
+            there = golang.built(tool) or binaries.named(program)
+            if not there:
                 seen.step(f"building {role}")
-            seen.say(f"{role:<11} {binaries.obtain(role, seen.now)}")
+            path = binaries.obtain(role, seen.now)
+            if not (there and quiet):
+                seen.say(f"{role:<11} {path}")
 
 
 @main.command(
@@ -104,7 +108,7 @@ def run(profiles: tuple[str, ...], at: Addresses, data: Path) -> None:
     if odd := set(profiles) - {"sampling"}:
         raise LookupError(f"no profile {', '.join(sorted(odd))} without containers; only sampling")
     make_room(at, data)
-    with screen.showing() as seen:
+    with terminable(), screen.showing() as seen:
         commands = native.plan(at, data, "sampling" in profiles, seen.now)
     try:
         with show.table() as look, native.running(commands, at, data, look) as servers:

@@ -61,17 +61,18 @@ def build(tool: Tool, say: Say) -> Path:
         return tool.folder
     version()
     tool.folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(tool, say), tempfile.TemporaryDirectory(dir=tool.folder.parent) as scratch:
+    with locked(tool, say):
         if not built(tool):  # another process may have been faster
-            made = Path(scratch) / "bin"
-            made.mkdir()
-            source = sources(tool, Path(scratch), say)
+            shutil.rmtree(scratch := tool.folder.parent / f"{tool.name}.new", ignore_errors=True)
+            made = scratch / "bin"
+            made.mkdir(parents=True)
+            source = sources(tool, scratch, say)
             for program in tool.programs:
                 target = ["-o", str(made / program.name), program.package]
                 options = [*FLAGS, f"-tags={tool.tags}", "-v"]
                 run(("go", "build", *options, *target), source, f"go build {program.name}", say)
-            shutil.rmtree(tool.folder, ignore_errors=True)
-            made.rename(tool.folder)
+            made.replace(tool.folder)
+            shutil.rmtree(scratch)
     return tool.folder
 
 

@@ -23,6 +23,8 @@ from ttft_otel.lab.stack.state import State
 
 READY_S: Final = 120.0
 LOOK_S: Final = 0.3
+# Tempo needs 6; at times it then waits for ever for queries of its own, with everything written.
+STOP_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ def running(
             await_ready(servers, look)
             yield servers
         finally:
-            stop_all(servers)
+            stop_all(servers, STOP_S)
             state.forget(data)
 
 
@@ -103,7 +105,9 @@ def row(server: Server, took: float | None) -> Row:
 
 def address(server: Server) -> str:
     """Where it is of use: OTLP of the collector, not its health check."""
-    return server.command.env["TTFT_COLLECTOR_HTTP"] if server.name == "collector" else server.url
+    if server.name == "collector":
+        return f"http://{server.command.env['TTFT_COLLECTOR_HTTP']}"
+    return server.url
 
 
 def watch(servers: Sequence[Server]) -> None:

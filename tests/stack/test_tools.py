@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stack's programs: built from pins with committed hashes, found again, and judges of our files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ttft_otel.lab.stack import binaries as search
+from ttft_otel.lab.stack import golang, pins
+from ttft_otel.lab.stack.binaries import Binaries
+from ttft_otel.lab.stack.parts import Addresses
+from ttft_otel.lab.stack.pins import CHECKOUT, MODULES, Program, Tool
+
+COLLECTOR = CHECKOUT / "collector"
+GO = pytest.mark.skipif(not shutil.which("go"), reason=f"no Go here; {golang.REMEDY}")
+# One line of a go.mod: module and version.
+MODULE = re.compile(r"^(?:require )?\s*([\w./-]+\.[\w./-]+) (v\S+)", re.M)
+STACK = (sys.executable, "-m", "ttft_otel.lab.stack")
+OVERLAYS = sorted(
+    path
+    for path in COLLECTOR.rglob("*.yaml")
+    if path.name not in ("builder.yaml", "config.yaml") and path.parent == COLLECTOR
+)
+COMBINATIONS = [
+    ("config.yaml",),
+    *(("config.yaml", str(path.relative_to(COLLECTOR))) for path in OVERLAYS),
+]
+
+
+def said(*words: str | Path, env: dict[str, str] | None = None, code: int = 0) -> str:
+    """What a program prints; it must end with `code`."""
+    env = {**os.environ, **(env or {})}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=120)
+    told = done.stdout + done.stderr
+    assert done.returncode == code, told
+    return told
+
+
+def required(tool: str) -> dict[str, str]:
+    """Module -> version, from a committed go.mod."""
+    return dict(MODULE.findall((MODULES / tool / "go.mod").read_text("utf-8")))
+
+
+def test_manifest() -> None:
+    """The collector's go.mod holds the manifest's components, at its versions, and the builder has theirs."""
+    manifest = yaml.safe_load(pins.MANIFEST.read_text("utf-8"))
+    named = dict(
+        part["gomod"].split()
+        for kind in (
+            "receivers",
+            "processors",
+            "exporters",
+            "connectors",
+            "extensions",
+            "providers",
+        )
+        for part in manifest[kind]
+    )
+    versions = {version for name, version in named.items() if "/confmap/provider/" not in name}
+
+    assert named.items() <= required("collector").items()
+    assert versions == {f"v{manifest['dist']['version']}"}
+    assert required("builder")["go.opentelemetry.io/collector/cmd/builder"] in versions
+
+
+@GO
+@pytest.mark.parametrize("tool", [*pins.TOOLS, pins.BUILDER], ids=lambda tool: tool.name)
+def test_hashes(binaries: Binaries, tool: Tool) -> None:
+    """What is in a program is what the committed go.sum says, module by module."""
+    sums = set((tool.module / "go.sum").read_text("utf-8").splitlines())
+    for program in tool.programs:
+        told = said("go", "version", "-m", tool.folder / program.name)
+        linked = [line.split()[1:] for line in told.splitlines() if line.split()[:1] == ["dep"]]
+        replaced = [line.split()[1:] for line in told.splitlines() if line.split()[:1] == ["=>"]]
+        hashed = {" ".join(words) for words in linked + replaced if len(words) == 3}
+
+        assert len(linked) > 3
+        assert len(hashed) == len(linked)
+        assert hashed <= sums
+
+
+def test_versions(binaries: Binaries) -> None:
+    """The programs run, and they are the ones that the pins name."""
+    assert "version 0.159.0" in said(binaries.collector, "--version")
+    assert "v0.315.0" == required("prometheus")["github.com/prometheus/prometheus"]
+    assert "tempo" in said(binaries.tempo, "--version")
+    for path in (binaries.prometheus, binaries.promtool):
+        assert path.name in said(path, "--version")
+
+
+@pytest.mark.parametrize("configs", COMBINATIONS, ids=" ".join)
+def test_collector(binaries: Binaries, tmp_path: Path, configs: tuple[str, ...]) -> None:
+    """The collector accepts its configuration, also below each overlay."""
+    words = [f"--config=file:{COLLECTOR / name}" for name in configs]
+    env = {"TTFT_COLLECTOR_STORAGE": str(tmp_path)}
+
+    assert "rror" not in said(binaries.collector, "validate", *words, env=env)
+
+
+def test_prometheus(binaries: Binaries) -> None:
+    """Promtool accepts Prometheus's configuration and every rule that it names."""
+    told = said(
+        binaries.promtool, "check", "config", CHECKOUT / "grafana/prometheus/prometheus.yml"
+    )
+
+    assert "is valid prometheus config" in told
+    assert re.search(r"[1-9]\d* rules found", told)
+    assert "FAILED" not in told
+
+
+def test_tempo(binaries: Binaries, tmp_path: Path) -> None:
+    """Tempo accepts the configuration of the native stack, with nothing to warn of."""
+    config = CHECKOUT / "grafana" / "tempo" / "native.yaml"
+    env = Addresses().env() | {"TTFT_TEMPO_DATA": str(tmp_path)}
+    words = (f"-config.file={config}", "-config.expand-env=true", "-config.verify=true")
+
+    assert "level=warn" not in said(binaries.tempo, *words, env=env)
+
+
+def test_compose(binaries: Binaries) -> None:
+    """Compose's own library accepts docker-compose.yml with every profile; it refuses a misspelt key."""
+    told = said(binaries.compose, CHECKOUT / "docker-compose.yml", "+*")
+
+    assert {"collector", "tempo", "prometheus", "grafana"} <= yaml.safe_load(told)[
+        "services"
+    ].keys()
+
+
+def test_refused(binaries: Binaries, tmp_path: Path) -> None:
+    """A compose file with a key that does not exist is refused, and the key is named."""
+    odd = tmp_path / "compose.yml"
+    odd.write_text("services: {a: {imag: b}}\n", "utf-8")
+
+    assert "imag" in said(binaries.compose, odd, code=1)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with an empty cache and an empty PATH; the folder on PATH."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for _, program in search.ROLES.values():
+        monkeypatch.delenv(program.variable, raising=False)
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def script(path: Path, text: str) -> Path:
+    """A program for tests."""
+    path.write_text(f"#!/bin/sh\n{text}\n", "utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def test_missing(nowhere: Path) -> None:
+    """Without Go and programs, one message says what to install or to name."""
+    told = said(*STACK, "build", code=1)
+
+    assert "Go is missing" in told
+    assert "https://go.dev/dl/" in told
+    assert "TTFT_STACK_COLLECTOR" in told
+    assert "Traceback" not in told
+
+
+def test_old(nowhere: Path) -> None:
+    """A Go that is too old is named, with its version."""
+    script(nowhere / "go", "echo go version go1.22.1 linux/amd64")
+
+    assert "Go 1.22 is too old; install Go 1.25" in said(*STACK, "build", code=1)
+
+
+def test_found(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable comes first, PATH serves where Go is missing, and a wrong name is said."""
+    tool, program = search.ROLES["collector"]
+    other = script(nowhere / "otelcol-contrib", "true")
+    assert search.obtain("collector", str) == other
+
+    own = script(nowhere / "mine", "true")
+    monkeypatch.setenv(program.variable, str(own))
+    assert search.locate(tool, program) == search.obtain("collector", str) == own
+
+    monkeypatch.setenv(program.variable, "/nowhere/otelcol")
+    assert "TTFT_STACK_COLLECTOR=/nowhere/otelcol is no program" in said(*STACK, "build", code=1)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Tool]:
+    """Write a Go program of our own and give the Tool that builds it, into an empty cache."""
+    monkeypatch.setenv("GOCACHE", said("go", "env", "GOCACHE").strip())  # Go's own library is there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(pins, "MODULES", tmp_path)
+    (tmp_path / "toy").mkdir()
+
+    def make(body: str) -> Tool:
+        (tmp_path / "toy" / "go.mod").write_text("module toy.invalid/toy\n\ngo 1.25\n", "utf-8")
+        (tmp_path / "toy" / "main.go").write_text(
+            f"package main\n\nfunc main() {{ {body} }}\n", "utf-8"
+        )
+        return Tool("toy", (Program("toy", ".", "TTFT_STACK_TOY"),))
+
+    return make
+
+
+@GO
+def test_build(toy: Callable[[str], Tool]) -> None:
+    """A build says what it does, is done once per pin however many ask at once, and runs."""
+    tool, lines = toy('println("one")'), list[str]()
+    threads = [threading.Thread(target=golang.build, args=(tool, lines.append)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    again = list[str]()
+    folder = golang.build(tool, again.append)
+
+    assert "one" in said(folder / "toy")
+    assert 1 == sum("toy.invalid/toy" in line for line in lines)
+    assert [] == again
+    assert "two" in said(golang.build(toy('println("two")'), again.append) / "toy")
+    assert again
+
+
+@GO
+def test_failed(toy: Callable[[str], Tool]) -> None:
+    """A build that fails gives the compiler's words, and is tried again the next time."""
+    for _ in range(2):
+        tool = toy("undefined()")
+        with pytest.raises(golang.GoError, match=r"go build toy failed(.|\n)*undefined"):
+            golang.build(tool, str)
+        assert not golang.built(tool)
