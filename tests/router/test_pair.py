@@ -354,6 +354,30 @@ def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: floa
     fakes.run(scenario)
 
 
+def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
+    """A D that answers 503 has P free the blocks: the next D computes the prompt, and fetches nothing."""
+
+    async def scenario() -> None:
+        for mode in ("off", "strip", "continue"):
+            full, other = pd.Model(refuses=503), pd.Model()
+            async with (
+                pd.server(full, False) as p,
+                pd.server(full, True) as busy,
+                pd.server(other, True) as idle,
+                fakes.router(
+                    [], prefills=[p.url], decodes=[busy.url, idle.url], first_token=mode
+                ) as router,
+            ):
+                fleet = pd.Fleet(full, p, idle, router)
+                assert (await fleet.ask()).texts == WHOLE
+                assert busy.seen[0].json["kv_transfer_params"]["do_remote_prefill"] is True
+                (asked,) = idle.seen
+                assert "remote_host" not in asked.json.get("kv_transfer_params", {})
+                assert await fleet.freed()
+
+    fakes.run(scenario)
+
+
 def test_several_answers_are_decodes_alone() -> None:
     """n > 1 would fetch one request's blocks several times: D computes the prompt itself."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -34,22 +35,39 @@ class Cache:
     version: tuple[int, int] = (0, 0)
 
 
+_UNKNOWN: Final = (0, Cache())
+
+
 class Caches:
-    """Every instance's Cache, read when first needed and again once a minute."""
+    """Every instance's Cache, read when first needed and, behind the requests, once a minute."""
 
     def __init__(self, legs: Legs) -> None:
         self._legs = legs
         self._known: dict[Instance, tuple[int, Cache]] = {}
+        self._asking: dict[Instance, asyncio.Task[None]] = {}
+
+    def renew(self, instances: tuple[Instance, ...]) -> None:
+        """Ask, in the background, where the answer is not known or too old."""
+        now = clock.now()
+        for each in instances:
+            if self._known.get(each, _UNKNOWN)[0] <= now and each not in self._asking:
+                task = asyncio.create_task(self._ask(each))
+                self._asking[each] = task
+                task.add_done_callback(functools.partial(self._asked, each))
 
     async def of(self, instances: tuple[Instance, ...]) -> list[Cache]:
-        """Their caches, in the same order; asks only where the answer is not known or too old."""
-        now = clock.now()
-        old = [each for each in instances if self._known.get(each, (0,))[0] <= now]
-        if old:
-            for gone in self._known.keys() - set(self._legs.fleet):
-                del self._known[gone]
-            await asyncio.gather(*map(self._ask, old))
-        return [self._known[each][1] for each in instances]
+        """Their caches, in the same order; waits only for what was never known."""
+        waiting = [
+            self._asking[each]
+            for each in instances
+            if each in self._asking and each not in self._known
+        ]
+        if waiting:
+            await asyncio.wait(waiting)
+        return [self._known.get(each, _UNKNOWN)[1] for each in instances]
+
+    def _asked(self, instance: Instance, _: asyncio.Task[None]) -> None:
+        del self._asking[instance]
 
     async def _ask(self, instance: Instance) -> None:
         found = Cache()
@@ -60,6 +78,8 @@ class Caches:
             found = read(*pages)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             found = Cache()
+        for gone in self._known.keys() - set(self._legs.fleet):
+            del self._known[gone]
         self._known[instance] = (clock.now() + (FRESH if found.block else AGAIN), found)
 
     async def _page(self, url: str) -> bytes:

@@ -48,7 +48,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a policy may know about a request: its leg, path, model, id, headers and body bytes."""
+    """What a policy may know about a request: its leg, path, model, id, headers and body bytes.
+
+    final: an answer counts as it is, since what the body names may be gone after it.
+    """
 
     leg: str
     path: str
@@ -56,6 +59,7 @@ class Asked:
     request_id: str
     headers: dict[str, str]
     body: bytes
+    final: bool = False
 
 
 class Policy(Protocol):

@@ -137,7 +137,7 @@ class Legs:
         """Note an answer that says "not now"; where to try again, if anywhere."""
         attempt = chain[-1]
         self._bad(attempt, f"it answered {attempt.status}", False)
-        if only:
+        if only or asked.final:
             return ()
         attempt.lost = True
         others = _others(self.fleet.offered(asked.leg, asked.model), chain)

@@ -54,7 +54,7 @@ class Metrics(Collector):
         yield _counter(names.METRIC_RETRIES, again, "leg", legs.retried)
         other = "Requests whose first token from D was not P's."
         yield CounterMetricFamily(
-            names.METRIC_MISMATCHES, other, value=self.forward.pair.mismatches
+            names.METRIC_MISMATCHES, other, value=self.forward.pair.decode.mismatches
         )
         left = "Retries allowed right now."
         yield GaugeMetricFamily(names.METRIC_BUDGET, left, value=legs.budget.left)
