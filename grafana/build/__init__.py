@@ -2,5 +2,10 @@
 """The dashboards as code: `python -m grafana.build` writes grafana/dashboards/*.json from this folder.
 
 Input are the vocabulary (ttft_otel/stages.py, names.py), its colours (report/palette.py) and the
-metrics that the collector makes (queries.py); Grafana's provisioning reads the JSON.
+metrics that the collector makes (queries.py, counters.py); Grafana's provisioning reads the JSON.
 """
+
+import warnings
+
+# The SDK would rather have Grafana's next format, which no Grafana before 12 can read.
+warnings.filterwarnings("ignore", "Prefer using dashboardv2", DeprecationWarning)

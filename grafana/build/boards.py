@@ -24,9 +24,9 @@ def _number(board: Dashboard) -> None:
     """Give every panel an id, folded ones included: links and tests need one."""
     ids = itertools.count(1)
     for panel in board.panels or []:
-        panel.id = next(ids)
+        panel.id_val = next(ids)
         for folded in getattr(panel, "panels", None) or []:
-            folded.id = next(ids)
+            folded.id_val = next(ids)
 
 
 def render() -> dict[str, str]:

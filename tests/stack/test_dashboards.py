@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The committed dashboards: what their code makes, well-formed, and asking only for what exists.
+
+Whether the queries give the right numbers is test_panels.py's, how they look test_browser.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grafana.build import colors, counters, panels, queries
+from grafana.build.boards import Dashboard as Schema
+from grafana.build.boards import JSONEncoder, render
+from tests.stack.panels import Dashboard, Query, dashboards
+from ttft_otel import names, stages
+from ttft_otel.lab.stack.pins import CHECKOUT
+from ttft_otel.report import palette
+
+FOLDER = CHECKOUT / "grafana"
+BOARDS = dashboards()
+PANELS = [(board, panel) for board in BOARDS for panel in board.panels()]
+QUERIES = [
+    Query(board, panel, target) for board, panel in PANELS for target in panel.get("targets", ())
+]
+NAMED = [pytest.param(board, panel, id=f"{board.uid}/{panel['title']}") for board, panel in PANELS]
+ASKED = [pytest.param(query, id=query.name) for query in QUERIES]
+
+# Labels that the collector's metrics have, and Prometheus adds to what it scrapes.
+LABELS = {
+    *(queries.label(name) for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)),
+    *(queries.label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
+    *("job", "instance", "exported_instance", "le", "status_code"),
+    *("exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop"),
+    *("role", "server"),  # made by label_join
+}
+# What the collector, Tempo and our own processes count: constants of counters.py.
+COUNTED = {
+    re.split(r"[{\s]", value)[0]
+    for key, value in vars(counters).items()
+    if key.isupper() and isinstance(value, str)
+}
+FUNCTIONS = {
+    *("sum", "max", "min", "count", "topk", "sort_desc", "by", "on", "group_left", "or", "and"),
+    *("rate", "increase", "scalar", "vector", "label_join", "label_replace"),
+    *("histogram_quantile", "histogram_fraction", "histogram_sum", "histogram_count", "Inf"),
+}
+
+
+def recorded() -> set[str]:
+    """The series that grafana/prometheus/rules makes."""
+    found = set()
+    for path in (FOLDER / "prometheus" / "rules").glob("*.yml"):
+        groups = yaml.safe_load(path.read_text("utf-8"))["groups"]
+        found |= {rule["record"] for group in groups for rule in group["rules"]}
+    return found
+
+
+def known() -> set[str]:
+    """Every metric that a query may name: from the vocabulary, the counters and the rules."""
+    ours = {queries.DURATION, queries.STAGE, queries.CONVENTION}
+    return ours | COUNTED | recorded() | {base for _, base in counters.HOPS.values()}
+
+
+def bare(text: str) -> str:
+    """A PromQL query without its strings, ranges and variables."""
+    text = re.sub(r'"[^"]*"', '""', text)
+    text = re.sub(r"\[[^]]*]", "", text)
+    return re.sub(r"\$\{?\w+\}?", "0", text)
+
+
+def test_rebuilt() -> None:
+    """Building the dashboards gives the committed files, byte for byte, and no others are there."""
+    made = render()
+    committed = {path.stem: path.read_text("utf-8") for path in (FOLDER / "dashboards").iterdir()}
+    assert made == committed, "run: .venv/bin/python -m grafana.build"
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_schema(board: Dashboard) -> None:
+    """Grafana's schema, as its own SDK knows it, reads and writes a dashboard without loss."""
+    again = json.loads(json.dumps(Schema.from_json(dict(board.model)), cls=JSONEncoder))
+    assert again == board.model
+    assert board.model["schemaVersion"] >= 41
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_board(board: Dashboard) -> None:
+    """A dashboard has its file's name as uid, a title, a description, and cannot be saved over."""
+    assert board.path.stem == board.uid
+    assert board.model["title"] and board.model["description"].endswith(("?", "."))
+    assert board.model["editable"] is False
+    ids = [panel["id"] for panel in board.model["panels"]]
+    ids += [each["id"] for row in board.model["panels"] for each in row.get("panels", ())]
+    assert len(ids) == len(set(ids)) and all(ids)
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_nothing_overlaps(board: Dashboard) -> None:
+    """No two panels share a cell of the grid, and none reaches over its edge."""
+    cells: dict[tuple[int, int], str] = {}
+    for panel in [*board.model["panels"], *board.panels()]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert cells.setdefault((x, y), panel["title"]) == panel["title"]
+
+
+@pytest.mark.parametrize(("board", "panel"), NAMED)
+def test_panel(board: Dashboard, panel: dict[str, Any]) -> None:
+    """Every panel has a title, a sentence that explains it, a unit, and its data source as a variable."""
+    assert panel["title"]
+    assert panel["description"].endswith("."), panel["description"]
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    sources = {variable["name"] for variable in board.variables if variable["type"] == "datasource"}
+    for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+        assert source["uid"] in {f"${{{name}}}" for name in sources}
+    refs = [target["refId"] for target in panel["targets"]]
+    assert len(refs) == len(set(refs))
+
+
+@pytest.mark.parametrize("query", ASKED)
+def test_query(query: Query) -> None:
+    """Every query names only variables of its dashboard, and metrics and labels that somebody makes."""
+    own = {variable["name"] for variable in query.dashboard.variables}
+    built_in = {queries.RANGE.strip("$"), queries.RATE.strip("$")}
+    assert set(re.findall(r"\$\{?(\w+)", query.text)) <= own | built_in
+    if not query.prometheus:
+        return
+    words = set(re.findall(r"[a-zA-Z_][\w:]*", bare(query.text)))
+    assert words <= known() | LABELS | FUNCTIONS, words - known() - LABELS - FUNCTIONS
+    assert words & known() or query.text.startswith("vector"), "asks for no metric"
+
+
+@pytest.mark.parametrize("query", ASKED)
+def test_window(query: Query) -> None:
+    """Numbers look at the whole range, lines at as little as their resolution allows."""
+    windows = set(re.findall(r"\[([^]]+)]", re.sub(r'"[^"]*"', "", query.text)))
+    if query.prometheus:
+        assert windows <= {queries.RANGE if query.instant else queries.RATE}
+
+
+@pytest.mark.parametrize("query", ASKED)
+def test_traceql_words(query: Query) -> None:
+    """TraceQL names only our spans and attributes, and what the collector derives."""
+    if query.prometheus or query.text == "$trace":
+        return
+    found = set(re.findall(r"\bspan\.([a-z_]+(?:\.[a-z_]+)*)", query.text))
+    ours = {value for key, value in vars(names).items() if key.isupper()}
+    assert found <= ours | {"ttft_ms"}
+    assert f'span:name = "{names.TTFT}"' in query.text
+
+
+def test_encoders_are_left_out() -> None:
+    """No panel of the TTFT dashboard mixes an encoder's own histogram into TTFT."""
+    for query in QUERIES:
+        for chosen in re.findall(rf"{queries.DURATION}\{{([^}}]*)\}}", query.text):
+            assert queries.NOT_ENCODE in chosen, query.name
+
+
+def every_stage() -> Iterator[str]:
+    """Full names of all stages, those of legs and the router's included."""
+    for role in stages.ROLES:
+        yield f"router.hop.{role}"
+    yield from (word for word in stages.ROUTER if word != "router.hop")
+    for stage in (*stages.NAMES, stages.UNATTRIBUTED):
+        yield stage
+        yield from (f"{role}.{stage}" for role in stages.ROLES if role != "router")
+
+
+@pytest.mark.parametrize("name", tuple(every_stage()))
+def test_every_stage_is_in_one_stack(name: str) -> None:
+    """The queries by kind have each stage once, in the kind and the colour of the page."""
+    kinds = [kind for kind in queries.KINDS if re.fullmatch(queries.kind(kind), name)]
+    assert kinds == [palette.kind(name)]
+    hues = [
+        properties[0].value["fixedColor"]
+        for pattern, properties in colors.stage_colors()
+        if re.search(pattern, name)
+    ]
+    assert hues == [palette.color(name)]
+
+
+def test_older_grafanas() -> None:
+    """What Grafana 10.1 cannot draw is marked, says so, and is folded away; nothing else needs more."""
+    for board, panel in PANELS:
+        needs = panels.NEWER.get(panel["title"])
+        told = "Needs Grafana" in panel["description"]
+        metrics = any("_over_time" in str(t.get("query")) for t in panel["targets"])
+        assert bool(needs) == told == metrics, panel["title"]
+        if needs:
+            assert panel not in board.model["panels"]
+
+
+def test_variables() -> None:
+    """The TTFT dashboard can be narrowed to a model, role and instance; all of them at first."""
+    [board] = [board for board in BOARDS if board.uid == "ttft"]
+    found = {variable["name"]: variable for variable in board.variables}
+    assert list(found) == ["prometheus", "tempo", "model", "role", "instance", "slo", "trace"]
+    for name in ("model", "role", "instance"):
+        assert found[name]["includeAll"] and found[name]["allValue"] == ".*"
+        assert found[name]["current"]["value"] == "$__all"
+    assert found["slo"]["current"]["value"] == "1000"
+
+
+def test_provisioning() -> None:
+    """Data sources have the uids that dashboards and links name, and no address of their own."""
+    [file] = (FOLDER / "provisioning" / "datasources").glob("*.yaml")
+    sources = {each["uid"]: each for each in yaml.safe_load(file.read_text("utf-8"))["datasources"]}
+    assert set(sources) == {"prometheus", "tempo"}
+    assert all(re.fullmatch(r"\$TTFT_\w+_URL", each["url"]) for each in sources.values())
+    exemplars = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert {each.get("datasourceUid", "url") for each in exemplars} == {"tempo", "url"}
+    boards = {board.uid for board in BOARDS}
+    assert all(
+        Path(each["url"]).name.split("?")[0] in boards for each in exemplars if "url" in each
+    )
+    assert sources["tempo"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"
