@@ -56,6 +56,8 @@ def test_without_keys_authorization_passes() -> None:
             await router.chat()
             assert one.seen[0].headers["Authorization"] == "Bearer theirs"
             assert "Authorization" not in one.seen[1].headers
+            assert (await router.get("/v1/models", Authorization="Bearer theirs"))[0] == 200
+            assert one.asked[-1] == "Bearer theirs"
 
     fakes.run(scenario)
 

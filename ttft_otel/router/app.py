@@ -122,7 +122,9 @@ def _models(app: FastAPI, forward: Forward) -> None:
         _check(forward, request)
         legs = forward.legs
         asked = legs.fleet.get(forward.last)
-        told = await asyncio.gather(*(legs.health.learn(each) for each in asked))
+        # the client's key is the instances' one unless we have keys of our own
+        key = "" if forward.gate.keys else request.headers.get("authorization", "")
+        told = await asyncio.gather(*(legs.health.learn(each, key) for each in asked))
         if not any(told):
             raise Rejected(502, "No instance answered /v1/models; see /readyz.", "UpstreamError")
         merged: dict[str, Any] = {}

@@ -138,18 +138,19 @@ def _load(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
     if not isinstance(found, Mapping):
         raise click.UsageError(f"--config {path}: write `flag: value`, one a line.")
     known = {
-        each.name: each
+        str(each.name): each
         for each in ctx.command.params
         if isinstance(each, click.Option) and each.expose_value
     }
-    ctx.default_map = {
-        **(ctx.default_map or {}),
-        **{str(key).replace("-", "_"): value for key, value in found.items()},
-    }
+    read: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            flags = ", ".join(sorted(str(each).replace("_", "-") for each in known))
+            flags = ", ".join(sorted(each.replace("_", "-") for each in known))
             raise click.UsageError(f"--config {path}: {key!r} is not one of {flags}.")
         if known[name].multiple and not isinstance(value, list):
             raise click.UsageError(f"--config {path}: {key} is a list; write `{key}: [{value}]`.")
+        # YAML reads a bare off as false
+        word = value is False and isinstance(known[name].type, click.Choice)
+        read[name] = plan.OFF if word else value
+    ctx.default_map = {**(ctx.default_map or {}), **read}

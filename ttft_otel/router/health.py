@@ -25,7 +25,7 @@ class Health:
 
     def __init__(self, fleet: Fleet, interval: float = INTERVAL, key: str = "") -> None:
         self.fleet, self.interval = fleet, interval
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.key = f"Bearer {key}" if key else ""
         self._session: aiohttp.ClientSession | None = None
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self._soon: dict[Instance, asyncio.Event] = {}
@@ -99,9 +99,9 @@ class Health:
             self.fleet.fail(each, why)
         return not why
 
-    async def learn(self, each: Instance) -> bool:
-        """GET /v1/models; whether it answered."""
-        cards = await self._models(each)
+    async def learn(self, each: Instance, authorization: str = "") -> bool:
+        """GET /v1/models, with our own key or else a client's; whether it answered."""
+        cards = await self._models(each, authorization)
         if cards is None:
             return False
         models = frozenset(str(card.get("id")) for card in cards)
@@ -111,10 +111,14 @@ class Health:
         each.cards = cards
         return True
 
-    async def _models(self, each: Instance) -> tuple[dict[str, Any], ...] | None:
+    async def _models(
+        self, each: Instance, authorization: str
+    ) -> tuple[dict[str, Any], ...] | None:
         url = f"{each.url}/v1/models"
+        key = self.key or authorization
+        named = {"Authorization": key} if key else {}
         try:
-            async with self.session.get(url, timeout=ASK, headers=self.headers) as response:
+            async with self.session.get(url, timeout=ASK, headers=named) as response:
                 body = await response.json() if response.status == 200 else None
         except (*_FAILED, ValueError):
             return None

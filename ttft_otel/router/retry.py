@@ -24,7 +24,6 @@ SAVED: Final = 20.0  # retries that a quiet time saves up; also what a router st
 FIRST: Final = 0.025  # seconds: the longest first wait, doubled each time
 RACE: Final = 100_000  # microseconds
 CANNOT: Final = frozenset({502, 503, 504})
-_ENCODER: Final = CANNOT | {500}
 
 
 class Budget:
@@ -53,7 +52,7 @@ def wait(number: int) -> float:
 
 def unable(leg: str, status: int) -> bool:
     """Whether this answer says that another instance may do better."""
-    return status in (_ENCODER if leg == "encode" else CANNOT)
+    return status in CANNOT or (leg == "encode" and status >= 500)
 
 
 def unsent(error: BaseException) -> bool:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags, variables and file become Options, or a sentence that says what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from ttft_otel import names
+from ttft_otel.router import config
+from ttft_otel.router.command import command
+
+URL = "http://127.0.0.1:1"
+
+
+def read(*flags: str) -> config.Options:
+    """The options that these flags give; nothing is started."""
+    return config.Options(**command.make_context("router", list(flags)).params)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where a configuration may be written."""
+    return tmp_path / "router.yaml"
+
+
+def test_topologies() -> None:
+    """The legs follow from which flags there are; an instance that is named twice is one."""
+    plain, d, p, e = ["--backend", URL], ["--decode", URL], ["--prefill", URL], ["--encoder", URL]
+    assert list(read(*plain).legs()) == ["mono"]
+    assert list(read(*plain, *e).legs()) == ["encode", "prefill_decode"]
+    assert list(read(*p, *d).legs()) == ["prefill", "decode"]
+    assert list(read(*e, *p, *d).legs()) == ["encode", "prefill", "decode"]
+    assert len(read(*plain, *plain, "--backend", URL + "/").legs()["mono"]) == 1
+    for wrong in ([], p, d, e, [*plain, *d], [*plain, *p, *d]):
+        with pytest.raises(click.UsageError, match="either --backend, or --prefill and --decode"):
+            read(*wrong).legs()
+
+
+def test_first_token() -> None:
+    """The original flag's name is an alias of strip, and no other mode's."""
+    assert read().mode == read("--stream-prefill-token").mode == "strip"
+    assert read("--first-token", "continue").mode == "continue"
+    with pytest.raises(click.UsageError, match="leave out one of"):
+        _ = read("--first-token", "off", "--stream-prefill-token").mode
+
+
+def test_order(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag beats its variable, that beats the file, that beats the default."""
+    file.write_text("retries: 1\nmax_body: 1\nreports: 1\ndrain-delay: 0.5\n")
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_RETRIES", "2")
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_MAX_BODY", "2")
+    made = read("--config", str(file), "--max-body", "3")
+    assert (made.reports, made.retries, made.max_body) == (1, 2, 3)
+    assert (made.drain_delay, made.port) == (0.5, 8000)
+
+
+def test_file_speaks_yaml(file: Path) -> None:
+    """Lists are lists, numbers may be keys, and a bare off is the word, not false."""
+    file.write_text(
+        f"backend: [{URL}]\nfirst-token: off\napi-key: [1234]\ntrust-trace-headers: yes"
+    )
+    made = read("--config", str(file))
+    assert (made.backend, made.first_token) == ((URL,), "off")
+    assert (made.api_key, made.trust_trace_headers) == (("1234",), True)
+    for text in ("admin-port: 70000", "port: true", "drain-timeout: -1", "first-token: maybe"):
+        file.write_text(text)
+        with pytest.raises(click.UsageError) as wrong:
+            read("--config", str(file))
+        assert f"'--{text.partition(':')[0]}'" in wrong.value.format_message()
+
+
+def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router does not trust callers unless it is told to, by its own or the general variable."""
+    assert not read().trust_trace_headers
+    monkeypatch.setenv(names.ENV_TRUST, "1")
+    assert read().trust_trace_headers
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", "0")
+    assert not read().trust_trace_headers
