@@ -23,7 +23,13 @@ from ttft_otel import clock
 
 EVENT: Final = b'data: {"choices": [{"index": 0, "delta": {"content": "word"}}]}\n\n'
 DONE: Final = b"data: [DONE]\n\n"
-PLAIN: Final = b'{"choices": [{"index": 0, "message": {"content": "42"}}]}'
+PLAIN: Final = (
+    b'{"id": "a", "model": "tiny", "choices": [{"index": 0, "message": {"content": "42"}, "text": "42",'
+    b' "finish_reason": "length", "token_ids": [7]}], "prompt_token_ids": [1, 2, 3],'
+    b' "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},'
+    b' "kv_transfer_params": {"do_remote_prefill": true, "do_remote_decode": false,'
+    b' "remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "h", "remote_port": 1}}'
+)
 BLOCK: Final = 64 << 10  # bytes of one chunk of a flood
 _TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
 
@@ -63,7 +69,12 @@ class Instance:
                 mood = (*re.findall(r"x-mood: (\w+)", front), "ok")[0]
                 self.seen[mood] += 1
                 name = (*re.findall(r"x-request-id: (\S+)", front), "")[0]
-                await self.answer(mood, name, b'"stream": true' in body, reader, writer)
+                if mood == "echo":  # nonsense for an answer, where the request was nonsense
+                    stream = b'"stream": true' in body
+                    writer.write(head(200, None if stream else len(body)))
+                    writer.write(frame(body) + b"0\r\n\r\n" if stream else body)
+                else:
+                    await self.answer(mood, name, b'"stream": true' in body, reader, writer)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -191,16 +202,21 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def process(*flags: str, **env: str) -> AsyncIterator[Process]:
-    """The command as its users start it, until it is told to stop; it must then end in order."""
+async def process(*flags: str, log: Path | None = None, **env: str) -> AsyncIterator[Process]:
+    """The command as its users start it, until it is told to stop; it must then end in order.
+
+    `log` gets what it writes to stderr.
+    """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
     code = "from ttft_otel.router.command import command; command()"
-    made = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, "--port", port, *flags),
-        env={**os.environ, "TTFT_OTEL": "0", **env},
-    )
+    with contextlib.ExitStack() as stack:
+        made = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, "--port", port, *flags),
+            env={**os.environ, "TTFT_OTEL": "0", **env},
+            stderr=stack.enter_context(log.open("wb")) if log else None,
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
