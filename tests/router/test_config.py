@@ -65,7 +65,7 @@ def test_file_speaks_yaml(file: Path) -> None:
     made = read("--config", str(file))
     assert (made.backend, made.first_token) == ((URL,), "off")
     assert (made.api_key, made.trust_trace_headers) == (("1234",), True)
-    for text in ("admin-port: 70000", "port: true", "drain-timeout: -1", "first-token: maybe"):
+    for text in ("admin-port: 70000", "port: x", "drain-timeout: -1", "first-token: maybe"):
         file.write_text(text)
         with pytest.raises(click.UsageError) as wrong:
             read("--config", str(file))
