@@ -93,6 +93,7 @@ def record(
     name: str = names.TTFT,
     service: str = "vllm",
     state: str = "",
+    trace_id: str = "",
 ) -> Record:
     """A request of ours with a TTFT of so many milliseconds, most of it queue, 100 us unattributed."""
     number = next(counter) if number is None else number
@@ -105,7 +106,7 @@ def record(
     shared: Attributes = {names.OPERATION: "chat", names.PROVIDER: "vllm", names.MODEL: model}
     return Record(
         version=VERSION,
-        trace_id=f"{number + (0x5EED << 96):032x}",
+        trace_id=trace_id or f"{number + (0x5EED << 96):032x}",
         span_id=f"{number:016x}",
         parent_id="",
         flags=1,
