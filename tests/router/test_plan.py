@@ -62,6 +62,7 @@ def test_one_token_needs_no_decode() -> None:
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [[1, 2], [3]]}, "prompt"),
         ({"prompt": None}, "prompt"),

@@ -36,8 +36,9 @@ COMPLETION: Final = 16  # tokens of a completion that names no number
 SEEDS: Final = 1 << 63
 _MIX: Final = 0x9E3779B97F4A7C15  # an odd number: seeds that differ stay different
 
-# D does all of it: P's one sequence of KV blocks is not what these need.
-_ALONE: Final = ("use_beam_search", "prompt_logprobs", "prompt_embeds")
+# D does all of it: P's one sequence of KV blocks is not what these need, or (truncation: it depends
+# on max_tokens) not of the same prompt.
+_ALONE: Final = ("use_beam_search", "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens")
 _ONE: Final = ("n", "best_of")  # of these D may be asked for one: several would fetch P's blocks
 # With these a token of P's is not the stream's, or says too little.
 _NO_TOKEN: Final = (
@@ -58,7 +59,6 @@ _NO_CONTINUE: Final = (
     "presence_penalty",
     "frequency_penalty",
     "bad_words",
-    "truncate_prompt_tokens",
     "thinking_token_budget",
     "repetition_detection",
     "continue_final_message",
