@@ -16,6 +16,7 @@ import pytest
 from ttft_otel import cli, names, original, settings, stages, timing
 from ttft_otel.hooks import ledger
 from ttft_otel.lab import compat, demo
+from ttft_otel.lab.stack import command as stack
 from ttft_otel.router import config
 from ttft_otel.router.command import command as router
 
@@ -300,7 +301,32 @@ def check_curl(arguments: list[str]) -> None:
     assert [json.loads(value) for flag, value in pairs if flag == "-d"]
 
 
+def check_docker(arguments: list[str]) -> None:
+    """`docker compose up -d` with profiles that docker-compose.yml has; test_compose.py reads each."""
+    text = (ROOT / "docker-compose.yml").read_text("utf-8")
+    profiles = {
+        each for found in re.findall(r"profiles: \[(.*)]", text) for each in found.split(", ")
+    }
+    words = iter(arguments)
+    assert next(words) == "compose"
+    rest = []
+    for word in words:
+        if word == "--profile":
+            assert next(words) in profiles
+        else:
+            rest.append(word)
+    assert rest == ["up", "-d"]
+
+
+def check_stack(arguments: list[str]) -> None:
+    """A subcommand of scripts/stack, with flags that it has."""
+    name, *rest = arguments
+    stack.main.commands[name].make_context(name, rest)
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "docker": check_docker,
+    "scripts/stack": check_stack,
     "ttft-otel": check_own,
     "pip": check_pip,
     "vllm": check_vllm,

@@ -147,13 +147,13 @@ def joined(
 def foreign(kind: str, title: str, says: str, target: Any) -> Any:
     """A panel that the SDK has no builder for; `kind` is its plug-in's id."""
     made = dashboard.Panel().type(kind).title(title).description(says).with_target(target)
-    return made.unit("ns").height(16).span(14)
+    return made.unit("ns").height(18).span(24)
 
 
 def nodes(title: str, says: str, target: Any) -> Any:
     """A graph of who called whom."""
     made = nodegraph.Panel().title(title).description(says).with_target(target)
-    return made.unit("ns").datasource(TEMPO).height(16).span(10)
+    return made.unit("ns").datasource(TEMPO).height(11).span(24)
 
 
 def newer(panel: Any, version: str) -> Any:

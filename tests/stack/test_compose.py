@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docker-compose.yml as docker compose reads it: what listens where, what may grow, who may log in.
+
+Read by compose's own library (tools/compose), which is what `docker compose config` runs; nothing here
+starts a container.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from tests.stack.test_tools import said
+from ttft_otel.lab.stack import docker
+from ttft_otel.lab.stack.binaries import Binaries
+from ttft_otel.lab.stack.pins import CHECKOUT
+from ttft_otel.router.command import command as router
+
+Config = Callable[..., dict[str, Any]]
+
+# What a user may switch on, and the services that then run beside these.
+ALWAYS = {"storage", "tempo", "prometheus", "grafana"}
+PROFILES = {
+    (): {"collector"},
+    ("sampling",): {"collector-sampling"},
+    ("scale-out",): {"collector-tier1", "collector-a", "collector-b"},
+    ("demo",): {"collector", "router"},
+}
+CHOICES = [pytest.param(profiles, id="-".join(profiles) or "default") for profiles in PROFILES]
+# An image's tag down to the patch, or our own build.
+PINNED = re.compile(r"(otel|grafana|prom)/[\w-]+:v?\d+\.\d+\.\d+|ttft-otel-router:local")
+
+
+@pytest.fixture(scope="session")
+def config(binaries: Binaries) -> Config:
+    """`docker compose config` with profiles and further files; `code` 1 for what must be refused."""
+
+    def read(
+        *profiles: str, files: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        paths = [CHECKOUT / name for name in ("docker-compose.yml", *files)]
+        words = [f"+{profile}" for profile in profiles]
+        found: dict[str, Any] = json.loads(said(binaries.compose, *paths, *words, env=env))
+        return found
+
+    return read
+
+
+def doors(service: dict[str, Any]) -> set[str]:
+    """Ports that a service opens on the host."""
+    return {port["published"] for port in service.get("ports", ())}
+
+
+@pytest.mark.parametrize("profiles", CHOICES)
+def test_who_runs(config: Config, profiles: tuple[str, ...]) -> None:
+    """Each profile has exactly one collector where servers send; without any, the plain one runs."""
+    services = config(*profiles)["services"]
+    assert set(services) == ALWAYS | PROFILES[profiles]
+    inlets = [name for name, service in services.items() if "4318" in doors(service)]
+    assert len(inlets) == 1
+    names = (
+        {inlets[0], *services[inlets[0]]["networks"]["default"].get("aliases", ())}
+        if (services[inlets[0]]["networks"]["default"])
+        else {inlets[0]}
+    )
+    assert "collector" in names, "containers send to http://collector:4318"
+
+
+@pytest.mark.parametrize("profiles", CHOICES)
+def test_loopback(config: Config, profiles: tuple[str, ...]) -> None:
+    """Ports are 3000, 4317 and 4318 (and the demo's router), on loopback, until TTFT_BIND says otherwise."""
+    for env, address in (({}, "127.0.0.1"), ({"TTFT_BIND": "192.0.2.7"}, "192.0.2.7")):
+        services = config(*profiles, env=env)["services"].values()
+        found = {port for service in services for port in doors(service)}
+        assert found == {"3000", "4317", "4318"} | ({"8000"} if "demo" in profiles else set())
+        hosts = {port["host_ip"] for service in services for port in service.get("ports", ())}
+        assert hosts == {address}
+        assert not any(
+            "network_mode" in service and service["network_mode"] == "host" for service in services
+        )
+
+
+def test_hardened(config: Config) -> None:
+    """Every container: a pinned image, not root, no powers, a disk to read only, bounded memory and logs."""
+    for name, service in config("*")["services"].items():
+        assert PINNED.fullmatch(service["image"]), name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert int(service["deploy"]["resources"]["limits"]["memory"]) <= 2**30, name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+        if name == docker.ONCE:  # root for one chown, with no network and nothing but that power
+            assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
+        else:
+            assert "cap_add" not in service
+            assert int(service["user"].split(":")[0]) > 0, name
+
+
+def test_health(config: Config) -> None:
+    """Who can be asked is asked; Grafana waits for its sources, collectors for their volume's owner."""
+    services = config("*")["services"]
+    for name, service in services.items():
+        collector = name.startswith("collector")  # its image has no shell and no other program
+        assert ("healthcheck" in service) is not (collector or name == docker.ONCE), name
+        if collector:
+            waits = service["depends_on"][docker.ONCE]["condition"]
+            assert waits == "service_completed_successfully"
+    owned = {each["target"] for each in services[docker.ONCE]["volumes"]}
+    assert owned == set(services[docker.ONCE]["entrypoint"][2:])
+    queues = {
+        each["source"]
+        for name, service in services.items()
+        for each in service.get("volumes", ())
+        if name.startswith("collector") and each["type"] == "volume"
+    }
+    assert queues == {each["source"] for each in services[docker.ONCE]["volumes"]}
+
+
+def test_fresh_clone(config: Config) -> None:
+    """Every file that is mounted or built from is in the repository."""
+    tracked = set(said("git", "-C", CHECKOUT, "ls-files").splitlines())
+    folders = {str(parent) for path in tracked for parent in Path(path).parents}
+    found = config("*")
+    for service in found["services"].values():
+        binds = [each["source"] for each in service.get("volumes", ()) if each["type"] == "bind"]
+        for source in binds:
+            assert str(Path(source).relative_to(CHECKOUT)) in tracked | folders
+        if "build" in service:
+            assert service["build"]["dockerfile"] in tracked
+    assert not found.get("secrets"), "a secret would have to be prepared"
+
+
+def test_nobody_logs_in(config: Config) -> None:
+    """Grafana has anonymous viewers and no admin; none can come without a password from a file."""
+    env = config()["services"]["grafana"]["environment"]
+    assert env["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert env["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert env["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert env["GF_AUTH_DISABLE_LOGIN_FORM"] == "true" and env["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert not [name for name in env if "PASSWORD" in name]
+
+
+def test_admin(config: Config, binaries: Binaries) -> None:
+    """With docker-compose.admin.yml there is an admin, whose password is in a file that must be named."""
+    overlay = "docker-compose.admin.yml"
+    grafana = config(files=(overlay,), env={"TTFT_GRAFANA_PASSWORD": "/pass"})["services"][
+        "grafana"
+    ]
+    assert grafana["environment"]["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "false"
+    assert (
+        grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"]
+        == "/run/secrets/grafana_password"
+    )
+    assert grafana["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    kept = [each["target"] for each in grafana["volumes"] if each["type"] == "volume"]
+    assert kept == ["/var/lib/grafana"] and "/var/lib/grafana" not in str(grafana["tmpfs"])
+    files = (CHECKOUT / "docker-compose.yml", CHECKOUT / overlay)
+    assert "name a file with the password" in said(binaries.compose, *files, code=1)
+
+
+@pytest.mark.parametrize("profiles", ((), ("sampling",)), ids=("default", "sampling"))
+def test_secure(config: Config, binaries: Binaries, profiles: tuple[str, ...]) -> None:
+    """With docker-compose.secure.yml the collector reads certificate, key and token from secrets."""
+    env = {f"TTFT_OTLP_{name}": f"/{name}" for name in ("CERT", "KEY", "TOKEN")}
+    found = config(*profiles, files=("docker-compose.secure.yml",), env=env)
+    [collector] = [each for each in found["services"].values() if "4318" in doors(each)]
+    assert "--config=/etc/otelcol/secure.yaml" == collector["command"][-1]
+    plain = config(*profiles)["services"]
+    [without] = [each for each in plain.values() if "4318" in doors(each)]
+    assert collector["command"][:-1] == without["command"]
+    targets = {secret["target"] for secret in collector["secrets"]}
+    text = (CHECKOUT / "collector" / "secure.yaml").read_text("utf-8")
+    assert targets == set(re.findall(r"/run/secrets/\w+", text))
+    configs = [CHECKOUT / "collector" / Path(word).name for word in collector["command"]]
+    said(binaries.collector, "validate", *(f"--config={path}" for path in configs))
+
+
+def test_configs_are_the_native_ones(config: Config) -> None:
+    """Each collector's files are those that tests run natively, found below its mount."""
+    for name, service in config("*")["services"].items():
+        if name.startswith("collector"):
+            for word in service["command"]:
+                path = word.removeprefix("--config=/etc/otelcol/")
+                assert (CHECKOUT / "collector" / path).is_file(), word
+
+
+def variables(option: click.Parameter) -> list[str]:
+    """The environment variables of an option."""
+    named = option.envvar or []
+    return [named] if isinstance(named, str) else list(named)
+
+
+def test_demo(config: Config) -> None:
+    """The demo's router is configured by variables that the router knows, and sends to the collector."""
+    service = config("demo")["services"]["router"]
+    known = {name for option in router.params for name in variables(option)}
+    own = {name for name in service["environment"] if name.startswith("TTFT_OTEL_ROUTER_")}
+    assert own and own <= known
+    assert service["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
+
+
+@pytest.mark.parametrize("name", ("router", "vllm"))
+def test_images(name: str) -> None:
+    """Our images copy what .dockerignore lets through, which is what the package is built from."""
+    text = (CHECKOUT / "deploy" / f"{name}.Dockerfile").read_text("utf-8")
+    ignored = (CHECKOUT / ".dockerignore").read_text("utf-8").splitlines()
+    passed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert "*" in ignored and passed == {"ttft_otel", "pyproject.toml", "README.md", "LICENSE"}
+    assert all((CHECKOUT / each).exists() for each in passed)
+    bases = re.findall(r"^FROM (\S+)", text, re.M)
+    assert all(re.search(r":(\d+\.\d+\.\d+|\$\{VLLM\})", base) for base in bases), bases
+    if name == "router":
+        assert re.search(r"^USER 10001", text, re.M)
+        assert shlex.split(text.splitlines()[-1])[1:] == ["[ttft-otel,", "router]"]
+
+
+def test_settings() -> None:
+    """.env holds only what docker-compose.yml reads, with the defaults that it has without .env."""
+    compose = (CHECKOUT / "docker-compose.yml").read_text("utf-8")
+    defaults = dict(re.findall(r"\$\{(TTFT_\w+):-([^}]*)\}", compose))
+    lines = [line for line in (CHECKOUT / ".env").read_text("utf-8").splitlines() if "=" in line]
+    settings = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    assert settings.pop("COMPOSE_PROFILES") == "plain"
+    assert settings == {name: defaults[name] for name in settings}
+
+
+def test_versions_are_told() -> None:
+    """docs/stack.md names every image that is shipped, for what was validated instead of it."""
+    told = (CHECKOUT / "docs" / "stack.md").read_text("utf-8")
+    text = (CHECKOUT / "docker-compose.yml").read_text("utf-8")
+    for image in set(re.findall(r"image: (\S+/\S+)", text)):
+        assert image in told, image
+
+
+def test_tempo_config() -> None:
+    """Tempo's shipped file and the native one agree on what both can say."""
+    shipped, native = (
+        yaml.safe_load((CHECKOUT / "grafana" / "tempo" / f"{name}.yaml").read_text("utf-8"))
+        for name in ("tempo", "native")
+    )
+    assert shipped["stream_over_http_enabled"] == native["stream_over_http_enabled"]
+    limits = ("rate_limit_bytes", "burst_size_bytes")
+    for name in limits:
+        assert (
+            shipped["overrides"]["defaults"]["ingestion"][name]
+            == native["overrides"]["defaults"]["ingestion"][name]
+        )
+    kept = (shipped["backend_worker"]["compaction"], native["compactor"]["compaction"])
+    assert kept[0]["block_retention"] == kept[1]["block_retention"]
+    refused = {"ingester", "compactor", "ingester_client", "metrics_generator_client"}
+    assert not refused & set(shipped), "Tempo 3 does not start with these"
