@@ -161,7 +161,14 @@ def say_status(as_json: bool, data: Path) -> None:
     sys.exit(0 if found.ready else 1)
 
 
-@main.command("smoke")
+@main.command(
+    "smoke",
+    epilog="""\b
+Examples:
+  scripts/stack smoke                    ok or FAIL for every hop, and what to do
+  scripts/stack smoke --json | jq '.[] | select(.passed | not)'
+""",
+)
 @click.option(
     "--timeout", default=smoke.ARRIVES_S, help="Seconds until a hop is given up.", show_default=True
 )

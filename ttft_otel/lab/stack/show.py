@@ -83,4 +83,5 @@ def verdict(found: Verdict) -> None:
     """One hop: passed, or what to do."""
     mark = Text("ok  ", "green") if found.passed else Text("FAIL", "bold red")
     line = Text.assemble(mark, f"  {found.hop}, {found.seconds:.1f} s")
-    console().print(line if found.passed else Text.assemble(line, f": {found.why}"))
+    said = line if found.passed else Text.assemble(line, f": {found.why}")
+    console().print(said, soft_wrap=True)
