@@ -15,6 +15,7 @@ from ttft_otel.router.path import Attempt
 from ttft_otel.router.report import Exchange, Reports
 
 KEPT = 200
+PATIENCE = 60.0  # seconds for one answer, where vLLM servers of other tests take both cores
 NEVER = 1 << 30  # failures in a row that take an instance out: every request shall meet one
 STREAM = b'{"model": "tiny", "stream": true, "messages": []}'
 IMAGES = (
@@ -53,7 +54,7 @@ async def soak(url: str, number: int, at_once: int = 24) -> Counter[str]:
             if most == 0:
                 await leave(url, data)
             else:
-                got = rough.status(await rough.ask(url, data, most))
+                got = rough.status(await rough.ask(url, data, most, PATIENCE))
                 assert got in wanted, f"{kind}: {got}"
             sent[kind] += 1
 
@@ -71,7 +72,7 @@ async def leave(url: str, data: bytes) -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    """After 300 requests of all kinds: no task, no object of a request, no connection in use."""
+    """After 200 requests of all kinds: no task, no object of a request, no connection in use."""
 
     async def scenario() -> None:
         reports = Reports(KEPT)
@@ -83,7 +84,7 @@ def test_nothing_stays_behind() -> None:
             await soak(router.url, 40)
             await asyncio.sleep(0.3)
             before = len(asyncio.all_tasks())
-            sent = await soak(router.url, 300)
+            sent = await soak(router.url, 200)
             assert set(sent) == set(ENDS)
             for _ in range(40):
                 await asyncio.sleep(0.1)
@@ -105,13 +106,14 @@ def kept(*kinds: type) -> list[object]:
 
 
 @pytest.mark.full
-def test_10_000_requests_leave_no_trace() -> None:
+@pytest.mark.parametrize("legs", [("--backend",), ("--prefill", "--decode")], ids=["EPD", "E+P+D"])
+def test_10_000_requests_leave_no_trace(legs: tuple[str, ...]) -> None:
     """Memory, sockets and counters of the router's process are what they were before them."""
 
     async def scenario() -> None:
         async with rough.instance() as one:
-            flags = ("--encoder", one.url, "--backend", one.url, "--reports", str(KEPT))
-            flags += ("--breaker-failures", str(NEVER))
+            flags = ["--reports", str(KEPT), "--breaker-failures", str(NEVER)]
+            flags += [word for leg in ("--encoder", *legs) for word in (leg, one.url)]
             traced = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": one.url}
             async with rough.process(*flags, **traced) as router:
                 await soak(router.url, 3000)
@@ -120,16 +122,16 @@ def test_10_000_requests_leave_no_trace() -> None:
                 sent = await soak(router.url, 10_000)
                 await rest(router)
                 assert sum(sent.values()) == 10_000
-                assert router.files() <= files
-                # one kept kilobyte a request would be 10 MB
-                assert router.memory() - memory < 5 << 20
+                assert router.files() <= files + 3  # probes come and go
+                # one kept kilobyte a request would be 10 MB; 4 are what the allocator's mood makes
+                assert router.memory() - memory < 8 << 20
                 assert set(await router.metrics("ttft_otel_router_in_flight")) == {0.0}
                 assert await router.metrics("ttft_otel_router_requests_in_flight") == [0.0]
-                assert set(await router.metrics("ttft_otel_hook_errors_total")) <= {0.0}
+                assert not await router.metrics("ttft_otel_hook_errors_total")
 
     asyncio.run(scenario())
 
 
 async def rest(router: rough.Process) -> None:
-    """Until idle connections to the instances have been closed, which takes 4 seconds."""
-    await asyncio.sleep(6)
+    """Until idle connections to the instances have been closed: after 4 seconds, looked for every 4."""
+    await asyncio.sleep(10)

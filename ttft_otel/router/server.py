@@ -18,6 +18,7 @@ import uvicorn
 
 from ttft_otel.router.app import App
 
+UNFINISHED: Final = "ASGI callable returned without completing response."
 CUT: Final = 1  # seconds that cancelled answers have to end
 COLLECT: Final = (20_000, 20, 20)  # objects, then rounds, between two collections of a generation
 
@@ -88,7 +89,7 @@ def serve(
 
 def configure(app: App, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Config:
     """The one way to serve it; the legs' own Date and Server headers pass through."""
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         host=host,
         port=port,
@@ -102,3 +103,6 @@ def configure(app: App, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Confi
         proxy_headers=False,
         timeout_graceful_shutdown=CUT,
     )
+    # An answer that broke off upstream is cut off here too, on purpose: counted, not logged each time.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNFINISHED)
+    return config
