@@ -50,9 +50,7 @@ async def chat(request: Request) -> StreamingResponse:
             async for chunk in response.content.iter_any():
                 yield chunk
 
-    return StreamingResponse(
-        chunks(), response.status, media_type=response.headers["Content-Type"]
-    )
+    return StreamingResponse(chunks(), response.status, media_type=response.headers["Content-Type"])
 
 
 if __name__ == "__main__":

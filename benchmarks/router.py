@@ -41,7 +41,7 @@ ROUTER: Final = (
     "from ttft_otel.router.command import command; command()",
 )
 QUESTION: Final = [{"role": "user", "content": "How long until the first token?"}]
-EVENTS: Final = {"plain": 0, "stream": wire.EVENTS, "paced": wire.TOKENS}
+EVENTS: Final = {"plain": 0, "stream": wire.EVENTS - 1, "paced": wire.TOKENS - 1}  # with words
 GOALS: Final = {"plain traced": 300.0, "stream traced": 350.0, "records dropped": 0.0}
 
 
@@ -71,6 +71,10 @@ def subjects(backend: str) -> list[Subject]:
         env = {"TTFT_OTEL": on, "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
         command = (*ROUTER, "--backend", backend, "--port", str(port))
         found.append(Subject(name, command, port, env))
+    port = free()
+    pair = (*ROUTER, "--prefill", backend, "--decode", backend, "--port", str(port))
+    env = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
+    found.append(Subject("traced P/D", pair, port, env, ("stream", "paced")))
     if program := rust():
         port = free()
         address = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free()))
@@ -219,7 +223,9 @@ def main() -> int:
         found = figures(asked, dropped(asked[0].url))
     for name, one in found.items():
         low, high = one["spread"]
-        goal = "" if one["goal"] is None else f"  goal {one['goal']}{'' if one['met'] else ' MISSED'}"
+        goal = (
+            "" if one["goal"] is None else f"  goal {one['goal']}{'' if one['met'] else ' MISSED'}"
+        )
         sys.stdout.write(f"{name:28} {one['value']:8.1f} [{low:.1f}, {high:.1f}]{goal}\n")
     if wanted.json:
         wanted.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -25,12 +25,13 @@ EVENT: Final = (
     b'"created":1700000000,"model":"tiny","choices":[{"index":0,"delta":{"content":" word"},'
     b'"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
+FIRST: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant","content":""}')
 CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 DONE: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 PLAIN: Final = (
     b'{"id":"chatcmpl-b5a8d2f1c37e4f7c9d3a6e1b2c4d5e6f","object":"chat.completion","created":1700000000,'
-    b'"model":"tiny","choices":[{"index":0,"message":{"role":"assistant","content":"42"},'
-    b'"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"total_tokens":10,"completion_tokens":1},'
+    b'"model":"tiny","choices":[{"index":0,"message":{"role":"assistant","content":" word"},'
+    b'"finish_reason":"length"}],"usage":{"prompt_tokens":9,"total_tokens":10,"completion_tokens":1},'
     b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"e",'
     b'"remote_block_ids":[[1]],"remote_host":"127.0.0.1","remote_port":5600,"tp_size":1}}'
 )
@@ -49,7 +50,8 @@ def head(kind: str, length: int | None) -> bytes:
 ANSWER: Final = head("application/json", len(PLAIN)) + PLAIN
 ALIVE: Final = head("application/json", len(HEALTH)) + HEALTH
 OPEN: Final = head("text/event-stream; charset=utf-8", None)
-STREAM: Final = OPEN + CHUNK * EVENTS + DONE
+OPENED: Final = OPEN + b"%x\r\n%b\r\n" % (len(FIRST), FIRST)
+STREAM: Final = OPENED + CHUNK * (EVENTS - 1) + DONE
 
 
 class Instance(asyncio.Protocol):
@@ -70,7 +72,7 @@ class Instance(asyncio.Protocol):
         if front.startswith(b"GET"):
             self.transport.write(ALIVE)
         elif b'"paced"' in body:
-            self.transport.write(OPEN + CHUNK)
+            self.transport.write(OPENED)
             PACED[self] = TOKENS - 1
         else:
             self.transport.write(STREAM if b'"stream":true' in body else ANSWER)
