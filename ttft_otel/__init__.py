@@ -10,7 +10,7 @@ vLLM     hooks/                                    what knows vLLM and torch (th
 spans    exporter/                                 a process of its own: records -> OTLP
 clients  router/  report/                          before and behind the servers
 doors    plugin  cli  doctor  testing              what people call
-lab/     tiny models, local servers, injected delays: for demo, tests and benchmarks
+lab/     tiny models, local servers, injected delays, the stack: for demo, tests and benchmarks
 """
 
 __version__ = "0.1.0"

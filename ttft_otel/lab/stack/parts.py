@@ -107,6 +107,8 @@ def prometheus(
     words = (
         f"--config.file={linked(config, folder / 'config', at)}",
         f"--storage.tsdb.path={folder}/data",
+        "--storage.tsdb.retention.time=30d",
+        "--storage.tsdb.retention.size=5GB",
         f"--web.listen-address={HOST}:{at.prometheus}",
         "--log.level=warn",
         *PROMETHEUS_FLAGS,
