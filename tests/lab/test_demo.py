@@ -13,7 +13,8 @@ from rich.console import Console
 
 from ttft_otel import names
 from ttft_otel.lab import demo, matrix, questions, screen, verdict
-from ttft_otel.lab.client import CHAT, COMPLETIONS, RESPONSES
+from ttft_otel.lab.client import CHAT, COMPLETIONS, RESPONSES, Question
+from ttft_otel.lab.questions import Asked
 from ttft_otel.lab.verdict import Seen
 from ttft_otel.report.query import Trace
 from ttft_otel.report.shape import Span
@@ -43,7 +44,7 @@ def routed(images: int = 1) -> list[Span]:
 
 def seen(spans: Sequence[Span], images: int = 1, status: int = 200) -> Seen:
     """That request as the demo sees it."""
-    return Seen("demo-01", status, images, Trace(spans[0].trace_id, tuple(spans), ()))
+    return Seen("demo-01", status, 1 + images, Trace(spans[0].trace_id, tuple(spans), ()))
 
 
 def test_questions() -> None:
@@ -59,6 +60,18 @@ def test_questions() -> None:
     assert pictures.count((1,)) == 2
     waves = [each.wave for each in asked]
     assert max(waves.count(wave) for wave in waves) == 4
+
+
+def test_legs() -> None:
+    """How many servers a request passes depends on the deployment, its images and its path."""
+    text, image = Question(), Question(pictures=(1, 2))
+    plain = Question(path=RESPONSES)
+    found = {
+        shape: [Asked("", each, 0).legs(shape) for each in (text, image, plain)]
+        for shape in demo.TOPOLOGIES
+    }
+
+    assert found == {"epd": [1, 3, 1], "pd": [2, 2, 1], "epd3": [2, 4, 1]}
 
 
 def test_warming() -> None:

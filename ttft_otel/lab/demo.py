@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: E, PD, router and receiver on this machine, questions through them, report and verdict.
+"""The demo: servers, router and receiver on this machine, questions through them, report and verdict.
 
 scripts/demo runs it. questions.py says what is asked, verdict.py whether all of it closed, and the
 report's own code writes report.json and report.html next to the database.
@@ -40,6 +40,11 @@ CHUNK: Final = 512  # tokens a step: long prompts take several
 ARRIVE_S: Final = 30.0  # for the last spans to reach the receiver
 SCHEMA: Final = PROJECT / "tests" / "golden" / "report.schema.json"
 INTERRUPTED: Final = 130
+TOPOLOGIES: Final = {
+    "epd": "encoder, prefill-decode",
+    "pd": "prefill, decode",
+    "epd3": "encoder, prefill, decode",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class Result:
 Examples:
   scripts/demo                  everything, then stop; about 3 minutes once installed
   scripts/demo --keep           leave the servers up and look at the page until Ctrl-C
+  scripts/demo --topology pd    prefill and decode apart, KV blocks over NIXL; epd3: an encoder too
   scripts/demo --json | jq '.summary.stages'
   scripts/demo --out DIR        report.json, report.html, spans.db and logs go there
 Exit codes: 0 every request closed, 1 something did not (it says what), 130 interrupted.
@@ -65,13 +71,14 @@ Exit codes: 0 every request closed, 1 something did not (it says what), 130 inte
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="[default: out/demo]")
 @click.option("--keep", is_flag=True, help="Leave everything up until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print report.json to stdout.")
-def command(out: Path | None, keep: bool, as_json: bool) -> None:
-    """Trace requests through a real vLLM deployment (encoder, prefill-decode, router) on this CPU."""
+@click.option("--topology", type=click.Choice(tuple(TOPOLOGIES)), default="epd", show_default=True)
+def command(out: Path | None, keep: bool, as_json: bool, topology: str) -> None:
+    """Trace requests through a real vLLM deployment behind our router, on this CPU."""
     # A shell's background job starts with Ctrl-C ignored; it must still stop everything.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with screen.showing(stderr=as_json) as show, terminable():
         try:
-            code = demo(show, (out or PROJECT / "out" / "demo").resolve(), keep, as_json)
+            code = demo(show, (out or PROJECT / "out" / "demo").resolve(), keep, as_json, topology)
         except KeyboardInterrupt:
             show.say("Interrupted; everything that was started is stopped.", "bold")
             code = INTERRUPTED
@@ -81,16 +88,16 @@ def command(out: Path | None, keep: bool, as_json: bool) -> None:
     sys.exit(code)
 
 
-def demo(show: Screen, out: Path, keep: bool, as_json: bool) -> int:
+def demo(show: Screen, out: Path, keep: bool, as_json: bool, shape: str) -> int:
     """All of it; the exit code."""
     clean(out)
     show.step("building the tiny models (once)")
     options = Options(model=models.build(models.VISION))
-    show.step("starting receiver, encoder, prefill-decode and router (1 to 4 minutes)")
-    plan = Plan("epd", options, chunk=CHUNK, folder=out)
+    show.step(f"starting receiver, {TOPOLOGIES[shape]} and router (1 to 4 minutes)")
+    plan = Plan(shape, options, chunk=CHUNK, folder=out)
     try:
         with deployed(plan, progress=show.waiting) as fleet:
-            result = measure(show, fleet, out)
+            result = measure(show, fleet, out, shape)
             present(show, result, out)
             if as_json:
                 click.echo(json.dumps(result.report, indent=2, ensure_ascii=False))
@@ -118,7 +125,7 @@ def seal(database: Path) -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def measure(show: Screen, fleet: Fleet, out: Path) -> Result:
+def measure(show: Screen, fleet: Fleet, out: Path, shape: str) -> Result:
     """Warm up, ask everything, wait for the traces, write the report, judge."""
     asked = questions.plan()
     warm(show, fleet, asked)
@@ -127,7 +134,7 @@ def measure(show: Screen, fleet: Fleet, out: Path) -> Result:
     answers = ask(show, fleet, asked)
     seconds = time.monotonic() - began
     show.step("waiting for the last spans")
-    all_seen = arrive(fleet, asked, answers)
+    all_seen = arrive(fleet, asked, answers, shape)
     rows = [
         Measured(each.name, each.kind, milliseconds(answers[each.name].client_ttft_us))
         for each in asked
@@ -159,24 +166,26 @@ def ask(show: Screen, fleet: Fleet, asked: Sequence[Asked]) -> dict[str, Answer]
     return answers
 
 
-def arrive(fleet: Fleet, asked: Sequence[Asked], answers: Mapping[str, Answer]) -> list[Seen]:
+def arrive(
+    fleet: Fleet, asked: Sequence[Asked], answers: Mapping[str, Answer], shape: str
+) -> list[Seen]:
     """Wait until every trace is whole in the receiver, ARRIVE_S at most."""
     deadline = time.monotonic() + ARRIVE_S
     while True:
         with reader(fleet.database) as found:
-            all_seen = [look(found, each, answers[each.name]) for each in asked]
-        if not any(verdict.lacking(seen.trace, seen.images) for seen in all_seen):
+            all_seen = [look(found, each, answers[each.name], shape) for each in asked]
+        if not any(verdict.lacking(seen.trace, seen.legs) for seen in all_seen):
             return all_seen
         if time.monotonic() > deadline:
             return all_seen
         time.sleep(0.5)
 
 
-def look(found: Reader, asked: Asked, answer: Answer) -> Seen:
+def look(found: Reader, asked: Asked, answer: Answer, shape: str) -> Seen:
     """One request as it is stored now."""
     one = found.request(asked.name)
     trace = found.trace(one.trace_id) if one else None
-    return Seen(asked.name, answer.status, len(asked.question.pictures), trace)
+    return Seen(asked.name, answer.status, asked.legs(shape), trace)
 
 
 def check(report: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,13 @@ class Asked:
         """Its x-request-id."""
         return self.question.request_id or ""
 
+    def legs(self, shape: str) -> int:
+        """How many servers of a deployment it has to pass: an encoder per image, then one or two."""
+        encoders = len(self.question.pictures) if shape.startswith("e") else 0
+        # What the router cannot split goes to D alone.
+        split = shape != "epd" and self.question.path != client.RESPONSES
+        return encoders + (2 if split else 1)
+
 
 ALONE: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("text", {}),

@@ -19,19 +19,19 @@ SERVER: Final = KINDS.index("server")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request from all sides; trace None: nothing of it was stored."""
+    """One request from all sides; legs: servers it had to pass; trace None: nothing was stored."""
 
     name: str
     status: int
-    images: int
+    legs: int
     trace: Trace | None
 
 
-def lacking(trace: Trace | None, images: int) -> str:
-    """What a routed request's trace still lacks: router, backend and one encoder leg per image."""
+def lacking(trace: Trace | None, legs: int) -> str:
+    """What a routed request's trace still lacks: the router, and each of its legs."""
     if trace is None:
         return "no span of it was stored"
-    wanted = 2 + images
+    wanted = 1 + legs
     servers = [span for span in trace.spans if span.kind == SERVER]
     trunks = [span for span in trace.spans if span.trunk]
     if len(servers) < wanted or len(trunks) < wanted:
@@ -47,7 +47,7 @@ def lacking(trace: Trace | None, images: int) -> str:
 def faults(seen: Seen) -> list[str]:
     """Why one request did not close; empty when it did."""
     found = [] if seen.status == 200 else [f"was answered with {seen.status}"]
-    if missing := lacking(seen.trace, seen.images):
+    if missing := lacking(seen.trace, seen.legs):
         found.append(f"its trace is not whole: {missing}")
     for span in seen.trace.spans if seen.trace else ():
         if span.trunk:
