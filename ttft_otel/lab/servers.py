@@ -153,7 +153,7 @@ class Server:
             self.process.wait(bound)
             processes.await_end(leader, ORPHANED)
         processes.kill(processes.of_session(leader))
-        self.process.wait(10)
+        self.process.wait(60)  # a process that writes to a busy disk dies when that is done
         processes.await_end(leader, ORPHANED)
         running_servers.discard(self)
 

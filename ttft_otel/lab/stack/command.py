@@ -111,7 +111,9 @@ def run(profiles: tuple[str, ...], at: Addresses, data: Path) -> None:
     with terminable(), screen.showing() as seen:
         commands = native.plan(at, data, "sampling" in profiles, seen.now)
     try:
-        with show.table() as look, native.running(commands, at, data, look) as servers:
+        with native.running(commands, at, data) as servers:
+            with show.table() as look:
+                native.await_ready(servers, look)
             show.ready(native.browser(servers))
             native.watch(servers)
     except KeyboardInterrupt:

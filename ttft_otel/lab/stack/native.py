@@ -55,10 +55,8 @@ def plan(at: Addresses, data: Path, sampling: bool, say: Say) -> list[Command]:
 
 
 @contextmanager
-def running(
-    commands: Sequence[Command], at: Addresses, data: Path, look: Look
-) -> Iterator[list[Server]]:
-    """Everything up inside the block and gone after it, however it ends."""
+def running(commands: Sequence[Command], at: Addresses, data: Path) -> Iterator[list[Server]]:
+    """Everything started when the block begins, and gone after it, however it ends."""
     logs = data / "logs"
     servers = [Server(command, logs / f"{command.name}.log") for command in commands]
     with terminable():
@@ -67,7 +65,6 @@ def running(
                 server.start()
             programs = {each.name: (each.pid, each.command.argv[0]) for each in servers}
             State(os.getpid(), at, programs, browser(servers)).write(data)
-            await_ready(servers, look)
             yield servers
         finally:
             stop_all(servers, STOP_S)
