@@ -43,6 +43,12 @@ def test_streams_go_through_both_legs_in_the_mode_asked_for() -> None:
             assert (made.legs, made.mode, made.reason) == (BOTH, mode, "")
 
 
+def test_one_prompt_in_any_form() -> None:
+    """A text, token ids, and a list of one of them are one prompt."""
+    for prompt in ("x", ["x"], [1, 2], [[1, 2]], [7]):
+        assert completion(CONTINUE, prompt=prompt).legs == BOTH
+
+
 def test_one_token_needs_no_decode() -> None:
     """max_tokens 1 or 0 is answered by P alone, whatever else is asked, and P keeps nothing."""
     for made in (
@@ -66,6 +72,8 @@ def test_one_token_needs_no_decode() -> None:
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [[1, 2], [3]]}, "prompt"),
         ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
         ({"echo": True, "logprobs": 0}, "echo"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),

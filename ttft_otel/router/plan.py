@@ -238,8 +238,10 @@ def _given(fields: dict[str, Raw], name: str) -> Any:
 
 
 def _single(prompt: Raw) -> bool:
-    """Whether a completion's prompt is one text, or the token ids of one."""
+    """Whether a completion's prompt is one: a text, or token ids, or a list of one of these."""
     found = _json.decode(prompt)
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str | list):
+        found = found[0]
     return isinstance(found, str) or (
         isinstance(found, list) and bool(found) and all(type(one) is int for one in found)
     )
