@@ -202,14 +202,15 @@ def tokens(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("mode", ("strip", "continue"))
-def test_half_a_character_is_left_to_decode(modes: Modes, mode: str) -> None:
-    """Answers of halves of "é": no text of the prompt leaks, nothing is lost or doubled."""
-    byte = vocabulary()
-    halves = [byte["Ã"], byte["©"]]  # a byte-level vocabulary writes C3 and A9 like this
-    for _ in range(4):
-        question = {"prompt": modes.prompt(), "max_tokens": 9, "allowed": halves}
-        got, one = modes.ask(mode, **question), modes.ask("", **question)
-        assert told(got) == told(one)
+def test_text_at_the_seam(modes: Modes, mode: str) -> None:
+    """Halves of "é", and any tokens: no text of the prompt leaks, nothing is lost or doubled."""
+    every = vocabulary()
+    halves = [every["Ã"], every["©"]]  # a byte-level vocabulary writes C3 and A9 like this
+    for allowed in (halves, halves, *[list(every.values())] * 8):
+        question = {"prompt": modes.prompt(), "max_tokens": 9, "allowed": allowed}
+        for path in (client.CHAT, client.COMPLETIONS):
+            got = modes.ask(mode, path=path, **question)
+            assert told(got) == told(modes.ask("", path=path, **question))
 
 
 def test_seeds(modes: Modes) -> None:
