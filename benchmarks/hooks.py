@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hooks cost where they run: per traced request in the API server and the engine core, per
-pure-decode step in core and worker. Host objects are plain stand-ins with empty methods; the cost of
-the same calls without our wrappers is taken off, in turn (A B A B), median of the rounds.
+pure-decode step in core and worker, with a KV connector too. Host objects are plain stand-ins with empty
+methods; the cost of the same calls without our wrappers is taken off, in turn (A B A B), median of the
+rounds.
 
     python benchmarks/hooks.py [--json FILE]
 """
@@ -22,7 +23,7 @@ from typing import Any
 from ttft_otel import carrier, clock, handoff, meter, names, recorder
 from ttft_otel.asgi import Middleware
 from ttft_otel.carrier import Journey
-from ttft_otel.hooks import engine, frontend, scheduler, worker, wrap
+from ttft_otel.hooks import engine, frontend, kv, scheduler, worker, wrap
 from ttft_otel.hooks.targets import BY_NAME
 from ttft_otel.settings import Settings
 
@@ -73,6 +74,15 @@ class Host:
         self._sample()
         return result
 
+    def start_load_kv(self, context: Any) -> None:
+        return None
+
+    def wait_for_save(self) -> None:
+        return None
+
+    def _update_from_kv_xfer_finished(self, output: Any) -> None:
+        return None
+
 
 def wrapped() -> type[Host]:
     """Host with our hooks in, as wrap.py puts them into vLLM."""
@@ -90,8 +100,11 @@ def wrapped() -> type[Host]:
         ("worker.forward", "_model_forward"),
         ("worker.sample", "_sample"),
         ("worker.tokens", "sample_tokens"),
+        ("kv.load", "start_load_kv"),
+        ("kv.save", "wait_for_save"),
+        ("kv.arrive", "_update_from_kv_xfer_finished"),
     ):
-        hooks = {**scheduler.HOOKS, **engine.HOOKS, **worker.HOOKS}
+        hooks = {**scheduler.HOOKS, **engine.HOOKS, **worker.HOOKS, **kv.HOOKS}
         wrap.put(BY_NAME[target], Wrapped, name, hooks[target])
     return Wrapped
 
@@ -125,6 +138,17 @@ def decode_steps(kind: type[Host]) -> int:
         host.execute_model(output)
         host.sample_tokens(result)
         host.update_from_output(output, result)
+    return process_time_ns() - began
+
+
+def connector_steps(kind: type[Host]) -> int:
+    """What a KV connector's hooks add to such a step. CPU ns for STEPS steps."""
+    host = kind()
+    began = process_time_ns()
+    for _ in range(STEPS):
+        host.start_load_kv(None)
+        host.wait_for_save()
+        host._update_from_kv_xfer_finished(None)
     return process_time_ns() - began
 
 
@@ -253,6 +277,10 @@ def figures() -> dict[str, dict[str, Any]]:
         "decode_step_us": (
             paired(lambda: decode_steps(Host), lambda: decode_steps(kind), STEPS),
             1,
+        ),
+        "decode_step_connector_us": (
+            paired(lambda: connector_steps(Host), lambda: connector_steps(kind), STEPS),
+            0.5,
         ),
     }
     return {
