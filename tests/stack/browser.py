@@ -36,6 +36,12 @@ FLAGS: Final = (
 )
 REMEDY: Final = "no chromium; install it (Debian: apt-get install chromium)"
 LOOPBACK: Final = {"127.0.0.1", "localhost", "[::1]"}
+# Grafana's own marks for tests, of 10.1 and of newer ones.
+_PANEL: Final = "data-testid Panel header "
+_OPTION: Final = "data-testid Dashboard template variables Variable Value DropDown option text "
+_ROW: Final = "data-testid dashboard-row-title-"
+_DOT: Final = '[aria-label="Exemplar marker"], [data-testid="data-testid Exemplar marker"]'
+_TIP: Final = ":is([role=tooltip], [data-popper-placement], [class*=tooltip i])"
 QUIET_S: Final = 1.0  # without a request, a dashboard has drawn what it will draw
 LONGEST_S: Final = 60.0
 
@@ -100,18 +106,19 @@ class Window:
         raise AssertionError(f"still loading: {[each.url for each in self._open]}")
 
     def panel(self, title: str) -> Locator:
-        """A panel by its title."""
-        return self.page.get_by_test_id(f"data-testid Panel header {title}")
+        """A panel by its title; there may be two of one title."""
+        return self.page.get_by_test_id(f"{_PANEL}{title}")
 
-    def panels(self) -> dict[str, str]:
-        """Title -> text of every panel that is drawn."""
-        found = self.page.locator('[data-testid^="data-testid Panel header "]').all()
-        return {
-            (each.get_attribute("data-testid") or "").removeprefix("data-testid Panel header "): (
-                each.inner_text()
+    def panels(self) -> list[tuple[str, str, bool]]:
+        """Of every panel: its title, its text below that, and whether anything else is drawn."""
+        return [
+            (
+                title := (each.get_attribute("data-testid") or "").removeprefix(_PANEL),
+                each.inner_text().removeprefix(title).strip(),
+                each.locator("canvas").count() > 0,
             )
-            for each in found
-        }
+            for each in self.page.locator(f'[data-testid^="{_PANEL}"]').all()
+        ]
 
     def broken(self) -> list[str]:
         """What panels complain about."""
@@ -119,6 +126,26 @@ class Window:
             '[data-testid="data-testid Panel status error"], [aria-label="Panel header error"]'
         )
         return [mark.inner_text() or "an error mark" for mark in marks.all()]
+
+    def unfold(self, title: str) -> None:
+        """Open a folded row."""
+        self.page.get_by_test_id(f"{_ROW}{title}").click()
+        self.settle()
+
+    def choose(self, variable: str, value: str) -> None:
+        """Give a variable one value, by mouse."""
+        self.page.locator(f"#var-{variable}").click()
+        self.page.get_by_test_id(f"{_OPTION}{value}").click()
+        self.page.mouse.click(2, 300)  # beside it: that closes the list
+        self.settle()
+
+    def dot(self, title: str) -> dict[str, str]:
+        """Text and address of the links that appear under the mouse on a panel's exemplar."""
+        marks = self.panel(title).locator(_DOT)
+        marks.first.hover(force=True)
+        links = self.page.locator(f"{_TIP} a")
+        links.first.wait_for()
+        return {link.inner_text(): str(link.evaluate("each => each.href")) for link in links.all()}
 
     def height(self) -> int:
         """How tall the drawn dashboard is."""
@@ -154,9 +181,10 @@ class Window:
         self._open.discard(request)
 
 
-def number(text: str) -> float:
-    """The first number of a panel's text, in seconds where its unit is one of time, else as it is."""
+def number(panel: Locator, title: str) -> float:
+    """The number that a panel shows; one of time is in seconds, one of percent a share."""
+    text = panel.inner_text().removeprefix(title)
     found = re.search(r"(-?[\d.,]+)\s*(µs|ms|s|mins?|%)?", text)
-    assert found, text
+    assert found, f"{title} shows {text!r}"
     scale = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "mins": 60.0, "%": 0.01}
     return float(found[1].replace(",", "")) * scale.get(found[2] or "", 1.0)

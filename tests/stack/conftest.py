@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.stack.bench import Bench, Collector, Grafana, Prometheus, Stack, Tempo
+from tests.stack.filled import Filled, filled_stack
+from tests.stack.known import table
 from ttft_otel.lab.stack import binaries as found
 from ttft_otel.lab.stack import grafana as dashboards
 from ttft_otel.lab.stack.binaries import Binaries
@@ -105,3 +107,10 @@ def grafana_home() -> Path:
 def grafana(bench: Bench, stack: Stack, grafana_home: Path) -> Grafana:
     """A Grafana on the shared stack."""
     return bench.grafana(grafana_home, stack.at)
+
+
+@pytest.fixture(scope="session")
+def filled(bench: Bench) -> Iterator[Filled]:
+    """A stack of its own, in which nothing is but 2 000 requests whose truth is known."""
+    with filled_stack(bench, table()) as found:
+        yield found

@@ -7,6 +7,7 @@ the SDK's OTLP exporter; `Truth` answers from the rows alone what dashboards mus
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,6 +110,12 @@ class Known:
         return f"known-{self.number}"
 
     @property
+    def series(self) -> tuple[object, ...]:
+        """What decides which time series this row is counted in."""
+        places = (leg.instance for leg in self.legs)
+        return (self.model, self.role, self.instance, *places, *self.stages)
+
+    @property
     def routed(self) -> bool:
         """Whether a router stands before the servers."""
         return self.role == "router"
@@ -181,7 +188,7 @@ CAUSES: Final = {
 
 
 def table(seed: int = 7, portions: int = 5) -> list[Known]:
-    """All rows. Portion 0 holds a quarter and every series; the rest is spread over the others."""
+    """All rows. Portion 0 holds a quarter, every series and all failures; the others share the rest."""
     draw = random.Random(seed)
     rows: list[Known] = []
     for shape in SHAPES:
@@ -194,6 +201,11 @@ def table(seed: int = 7, portions: int = 5) -> list[Known]:
     portion = [0] * (MANY // FIRST)
     portion += [1 + turn % (portions - 1) for turn in range(MANY - len(portion))]
     draw.shuffle(portion)
+    seen: set[tuple[object, ...]] = set()
+    for row in rows:
+        if row.error or row.series not in seen:
+            seen.add(row.series)
+            portion[row.number] = 0
     return [replace(row, portion=portion[row.number]) for row in rows]
 
 
@@ -437,21 +449,24 @@ def spans(rows: Iterable[Known], end_ns: int) -> list[ReadableSpan]:
     return found
 
 
-def send(url: str, rows: Sequence[Known]) -> int:
-    """Ship rows to an OTLP/HTTP receiver as if they had just ended; says how many spans they were."""
-    found = spans(rows, time.time_ns())
+def send(url: str, rows: Sequence[Known], batch: int = BATCH) -> None:
+    """Ship rows to an OTLP/HTTP receiver as if they had just ended, `batch` spans to a message."""
+    export(url, spans(rows, time.time_ns()), batch)
+
+
+def export(url: str, found: Sequence[ReadableSpan], batch: int = BATCH) -> None:
+    """Ship spans."""
     client = OTLPSpanExporter(endpoint=f"{url}/v1/traces", timeout=30)
     try:
-        for first in range(0, len(found), BATCH):
-            result = client.export(found[first : first + BATCH])
+        for first in range(0, len(found), batch):
+            result = client.export(found[first : first + batch])
             assert result is SpanExportResult.SUCCESS, f"{url} refused spans"
     finally:
         client.shutdown()
-    return len(found)
 
 
 class Truth:
-    """What is true of some rows: of those with a first token, and without encoders asked directly."""
+    """What is true of some rows; encoders that were asked directly answer nobody and are left out."""
 
     def __init__(self, rows: Iterable[Known]) -> None:
         self.all = [row for row in rows if row.role != "encode"]
@@ -466,31 +481,36 @@ class Truth:
         )
 
     def quantile(self, share: float) -> float:
-        """Seconds, nearest rank."""
+        """Of the TTFT of those that got a first token; seconds, nearest rank."""
         ordered = sorted(row.ttft for row in self.good)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] / 1e6
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] / 1e6
 
     def mean(self) -> float:
-        """Mean TTFT in seconds."""
+        """Mean TTFT of those that got a first token, in seconds."""
         return fmean(row.ttft for row in self.good) / 1e6
 
     def stages(self) -> dict[str, float]:
-        """Mean seconds by full stage name over all requests; with the remainder they are the mean."""
+        """Mean seconds by full stage name; with the remainder they add up to the mean TTFT."""
         sums: dict[str, int] = {}
         for row in self.good:
             for name, us in (row.stages | {UNATTRIBUTED: row.unattributed}).items():
                 sums[name] = sums.get(name, 0) + us
         return {name: us / len(self.good) / 1e6 for name, us in sums.items()}
 
-    def lengths(self, stage: str) -> list[int]:
-        """Microseconds of one stage, of each request that had it."""
-        return sorted(row.stages[stage] for row in self.good if stage in row.stages)
+    def lengths(self, stage: str) -> list[float]:
+        """Seconds of one stage, of each that had it, shortest first."""
+        return sorted(row.stages[stage] / 1e6 for row in self.good if stage in row.stages)
 
     def over(self, ms: float = SLO_MS) -> float:
-        """Share of requests whose TTFT is above an objective."""
-        return sum(row.ttft > 1000 * ms for row in self.good) / len(self.good)
+        """Share of requests that had no first token by an objective, failed ones among them."""
+        return sum(row.ttft > 1000 * ms for row in self.all) / len(self.all)
+
+    def failed(self) -> float:
+        """Share of requests that never got a first token."""
+        return 1 - len(self.good) / len(self.all)
 
     def slow(self, ms: int = SLO_MS) -> list[Known]:
-        """The requests at or over so many milliseconds, slowest first."""
-        found = [row for row in self.good if row.ttft // 1000 >= ms]
-        return sorted(found, key=lambda row: -row.ttft)
+        """The requests that took so many milliseconds or more, failed ones among them, longest first."""
+        return sorted(
+            (row for row in self.all if row.ttft // 1000 >= ms), key=lambda row: -row.ttft
+        )

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ttft_otel.lab.stack import ask
 from ttft_otel.lab.stack.parts import DASHBOARDS
 
 STEP_S: Final = 15
-TIMEOUT_S: Final = 30
-_VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::(\w+))?\}|(\w+))|\[\[(\w+)\]\]")
+_VARIABLE: Final = re.compile(
+    r"\$(?:\{(?P<braced>\w+)(?::(?P<format>\w+))?\}|(?P<bare>[A-Za-z_]\w*))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,101 +116,72 @@ class Asker:
     end: float
     chosen: Mapping[str, str] = field(default_factory=dict)
 
-    def values(self, dashboard: Dashboard) -> dict[str, str]:
-        """Each variable's value: what is chosen, else what the dashboard opens with."""
+    def written(self, query: Query) -> str:
+        """The query's text, every variable replaced."""
         span = round(self.end - self.start)
         built_in = {
             "__range": f"{span}s",
-            "__range_s": f"{span}",
-            "__range_ms": f"{span * 1000}",
             "__interval": f"{STEP_S}s",
-            "__interval_ms": f"{STEP_S * 1000}",
             "__rate_interval": f"{4 * STEP_S}s",
         }
-        own = {str(each["name"]): opened(each) for each in dashboard.variables}
-        return {**built_in, **own, **self.chosen}
-
-    def written(self, query: Query) -> str:
-        """The query's text, every variable replaced."""
-        values = self.values(query.dashboard)
+        opened = {str(each["name"]): start(each) for each in query.dashboard.variables}
 
         def put(found: re.Match[str]) -> str:
-            name = found[1] or found[3] or found[4]
-            if name not in values:
-                raise AssertionError(f"{query.name}: ${name} is no variable of the dashboard")
-            return values[name]
+            name = found["braced"] or found["bare"]
+            if name in self.chosen:
+                value = self.chosen[name]
+                return escaped(value) if query.prometheus and not found["format"] else value
+            assert name in opened or name in built_in, f"{query.name}: nobody declares ${name}"
+            return {**built_in, **opened}[name]
 
         return _VARIABLE.sub(put, query.text)
 
-    def ask(self, query: Query) -> Any:
-        """Run it: Prometheus's result, Tempo's traces, or Tempo's series."""
+    def ask(self, query: Query) -> list[Any]:
+        """Run it: Prometheus's series, Tempo's traces, or Tempo's series."""
         text = self.written(query)
         if query.prometheus:
             return self.promql(text, query.instant)
-        return self.traceql(text, int(query.target.get("limit") or 20))
+        if re.fullmatch("[0-9a-f]{32}", text):  # Grafana fetches what looks like an id
+            return ask.trace(self.tempo, text)
+        if metrics(text):
+            fields = {"q": text, "start": int(self.start), "end": int(self.end) + 1}
+            found = ask.get(f"{self.tempo}/api/metrics/query_range", step=f"{STEP_S}s", **fields)
+            series: list[Any] = found.get("series") or []
+            return series
+        return self.search(text, int(query.target.get("limit") or 20))
 
     def promql(self, text: str, instant: bool = True) -> list[Any]:
         """Series of a PromQL query, at the end of the range or over it."""
         if instant:
-            fields: dict[str, Any] = {"query": text, "time": self.end}
-            found = get(f"{self.prometheus}/api/v1/query", fields)
-        else:
-            fields = {"query": text, "start": self.start, "end": self.end, "step": STEP_S}
-            found = get(f"{self.prometheus}/api/v1/query_range", fields)
-        series: list[Any] = found["data"]["result"]
-        return series
+            return ask.instant(self.prometheus, text, self.end)
+        fields = {"query": text, "start": self.start, "end": self.end, "step": STEP_S}
+        found: list[Any] = ask.get(f"{self.prometheus}/api/v1/query_range", **fields)["data"][
+            "result"
+        ]
+        return found
+
+    def search(self, text: str, limit: int = 100) -> list[Any]:
+        """Traces that a TraceQL search finds in the range."""
+        return ask.search(self.tempo, text, limit, self.start, self.end + 1)
 
     def exemplars(self, text: str) -> list[Any]:
         """Exemplars of the series in a PromQL query."""
-        fields = {"query": text, "start": self.start, "end": self.end}
-        found: list[Any] = get(f"{self.prometheus}/api/v1/query_exemplars", fields)["data"]
-        return found
-
-    def traceql(self, text: str, limit: int = 20) -> list[Any]:
-        """Traces of a search, or series of a metrics query."""
-        fields: dict[str, Any] = {"q": text, "start": int(self.start), "end": int(self.end) + 1}
-        if re.search(r"\|\s*(rate|\w+_over_time|compare|histogram)\b", text):
-            fields["step"] = f"{STEP_S}s"
-            series: list[Any] = get(f"{self.tempo}/api/metrics/query_range", fields)["series"]
-            return series
-        fields |= {"limit": limit, "spss": 10}
-        traces: list[Any] = get(f"{self.tempo}/api/search", fields)["traces"]
-        return traces
-
-    def trace(self, trace_id: str) -> list[Any]:
-        """The spans of a trace; none when Tempo does not know it."""
-        try:
-            found = get(f"{self.tempo}/api/traces/{trace_id}", {})
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                return []
-            raise
-        return [
-            span
-            for batch in found["batches"]
-            for scope in batch["scopeSpans"]
-            for span in scope["spans"]
-        ]
+        return ask.exemplars(self.prometheus, text, self.start, self.end)
 
 
-def opened(variable: Mapping[str, Any]) -> str:
-    """The value that a variable has when the dashboard is opened, as Prometheus's matchers want it."""
+def metrics(text: str) -> bool:
+    """Whether a TraceQL query gives series instead of traces."""
+    return bool(re.search(r"\|\s*(rate|\w+_over_time|compare)\s*\(", text))
+
+
+def start(variable: Mapping[str, Any]) -> str:
+    """The value that a variable has when the dashboard is opened."""
     value = variable.get("current", {}).get("value", "")
-    if isinstance(value, list):
-        value = value[0] if len(value) == 1 else f"({'|'.join(value)})"
-    if value == "$__all" or (not value and variable.get("includeAll")):
-        return str(variable.get("allValue") or ".*")
-    return str(value or variable.get("query", ""))
+    if value == "$__all":
+        return str(variable["allValue"])
+    return str(value)
 
 
-def get(url: str, fields: Mapping[str, Any]) -> Any:
-    """JSON of a GET; an error's text says what was asked."""
-    asked = f"{url}?{urllib.parse.urlencode(fields)}"
-    request = urllib.request.Request(asked, headers={"accept": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code != 404:
-            error.add_note(f"{asked}\n{error.read().decode(errors='replace')}")
-        raise
+def escaped(value: str) -> str:
+    """As Grafana puts a chosen value into PromQL: a regular expression inside a string."""
+    return re.sub(r"[\\^$*+?.()|{}\[\]]", r"\\\\\g<0>", value)
