@@ -23,6 +23,8 @@ STATE: Final = {
     "recorder.awaiting": ("ttft_otel.recorder", "awaiting"),
     "scheduler.running": ("ttft_otel.hooks.scheduler", "running"),
     "scheduler.dead": ("ttft_otel.hooks.scheduler", "dead"),
+    "kv.moving": ("ttft_otel.hooks.kv", "moving"),
+    "kv.gone": ("ttft_otel.hooks.kv", "gone"),
     "worker.opened": ("ttft_otel.hooks.worker", "opened"),
     "worker.bound": ("ttft_otel.hooks.worker", "bound"),
 }

@@ -139,6 +139,34 @@ def test_no_room(d: Any, clock: testing.Clock) -> None:
     assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
 
 
+def test_found_here_meanwhile(d: Any, clock: testing.Clock) -> None:
+    """Blocks that another request has fetched before there was room are none that it waits for."""
+    d.add(request("a", 40))
+    ask(d, "a", (39, True))
+    clock.tick(1000)
+    ask(d, "a", (0, False))
+    assert not kv.moving
+    marks, _ = first(d, "a")
+
+    assert not marks.waits and not marks.queue_lost
+
+
+def test_preempted(d: Any, clock: testing.Clock) -> None:
+    """What a preempted request finds when it comes back changes nothing that was told before."""
+    mine = request("a", 40)
+    d.add(mine)
+    ask(d, "a", (32, False))
+    d.update(d.schedule(("a",), {"a": 4}), record=STEP)
+    d.update(d.schedule(preempted=("a",)))
+    ask(d, "a", (39, True))
+    clock.tick(1000)
+    d._update_from_kv_xfer_finished(finished(("a",)))
+    _, journey = told(d.update(d.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"])
+
+    assert not journey.waits
+    assert counts(journey)[names.KV_TOKENS] == 32
+
+
 def test_loaded_in_the_step(d: Any) -> None:
     """A connector that loads inside the step keeps nobody waiting."""
     d.add(request("a", 40))

@@ -55,7 +55,8 @@ def test_each_kind_closes_on_prefill_and_decode(pd: Bench, kind: str) -> None:
     found = trunks(spans)
     assert found["prefill"][names.UNATTRIBUTED_US] == found["decode"][names.UNATTRIBUTED_US] == 0
     assert found["decode"][names.stage_us("kv.transfer")] > 0
-    assert names.stage_us("kv.transfer") not in found["prefill"]
+    # A connector's call that has nothing to do, and whose process had to wait for its core.
+    assert found["prefill"].get(names.stage_us("kv.transfer"), 0) < 5_000
     timing = breakdown(answer)
     assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
 

@@ -52,8 +52,8 @@ def created(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
 def matched(_: None, found: Any, connector: Any, request: Any, *args: Any, **kw: Any) -> None:
     """After get_num_new_matched_tokens(): None is "still looking"; asked until the blocks are allocated."""
     journey = getattr(request, "_ttft", None)
-    if journey is None or journey.sent:
-        return
+    if journey is None or journey.scheduled:
+        return  # after a preemption it is stall, whatever it waits for
     count, later = found
     if count is None:
         journey.looking = journey.looking or clock.now()
@@ -61,12 +61,13 @@ def matched(_: None, found: Any, connector: Any, request: Any, *args: Any, **kw:
     if journey.looking:
         journey.waits += (breakdown.BLOCKS, journey.looking, clock.now())
         journey.looking = 0
-    journey.moving = 0
-    if count:
-        journey.blocks = [count, 0, 0, 0]
-        if later:
-            journey.moving = clock.now()
-            _remember(request.request_id, journey)
+    if journey.moving:  # there was no room, it is asked again
+        moving.pop(request.request_id, None)
+        journey.moving = 0
+    journey.blocks = [count, 0, 0, 0] if count else []
+    if count and later:
+        journey.moving = clock.now()
+        _remember(request.request_id, journey)
 
 
 def _remember(request_id: str, state: Journey | Hold) -> None:
