@@ -141,7 +141,8 @@ def _load(made: Any) -> None:
             panels.line(counters.MEMORY, "{{instance}}"),
         ),
     ):
-        made.with_panel(panels.lines(title, says, unit, *targets).height(7))
+        panel = panels.lines(title, says, unit, *targets).height(7)
+        made.with_panel(panel.axis_soft_max(1) if unit == "percentunit" else panel)
     made.with_panel(
         panels.lines(
             "Metric points",

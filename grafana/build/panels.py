@@ -106,7 +106,7 @@ def heat(title: str, says: str, query: str, hue: str) -> Any:
     """A histogram's buckets over time."""
     target = line(query, "{{le}}").format(formats.PromQueryFormat.HEATMAP)
     made = heatmap.Panel().title(title).description(says).unit("s").with_target(target)
-    made.datasource(PROMETHEUS).calculate(False).cell_gap(1).show_legend().height(9).span(12)
+    made.datasource(PROMETHEUS).calculate(False).cell_gap(1).hide_legend().height(9).span(12)
     made.y_axis(heatmap.YAxisConfig().unit("s").axis_placement(shapes.AxisPlacement.LEFT))
     made.filter_values(heatmap.FilterValueRange().le(1e-9)).no_value(EMPTY)
     shade = heatmap.HeatmapColorOptions().mode(shades.HeatmapColorMode.OPACITY).fill(hue).steps(64)

@@ -154,10 +154,13 @@ def by_instance(window: str) -> str:
 
 
 def heat(window: str) -> str:
-    """The convention's histogram as counts per bucket, for a heatmap."""
-    return (
-        f'sum by (le) (increase({CONVENTION}{{{MODEL}=~"$model",instance=~"$instance"}}[{window}]))'
-    )
+    """The convention's histogram as counts per bucket, for a heatmap.
+
+    Never without a series: Grafana 10 reports an error where a newer one draws nothing.
+    """
+    found = f'{CONVENTION}{{{MODEL}=~"$model",instance=~"$instance"}}'
+    empty = 'label_replace(vector(0), "le", "+Inf", "", "")'
+    return f"sum by (le) (increase({found}[{window}])) or {empty}"
 
 
 def traceql(*conditions: str) -> str:
