@@ -200,19 +200,17 @@ class Legs:
         attempt.policy, attempt.candidates = choice.reason, candidates
         chain.append(attempt)
         self.fleet.take(attempt, to)
-        token = wire.sending.set(attempt)
         try:
-            response = await self.session.post(
-                url,
-                data=asked.body,
-                headers={**asked.headers, **extra},
-                allow_redirects=False,
-            )
+            with wire.Sending(attempt):
+                response = await self.session.post(
+                    url,
+                    data=asked.body,
+                    headers={**asked.headers, **extra},
+                    allow_redirects=False,
+                )
         except asyncio.CancelledError:
             attempt.cut()
             raise
-        finally:
-            wire.sending.reset(token)
         attempt.status = response.status
         if response.status >= 400:
             attempt.error = str(response.status)

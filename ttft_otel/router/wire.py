@@ -19,8 +19,23 @@ from aiohttp.tracing import Trace
 from ttft_otel import clock
 from ttft_otel.router.path import Attempt
 
-# What this task's request is an attempt of; nobody's for probes and the like.
-sending: Final[ContextVar[Attempt | None]] = ContextVar("sending", default=None)
+_sending: Final[ContextVar[tuple[()] | list[Attempt]]] = ContextVar("sending", default=())
+
+
+class Sending:
+    """While it is entered, what this task sends is this attempt; probes and the like are nobody's."""
+
+    __slots__ = ("_held", "_token")
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._held = [attempt]
+
+    def __enter__(self) -> None:
+        self._token = _sending.set(self._held)
+
+    def __exit__(self, *_: object) -> None:
+        _sending.reset(self._token)
+        self._held.clear()  # the context lives on with the connection that was made in it
 
 
 class Connector(aiohttp.TCPConnector):
@@ -34,13 +49,13 @@ class Connector(aiohttp.TCPConnector):
         self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> Connection:
         """Take an open connection, or make one."""
-        attempt = sending.get()
-        if attempt is not None:
+        sending = _sending.get()
+        for attempt in sending:
             attempt.sent, attempt.fresh = clock.now(), True
         connection = await super().connect(req, traces, timeout)
         protocol = connection.protocol
         if protocol in self._used:
-            if attempt is not None:
+            for attempt in sending:
                 attempt.sent, attempt.fresh = clock.now(), False
         elif protocol is not None:
             self._used.add(protocol)
