@@ -249,7 +249,7 @@ def _who(made: Any) -> None:
 def _models() -> Any:
     """One row per model, role and instance, worst p99 first."""
     by = f"{queries.MODEL}, {queries.ROLE}, instance"
-    return panels.joined(
+    made = panels.joined(
         "Models, roles and instances",
         "Every model at every outermost server, in the chosen time range; worst p99 first.",
         "p99",
@@ -261,3 +261,5 @@ def _models() -> Any:
         ("Over SLO", "percentunit", queries.over_slo(RANGE, by)),
         ("Failed", "percentunit", queries.failed(RANGE, by)),
     )
+    wide = [colors.set_to("displayName", "Model"), colors.set_to("custom.width", 320)]
+    return made.override_by_name(queries.MODEL, wide)

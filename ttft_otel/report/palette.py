@@ -53,7 +53,7 @@ ROLE_COLORS: Final[dict[str, str]] = {
     "prefill": "#b45309",
     "decode": "#15803d",
     "prefill_decode": "#2563eb",
-    "mono": "#2563eb",
+    "mono": "#4d7c0f",
 }
 ROLE_SHORT: Final[dict[str, str]] = {
     "router": "R",
