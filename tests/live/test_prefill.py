@@ -57,49 +57,42 @@ class Modes:
         return f"{self.bench.fresh()}"
 
 
+class Routers:
+    """The routers of this module, by deployment: each is started once."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.modes: dict[str, Modes] = {}
+
+    def before(self, bench: Bench, shape: str) -> Modes:
+        """One for each mode before a deployment's servers."""
+        if shape not in self.modes:
+            servers = bench.fleet.servers
+            legs = {role: [servers[role].url] for role in servers if role in fleet.FLAGS}
+            sink = {names.ENV_ENDPOINT: bench.fleet.url("receiver")}
+            commands = {mode: fleet.router(legs, sink, "--first-token", mode) for mode in MODES}
+            urls = {
+                mode: self.stack.enter_context(Server(command)).url
+                for mode, command in commands.items()
+            }
+            self.modes[shape] = Modes(bench, urls)
+            for mode in MODES:
+                for path in (client.CHAT, client.COMPLETIONS):
+                    self.modes[shape].ask(mode, path=path, prompt="warm")
+        return self.modes[shape]
+
+
 @pytest.fixture(scope="module")
-def routers() -> Iterator[ExitStack]:
-    """What keeps the routers of this module running."""
+def routers() -> Iterator[Routers]:
+    """They run until the module's last test."""
     with ExitStack() as stack:
-        yield stack
-
-
-class Started:
-    """The routers once they run: one deployment is enough for a module."""
-
-    modes: dict[str, Modes]
-
-    def __init__(self) -> None:
-        self.modes = {}
-
-
-STARTED = Started()
-
-
-def modes_of(bench: Bench, routers: ExitStack, shape: str) -> Modes:
-    """Routers of all modes before a deployment's servers."""
-    if shape not in STARTED.modes:
-        legs = {
-            role: [server.url]
-            for role, server in bench.fleet.servers.items()
-            if role in fleet.FLAGS
-        }
-        sink = {names.ENV_ENDPOINT: bench.fleet.url("receiver")}
-        urls = {}
-        for mode in MODES:
-            command = fleet.router(legs, sink, "--first-token", mode)
-            urls[mode] = routers.enter_context(Server(command)).url
-        STARTED.modes[shape] = Modes(bench, urls)
-        for mode in MODES:
-            for path in (client.CHAT, client.COMPLETIONS):
-                STARTED.modes[shape].ask(mode, path=path, prompt="warm")
-    return STARTED.modes[shape]
+        yield Routers(stack)
 
 
 @pytest.fixture
-def modes(pd: Bench, routers: ExitStack) -> Modes:
+def modes(pd: Bench, routers: Routers) -> Modes:
     """P and D behind routers of all modes."""
-    return modes_of(pd, routers, "pd")
+    return routers.before(pd, "pd")
 
 
 def told(answer: Answer) -> list[Any]:
@@ -340,9 +333,9 @@ def test_what_does_not_fit_is_refused_as_by_one_server(modes: Modes) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
-def test_images_go_through_all_three(epd3: Bench, routers: ExitStack, mode: str) -> None:
+def test_images_go_through_all_three(epd3: Bench, routers: Routers, mode: str) -> None:
     """E, P and D: streamed and plain, chat with and without an image, as D alone answers."""
-    modes = modes_of(epd3, routers, "epd3")
+    modes = routers.before(epd3, "epd3")
     for pictures in (0, 1):
         images = tuple(modes.bench.fresh() for _ in range(pictures))
         question = {"prompt": modes.prompt(), "pictures": images}
