@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ttft_otel.lab.recipes import HOST, Command
 from ttft_otel.lab.servers import Server
-from ttft_otel.lab.stack import ask, grafana, parts
+from ttft_otel.lab.stack import adopt, ask, grafana, parts
 from ttft_otel.lab.stack.binaries import Binaries
 from ttft_otel.lab.stack.parts import Addresses
 
@@ -169,12 +169,11 @@ class Prometheus(Part):
 
 
 class Grafana(Part):
-    """Dashboards, with our provisioning files."""
+    """Dashboards, with our provisioning files; a browser goes to `url`."""
 
-    @property
-    def url(self) -> str:
-        """Where a browser goes."""
-        return os.environ.get("GRAFANA_URL") or parts.url(self.at.grafana)
+    def __init__(self, command: Command, at: Addresses, folder: Path) -> None:
+        super().__init__(command, at, folder)
+        self.url = parts.url(at.grafana)
 
 
 @dataclass
@@ -245,10 +244,14 @@ class Bench:
         prometheus, tempo = self.prometheus(at), self.tempo(at)
         return Stack(self.collector(*configs, env=env, at=at), tempo, prometheus, at)
 
-    def grafana(self, home: Path, at: Addresses) -> Grafana:
-        """A Grafana whose data sources are those of `at`."""
+    def grafana(self, home: Path | None, at: Addresses) -> Grafana:
+        """A Grafana whose data sources are those of `at`; without `home` the one in GRAFANA_URL."""
         folder = self.folder("grafana")
-        made = Grafana(grafana.command(home, at, folder), at, folder)
+        made = Grafana(grafana.command(home or Path(), at, folder), at, folder)
+        if home is None:
+            made.url = os.environ["GRAFANA_URL"]
+            assert adopt.adopt(made.url, at), "GRAFANA_URL names nobody who may change it"
+            return made
         self.started.append(made)
         made.start()
         return made

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.parse
@@ -27,12 +28,13 @@ def get(url: str, **parameters: object) -> Any:
         return body.decode()
 
 
-def post(url: str, body: bytes, kind: str = "application/x-protobuf") -> None:
+def post(url: str, body: bytes, kind: str = "application/x-protobuf", method: str = "POST") -> None:
     """Send bytes; whatever is answered with 2xx is fine. Raises AskError."""
-    _answer(urllib.request.Request(url, body, {"content-type": kind}))
+    _answer(urllib.request.Request(url, body, {"content-type": kind}, method=method))
 
 
 def _answer(request: urllib.request.Request) -> bytes:
+    _sign(request)
     url = request.full_url.partition("?")[0]
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -44,6 +46,16 @@ def _answer(request: urllib.request.Request) -> bytes:
     except OSError as error:
         raise AskError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
     return body
+
+
+def _sign(request: urllib.request.Request) -> None:
+    """http://NAME:PASSWORD@HOST means the same as in a browser."""
+    parts = urllib.parse.urlsplit(request.full_url)
+    who, _, host = parts.netloc.rpartition("@")
+    if who:
+        request.full_url = parts._replace(netloc=host).geturl()
+        token = base64.b64encode(urllib.parse.unquote(who).encode()).decode()
+        request.add_header("authorization", f"Basic {token}")
 
 
 def alive(url: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,19 @@ import click
 
 from ttft_otel.lab import screen
 from ttft_otel.lab.servers import ServerError, terminable
-from ttft_otel.lab.stack import binaries, docker, golang, native, pins, show, smoke, state, status
+from ttft_otel.lab.stack import (
+    adopt,
+    binaries,
+    docker,
+    golang,
+    native,
+    pins,
+    show,
+    smoke,
+    state,
+    status,
+)
+from ttft_otel.lab.stack.ask import AskError
 from ttft_otel.lab.stack.docker import DockerError
 from ttft_otel.lab.stack.golang import GoError
 from ttft_otel.lab.stack.parts import Addresses
@@ -35,7 +48,7 @@ def explained() -> Iterator[None]:
     """What went wrong as one message with its remedy, not as a traceback."""
     try:
         yield
-    except (GoError, DockerError, ServerError, LookupError) as error:
+    except (AskError, GoError, DockerError, ServerError, LookupError) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -114,7 +127,8 @@ def run(profiles: tuple[str, ...], at: Addresses, data: Path) -> None:
         with native.running(commands, at, data) as servers:
             with show.table() as look:
                 native.await_ready(servers, look)
-            show.ready(native.browser(servers))
+            named = os.environ.get("GRAFANA_URL", "")
+            show.ready(native.browser(servers), not named or adopt.adopt(named, at))
             native.watch(servers)
     except KeyboardInterrupt:
         click.echo("Stopped.")

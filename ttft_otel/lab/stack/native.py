@@ -16,7 +16,7 @@ from typing import Final
 
 from ttft_otel.lab.recipes import Command
 from ttft_otel.lab.servers import Server, ServerError, stop_all, terminable
-from ttft_otel.lab.stack import binaries, grafana, parts, state
+from ttft_otel.lab.stack import adopt, binaries, grafana, parts, state
 from ttft_otel.lab.stack.golang import Say
 from ttft_otel.lab.stack.parts import Addresses
 from ttft_otel.lab.stack.state import State
@@ -74,7 +74,7 @@ def running(commands: Sequence[Command], at: Addresses, data: Path) -> Iterator[
 def browser(servers: Sequence[Server]) -> str:
     """Where the dashboards are: our Grafana, or the one that was named, or nowhere."""
     own = [server.url for server in servers if server.name == "grafana"]
-    return own[0] if own else os.environ.get("GRAFANA_URL", "")
+    return own[0] if own else adopt.public(os.environ.get("GRAFANA_URL", ""))
 
 
 def await_ready(servers: Sequence[Server], look: Look) -> None:

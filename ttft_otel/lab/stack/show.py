@@ -18,6 +18,7 @@ from ttft_otel.lab.stack.native import Look, Row
 from ttft_otel.lab.stack.smoke import Verdict
 from ttft_otel.lab.stack.status import Status
 
+WITH: Final = "http://NAME:PASSWORD@HOST:PORT of somebody who may change it"
 READY: Final = Text("ready", "green")
 NOT: Final = Text("not yet", "yellow")
 
@@ -62,10 +63,12 @@ def drawn(rows: Sequence[Row]) -> Table:
     return made
 
 
-def ready(grafana: str) -> None:
-    """What to do next, once everything is up."""
+def ready(grafana: str, ours: bool) -> None:
+    """What to do next, once everything is up; ours: whether that Grafana shows our dashboards."""
     out = console()
     out.print(f"Dashboards: {grafana}" if grafana else f"No Grafana found: {REMEDY}", markup=False)
+    if not ours:
+        out.print(f"It has our dashboards once GRAFANA_URL is {WITH}.", markup=False)
     out.print("In another terminal: scripts/stack smoke. Ctrl-C stops everything.", markup=False)
 
 
