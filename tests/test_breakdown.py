@@ -258,10 +258,13 @@ def test_loads_and_saves_inside_a_step_are_kv_transfer() -> None:
 
 
 def test_a_lost_load_or_save_of_blocks_hides_what_is_around_it() -> None:
-    """Before the forward dispatch, after it sampling, or the way to the next chunk."""
-    for lost, gone in ((LOST_BEFORE, "dispatch"), (LOST_AFTER, "sample")):
+    """Dispatch and the forward, or sampling and the way back, or the way to the next chunk."""
+    for lost, gone in (
+        (LOST_BEFORE, {"dispatch", "prefill.compute"}),
+        (LOST_AFTER, {"sample", "output"}),
+    ):
         found = partition(whole(steps=[Step([(FORWARD, 1500, 1600)], 1700, lost)]))
-        assert found.unattributed == 100 and gone not in found.stages
+        assert found.unattributed == 200 and not gone & set(found.stages)
         assert closes(found)
     steps = [
         Step([(FORWARD, 1420, 1450)], 0, LOST_AFTER),
@@ -269,6 +272,32 @@ def test_a_lost_load_or_save_of_blocks_hides_what_is_around_it() -> None:
     ]
     found = partition(whole(steps=steps))
     assert found.unattributed == 50 and "prefill.stall" not in found.stages
+
+
+def test_a_save_after_sampling_is_no_sampling() -> None:
+    """V2's runner lets the connector work between the sampler and the output."""
+    pairs = [(FORWARD, 1500, 1600), (BLOCKS, 1720, 1760)]
+    found = partition(whole(steps=[Step(pairs, 1700)]))
+
+    assert (found.stages["sample"], found.stages["kv.transfer"]) == (100, 40)
+    assert found.stages["output"] == 60
+    assert found.unattributed == found.clamped == 0 and closes(found)
+
+    unseen = partition(whole(steps=[Step(pairs, 0)]))
+    assert "sample" not in unseen.stages and unseen.stages["kv.transfer"] == 40
+    assert unseen.unattributed == 160 and closes(unseen)
+
+
+def test_a_save_between_two_chunks_is_no_dispatch() -> None:
+    """What a connector does after a chunk's forward lies on the way to the next chunk."""
+    steps = [
+        Step([(FORWARD, 1410, 1430), (BLOCKS, 1440, 1450)], 1435),
+        Step([(FORWARD, 1500, 1600)], 1700),
+    ]
+    found = partition(whole(steps=steps))
+
+    assert (found.stages["dispatch"], found.stages["prefill.stall"]) == (10, 60)
+    assert found.stages["kv.transfer"] == 10 and closes(found)
 
 
 def test_one_that_dies_while_blocks_are_on_their_way_dies_there() -> None:

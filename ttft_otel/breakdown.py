@@ -22,8 +22,8 @@ LOST_ENCODER: Final = 1  # the step encoded, but no pair says when
 LOST_FORWARD: Final = 2
 LOST_LOAD: Final = 4
 LOST_SAVE: Final = 8
-LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward
-LOST_AFTER: Final = 32  # ... or loaded or saved after it
+LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward (on V2: inside it)
+LOST_AFTER: Final = 32  # ... or loaded or saved after it (on V2: after sampling)
 
 _LABEL: Final = {
     ENCODER: "encoder.compute",
@@ -160,26 +160,47 @@ def _worker(cursor: Cursor, marks: Marks) -> None:
     for number, step in enumerate(marks.steps):
         if number == last and marks.truncated:
             cursor.open = True  # steps were dropped before this one
-        _step(cursor, step, "prefill.stall" if number else "dispatch", marks.encode_only)
+        first = "prefill.stall" if number else "dispatch"
+        end, later = 0, "prefill.stall"
+        if number == last and not marks.partial:
+            end, later = step.sampled, "sample" if step.sampled else UNATTRIBUTED
+        _step(cursor, step, (first, later), end, marks.encode_only)
         cursor.open = cursor.open or bool(step.lost & LOST_AFTER)
     if not marks.steps:
         cursor.open = True
     elif not marks.encode_only and not marks.partial:
-        cursor.to("sample", marks.steps[last].sampled)
+        _after(cursor, marks.steps[last])
 
 
-def _step(cursor: Cursor, step: Step, gap: str, encode_only: bool) -> None:
-    """One step's pairs; a gap in which a lost pair may lie is left open."""
+def _after(cursor: Cursor, step: Step) -> None:
+    """Sampling, and what a KV connector does between that and the output."""
+    cursor.to("sample", step.sampled)
+    for code, start, stop in _flat(step.pairs):
+        if step.sampled and start >= step.sampled:
+            cursor.to("output", start)
+            cursor.to(_LABEL[code], stop)
+    cursor.open = cursor.open or bool(step.lost & LOST_AFTER)
+
+
+def _step(cursor: Cursor, step: Step, gaps: tuple[str, str], end: int, encode_only: bool) -> None:
+    """One step's pairs up to `end`; a gap in which a lost pair may lie is left open.
+
+    gaps: what lies before its first pair, and between those after its forward.
+    """
     blind = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE))
     save = bool(step.lost & LOST_SAVE)
     forward = False
+    gap, later = gaps
     for code, start, stop in _flat(step.pairs):
+        if end and start >= end:
+            break
         cursor.open = cursor.open or blind
         cursor.to(gap, start)
         cursor.open = cursor.open or (save and code == ENCODER)
+        cursor.open = cursor.open or (code == FORWARD and bool(step.lost & LOST_BEFORE))
         cursor.to(_LABEL[code], stop)
-        gap = "dispatch"
         forward = forward or code == FORWARD
+        gap = later if forward else "dispatch"
         blind = not forward and (blind or (save and code == ENCODER))
     if encode_only:
         cursor.open = cursor.open or blind or not step.pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.hooks.targets.row import QUEUES, Place, Target
+from ttft_otel.hooks.targets.row import COMPUTE, QUEUES, Place, Target
 
 _REPORT: Final = "connectors report per-request timings"
 
@@ -66,7 +66,7 @@ TRANSFER: Final[tuple[Target, ...]] = (
             ),
         ),
         "finds the KV connector's class",
-        (*QUEUES, "dispatch", "kv.transfer", "prefill.stall", "sample"),
+        (*QUEUES, *COMPUTE, "kv.transfer", "sample", "output"),
         "connectors are third-party classes: only their maker knows them",
         _REPORT,
     ),
@@ -106,7 +106,7 @@ TRANSFER: Final[tuple[Target, ...]] = (
         "worker",
         (),
         "kv.transfer: a load inside a step",
-        ("dispatch", "kv.transfer", "prefill.stall", "sample"),
+        ("dispatch", "prefill.compute", "prefill.stall", "kv.transfer", "sample", "output"),
         "connectors have no timings per request",
         _REPORT,
     ),
@@ -115,7 +115,7 @@ TRANSFER: Final[tuple[Target, ...]] = (
         "worker",
         (),
         "kv.transfer: a save that its step waits for",
-        ("kv.transfer", "prefill.stall", "sample"),
+        ("kv.transfer", "prefill.stall", "sample", "output"),
         "connectors have no timings per request",
         _REPORT,
     ),
