@@ -39,9 +39,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     Stage(
         "prefill.queue", "wait", "core", _ALL, 5, "Waiting for the step that takes a first chunk."
     ),
-    Stage(
-        "kv.transfer", "move", "core+worker", ("prefill", "decode"), 6, "KV blocks on their way."
-    ),
+    Stage("kv.transfer", "move", "core+worker", _TEXT, 6, "KV blocks on their way."),
     Stage("dispatch", "host", "core+worker", _ALL, 7, "Scheduling tail, RPC, input preparation."),
     Stage("ec.transfer", "move", "core+worker", _ALL, 8, "Encoder-cache save, wait and load."),
     Stage("encoder.compute", "work", "worker", _ALL, 9, "The encoder's run, whole batch."),
