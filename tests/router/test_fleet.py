@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router import fakes
+from router import fakes, pd
 from router.fakes import Plan
 from ttft_otel import names
 from ttft_otel.router import retry
@@ -385,5 +385,36 @@ def test_requests_go_where_their_model_is() -> None:
             a.plan.models = ("tiny", "other")  # an adapter, loaded a moment ago
             assert (await router.post("/v1/completions", {"model": "other"}))[0] == 200
             assert len(a.seen) == 1
+
+    fakes.run(scenario)
+
+
+@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+def test_prefill_and_decode_are_tried_elsewhere_too(mode: str) -> None:
+    """A prefill and a decode instance that say 503 cost a retry each; the stream is whole."""
+
+    async def scenario() -> None:
+        model = pd.Model()
+        async with (
+            pd.server(model, False) as prefill,
+            pd.server(model, True) as decode,
+            fakes.instance(Plan({}, status=503)) as bad,
+            fakes.router(
+                [],
+                prefills=[bad.url, prefill.url],
+                decodes=[bad.url, decode.url],
+                first_token=mode,
+            ) as router,
+        ):
+            await router.get("/v1/models")
+            status, _, data = await router.post(
+                "/v1/chat/completions", fakes.chat() | {"max_tokens": 4}
+            )
+            assert (status, "".join(pd.Answer(200, {}, data).texts)) == (200, "".join(pd.TOKENS))
+            last = (await router.settled(2))[-1]
+            tried = [(call.leg, call.status) for call in last.calls]
+            assert tried[:2] == [("prefill", 503), ("prefill", 200)]
+            assert tried[2:] == [("decode", 503), ("decode", 200)]
+            await until(lambda: not any(each.in_flight for each in router.fleet))
 
     fakes.run(scenario)
