@@ -83,16 +83,14 @@ def _pass(passed: dict[str, str], key: bytes, value: bytes) -> None:
 
 def down(raw: Raw, traced: bool = True) -> list[tuple[bytes, bytes]]:
     """A leg's response headers for the client; bodies pass unmodified, so content-length stays."""
-    kept = [(key.lower(), value) for key, value in raw]
-    if traced:  # its Server-Timing was for us
-        kept = [(key, value) for key, value in kept if key != _TIMING]
-    named = {
-        word.strip().lower()
-        for key, value in kept
-        if key == b"connection"
-        for word in value.split(b",")
-    }
-    return [(key, value) for key, value in kept if key not in _NOT_DOWN and key not in named]
+    kept, named = [], set()
+    for name, value in raw:
+        key = name.lower()
+        if key == b"connection":
+            named.update(word.strip().lower() for word in value.split(b","))
+        elif key not in _NOT_DOWN and not (traced and key == _TIMING):  # its timing was for us
+            kept.append((key, value))
+    return [(key, value) for key, value in kept if key not in named] if named else kept
 
 
 def request_id(text: str) -> str:
