@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
@@ -42,6 +42,10 @@ _OPTION: Final = "data-testid Dashboard template variables Variable Value DropDo
 _ROW: Final = "data-testid dashboard-row-title-"
 _DOT: Final = '[aria-label="Exemplar marker"], [data-testid="data-testid Exemplar marker"]'
 _TIP: Final = ":is([role=tooltip], [data-popper-placement], [class*=tooltip i])"
+NOTHING: Final[Mapping[str, str]] = {}
+WIDTH: Final = 1600
+LOW: Final = 900
+TALL: Final = 5200
 QUIET_S: Final = 1.0  # without a request, a dashboard has drawn what it will draw
 LONGEST_S: Final = 60.0
 
@@ -65,15 +69,14 @@ def launched() -> Iterator[Browser]:
 class Window:
     """One tab before one Grafana."""
 
-    def __init__(self, browser: Browser, url: str, size: tuple[int, int] = (1600, 1200)) -> None:
+    def __init__(self, browser: Browser, url: str) -> None:
         self.url = url
         self.errors: list[str] = []
         self.strangers: list[str] = []
         self.refused: list[str] = []
         self._asked = time.monotonic()
         self._open: set[Request] = set()
-        width, height = size
-        self.context = browser.new_context(viewport={"width": width, "height": height})
+        self.context = browser.new_context(viewport={"width": WIDTH, "height": LOW})
         self.page = self.context.new_page()
         self.watch(self.page)
 
@@ -86,9 +89,10 @@ class Window:
         page.on("requestfinished", self._ended)
         page.on("requestfailed", self._ended)
 
-    def dashboard(self, uid: str, **query: str) -> None:
-        """Open a dashboard, all of it at once, and wait until it has drawn."""
-        self.go(f"/d/{uid}?{urlencode({'kiosk': '', **query})}")
+    def dashboard(self, uid: str, query: Mapping[str, str] = NOTHING, tall: bool = False) -> None:
+        """Open a dashboard and wait until it has drawn: what is in view, `tall` all of it."""
+        self.page.set_viewport_size({"width": WIDTH, "height": TALL if tall else LOW})
+        self.go(f"/d/{uid}?{urlencode({**query})}")
 
     def go(self, path: str) -> None:
         """Open a page of this Grafana and wait until it is quiet."""

@@ -28,6 +28,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 from opentelemetry.sdk.resources import Resource
 
+from tests.stack import panels
 from tests.stack.bench import Bench, Stack, until
 from tests.stack.known import BATCH, SLO_MS, Known, Truth, export, send, tell
 from ttft_otel import names
@@ -81,6 +82,7 @@ def filled_stack(bench: Bench, rows: list[Known]) -> Iterator[Filled]:
         until(lambda: len(ask.search(stack.tempo.url, SLOW, 200, start - 60, end)) == len(slow), 60)
         for query in LATE:
             until(partial(stack.prometheus.query, query), 90)
+        time.sleep(panels.STEP_S)  # a line has a point every so often: one more, after all that
         yield Filled(stack, rows, start, time.time())
 
 

@@ -19,7 +19,6 @@ from tests.stack.filled import Filled
 from tests.stack.known import Truth
 from tests.stack.test_panels import BUCKET, near
 
-TALL = (1600, 5200)  # Grafana draws what is in view: all of it
 ROUNDED = 0.006  # what a number of three digits can hide
 NEWER = {
     panel["title"]
@@ -36,7 +35,7 @@ def window(bench: Bench, filled: Filled, grafana_home: Path) -> Iterator[Window]
         pytest.skip(REMEDY)
     server = bench.grafana(grafana_home, filled.stack.at)
     with server, launched() as browser:
-        found = Window(browser, server.url, TALL)
+        found = Window(browser, server.url)
         yield found
         found.close()
 
@@ -67,7 +66,7 @@ def right(found: dict[str, float], true: Truth) -> bool:
 def test_every_panel_is_drawn(window: Window, filled: Filled, dashboard: panels.Dashboard) -> None:
     """No error, no empty panel, nothing on the console, no request to anybody but this machine."""
     trace = filled.truth.slow()[0].trace_id
-    window.dashboard(dashboard.uid, **span(filled), **{"var-trace": trace})
+    window.dashboard(dashboard.uid, {**span(filled), "var-trace": trace}, tall=True)
     for row in dashboard.model["panels"]:
         if row.get("collapsed") and not NEWER & {panel["title"] for panel in row["panels"]}:
             window.unfold(row["title"])
@@ -87,7 +86,7 @@ def test_every_panel_is_drawn(window: Window, filled: Filled, dashboard: panels.
 
 def test_the_top_row_shows_the_known_numbers(window: Window, filled: Filled) -> None:
     """p50, p90, p99, share over SLO and share failed, as a person reads them."""
-    window.dashboard("ttft", **span(filled))
+    window.dashboard("ttft", span(filled))
     found = shown(window)
     assert right(found, filled.truth), found
 
@@ -95,7 +94,7 @@ def test_the_top_row_shows_the_known_numbers(window: Window, filled: Filled) -> 
 def test_a_variable_filters(window: Window, filled: Filled) -> None:
     """A model chosen by mouse changes the numbers to its own."""
     model = "Qwen/Qwen3-8B"
-    window.dashboard("ttft", **span(filled))
+    window.dashboard("ttft", span(filled))
     window.choose("model", model)
     found = shown(window)
     assert right(found, filled.truth.where(model=model)), found
@@ -105,7 +104,7 @@ def test_a_variable_filters(window: Window, filled: Filled) -> None:
 def test_a_dot_opens_its_trace(window: Window, filled: Filled) -> None:
     """An exemplar leads to its trace, in Tempo and on the dashboard."""
     known = {row.trace_id: row for row in filled.truth.good}
-    window.dashboard("ttft", **span(filled))
+    window.dashboard("ttft", span(filled))
     links = window.dot("TTFT percentiles")
     assert {"Open in Tempo", "Show this request"} <= set(links)
     trace_id = links["Show this request"].partition("var-trace=")[2][:32]
@@ -122,7 +121,7 @@ def test_a_dot_opens_its_trace(window: Window, filled: Filled) -> None:
 def test_a_slow_request_opens_its_waterfall(window: Window, filled: Filled) -> None:
     """The table lists slow requests; a click on one shows its spans below, filters and time kept."""
     slow = {row.trace_id: row for row in filled.truth.slow()}
-    window.dashboard("ttft", **span(filled), **{"var-role": "router"})
+    window.dashboard("ttft", {**span(filled), "var-role": "router"}, tall=True)
     links = window.panel("Requests over the SLO").get_by_role("link")
     listed = {text.zfill(32): link for link in links.all() if len(text := link.inner_text()) > 24}
     assert listed and set(listed) <= set(slow)

@@ -11,7 +11,7 @@ import pytest
 from tests.stack import panels
 from tests.stack.bench import Bench
 from tests.stack.browser import REMEDY, Window, chromium, launched
-from tests.stack.test_browser import NEWER, TALL
+from tests.stack.test_browser import NEWER
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def window(bench: Bench, grafana_home: Path) -> Iterator[Window]:
     stack = bench.stack()
     server = bench.grafana(grafana_home, stack.at)
     with server, launched() as browser:
-        found = Window(browser, server.url, TALL)
+        found = Window(browser, server.url)
         yield found
         found.close()
 
@@ -30,7 +30,7 @@ def window(bench: Bench, grafana_home: Path) -> Iterator[Window]:
 @pytest.mark.parametrize("dashboard", panels.dashboards(), ids=lambda dashboard: dashboard.uid)
 def test_no_data_is_no_error(window: Window, dashboard: panels.Dashboard) -> None:
     """Every panel is there and none complains, in folded rows neither."""
-    window.dashboard(dashboard.uid)
+    window.dashboard(dashboard.uid, tall=True)
     for row in dashboard.model["panels"]:
         if row.get("collapsed") and not NEWER & {panel["title"] for panel in row["panels"]}:
             window.unfold(row["title"])
