@@ -13,7 +13,6 @@ import http.client
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -245,7 +244,7 @@ def run(spans: int) -> dict[str, dict[str, float | bool]]:
             "health": f"{HOST}:{(health := ports.free())}",
         }
         sink = Command("sink", (str(binary), f"--config={SINK % ends}"), {}, health, "/")
-        one = {"GOMAXPROCS": "1"}
+        one = {"GOMAXPROCS": "1", "GOGC": "200", "GOMEMLIMIT": "640MiB"}  # as docker-compose.yml
         plans: dict[str, tuple[Path | str, ...]] = {
             "passed on": (parts.COLLECTOR_CONFIG, PASS),
             "config.yaml": (parts.COLLECTOR_CONFIG,),
@@ -256,7 +255,9 @@ def run(spans: int) -> dict[str, dict[str, float | bool]]:
             for name, configs in plans.items():
                 command = parts.collector(binary, at, folder / name, configs, one)
                 rounds = measure(command, made, spans, at.collector_http, folder / f"{name}.log")
-                found[name] = statistics.median(rounds)
+                found[name] = min(
+                    rounds
+                )  # what others did to this machine meanwhile is not its cost
     return judge(found)
 
 

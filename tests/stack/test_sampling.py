@@ -81,21 +81,22 @@ def settle(spans: Spans) -> None:
     until(quiet, 30, every=1)
 
 
+def must(row: known.Known) -> bool:
+    """Whether sampling has to keep it: slow, failed, or with an attempt that failed."""
+    return bool(row.error or "router.retry" in row.own or row.ttft >= known.SLO_MS * 1000)
+
+
 def check(
     rows: Sequence[known.Known], records: Sequence[Record], found: dict[str, set[bytes]]
 ) -> None:
     """Slow and failed ones are kept, all of them and whole; of the rest the ratio, within 3 sigma."""
     wanted = spans_of(records)
-    must = {
-        row.trace_id
-        for row in rows
-        if row.error or "router.retry" in row.own or row.ttft >= known.SLO_MS * 1000
-    }
-    rest = [row.trace_id for row in rows if row.trace_id not in must]
+    chosen = {row.trace_id for row in rows if must(row)}
+    rest = [row.trace_id for row in rows if row.trace_id not in chosen]
     lucky = [trace for trace in rest if trace in found]
 
-    assert len(must) >= known.SLOW + known.FAILED
-    assert must <= found.keys()
+    assert len(chosen) >= known.SLOW + known.FAILED
+    assert chosen <= found.keys()
     for trace in found:
         assert wanted[trace] <= found[trace]
     spread = sqrt(KEEP * (1 - KEEP) * len(rest))
@@ -176,7 +177,7 @@ def test_two_tiers(bench: Bench, sinks: tuple[Spans, Metrics]) -> None:
     """Behind a first tier two collectors share the traces: each has its own whole, and counts are right."""
     one, metrics = sinks
     two = Spans()
-    rows = known.table()
+    rows = [row for row in known.table() if row.number % 3 == 0 or must(row)]
     records = [told.record for row in rows for told in known.tell(row, time.time_ns())]
     layers: tuple[Any, ...] = (COLLECTOR_CONFIG, SAMPLING, TIER2, QUICK)
     with (
@@ -195,7 +196,7 @@ def test_two_tiers(bench: Bench, sinks: tuple[Spans, Metrics]) -> None:
     halves_of = [kept(one), kept(two)]
     two.stop()
 
-    assert all(len(each) > 50 for each in halves_of)
+    assert all(len(each) > 40 for each in halves_of)
     assert not halves_of[0].keys() & halves_of[1].keys()
     check(rows, records, halves_of[0] | halves_of[1])
     owners = {labels["collector.instance.id"] for labels, _ in metrics.series(names.METRIC_TTFT)}

@@ -35,6 +35,7 @@ EVENTS: Final = (
     "ai.stream.firstChunk",
     "llm.content.completion.chunk",
 )
+LENGTH: Final = "(span.end_time - span.start_time)"
 # Bounds that the semantic convention asks for, in seconds.
 BUCKETS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -65,34 +66,32 @@ def attribute(name: str) -> str:
 
 def derive() -> Iterator[str]:
     """Statements of transform/ttft: on our spans from their own numbers, on others' from theirs."""
-    server, router = partition()
-    ours = f'scope.name == "{names.SCOPE}"'
-    parents = f'(span.name == "{names.TTFT}" or span.name == "{names.ENCODE}")'
-    length = "(span.end_time - span.start_time)"
-    total = 'span.cache["sum"]'
-    yield from _group(
-        f"{ours} and {parents} and span.end_time_unix_nano >= span.start_time_unix_nano",
-        [
-            f"set({attribute(names.DERIVED_MS)}, Milliseconds{length})",
-            f"set({total}, 0)",
-            *map(_add, server),
-            *(f'{each} and {attribute(names.ROLE)} == "router"' for each in map(_add, router)),
-            f"set({attribute(names.DERIVED_SUM_US)}, {total})",
-            f"set({attribute(names.DERIVED_REST_US)}, Microseconds{length} - {total})",
-        ],
-    )
+    for router, summed in zip((False, True), partition(), strict=True):
+        yield from _group(
+            f'scope.name == "{names.SCOPE}"'
+            f' and (span.name == "{names.TTFT}" or span.name == "{names.ENCODE}")'
+            f' and {attribute(names.ROLE)} {"==" if router else "!="} "router"'
+            " and span.end_time_unix_nano >= span.start_time_unix_nano",
+            [
+                f"set({attribute(names.DERIVED_MS)}, Milliseconds{LENGTH})",
+                'set(span.cache["sum"], 0)',
+                *map(_add, summed),
+                f'set({attribute(names.DERIVED_SUM_US)}, span.cache["sum"])',
+                f'set({attribute(names.DERIVED_REST_US)}, Microseconds{LENGTH} - span.cache["sum"])',
+            ],
+        )
     found = attribute(names.DERIVED_MS)
     first = " or ".join(f'spanevent.name == "{name}"' for name in EVENTS)
     yield from _group(
         f'scope.name != "{names.SCOPE}"',
         [
-            f'delete_key(span.attributes, "{names.DERIVED_MS}") where not IsInt({found})',
+            f'delete_key(span.attributes, "{names.DERIVED_MS}")'
+            f" where {found} != nil and not IsInt({found})",
             *map(_seconds, ATTRIBUTES),
         ],
     )
     yield from _group(
-        f'scope.name != "{names.SCOPE}" and {found} == nil'
-        f" and ({first})"
+        f'scope.name != "{names.SCOPE}" and {found} == nil and ({first})'
         " and spanevent.time_unix_nano >= span.start_time_unix_nano",
         [f"set({found}, Milliseconds(spanevent.time - span.start_time))"],
         "spanevent",
@@ -100,8 +99,11 @@ def derive() -> Iterator[str]:
 
 
 def _add(stage: str) -> str:
+    """One stage to the sum. Asked for nil first: IsInt makes an error of it, which costs."""
     each = attribute(names.stage_us(stage))
-    return f'set(span.cache["sum"], span.cache["sum"] + {each}) where IsInt({each})'
+    return (
+        f'set(span.cache["sum"], span.cache["sum"] + {each}) where {each} != nil and IsInt({each})'
+    )
 
 
 def _seconds(name: str) -> str:
@@ -122,15 +124,16 @@ def _group(condition: str, statements: Iterable[str], context: str = "span") -> 
 
 def own() -> Iterator[str]:
     """The keys that our own spans may have: whatever else is on them is a mistake, and goes."""
-    conventions = ("gen_ai.", "http.", "url.", "server.", "error.")
-    keys = sorted(
-        re.escape(value)
-        for name, value in vars(names).items()
+    conventions = ("ttft.", "gen_ai.", "http.", "url.", "server.", "error.")
+    keys = {
+        value
+        for value in vars(names).values()
         if isinstance(value, str) and value.startswith(conventions) and value not in LABELS
-    )
-    # anchored at both ends: the shape that Go's regexp matches without backtracking
-    pattern = "|".join(("ttft[._].*", *keys)).replace("\\", "\\\\")
-    yield f"- keep_matching_keys(span.attributes, \"^(?:{pattern})$\")"
+    }
+    keys |= {names.stage_us(stage) for summed in partition() for stage in summed}
+    yield "- keep_keys(span.attributes, ["
+    yield from (f'    "{key}",' for key in sorted(keys)[:-1])
+    yield f'    "{sorted(keys)[-1]}"])'
 
 
 def connectors() -> Iterator[str]:
