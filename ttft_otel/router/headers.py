@@ -83,7 +83,8 @@ def _pass(passed: dict[str, str], key: bytes, value: bytes) -> None:
 
 def down(raw: Raw, traced: bool = True) -> list[tuple[bytes, bytes]]:
     """A leg's response headers for the client; bodies pass unmodified, so content-length stays."""
-    kept, named = [], set()
+    kept: list[tuple[bytes, bytes]] = []
+    named: set[bytes] = set()
     for name, value in raw:
         key = name.lower()
         if key == b"connection":
