@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from click.testing import CliRunner
 
 from tests.stack.bench import until
 from ttft_otel.lab import processes
-from ttft_otel.lab.stack import grafana, state
+from ttft_otel.lab.stack import grafana, native, state
 from ttft_otel.lab.stack.binaries import Binaries
+from ttft_otel.lab.stack.command import main
+from ttft_otel.lab.stack.parts import Addresses
 
 STACK: Final = (sys.executable, "-m", "ttft_otel.lab.stack")
 PARTS: Final = ("prometheus", "tempo", "collector")
@@ -216,6 +219,18 @@ def test_crash(binaries: Binaries, tmp_path: Path) -> None:
 
     assert len(left) >= len(PARTS)
     until(lambda: not [pid for leader in leaders for pid in processes.of_session(leader)], 10)
+
+
+def test_profile(binaries: Binaries, tmp_path: Path) -> None:
+    """Without containers there is tail sampling, by the collector's overlay, and no other profile."""
+    words = ["up", "--native", "--free-ports", "--data", str(tmp_path), "--profile"]
+    refused = CliRunner().invoke(main, [*words, "demo"])
+    commands = native.plan(Addresses.free(), tmp_path, sampling=True, say=str)
+    collector = next(each for each in commands if each.name == "collector")
+
+    assert 1 == refused.exit_code
+    assert "no profile demo without containers; only sampling" in refused.output
+    assert any(word.endswith("/sampling.yaml") for word in collector.argv)
 
 
 def test_taken(binaries: Binaries, tmp_path: Path) -> None:
