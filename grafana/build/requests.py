@@ -12,6 +12,7 @@ from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.models import common as shapes
 
 from grafana.build import colors, panels, queries
+from ttft_otel import names
 
 UID: Final = "ttft"
 
@@ -32,11 +33,11 @@ def slow(made: Any) -> None:
         requests.override_by_name(field, [colors.set_to("links", [_to(value)])])
     named = (
         ("duration", "TTFT"),
-        ("gen_ai.request.model", "Model"),
-        ("ttft.role", "Role"),
-        ("gen_ai.usage.input_tokens", "Prompt tokens"),
-        ("error.type", "Error"),
-        ("ttft.request_id", "Request"),
+        (names.MODEL, "Model"),
+        (names.ROLE, "Role"),
+        (names.INPUT_TOKENS, "Prompt tokens"),
+        (names.ERROR_TYPE, "Error"),
+        (names.REQUEST_ID, "Request"),
         ("traceService", "Service"),
     )
     for field, title in named:

@@ -73,7 +73,8 @@ def status(guarded: Guarded, authorization: str | None) -> int:
         with urllib.request.urlopen(request, timeout=10, context=context) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def test_http(guarded: Guarded, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +115,5 @@ def test_plain(guarded: Guarded) -> None:
     request = urllib.request.Request(plain, data=b"", method="POST")
     with pytest.raises(urllib.error.HTTPError) as found:
         urllib.request.urlopen(request, timeout=10)
-    assert found.value.code == 400
+    with found.value as answer:
+        assert answer.code == 400
