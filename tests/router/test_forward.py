@@ -354,6 +354,7 @@ def test_transfer_parameters_of_clients_are_removed() -> None:
             for body in (
                 b'{"model": "tiny", "kv_transfer_params": {"a": 1}, "ec_transfer_params": null}',
                 b'{"model": "tiny", "kv_transfer\\u005fparams": {"a": NaN}}',
+                b'{"model": "tiny", "kv_transfer_params": 1e999}',
             ):
                 await router.post("/v1/completions", body)
                 assert one.seen[-1].json == {"model": "tiny"}

@@ -92,8 +92,17 @@ def test_other_paths_and_bodies_are_decodes() -> None:
     """The responses API, embeddings, and what is no JSON object go to D as they came."""
     for path in ("/v1/responses", "/v1/embeddings", "/v1/messages"):
         assert decide(path, b'{"model": "tiny"}', True, False, STRIP).legs == ("decode",)
-    for data in (b"", b"{", b"[1]", b'{"prompt": NaN}', b"\xff", b'{"prompt":' + b"[" * 5000):
-        made = decide(COMPLETIONS, data, False, False, STRIP)
+    huge = (b'{"prompt": "x", "seed": 1e999}', b'{"prompt": "x", "temperature": 1e999}')
+    for data in (
+        *huge,
+        b"",
+        b"{",
+        b"[1]",
+        b'{"prompt": NaN}',
+        b"\xff",
+        b'{"prompt":' + b"[" * 5000,
+    ):
+        made = decide(COMPLETIONS, data, True, False, STRIP)
         assert (made.legs, made.reason) == (("decode",), "body")
 
 

@@ -78,11 +78,11 @@ def read(data: bytes, media: bool) -> Body:
     """Parse once; where another JSON is taken than an object, it goes on as it came."""
     try:
         top = _top.decode(data)
+        theirs = any(getattr(top, name) is not UNSET for name in _STRIPPED)
+        kept = _strip(msgspec.json.decode(data)) if theirs or _open(top.vllm_xargs) else data
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _lenient(data)
-    found = Body(data, _text(top.model), top.stream is True)
-    if any(getattr(top, name) is not UNSET for name in _STRIPPED) or _open(top.vllm_xargs):
-        found.data = _strip(msgspec.json.decode(data))
+    found = Body(kept, _text(top.model), top.stream is True)
     if media:
         found.media = _media(top.messages)
     if found.media:

@@ -147,12 +147,15 @@ def decide(path: str, data: bytes, stream: bool, media: bool, mode: str) -> Plan
     if path not in (CHAT, COMPLETIONS):
         return Plan((DECODE,), reason="path")
     try:
-        fields = _fields.decode(data)
-        made = Plan((PREFILL, DECODE), mode, chat=path == CHAT, fields=fields)
-        alone = _read(made)
+        return _decide(path == CHAT, data, stream, media, mode)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Plan((DECODE,), reason="body")
-    if alone:
+
+
+def _decide(chat: bool, data: bytes, stream: bool, media: bool, mode: str) -> Plan:
+    fields = _fields.decode(data)
+    made = Plan((PREFILL, DECODE), mode, chat=chat, fields=fields)
+    if alone := _read(made):
         return Plan((DECODE,), reason=alone)
     if made.most is not None and made.most <= 1:
         return Plan((PREFILL,), reason="max_tokens")
