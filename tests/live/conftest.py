@@ -2,8 +2,8 @@
 """Real vLLM servers for the live tests, one deployment at a time: two cores cannot hold two in truth.
 
 Tests ask for `epd` (E, PD, router, receiver; V1 runner), `pd` (P and D over NIXL, router), `epd3` (E,
-P, D, router) or `newer` (one server, V2 runner, async scheduling). Each is started once; a test that
-needs another one stops the one that runs.
+P, D, router), `newer` (one server, V2 runner, async scheduling) or `newer_pd` (P and D like it). Each is
+started once; a test that needs another one stops the one that runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
 
 
-DECKS = ("", "epd", "pd", "epd3", "newer", "other")
+DECKS = ("", "epd", "pd", "epd3", "newer", "newer_pd", "other")
 
 
 def deployment(item: pytest.Item) -> str:
@@ -99,10 +99,11 @@ def plan_of(shape: str, folder: Path, control: Control) -> Plan:
     if shape in ("epd", "pd", "epd3"):
         options = Options(model=model, control=control.path)
         return Plan(shape, options, waiting=shape == "epd", folder=folder, env=guard)
-    runner = "v2" if shape.startswith("v2") else "v1"
+    runner = "v2" if "v2" in shape else "v1"
     ahead = shape.endswith("async")
     options = Options(model=model, control=control.path, runner=runner, async_scheduling=ahead)
-    return Plan("mono", options, folder=folder, env=guard)
+    kind = "pd" if shape.startswith("pd") else "mono"
+    return Plan(kind, options, folder=folder, env=guard)
 
 
 @pytest.fixture(scope="session")
@@ -137,3 +138,9 @@ def epd3(deck: Deck) -> Bench:
 def newer(deck: Deck) -> Bench:
     """One server, V2 runner, async scheduling: CUDA's defaults."""
     return deck.use("v2-async")
+
+
+@pytest.fixture
+def newer_pd(deck: Deck) -> Bench:
+    """P and D with CUDA's defaults."""
+    return deck.use("pd-v2-async")

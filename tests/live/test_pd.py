@@ -146,6 +146,28 @@ def test_one_that_hangs_up_while_blocks_move_died_there(pd: Bench) -> None:
 
 
 @pytest.mark.full
+def test_closes_on_cudas_runner(newer_pd: Bench) -> None:
+    """V2 runner and async scheduling on both: a connector works after the sampler there."""
+    trace = trace_id()
+
+    first, second = newer_pd.handed(headers=parent(trace))
+    spans = newer_pd.trace(trace, lambda found: whole(found, *LEGS))
+
+    assert breakdown(first)[stages.UNATTRIBUTED] == breakdown(second)[stages.UNATTRIBUTED] == 0
+    assert breakdown(second)["kv.transfer"] > 0
+    closed(spans)
+
+
+@pytest.mark.full
+@again
+def test_a_late_transfer_shows_in_kv_transfer_on_cudas_runner(newer_pd: Bench) -> None:
+    """80 ms until D hears of P's blocks."""
+    found = compare(newer_pd, WAIT, lambda: breakdown(newer_pd.handed()[1]))
+
+    check(found, "kv.transfer", noise=0.25)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ("chat", "chat plain"))
 def test_an_image_closes_through_all_three(epd3: Bench, kind: str) -> None:
     """Client, router, E, P and D: one trace, every sum exact."""
