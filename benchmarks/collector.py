@@ -244,7 +244,7 @@ def run(spans: int) -> dict[str, dict[str, float | bool]]:
             "health": f"{HOST}:{(health := ports.free())}",
         }
         sink = Command("sink", (str(binary), f"--config={SINK % ends}"), {}, health, "/")
-        one = {"GOMAXPROCS": "1", "GOGC": "200", "GOMEMLIMIT": "640MiB"}  # as docker-compose.yml
+        one = {"GOMAXPROCS": "1", "GOGC": "200", "GOMEMLIMIT": "400MiB"}  # as docker-compose.yml
         plans: dict[str, tuple[Path | str, ...]] = {
             "passed on": (parts.COLLECTOR_CONFIG, PASS),
             "config.yaml": (parts.COLLECTOR_CONFIG,),
