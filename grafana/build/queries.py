@@ -156,10 +156,12 @@ def by_instance(window: str) -> str:
 def heat(window: str) -> str:
     """The convention's histogram as counts per bucket, for a heatmap.
 
-    Never without a series: Grafana 10 reports an error where a newer one draws nothing.
+    Never without a series: Grafana 10 reports an error where a newer one draws nothing. And all of
+    one length, as it subtracts them by position: the stand-in is there only if nothing else is.
     """
     found = f'{CONVENTION}{{{MODEL}=~"$model",instance=~"$instance"}}'
-    empty = 'label_replace(vector(0), "le", "+Inf", "", "")'
+    nothing = f"0 * absent_over_time({found}[{RANGE}] @ end())"
+    empty = f'label_replace({nothing}, "le", "+Inf", "", "")'
     return f"sum by (le) (increase({found}[{window}])) or {empty}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
@@ -91,11 +91,11 @@ class Window:
 
     def dashboard(self, uid: str, query: Mapping[str, str] = NOTHING, tall: bool = False) -> None:
         """Open a dashboard and wait until it has drawn: what is in view, `tall` all of it."""
-        self.page.set_viewport_size({"width": WIDTH, "height": TALL if tall else LOW})
-        self.go(f"/d/{uid}?{urlencode({**query})}")
+        self.go(f"/d/{uid}?{urlencode({**query})}", tall)
 
-    def go(self, path: str) -> None:
+    def go(self, path: str, tall: bool = False) -> None:
         """Open a page of this Grafana and wait until it is quiet."""
+        self.page.set_viewport_size({"width": WIDTH, "height": TALL if tall else LOW})
         self.page.goto(path if "://" in path else self.url + path)
         self.settle()
 
@@ -108,6 +108,13 @@ class Window:
             if not self._open and time.monotonic() - self._asked > QUIET_S:
                 return
         raise AssertionError(f"still loading: {[each.url for each in self._open]}")
+
+    def right(self, wrong: Callable[[], object]) -> None:
+        """Wait until nothing is wrong any more: a busy machine draws late."""
+        end = time.monotonic() + LONGEST_S
+        while (found := wrong()) and time.monotonic() < end:
+            self.page.wait_for_timeout(500)
+        assert not found, found
 
     def panel(self, title: str) -> Locator:
         """A panel by its title; there may be two of one title."""
@@ -123,6 +130,11 @@ class Window:
             )
             for each in self.page.locator(f'[data-testid^="{_PANEL}"]').all()
         ]
+
+    def lacks(self, *words: str) -> list[str]:
+        """Which of these words the page does not show."""
+        text = self.page.inner_text("body")
+        return [word for word in words if word not in text]
 
     def broken(self) -> list[str]:
         """What panels complain about."""
@@ -185,10 +197,9 @@ class Window:
         self._open.discard(request)
 
 
-def number(panel: Locator, title: str) -> float:
-    """The number that a panel shows; one of time is in seconds, one of percent a share."""
+def number(panel: Locator, title: str) -> float | None:
+    """The number that a panel shows: of time in seconds, of percent a share; None while it shows none."""
     text = panel.inner_text().removeprefix(title)
     found = re.search(r"(-?[\d.,]+)\s*(µs|ms|s|mins?|%)?", text)
-    assert found, f"{title} shows {text!r}"
     scale = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "mins": 60.0, "%": 0.01}
-    return float(found[1].replace(",", "")) * scale.get(found[2] or "", 1.0)
+    return float(found[1].replace(",", "")) * scale.get(found[2] or "", 1.0) if found else None

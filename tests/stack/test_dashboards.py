@@ -49,6 +49,7 @@ COUNTED = {
 FUNCTIONS = {
     *("sum", "max", "min", "count", "topk", "sort_desc", "by", "on", "group_left", "or", "and"),
     *("rate", "increase", "scalar", "vector", "label_join", "label_replace"),
+    *("absent_over_time", "end"),
     *("histogram_quantile", "histogram_fraction", "histogram_sum", "histogram_count", "Inf"),
 }
 
@@ -142,7 +143,8 @@ def test_query(query: Query) -> None:
 @pytest.mark.parametrize("query", ASKED)
 def test_window(query: Query) -> None:
     """Numbers look at the whole range, lines at as little as their resolution allows."""
-    windows = set(re.findall(r"\[([^]]+)]", re.sub(r'"[^"]*"', "", query.text)))
+    bound = re.sub(r"\[[^]]+] @ end\(\)", "", re.sub(r'"[^"]*"', "", query.text))
+    windows = set(re.findall(r"\[([^]]+)]", bound))
     if query.prometheus:
         assert windows <= {queries.RANGE if query.instant else queries.RATE}
 
@@ -222,4 +224,7 @@ def test_provisioning() -> None:
     assert all(
         Path(each["url"]).name.split("?")[0] in boards for each in exemplars if "url" in each
     )
+    [panel] = [panel for board, panel in PANELS if (board.uid, panel["title"]) == ("ttft", "Trace")]
+    [link] = [each["url"] for each in exemplars if "url" in each]
+    assert link == f"/d/ttft?viewPanel={panel['id']}&var-trace=$${{__value.raw}}"
     assert sources["tempo"]["jsonData"]["tracesToMetrics"]["datasourceUid"] == "prometheus"

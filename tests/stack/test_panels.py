@@ -115,6 +115,21 @@ def test_the_breakdown_adds_up(filled: Filled) -> None:
     assert sum(stages(asker(filled), "Share of TTFT by stage").values()) == pytest.approx(1.0)
 
 
+def test_the_distribution(filled: Filled) -> None:
+    """Requests per bucket are the rows' own; all buckets have the same points, as Grafana 10 needs."""
+    query = of("TTFT distribution")
+    drawn = asker(filled).promql(asker(filled).written(query), instant=False)
+    assert len({tuple(time for time, _ in series["values"]) for series in drawn}) == 1
+    up_to = {
+        float(series["metric"]["le"]): float(series["value"][1])
+        for series in whole(asker(filled), query)
+    }
+    rows = filled.truth.good
+    for le, count in up_to.items():
+        true = sum(row.ttft <= le * 1e6 for row in rows) / len(rows)
+        assert count / up_to[math.inf] == pytest.approx(true, abs=0.002), le
+
+
 def test_who(filled: Filled) -> None:
     """The table has one row per model, role and instance, each with its own rows' numbers."""
     keys = {(row.model, row.role, row.instance) for row in filled.truth.all}
