@@ -13,7 +13,7 @@ CORE: Final[tuple[Target, ...]] = (
         "core",
         (Place("vllm.v1.engine.core", "EngineCore.preprocess_add_request"),),
         "end of ipc",
-        ("ipc", *QUEUES),
+        ("ipc", *QUEUES, "kv.transfer"),
         "QUEUED is stamped later, after the wait for the running step",
         "a QUEUED event at the input thread",
         reads=("request",),
