@@ -25,9 +25,7 @@ from ttft_otel.exporter.spans import build
 from ttft_otel.lab.stack.parts import COLLECTOR_CONFIG, SAMPLING, Addresses
 from ttft_otel.record import Record
 
-LIMIT_MIB = (
-    64  # GOMEMLIMIT below, the container a half above, as in docker-compose.yml
-)
+LIMIT_MIB = 64  # GOMEMLIMIT below, the container a half above, as in docker-compose.yml
 FLOOD = 1000  # requests of some 0.7 MiB in memory: ten times the limit
 SPANS = 6  # of one of send's records
 AWAY_S = 5.0  # several retries long; a minute with --full
