@@ -94,6 +94,17 @@ def test_every_stage_is_summed() -> None:
         assert (f"{role}.{stage.name}" in router) == (role in stage.roles)
 
 
+def test_every_name_is_kept() -> None:
+    """Whatever attribute the vocabulary names is among those that our spans may keep."""
+    listed = set(re.findall(r'"([^"]+)"', "\n".join(ottl.own())))
+    said = {value for key, value in vars(names).items() if key.isupper() and "." in str(value)}
+    metrics = {names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION}
+
+    assert said - listed <= metrics
+    for stage in (*ottl.partition()[1], names.FIRST_DECODE, stages.UNATTRIBUTED):
+        assert names.handover_us(stage) in listed
+
+
 @pytest.mark.parametrize(
     "layers", LAYERS, ids=lambda layers: "+".join(each.stem for each in layers)
 )

@@ -130,7 +130,10 @@ def own() -> Iterator[str]:
         for value in vars(names).values()
         if isinstance(value, str) and value.startswith(conventions) and value not in LABELS
     }
-    keys |= {names.stage_us(stage) for summed in partition() for stage in summed}
+    server, router = partition()
+    keys |= {names.stage_us(stage) for stage in (*server, *router)}
+    after = (*router, names.FIRST_DECODE, stages.UNATTRIBUTED)
+    keys |= {names.handover_us(stage) for stage in after}
     yield "- keep_keys(span.attributes, ["
     yield from (f'    "{key}",' for key in sorted(keys)[:-1])
     yield f'    "{sorted(keys)[-1]}"])'
