@@ -15,6 +15,7 @@ from ttft_otel import names, stages
 from ttft_otel.lab import client
 
 WAIT = "kv_wait"
+NOISE = 0.5  # a transfer takes 2 to 6 ms here: as many polls as it takes
 KINDS: dict[str, dict[str, Any]] = {
     "chat": {},
     "chat plain": {"stream": False},
@@ -101,7 +102,7 @@ def test_what_moved_is_told(pd: Bench) -> None:
 @again
 def test_a_late_transfer_shows_in_kv_transfer(pd: Bench) -> None:
     """80 ms until D hears of P's blocks: in its `kv.transfer`, nowhere else."""
-    check(compare(pd, WAIT, lambda: breakdown(pd.handed()[1])), "kv.transfer")
+    check(compare(pd, WAIT, lambda: breakdown(pd.handed()[1])), "kv.transfer", noise=NOISE)
 
 
 @again
@@ -112,7 +113,7 @@ def test_a_late_transfer_shows_in_the_routers_sum(pd: Bench) -> None:
         answer = pd.ask(pd.front, prompt=str(pd.fresh()), words=300, max_tokens=2, stream=False)
         return breakdown(answer)
 
-    check(compare(pd, WAIT, once), "decode.kv.transfer")
+    check(compare(pd, WAIT, once), "decode.kv.transfer", noise=NOISE)
 
 
 @again
@@ -164,7 +165,7 @@ def test_a_late_transfer_shows_in_kv_transfer_on_cudas_runner(newer_pd: Bench) -
     """80 ms until D hears of P's blocks."""
     found = compare(newer_pd, WAIT, lambda: breakdown(newer_pd.handed()[1]))
 
-    check(found, "kv.transfer", noise=0.25)
+    check(found, "kv.transfer", noise=NOISE)
 
 
 @pytest.mark.full
@@ -197,5 +198,5 @@ def test_delays_show_in_their_stage_on_all_three(epd3: Bench) -> None:
         answer = epd3.ask(epd3.front, pictures=picture, words=200, max_tokens=2, stream=False)
         return breakdown(answer)
 
-    check(compare(epd3, "encoder", once), "encode.encoder.compute")
-    check(compare(epd3, WAIT, once), "decode.kv.transfer")
+    check(compare(epd3, "encoder", once), "encode.encoder.compute", noise=NOISE)
+    check(compare(epd3, WAIT, once), "decode.kv.transfer", noise=NOISE)
