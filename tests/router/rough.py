@@ -23,6 +23,7 @@ from ttft_otel import clock
 
 EVENT: Final = b'data: {"choices": [{"index": 0, "delta": {"content": "word"}}]}\n\n'
 DONE: Final = b"data: [DONE]\n\n"
+MODELS = b'{"object": "list", "data": [{"id": "tiny"}]}'
 PLAIN: Final = (
     b'{"id": "a", "model": "tiny", "choices": [{"index": 0, "message": {"content": "42"}, "text": "42",'
     b' "finish_reason": "length", "token_ids": [7]}], "prompt_token_ids": [1, 2, 3],'
@@ -74,7 +75,9 @@ class Instance:
                 stream = b'"stream":true' in compact
                 if mood in STREAMED and b'"do_remote_decode":true' in compact:
                     mood = "ok"  # a prefill answers with one token; what is meant is D's stream
-                if mood == "echo":  # nonsense for an answer, where the request was nonsense
+                if front.startswith("get /v1/models"):
+                    writer.write(head(200, len(MODELS)) + MODELS)
+                elif mood == "echo":  # nonsense for an answer, where the request was nonsense
                     writer.write(head(200, None if stream else len(body)))
                     writer.write(frame(body) + b"0\r\n\r\n" if stream else body)
                 else:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import signal
@@ -43,6 +44,12 @@ def test_models_are_merged() -> None:
             async with fakes.router([a.url, b.url, fakes.unused()]) as router:
                 async with router.client.get(f"{router.url}/v1/models") as response:
                     assert (await response.json())["data"] == [{"id": "tiny"}]
+        async with contextlib.AsyncExitStack() as stack:
+            gone = await stack.enter_async_context(fakes.instance())
+            async with fakes.router([gone.url]) as router:
+                assert await status(router, "/v1/models") == 200
+                await stack.aclose()
+                assert await status(router, "/v1/models") == 200  # what it said before
         async with fakes.router([fakes.unused()]) as router:
             assert await status(router, "/v1/models") == 502
 
