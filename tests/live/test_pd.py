@@ -16,6 +16,7 @@ from ttft_otel.lab import client
 
 WAIT = "kv_wait"
 NOISE = 0.5  # a transfer takes 2 to 6 ms here: as many polls as it takes
+CROWDED = 1.0  # three servers on two cores
 KINDS: dict[str, dict[str, Any]] = {
     "chat": {},
     "chat plain": {"stream": False},
@@ -198,5 +199,5 @@ def test_delays_show_in_their_stage_on_all_three(epd3: Bench) -> None:
         answer = epd3.ask(epd3.front, pictures=picture, words=200, max_tokens=2, stream=False)
         return breakdown(answer)
 
-    check(compare(epd3, "encoder", once), "encode.encoder.compute", noise=NOISE)
-    check(compare(epd3, WAIT, once), "decode.kv.transfer", noise=NOISE)
+    check(compare(epd3, "encoder", once), "encode.encoder.compute", noise=CROWDED)
+    check(compare(epd3, WAIT, once), "decode.kv.transfer", noise=CROWDED)
