@@ -9,6 +9,7 @@ pure     breakdown  timing  original               marks -> stages that add up; 
 vLLM     hooks/                                    what knows vLLM and torch (the laboratory apart)
 spans    exporter/                                 a process of its own: records -> OTLP
 clients  router/  report/                          before and behind the servers
+load     bench/                                    sends requests, joins its TTFT with breakdowns
 doors    plugin  cli  doctor  testing              what people call
 lab/     tiny models, local servers, injected delays, the stack: for demo, tests and benchmarks
 """

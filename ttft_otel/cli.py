@@ -29,6 +29,7 @@ DOORS: Final[dict[str, Door]] = {
     "serve": Door("ttft_otel.report.serve", "serve", "Receive, keep and show spans.", "serve"),
     "report": Door("ttft_otel.report.command", "", "Print where the time went.", "report"),
     "router": Door("ttft_otel.router.command", "router", "Route requests to vLLM servers, traced."),
+    "bench": Door("ttft_otel.bench.command", "bench", "Send load, explain its TTFT.", "bench"),
     "doctor": Door("ttft_otel.doctor", "", "Say which hop is not traced, and how to mend it."),
 }
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from ttft_otel.lab import images
+from ttft_otel.bench import images
 from ttft_otel.lab.answers import (
     Event,
     Reply,

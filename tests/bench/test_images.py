@@ -7,7 +7,7 @@ import base64
 import struct
 import zlib
 
-from ttft_otel.lab import images
+from ttft_otel.bench import images
 
 
 def test_deterministic() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw little PNG pictures from a seed; client.py puts them into requests as data URLs."""
+"""Draw little PNG pictures from a seed; data.py and the laboratory put them into requests as data URLs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command against real sockets: what is sent, when, how failures and plain servers are told."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench.conftest import Bench, checked
+from bench.server import Script, serving
+from ttft_otel import cli, names
+
+QUICK = Script(first=[5.0], queue=[2.0], tokens=2, gap=2.0)
+
+
+def prompts(notes: list[dict[str, Any]]) -> list[list[int]]:
+    """The token ids that the server was sent."""
+    return [note["body"]["prompt"] for note in notes]
+
+
+def talk(note: dict[str, Any]) -> list[str]:
+    """Who speaks, message by message."""
+    return [each["role"] for each in note["body"]["messages"]]
+
+
+def test_closed(bench: Bench) -> None:
+    """Closed loop: every request is sent, joined with its trace and its breakdown, and adds up."""
+    with serving(QUICK) as server:
+        found = bench("--url", server.url, "--concurrency", 2, "--requests", 6, "--input-len", 40)
+        notes = server.notes()
+
+    run = found["targets"][0]["runs"][0]
+    headers = {note["headers"][names.REQUEST_HEADER]: note["headers"] for note in notes}
+    assert (run["succeeded"], run["failures"], run["unfinished"]) == (6, {}, 0)
+    for request in run["requests"]:
+        sent = headers[request["request_id"]]
+        assert sent[names.TRACEPARENT].split("-")[1] == request["trace_id"]
+        assert sum(request["stages_ms"].values()) == pytest.approx(request["ttft_ms"], abs=0.01)
+        assert (request["input_tokens"], request["output_tokens"]) == (40, 2)
+    assert {"prefill.queue", "prefill.compute", "unattributed", "outside"} == set(
+        found["targets"][0]["summary"]["stages_ms"]
+    )
+
+
+def test_open(bench: Bench) -> None:
+    """Open loop: requests leave at their times although the first answers are long not there."""
+    with serving(Script(first=[600.0], tokens=1)) as server:
+        bench("--url", server.url, "--rate", 50, "--requests", 10, "--arrivals", "constant")
+        notes = server.notes()
+
+    assert max(note["came"] for note in notes) < min(note["tokens"][0] for note in notes)
+
+
+def test_held(bench: Bench) -> None:
+    """--max-unfinished holds requests back, and says so; a held request is not the generator's lag."""
+    with serving(Script(first=[60.0], tokens=1)) as server:
+        url = server.url
+        found = bench("--url", url, "--rate", 1000, "--requests", 6, "--max-unfinished", 2)
+        notes = server.notes()
+
+    assert found["targets"][0]["runs"][0]["held"] == 4
+    assert notes[2]["came"] > min(note["tokens"][0] for note in notes)
+
+
+def test_shared(bench: Bench) -> None:
+    """shared-prefix: all prompts open with one of the prefixes, and no two are the same."""
+    words = ("--dataset", "shared-prefix", "--prefixes", 2, "--prefix-len", 30, "--input-len", 10)
+    with serving(QUICK) as server:
+        bench("--url", server.url, *words, "--concurrency", 4, "--requests", 20)
+        sent = prompts(server.notes())
+
+    assert len({tuple(each[:30]) for each in sent}) == 2
+    assert len({tuple(each) for each in sent}) == 20
+
+
+def test_seed(bench: Bench) -> None:
+    """The same seed sends the same prompts; rounds, warm-up and other seeds send others."""
+    words = ("--concurrency", 1, "--requests", 2, "--input-len", 20)
+    with serving(QUICK) as server:
+        for more in (("--seed", 1), ("--seed", 1), ("--seed", 7, "--repeat", 2, "--warmup", 2)):
+            bench("--url", server.url, *words, *more)
+        sent = prompts(server.notes())
+
+    assert sent[0:2] == sent[2:4]
+    assert len({tuple(each) for each in sent}) == 2 + 8
+
+
+def test_replay(bench: Bench, tmp_path: Path) -> None:
+    """replay: lengths, times and exactly the shared prefixes of the trace."""
+    rows = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]},
+        {"timestamp": 300, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 600, "input_length": 700, "output_length": 3, "hash_ids": [1, 9]},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    with serving(QUICK) as server:
+        bench("--url", server.url, "--dataset", "replay", trace, "--speed", 2)
+        notes = server.notes()
+
+    first, second, third = prompts(notes)
+    assert list(map(len, (first, second, third))) == [1100, 1024, 700]
+    assert first[:1024] == second and second[:512] == third[:512]
+    assert second[512:700] != third[512:]
+    assert (notes[2]["came"] - notes[0]["came"]) / 1e9 == pytest.approx(0.3, abs=0.15)
+
+
+def test_rounds(bench: Bench) -> None:
+    """multi-round: a user's next question carries the whole conversation, answers included."""
+    words = ("--num-users", 2, "--num-rounds", 3, "--qps", 20, "--time", 0.6)
+    with serving(QUICK) as server:
+        bench("--url", server.url, "--dataset", "multi-round", *words)
+        notes = server.notes()
+
+    longest = max(notes, key=lambda note: len(talk(note)))
+    assert talk(longest) == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert longest["body"]["messages"][2]["content"] == "t0 ét1 é"
+
+
+def test_images(bench: Bench) -> None:
+    """images: a chat request with pictures that no other request has."""
+    words = ("--dataset", "images", "--images", 2, "--image-size", 16, "--concurrency", 1)
+    with serving(QUICK) as server:
+        bench("--url", server.url, *words, "--requests", 2)
+        notes = server.notes()
+
+    parts = [part for note in notes for part in note["body"]["messages"][0]["content"]]
+    pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    assert len(set(pictures)) == 4
+    assert all(each.startswith("data:image/png;base64,") for each in pictures)
+
+
+def test_failures(bench: Bench) -> None:
+    """Failures are counted by kind, and are in no percentile."""
+    script = Script(first=[5.0], tokens=2, fail={"1": 503, "2": "cut", "3": "error", "4": 503})
+    with serving(script) as server:
+        found = bench(
+            "--url", server.url, "--concurrency", 1, "--requests", 8, "--slo", "ttft=9999"
+        )
+
+    target = found["targets"][0]
+    assert target["runs"][0]["failures"] == {"HTTP 503": 2, "cut off": 1, "error in the stream": 1}
+    assert target["summary"]["figures_ms"]["ttft"]["count"] == 4
+    assert target["summary"]["goodput"]["share"] == 0.5
+
+
+def test_plain(bench: Bench) -> None:
+    """A server without ttft-otel: all client figures, no stage, and a sentence that says so."""
+    with serving(Script(first=[5.0], traced=False, usage=False)) as server:
+        found = bench("--url", server.url, "--concurrency", 1, "--requests", 3)
+
+    summary = found["targets"][0]["summary"]
+    assert summary["stages_ms"] == {} and summary["breakdowns"] == 0
+    assert set(summary["figures_ms"]) == {"ttft", "tpot", "itl", "latency"}
+    assert summary["explanation"].startswith("No breakdown")
+    assert not summary["counted"]
+
+
+def test_split(bench: Bench) -> None:
+    """A server that writes byte by byte, with CR LF, gives the same tokens."""
+    with serving(Script(first=[5.0], split=True)) as server:
+        found = bench("--url", server.url, "--concurrency", 1, "--requests", 2)
+
+    assert found["targets"][0]["summary"]["figures_ms"]["itl"]["count"] == 2 * 3
+
+
+def test_interrupt(tmp_path: Path) -> None:
+    """Ctrl-C prints what there is, counts what was not finished, and exits 130."""
+    output = tmp_path / "out.json"
+    with serving(Script(first=[50.0, 20_000.0], tokens=1)) as server:
+        words = ["--url", server.url, "--concurrency", "2", "--output", str(output)]
+        command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while len(server.notes()) < 3:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=30)[0]
+
+    run = checked(json.loads(output.read_text("utf-8")))["targets"][0]["runs"][0]
+    assert process.returncode == 130
+    assert run["stopped"] and run["succeeded"] >= 1 and run["unfinished"] == 2
+    assert "stopped" in said and "TTFT" in said
+
+
+def test_refused() -> None:
+    """Nobody there: a remedy, or, with --model, failures by kind and exit status 1."""
+    gone = "http://127.0.0.1:1"
+    words = ["bench", "--url", gone, "--concurrency", "1", "--requests", "1"]
+
+    assert "is the server up?" in CliRunner().invoke(cli.main, words).output
+    result = CliRunner().invoke(cli.main, [*words, "--model", "m", "--json"])
+    run = checked(json.loads(result.stdout))["targets"][0]["runs"][0]
+    assert run["failures"] == {"connection: ConnectionRefusedError": 1}
+    assert result.exit_code == 1 and not run["valid"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--url", "http://127.0.0.1:1"], "give --rate"),
+        (["--url", "http://127.0.0.1:1", "--rate", "1", "--concurrency", "1"], "exclude"),
+        (["--rate", "1"], "give --url"),
+        (["--url", "ftp://x", "--rate", "1"], "no http"),
+        (["--url", "http://127.0.0.1:1", "--dataset", "replay"], "a FILE belongs"),
+        (["--url", "http://127.0.0.1:1", "--rate", "1", "--slo", "x=1"], "--slo wants"),
+        (["--url", "http://127.0.0.1:1", "--rate", "1", "--header", "x"], "--header wants"),
+    ],
+)
+def test_usage(words: list[str], says: str) -> None:
+    """Flags that do not go together are refused before anything is sent."""
+    result = CliRunner().invoke(cli.main, ["bench", *words])
+
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    """A line that is no trace's is named by its number."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0}\n', "utf-8")
+    words = ["--url", "http://127.0.0.1:1", "--model", "m", "--dataset", "replay", str(trace)]
+    result = CliRunner().invoke(cli.main, ["bench", *words])
+
+    assert result.exit_code == 1
+    assert re.search(r"trace\.jsonl:1: not a\s+line", result.output)
+
+
+def test_private(bench: Bench) -> None:
+    """Neither headers nor a URL's password get into the document."""
+    with serving(QUICK) as server:
+        url = server.url.replace("//", "//user:hidden@")
+        words = ("--header", "authorization: Bearer hidden", "--concurrency", 1, "--requests", 1)
+        found = bench("--url", url, *words)
+        notes = server.notes()
+
+    assert notes[-1]["headers"]["authorization"] == "Bearer hidden"
+    assert "hidden" not in json.dumps(found)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers out of readings that are known to the nanosecond: what the JSON says is exactly right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from bench.conftest import checked
+from ttft_otel.bench.ask import Form
+from ttft_otel.bench.document import document
+from ttft_otel.bench.drive import Result, Run
+from ttft_otel.bench.session import Side
+from ttft_otel.bench.stream import Story
+from ttft_otel.bench.wire import Reply, Target
+from ttft_otel.timing import Timing
+
+MS = 1_000_000
+
+
+def result(
+    place: int, tokens: Sequence[float], parts: Mapping[str, float] | None = None, lag: float = 0.0
+) -> Result:
+    """A request sent at place x 10 ms, its tokens so many ms later, its end 1 ms after the last."""
+    sent = place * 10 * MS
+    times = [sent + int(each * MS) for each in tokens]
+    story = Story(tokens_ns=times, prompt=8, answer=len(times))
+    reply = Reply(sent, sent_ns=sent, end_ns=times[-1] + MS, status=200, lag_ns=int(lag * MS))
+    found = {name: int(value * 1000) for name, value in (parts or {}).items()}
+    timing = Timing(found, 0, sum(found.values())) if parts else None
+    return Result(f"r{place}", f"{place:032x}", reply, story, timing, "")
+
+
+def told(results: list[Result], slo: Mapping[str, float] | None = None) -> Any:
+    """The document's only target."""
+    side = Side(Target.of("http://127.0.0.1:1"), Form("m"), [Run(results, started=len(results))])
+    return checked(document({}, [side], slo or {}))["targets"][0]
+
+
+def test_exact() -> None:
+    """Percentiles interpolate, TPOT leaves out the first token, ITL is every gap, latency the end."""
+    summary = told([result(0, [10, 20, 40]), result(1, [30, 40, 60])])["summary"]
+
+    figures = summary["figures_ms"]
+    assert figures["ttft"] == {"count": 2, "mean": 20, "p50": 20, "p95": 29, "p99": 29.8}
+    assert figures["tpot"]["mean"] == 15
+    assert figures["itl"] == {"count": 4, "mean": 15, "p50": 15, "p95": 20, "p99": 20}
+    assert figures["latency"]["p50"] == 51
+
+
+def test_rates() -> None:
+    """Throughput is over the time from the first write to the last byte."""
+    rates = told([result(0, [10, 20]), result(1, [39, 89])])["summary"]["throughput"]
+
+    assert rates == {
+        "requests_per_s": 20.0,
+        "input_tokens_per_s": 160.0,
+        "output_tokens_per_s": 40.0,
+    }
+
+
+def test_stages() -> None:
+    """Queue wait and Prefill -> first token are sums of stages, of the right legs; the rest is outside."""
+    parts = {
+        "router.receive": 1,
+        "encode.encoder.queue": 2,
+        "encode.output": 3,
+        "prefill_decode.prefill.queue": 4,
+        "prefill_decode.dispatch": 5,
+        "prefill_decode.prefill.compute": 6,
+        "prefill_decode.output": 7,
+        "router.egress": 8,
+    }
+    summary = told([result(0, [40], parts)])["summary"]
+
+    assert summary["figures_ms"]["queue_wait"]["mean"] == 6
+    assert summary["figures_ms"]["prefill_to_first_token"]["mean"] == 18
+    assert summary["stages_ms"]["outside"]["mean"] == 4
+    assert list(summary["stages_ms"])[-2:] == ["unattributed", "outside"]
+
+
+def test_blame() -> None:
+    """The stage that separates the p99 from the median is named, not the one that is longest."""
+    usual = [
+        result(n, [50], {"prefill.queue": 5, "prefill.compute": 40, "output": 5}) for n in range(99)
+    ]
+    slow = result(99, [250], {"prefill.queue": 190, "prefill.compute": 55, "output": 5})
+    says = told([*usual, slow])["summary"]["explanation"]
+
+    assert says == (
+        "The p99 is 200.0 ms slower than the median, 185.0 ms of it (92 %) in prefill.queue."
+    )
+
+
+def test_few() -> None:
+    """A handful of requests has no p99 to explain."""
+    few = [result(n, [50], {"prefill.queue": 5}) for n in range(3)]
+
+    assert "too few" in told(few)["summary"]["explanation"]
+
+
+def test_goodput() -> None:
+    """Goodput counts the requests that kept every limit."""
+    three = [result(0, [10, 20]), result(1, [10, 90]), result(2, [70, 80])]
+
+    assert told(three, {"ttft": 50, "tpot": 50})["summary"]["goodput"]["share"] == 0.333
+    assert told(three, {"latency": 90})["summary"]["goodput"]["share"] == 0.667
+
+
+@pytest.mark.parametrize(("lag", "valid"), [(4.9, True), (5.1, False)])
+def test_lag(lag: float, valid: bool) -> None:
+    """A generator that was itself late by more than 5 ms says that its run is not valid, and why."""
+    target = told([result(n, [10], lag=lag) for n in range(10)])
+
+    assert target["valid"] is valid
+    assert ["generator itself was late" in why for why in target["runs"][0]["why"]] == (
+        [] if valid else [True]
+    )

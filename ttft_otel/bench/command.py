@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel bench`: operators type it; session.py runs it, document.py has its result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.console import Console
+
+from ttft_otel.bench import data, replay, rounds, screen
+from ttft_otel.bench.ask import Form
+from ttft_otel.bench.document import document
+from ttft_otel.bench.options import OUT, ROUNDS, WHAT, WHEN, WHERE, flags
+from ttft_otel.bench.plan import TALKS, Plan
+from ttft_otel.bench.session import Side, play
+from ttft_otel.bench.wire import Target
+
+LIMITS: Final = ("ttft", "tpot", "latency")
+INVALID: Final = 3
+INTERRUPTED: Final = 130
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel bench --url http://127.0.0.1:8000 --rate 4
+  ttft-otel bench --url http://127.0.0.1:8000 --concurrency 8 --slo ttft=500 --slo tpot=50
+  ttft-otel bench --url http://127.0.0.1:8000 --dataset replay trace.jsonl --speed 2
+  ttft-otel bench --url http://127.0.0.1:8000 --dataset multi-round --qps 2 --time 120
+
+\b
+Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C."""
+)
+@flags(WHERE, WHAT, ROUNDS, WHEN, OUT)
+def bench(**given: Any) -> None:
+    """Send load and say where each request's time to first token went."""
+    slo = _limits(given["slos"])
+    plan = _plan(given)
+    sides = _sides(given)
+    progress = screen.Progress(Console(stderr=True))
+    try:
+        finished = play(plan, sides, progress)
+    except replay.Unreadable as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        progress.close()
+    found = document(_load(given), sides, slo)
+    _give(found, given["output"], given["as_json"])
+    sys.exit(_status(found, finished))
+
+
+def _plan(given: dict[str, Any]) -> Plan:
+    """The flags as a Plan. Raises UsageError where they do not go together."""
+    name, file = given["dataset"], given["file"]
+    if (name == "replay") != (file is not None):
+        raise click.UsageError("a FILE belongs to --dataset replay, and only to it")
+    if file is not None and not file.is_file():
+        raise click.UsageError(f"{file} is no file")
+    paced = given["rate"] is not None, given["concurrency"] is not None
+    if all(paced) or (any(paced) and name == "multi-round"):
+        raise click.UsageError("--rate, --concurrency and --dataset multi-round exclude each other")
+    if not any(paced) and name not in ("replay", "multi-round"):
+        raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
+    if name in TALKS and given["api"] == "completions":
+        raise click.UsageError(f"--dataset {name} needs --api chat")
+    return Plan(
+        dataset=name,
+        shape=_shape(given),
+        trace=replay.Trace(file or Path(), given["requests"], given["speed"], given["shrink"]),
+        rounds=_rounds(given),
+        **{
+            key: given[key]
+            for key in ("rate", "arrivals", "concurrency", "most", "warmup", "repeat", "seed")
+        },
+        timeout=given["timeout"],
+    )
+
+
+def _shape(given: dict[str, Any]) -> data.Shape:
+    return data.Shape(
+        requests=given["requests"] or 100,
+        input=given["input_len"],
+        output=given["output_len"],
+        spread=given["spread"],
+        prefix=given["prefix_len"],
+        prefixes=given["prefixes"],
+        pictures=given["images"],
+        edge=given["image_size"],
+    )
+
+
+def _rounds(given: dict[str, Any]) -> rounds.Rounds:
+    return rounds.Rounds(
+        users=given["num_users"],
+        rounds=given["num_rounds"],
+        qps=given["qps"],
+        system=given["shared_system_prompt"],
+        history=given["user_history_prompt"],
+        question=given["question_len"],
+        answer=given["answer_len"],
+        seconds=given["time"],
+    )
+
+
+def _sides(given: dict[str, Any]) -> list[Side]:
+    urls = given["ab"] or ((given["url"],) if given["url"] else ())
+    if bool(given["ab"]) == bool(given["url"]):
+        raise click.UsageError("give --url, or two URLs to --ab")
+    headers = _headers(given["headers"])
+    chat = given["api"] == "chat" or given["dataset"] in TALKS
+    sides = []
+    for url in urls:
+        try:
+            target = Target.of(url, headers)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        model = given["model"] or _model(target)
+        sides.append(Side(target, Form(model, chat, given["vocab"])))
+    return sides
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    pairs = [each.partition(":") for each in given]
+    if not all(name.strip() and colon for name, colon, _ in pairs):
+        raise click.UsageError("--header wants 'NAME: VALUE'")
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def _limits(given: Sequence[str]) -> dict[str, float]:
+    """`ttft=500` and the like. Raises UsageError."""
+    found = {}
+    for each in given:
+        name, _, limit = each.partition("=")
+        try:
+            found[name] = float(limit)
+        except ValueError:
+            name = ""
+        if name not in LIMITS:
+            raise click.UsageError(f"--slo wants NAME=MS with one of {', '.join(LIMITS)}: {each!r}")
+    return found
+
+
+def _model(target: Target) -> str:
+    """The first model that the server names. Raises ClickException."""
+    request = urllib.request.Request(f"{target.url}/v1/models", headers=target.headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise click.ClickException(
+            f"{target.url}/v1/models names no model ({error}); is the server up? Else give --model"
+        ) from error
+
+
+def _load(given: dict[str, Any]) -> dict[str, Any]:
+    """What was asked for, as JSON: no headers, for they may hold a key."""
+    left = ("headers", "as_json", "output", "url", "ab")
+    told = {key: value for key, value in given.items() if key not in left}
+    return told | {"file": given["file"] and given["file"].name, "slos": list(given["slos"])}
+
+
+def _give(found: Any, output: Path | None, as_json: bool) -> None:
+    if output:
+        output.write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        screen.show(found, Console())
+
+
+def _status(found: Any, finished: bool) -> int:
+    runs = [run for target in found["targets"] for run in target["runs"]]
+    if not finished:
+        return INTERRUPTED
+    if not any(run["succeeded"] for run in runs):
+        return 1
+    return 0 if all(run["valid"] for run in runs) else INVALID

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be done: command.py fills a Plan from the flags, session.py asks it for a run's load."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ttft_otel.bench import data, replay, rounds
+from ttft_otel.bench.ask import Ask, Form
+from ttft_otel.bench.drive import Driver, closed_loop, open_loop
+
+DATASETS: Final = ("random", "shared-prefix", "multi-round", "images", "replay")
+TALKS: Final = ("multi-round", "images")  # datasets that only a chat can carry
+
+Load = Callable[[Driver], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The dataset, how it arrives, and how often all of it is repeated.
+
+    rate: open loop, requests per second. concurrency: closed loop. Neither: a trace's own times.
+    """
+
+    dataset: str = "random"
+    shape: data.Shape = field(default_factory=data.Shape)
+    trace: replay.Trace = field(default_factory=lambda: replay.Trace(Path()))
+    rounds: rounds.Rounds = field(default_factory=rounds.Rounds)
+    rate: float | None = None
+    arrivals: str = "poisson"
+    concurrency: int | None = None
+    most: int | None = None
+    warmup: int = 0
+    repeat: int = 1
+    seed: int = 0
+    timeout: float = 600.0
+
+    def load(self, form: Form, seed: int) -> Load:
+        """One run's load, every body of it made beforehand (a conversation's are made as it goes)."""
+        if self.dataset == "multi-round":
+            return lambda driver: rounds.conversations(driver, form, self.rounds, seed)
+        asks = list(self._asks(form, seed))
+        if self.concurrency:
+            count = self.concurrency
+            return lambda driver: closed_loop(driver, asks, count)
+        offsets = self._offsets(seed) if self.rate else (ask.at for ask in asks)
+        times = list(zip(offsets, asks, strict=False))
+        return lambda driver: open_loop(driver, times)
+
+    def warm(self, form: Form, seed: int) -> Load:
+        """Requests before the run that nothing counts: prompts of its kind, none of its own."""
+        other = -1 - seed
+        asks = list(itertools.islice(self._asks(form, other), self.warmup))
+        return lambda driver: closed_loop(driver, asks, min(4, self.warmup))
+
+    def _asks(self, form: Form, seed: int) -> Iterator[Ask]:
+        if self.dataset == "shared-prefix":
+            return data.related(form, self.shape, seed)
+        if self.dataset == "images":
+            return data.pictured(form, self.shape, seed)
+        if self.dataset == "replay":
+            return replay.replayed(form, self.trace, seed)
+        return data.unrelated(form, self.shape, seed)
+
+    def _offsets(self, seed: int) -> Iterator[float]:
+        """When requests are sent at a rate: evenly, or as a Poisson process."""
+        rate = self.rate or 1.0
+        chance = random.Random(f"arrivals/{seed}")
+        even = self.arrivals == "constant"
+        gaps = (1 / rate if even else chance.expovariate(rate) for _ in itertools.count())
+        return itertools.accumulate(gaps, initial=0.0)

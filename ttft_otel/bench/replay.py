@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`replay`: a Mooncake trace (JSONL: timestamp, lengths, hash ids) becomes prompts with its prefixes.
+
+A hash id stands for one block of the prompt; equal ids become equal token ids, so the server's
+prefix cache sees what the trace's did.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from ttft_otel.bench import data
+from ttft_otel.bench.ask import Ask, Form
+
+BLOCK: Final = 512
+
+
+class Unreadable(ValueError):
+    """A line of the trace is not as it should be; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A file, how many of its requests, how much faster, and by what its lengths are divided."""
+
+    path: Path
+    requests: int | None = None
+    speed: float = 1.0
+    shrink: int = 1
+
+
+def replayed(form: Form, trace: Trace, seed: int) -> Iterator[Ask]:
+    """The trace's requests in its order; `at` counts from its first one."""
+    size = max(1, BLOCK // trace.shrink)
+
+    @lru_cache(maxsize=100_000)
+    def block(number: int) -> tuple[int, ...]:
+        return tuple(data.ids(random.Random(f"replay/{seed}/{number}"), size, form.vocab))
+
+    start: float | None = None
+    for row in _rows(trace):
+        start = row["timestamp"] if start is None else start
+        length = max(1, row["input_length"] // trace.shrink)
+        prompt = [each for number in row["hash_ids"] for each in block(number)][:length]
+        at = (row["timestamp"] - start) / 1000 / trace.speed
+        yield form.ask(prompt, max(1, row["output_length"]), at)
+
+
+def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
+    with trace.path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if trace.requests is not None and number > trace.requests:
+                return
+            yield _checked(line, f"{trace.path}:{number}")
+
+
+def _checked(line: str, where: str) -> dict[str, Any]:
+    """One line's object. Raises Unreadable."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        lengths = (row["timestamp"], row["input_length"], row["output_length"])
+        enough = row["input_length"] <= BLOCK * len(row["hash_ids"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unreadable(f"{where}: not a line of a Mooncake trace ({error!r})") from error
+    if not all(isinstance(each, int | float) and each >= 0 for each in lengths) or not enough:
+        raise Unreadable(f"{where}: negative, or input_length beyond its blocks of {BLOCK}")
+    return row
