@@ -39,11 +39,16 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a policy decided; `reason` is one word for spans and logs."""
+    """What a policy decided; `reason` is one word for spans and logs.
+
+    `cached`: prompt tokens that the instance need not compute; `predicted`: seconds to the first token.
+    """
 
     instance: Instance
     score: float
     reason: str
+    cached: int = 0
+    predicted: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Asked:
     """What a policy may know about a request: its leg, path, model, id, headers and body bytes.
 
     final: an answer counts as it is, since what the body names may be gone after it.
+    tokens, blocks: the prompt's length, and a number for each full block of it; 0 and none: unknown.
     """
 
     leg: str
@@ -60,6 +66,8 @@ class Asked:
     headers: dict[str, str]
     body: bytes
     final: bool = False
+    tokens: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 class Policy(Protocol):

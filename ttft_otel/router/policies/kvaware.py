@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instance with the longest cached prefix, if little of the prompt is left; else by session or rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.policies.session import Session
+from ttft_otel.router.policies.state import State
+
+
+class Kvaware:
+    """As users of other routers know it: `threshold` tokens at most may be missing."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._otherwise = Session(state)
+
+    def choose(
+        self, request: Asked, instances: Sequence[Instance], now: int, again: bool
+    ) -> Choice:
+        """The longest; the first among equals. The score is tokens left to compute."""
+        cached = self._state.cached(request, instances)
+        most = max(cached)
+        if not most or most < request.tokens - self._state.options.threshold:
+            return self._otherwise.choose(request, instances, now, again)
+        at = cached.index(most)
+        return Choice(instances[at], request.tokens - most, "kvaware", most)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instance that was sent the fewest requests lately; kvaware.py and others fall back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.policies.state import State
+
+
+class Qps:
+    """Arrivals within the window of pending.py; the first among equals."""
+
+    def __init__(self, state: State) -> None:
+        self._pending = state.pending
+
+    def choose(
+        self, request: Asked, instances: Sequence[Instance], now: int, again: bool
+    ) -> Choice:
+        """The least rate; the score is requests per second."""
+        window = self._pending.window
+        rates = [self._pending.at(each.url).arrivals(now, window) / window for each in instances]
+        at = rates.index(min(rates))
+        return Choice(instances[at], rates[at], "qps")
