@@ -72,6 +72,23 @@ def test_file_speaks_yaml(file: Path) -> None:
         assert f"'--{text.partition(':')[0]}'" in wrong.value.format_message()
 
 
+def test_an_empty_key_opens_nothing(file: Path) -> None:
+    """A key from a variable that nobody set is refused, not taken for one that everybody knows."""
+    file.write_text("api-key: [null]")
+    for flags in (["--api-key", ""], ["--api-key", " x"], ["--config", str(file)]):
+        with pytest.raises(click.BadParameter, match="a key is empty"):
+            read(*flags)
+    assert read("--api-key", "x").api_key == ("x",)
+
+
+def test_one_value_is_no_list(file: Path) -> None:
+    """A list where there is one value is a sentence, at the start and at SIGHUP, not a traceback."""
+    for text in ("retries: [1]", "retries: {a: 1}", "admin-token: [x]"):
+        file.write_text(text)
+        with pytest.raises(click.UsageError, match="is one value"):
+            read("--config", str(file))
+
+
 def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router does not trust callers unless it is told to, by its own or the general variable."""
     assert not read().trust_trace_headers

@@ -99,6 +99,7 @@ log: Final = logging.getLogger("ttft_otel")
 @option(
     "--api-key",
     multiple=True,
+    callback=config.filled,
     metavar="KEY",
     help="Clients must send one of these; without any, their Authorization goes on as it came.",
 )

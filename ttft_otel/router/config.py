@@ -108,6 +108,13 @@ def file(flag: str, **more: Any) -> Callable[[Decorated], Decorated]:
     )
 
 
+def filled(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys as they are. Raises BadParameter for an empty one: a variable nobody set, which opens."""
+    if not all(key and key == key.strip() for key in keys):
+        raise click.BadParameter("a key is empty, or has blanks around it; leave it out or set it.")
+    return keys
+
+
 def again(ctx: click.Context) -> Options:
     """Read flags, environment and file once more. Raises ClickException and says what is wrong."""
     fresh = ctx.command.make_context(ctx.info_name, list(ctx.meta[ARGUMENTS]))
@@ -150,6 +157,8 @@ def _load(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
             raise click.UsageError(f"--config {path}: {key!r} is not one of {flags}.")
         if known[name].multiple and not isinstance(value, list):
             raise click.UsageError(f"--config {path}: {key} is a list; write `{key}: [{value}]`.")
+        if not known[name].multiple and isinstance(value, list | dict):
+            raise click.UsageError(f"--config {path}: {key} is one value; write `{key}: VALUE`.")
         # YAML reads a bare off as false
         word = value is False and isinstance(known[name].type, click.Choice)
         read[name] = plan.OFF if word else value
