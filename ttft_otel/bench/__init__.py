@@ -4,7 +4,7 @@
 one request  ask  images  stream         its body; the pictures in it; what its stream says
 load         data  replay  rounds  plan  which requests, and when
 sending      wire  drive  session        one connection; open and closed loop; warm-up and rounds
-numbers      figures                     percentiles, goodput, the stage behind the p99
+numbers      figures  compare            percentiles, goodput, the stage behind the p99, differences
 out          document  screen            JSON and terminal
 doors        options  command            what people type
 """

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from ttft_otel.bench import data, replay, rounds, screen
 from ttft_otel.bench.ask import Form
-from ttft_otel.bench.document import document
-from ttft_otel.bench.options import OUT, ROUNDS, WHAT, WHEN, WHERE, flags
+from ttft_otel.bench.compare import compare
+from ttft_otel.bench.compare import differing as contrast
+from ttft_otel.bench.document import FORMAT, document
+from ttft_otel.bench.options import FILE, OUT, ROUNDS, WHAT, WHEN, WHERE, flags
 from ttft_otel.bench.plan import TALKS, Plan
 from ttft_otel.bench.session import Side, play
 from ttft_otel.bench.wire import Target
@@ -26,16 +28,67 @@ INVALID: Final = 3
 INTERRUPTED: Final = 130
 
 
+class Bench(click.Command):
+    """A command with one word that is another command: `bench compare`, beside `bench --url ...`."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Give way to `compare` where it is the first word."""
+        if args[:1] == ["compare"]:
+            return compared.make_context("compare", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command()
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+def compared(a: Path, b: Path, as_json: bool) -> None:
+    """Compare two results of `ttft-otel bench --output`: B minus A, with 95 % intervals."""
+    one, other = _read(a), _read(b)
+    try:
+        found = compare(one["targets"][0], other["targets"][0], paired=False)
+        differing = contrast(one, other)
+    except (LookupError, TypeError, ValueError) as error:
+        raise click.ClickException(f"{a} and {b} cannot be compared: {error}") from error
+    if differing:
+        click.echo(f"The loads differ in: {', '.join(differing)}", err=True)
+    if as_json:
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        screen.compared(found, Console())
+
+
+def _read(path: Path) -> Any:
+    """A document. Raises ClickException."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        known = found["format"] == FORMAT
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise click.ClickException(f"{path}: {error}") from error
+    if not known:
+        raise click.ClickException(f"{path} is not of this version's form, {FORMAT}")
+    return found
+
+
 @click.command(
+    cls=Bench,
     epilog="""\b
 Examples:
   ttft-otel bench --url http://127.0.0.1:8000 --rate 4
   ttft-otel bench --url http://127.0.0.1:8000 --concurrency 8 --slo ttft=500 --slo tpot=50
   ttft-otel bench --url http://127.0.0.1:8000 --dataset replay trace.jsonl --speed 2
   ttft-otel bench --url http://127.0.0.1:8000 --dataset multi-round --qps 2 --time 120
+  ttft-otel bench --ab http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 4 --repeat 5
+  ttft-otel bench compare A.json B.json     two files that --output wrote
 
 \b
-Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C."""
+Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C.""",
 )
 @flags(WHERE, WHAT, ROUNDS, WHEN, OUT)
 def bench(**given: Any) -> None:
@@ -51,6 +104,8 @@ def bench(**given: Any) -> None:
     finally:
         progress.close()
     found = document(_load(given), sides, slo)
+    if given["ab"]:
+        found["comparison"] = _paired(found)
     _give(found, given["output"], given["as_json"])
     sys.exit(_status(found, finished))
 
@@ -163,6 +218,14 @@ def _load(given: dict[str, Any]) -> dict[str, Any]:
     left = ("headers", "as_json", "output", "url", "ab")
     told = {key: value for key, value in given.items() if key not in left}
     return told | {"file": given["file"] and given["file"].name, "slos": list(given["slos"])}
+
+
+def _paired(found: Any) -> Any:
+    """Both sides of --ab compared; None where one has nothing to compare."""
+    try:
+        return compare(found["targets"][0], found["targets"][1], paired=True)
+    except ValueError:
+        return None
 
 
 def _give(found: Any, output: Path | None, as_json: bool) -> None:
