@@ -222,6 +222,24 @@ def test_transfer_parameters_and_ids_are_read() -> None:
     assert one().params is None
 
 
+@pytest.mark.parametrize(
+    "strange",
+    [
+        b"{oops",
+        b'{"choices": [{"index": 0}]}',
+        b'{"choices": [{"index": 0, "delta": null}]}',
+        b'{"choices": {"a": 1}}',
+        b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}',
+    ],
+)
+@pytest.mark.parametrize("mode", [STRIP, CONTINUE])
+def test_an_event_of_another_shape_goes_on_as_it_came(mode: str, strange: bytes) -> None:
+    """What no vLLM writes is the client's to read, and does not cut its stream off."""
+    joint = Seam(one(), Plan(BOTH, mode, chat=True))
+    sent = b"data: " + strange + b"\n\n" + DONE
+    assert joint.feed(sent) + joint.end() == sent
+
+
 def test_a_stream_that_breaks_says_why() -> None:
     """D's own error, else ours, then [DONE]: as a server ends a stream that failed."""
     out = broken(b'{"error": {"message": "no", "code": 400}}', "x")

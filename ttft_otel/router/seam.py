@@ -16,6 +16,8 @@ from ttft_otel.router.plan import STRIP, Plan
 DONE: Final = b"data: [DONE]\n\n"
 HALF: Final = "\ufffd"  # what stands for an incomplete character
 _decode: Final = msgspec.json.Decoder().decode
+# what reading another shape than vLLM's raises
+_SHAPE: Final = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(slots=True)
@@ -78,9 +80,7 @@ def token(data: bytes, chat: bool) -> Token | None:
             params=top.get("kv_transfer_params") or None,
             fingerprint=top.get("system_fingerprint"),
         )
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (*_SHAPE, RecursionError):
         return None
 
 
@@ -165,10 +165,13 @@ class Seam:
     def _pass(self, event: bytes) -> bytes:
         counted = self.plan.mode != STRIP and b'"usage":{' in event
         if event.startswith(b"data: {") and (counted or not self.settled):
-            chunk = _decode(event[6:])
-            if not self._learn(chunk):
-                return b""
-            event = _event(chunk)[:-2]
+            try:
+                chunk = _decode(event[6:])
+                if not self._learn(chunk):
+                    return b""
+                event = _event(chunk)[:-2]
+            except _SHAPE:
+                self.settled = True  # no event of vLLM's: it goes on as it came, as does the rest
         for old, new in self._swap:
             event = event.replace(old, new)
         return event + b"\n\n"
