@@ -378,6 +378,25 @@ def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
     fakes.run(scenario)
 
 
+def test_no_retries_is_no_second_decode() -> None:
+    """With --retries 0 a D that cannot is the answer, though another one could."""
+
+    async def scenario() -> None:
+        full, other = pd.Model(refuses=503), pd.Model()
+        async with (
+            pd.server(full, False) as p,
+            pd.server(full, True) as busy,
+            pd.server(other, True) as idle,
+            fakes.router(
+                [], prefills=[p.url], decodes=[busy.url, idle.url], first_token="off", retries=0
+            ) as router,
+        ):
+            assert (await pd.Fleet(full, p, idle, router).ask()).status == 503
+            assert not idle.seen and not router.app.forward.legs.retried
+
+    fakes.run(scenario)
+
+
 def test_several_answers_are_decodes_alone() -> None:
     """n > 1 would fetch one request's blocks several times: D computes the prompt itself."""
 

@@ -101,6 +101,8 @@ class Decode:
         return await self.legs.open(asked, job.exchange.context, chain)
 
     def _others(self, asked: choose.Asked, chain: list[Attempt]) -> bool:
+        if sum(each.lost for each in chain) >= self.legs.retries:
+            return False
         offered = self.legs.fleet.offered(DECODE, asked.model)
         return any(each is not chain[-1].instance for each in offered) and self.legs.budget.spend()
 
