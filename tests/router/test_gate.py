@@ -162,3 +162,17 @@ def test_nonsense_is_never_an_error_of_ours() -> None:
             assert (await router.chat(**odd))[0] == 200
 
     fakes.run(scenario)
+
+
+def test_half_a_surrogate_pair_is_no_model() -> None:
+    """JSON lets it through, UTF-8 does not: it is answered, traced and counted like any other name."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as one, fakes.router([one.url]) as router:
+            await router.get("/v1/models")
+            for body in (b'{"model": "\\ud800"}', b'{"model": "\\ud800", "top_p": NaN}'):
+                status, _, data = await router.post("/v1/chat/completions", body)
+                assert status == 404 and "does not exist" in refused(data, 404, "NotFoundError")
+            assert len(await router.settled(2)) == 2 and not one.seen
+
+    fakes.run(scenario)

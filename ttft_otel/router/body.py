@@ -161,4 +161,5 @@ def _is_media(part: Raw) -> bool:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    """A text that can be written again: JSON lets half a surrogate pair through."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
