@@ -48,6 +48,7 @@ class Plan:
     says: Mapping[str, int] | None = None  # its Server-Timing in µs, whatever it really did
     health: int = 200
     models: Sequence[str] = ("tiny",)
+    key: str = ""  # its models are told for it only
 
 
 @dataclass
@@ -145,6 +146,8 @@ async def instance(plan: Plan | None = None) -> AsyncIterator[Instance]:
 
     async def models(request: web.Request) -> web.Response:
         made.asked.append(request.headers.get("Authorization", ""))
+        if made.plan.key and made.asked[-1] != f"Bearer {made.plan.key}":
+            return web.json_response({"error": "no"}, status=401)
         cards = [{"id": name} for name in made.plan.models]
         return web.json_response({"object": "list", "data": cards})
 

@@ -176,3 +176,21 @@ def test_half_a_surrogate_pair_is_no_model() -> None:
             assert len(await router.settled(2)) == 2 and not one.seen
 
     fakes.run(scenario)
+
+
+def test_models_are_told_and_learnt_for_the_clients_key() -> None:
+    """Another key gets the instances' 401, not what they told before; a new model is found with it."""
+
+    async def scenario() -> None:
+        async with fakes.instance(Plan({}, key="theirs")) as one, fakes.router([one.url]) as router:
+            right = {"Authorization": "Bearer theirs"}
+            assert (await router.get("/v1/models", **right))[0] == 200
+            for given in ({}, {"Authorization": "Bearer other"}):
+                async with router.client.get(f"{router.url}/v1/models", headers=given) as response:
+                    assert response.status == 401
+                    refused(await response.read(), 401, "AuthenticationError")
+            one.plan.models = ("tiny", "adapter")
+            body = {"model": "adapter", "messages": []}
+            assert (await router.post("/v1/chat/completions", body, **right))[0] == 200
+
+    fakes.run(scenario)

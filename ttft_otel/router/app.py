@@ -125,12 +125,15 @@ def _models(app: FastAPI, forward: Forward) -> None:
         # the client's key is the instances' one unless we have keys of our own
         key = "" if forward.gate.keys else request.headers.get("authorization", "")
         told = await asyncio.gather(*(legs.health.learn(each, key) for each in asked))
+        known = 200 in told
+        if not known and (refused := next((each for each in told if each in (401, 403)), 0)):
+            raise Rejected(refused, "The instances do not take this key.", "AuthenticationError")
         merged: dict[str, Any] = {}
         for each, answered in zip(asked, told, strict=True):
-            if answered or not any(told):  # with nobody there, what they said before
+            if answered == 200 or not known:  # with nobody there, what they said before
                 for card in each.cards:
                     merged.setdefault(str(card.get("id")), card)
-        if not merged and not any(told):
+        if not merged and not known:
             raise Rejected(502, "No instance answered /v1/models; see /readyz.", "UpstreamError")
         return JSONResponse({"object": "list", "data": list(merged.values())})
 

@@ -127,7 +127,8 @@ class Forward:
         exchange.model, exchange.stream = request.model, request.stream
         exchange.trip.parsed = clock.now()
         if exchange.operation:
-            await self.gate.look(request, self.last)
+            key = found.passed.get("authorization", "")
+            await self.gate.look(request, self.last, key)
         if request.media:
             await self._prime(request, found, exchange)
         query = scope.get("query_string", b"").decode("latin-1")

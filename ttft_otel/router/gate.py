@@ -61,8 +61,11 @@ class Gate:
                 401, "Send an API key: Authorization: Bearer KEY.", "AuthenticationError"
             )
 
-    async def look(self, request: Body, leg: str) -> None:
-        """Once the body is parsed. Raises Rejected for what is no JSON object, or no model here."""
+    async def look(self, request: Body, leg: str, key: str) -> None:
+        """Once the body is parsed. Raises Rejected for what is no JSON object, or no model here.
+
+        key: the client's, for instances that ask for one to say what they have.
+        """
         if not request.valid:
             raise Rejected(400, "The body is not a JSON object.")
         model = request.model
@@ -72,7 +75,7 @@ class Gate:
         moment = clock.now()
         if moment - self._looked > AGAIN:  # it may have been loaded a moment ago
             self._looked = moment
-            await asyncio.gather(*(self.legs.health.learn(each) for each in fleet.get(leg)))
+            await asyncio.gather(*(self.legs.health.learn(each, key) for each in fleet.get(leg)))
         if not fleet.knows(leg, model):
             message = f"The model `{model[:256]}` does not exist."
             raise Rejected(404, message, "NotFoundError", param="model")

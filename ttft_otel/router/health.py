@@ -99,33 +99,35 @@ class Health:
             self.fleet.fail(each, why)
         return not why
 
-    async def learn(self, each: Instance, authorization: str = "") -> bool:
-        """GET /v1/models, with our own key or else a client's; whether it answered."""
-        cards = await self._models(each, authorization)
+    async def learn(self, each: Instance, authorization: str = "") -> int:
+        """GET /v1/models, with our own key or else a client's; its status, 0 for no such answer."""
+        status, cards = await self._models(each, authorization)
         if cards is None:
-            return False
+            return status
         models = frozenset(str(card.get("id")) for card in cards)
         if models != each.models:
             each.models = models
             self.fleet.changed()
         each.cards = cards
-        return True
+        return status
 
     async def _models(
         self, each: Instance, authorization: str
-    ) -> tuple[dict[str, Any], ...] | None:
+    ) -> tuple[int, tuple[dict[str, Any], ...] | None]:
         url = f"{each.url}/v1/models"
         key = self.key or authorization
         named = {"Authorization": key} if key else {}
         try:
             async with self.session.get(url, timeout=ASK, headers=named) as response:
-                body = await response.json() if response.status == 200 else None
+                if response.status != 200:
+                    return response.status, None
+                body = await response.json()
         except (*_FAILED, ValueError):
-            return None
+            return 0, None
         data = body.get("data") if isinstance(body, dict) else None
         if not isinstance(data, list):
-            return None
-        return tuple(card for card in data if isinstance(card, dict))
+            return 0, None
+        return 200, tuple(card for card in data if isinstance(card, dict))
 
     @property
     def session(self) -> aiohttp.ClientSession:
