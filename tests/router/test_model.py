@@ -96,16 +96,19 @@ def test_pool() -> None:
     """Start values, then all instances' fit, then the instance's own; other models have no part in it."""
     start = Line(1, 0, 0)
     models = Models(start)
-    assert models.line("m", "a") == start
+    assert models.lines("m", ["a"]) == [start]
+    assert Models().lines("m", ["a"]) is None
     for each in prompts(ENOUGH):
         models.add("m", "a", each, TRUE.seconds(each))
     for each in prompts(ENOUGH - 1):
         models.add("m", "b", each, 3 * TRUE.seconds(each))
-    own, pooled, new = (models.line("m", url) for url in ("a", "b", "c"))
+    lines = models.lines("m", ["a", "b", "c"])
+    assert lines is not None
+    own, pooled, new = lines
 
     assert own == pytest.approx(TRUE, rel=1e-3)
     assert pooled == new != own
-    assert models.line("other", "a") == start
+    assert models.lines("other", ["a"]) == [start]
 
 
 def test_bounded() -> None:

@@ -41,22 +41,24 @@ class Holders:
 
     def match(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
         """How many of these blocks, from the first on, each instance has."""
-        bits = [self._bits.get(url, 0) for url in urls]
+        places = {bit: at for at, url in enumerate(urls) if (bit := self._bits.get(url))}
         found = [0] * len(urls)
-        left = sum(set(bits))
+        left = sum(places)
         for depth, block in enumerate(blocks):
             still = left & self._holders.get(block, 0)
             if still != left:
                 gone = left ^ still
-                for at, bit in enumerate(bits):
-                    if bit & gone:
-                        found[at] = depth
+                while gone:
+                    bit = gone & -gone
+                    found[places[bit]] = depth
+                    gone ^= bit
                 left = still
                 if not left:
                     return found
-        return [
-            len(blocks) if bit & left else depth for bit, depth in zip(bits, found, strict=True)
-        ]
+        for bit, at in places.items():
+            if bit & left:
+                found[at] = len(blocks)
+        return found
 
     def served(self, url: str, blocks: Sequence[int]) -> None:
         """The instance itself reports what it keeps of it."""

@@ -6,6 +6,7 @@ With a = b = 0 it is the trapezoid formula.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Final, NamedTuple
 
@@ -120,19 +121,23 @@ class Models:
     def __init__(self, start: Line | None = None, forget: float = FORGET) -> None:
         self.start, self.forget = start, forget
         self._fits: dict[tuple[str, str], Fit] = {}
+        self._lines: dict[str, dict[str, Line]] = {}  # theirs, by model and instance: for choosing
 
     def add(self, model: str, url: str, work: Work, seconds: float) -> None:
         """One measured prefill."""
         for where in (url, ""):
-            self._fit(model, where).add(work, seconds)
+            fit = self._fit(model, where)
+            fit.add(work, seconds)
+            if fit.line is not None:
+                self._lines.setdefault(model, {})[where] = fit.line
 
-    def line(self, model: str, url: str) -> Line | None:
-        """What is known of this model there; None: nothing."""
-        for where in (url, ""):
-            fit = self._fits.get((model, where))
-            if fit is not None and fit.line is not None:
-                return fit.line
-        return self.start
+    def lines(self, model: str, urls: Sequence[str]) -> list[Line] | None:
+        """What is known of this model on each of these instances; None: of one of them nothing."""
+        known = self._lines.get(model, {})
+        pooled = known.get("", self.start)
+        if pooled is None:  # then no instance has a fit of its own: each sample is in both
+            return None
+        return [known.get(url, pooled) for url in urls]
 
     def fits(self) -> dict[tuple[str, str], Fit]:
         """Every fit by model and instance; "" for all instances."""
@@ -142,9 +147,17 @@ class Models:
         found = self._fits.get((model, url))
         if found is None:
             if len(self._fits) >= MOST:
-                del self._fits[next(iter(self._fits))]
+                self._drop(next(iter(self._fits)))
             found = self._fits[model, url] = Fit(self.forget)
         return found
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        del self._fits[key]
+        model, url = key
+        known = self._lines.get(model, {})
+        known.pop(url, None)
+        if not known:
+            self._lines.pop(model, None)
 
 
 def _solution(left: list[list[float]], right: list[float]) -> list[float] | None:

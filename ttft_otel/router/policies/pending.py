@@ -50,9 +50,14 @@ class Load:
 
     def running(self, now: int) -> tuple[Work, float] | None:
         """What it computes now, if it takes one after the other, and for how many seconds already."""
-        for entry in self.entries.values():
-            return entry.work, max(0, now - max(entry.sent, self.since)) / SECOND
-        return None
+        if not self.entries:
+            return None
+        entry = next(iter(self.entries.values()))
+        began = entry.sent if entry.sent > self.since else self.since
+        return entry.work, (now - began) / SECOND if now > began else 0.0
+
+
+NOTHING: Final = Load()
 
 
 class Pending:
@@ -68,7 +73,7 @@ class Pending:
 
     def at(self, url: str) -> Load:
         """One instance's load; an empty one for an instance that was sent nothing."""
-        return self._loads.get(url) or Load()
+        return self._loads.get(url, NOTHING)
 
     def sent(self, key: Key, entry: Entry) -> None:
         """A request goes there now; sent before, it is no longer where it was."""

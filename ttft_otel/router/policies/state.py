@@ -52,11 +52,14 @@ class State:
         blocks, size = request.blocks, self.index.size
         found = self.index.match(blocks, [each.url for each in instances])
         if queued:
+            load_of, length = self.pending.at, len(blocks)
             for at, each in enumerate(instances):
-                coming, depth = self.pending.at(each.url).queued, found[at]
-                while depth < len(blocks) and blocks[depth] in coming:
-                    depth += 1
-                found[at] = depth
+                depth = found[at]
+                coming = load_of(each.url).queued
+                if coming:
+                    while depth < length and blocks[depth] in coming:
+                        depth += 1
+                    found[at] = depth
         if self.options.shared:
             found = [max(found)] * len(found)
         most = max(0, request.tokens - 1) // size  # the engine computes the last token always
