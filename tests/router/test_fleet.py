@@ -12,7 +12,7 @@ import pytest
 from router import fakes, pd
 from router.fakes import Plan
 from ttft_otel import names
-from ttft_otel.router import retry
+from ttft_otel.router import choose, retry
 
 
 @pytest.fixture(autouse=True)
@@ -416,5 +416,30 @@ def test_prefill_and_decode_are_tried_elsewhere_too(mode: str) -> None:
             assert tried[:2] == [("prefill", 503), ("prefill", 200)]
             assert tried[2:] == [("decode", 503), ("decode", 200)]
             await until(lambda: not any(each.in_flight for each in router.fleet))
+
+    fakes.run(scenario)
+
+
+def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
+    """Two changes at once: who is gone when the first is done is asked nothing any more."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance() as a,
+            fakes.instance() as b,
+            fakes.instance() as brief,
+            fakes.router([a.url, b.url], pace=0.05) as router,
+        ):
+            health, fleet = router.app.forward.legs.health, router.fleet
+            (old,) = (each for each in fleet if each.url == a.url)
+            new = choose.instance(brief.url, "mono")
+            fleet.remove(old)
+            fleet.add(new)
+            first = asyncio.create_task(health.follow())
+            await asyncio.sleep(0)  # it waits for the end of a's watch
+            fleet.remove(new)
+            await asyncio.gather(first, health.follow())
+            await asyncio.sleep(0.2)
+            assert not brief.asked and b.asked
 
     fakes.run(scenario)

@@ -44,7 +44,7 @@ class Health:
         """The fleet's instances are others now: watch those."""
         now = set(self.fleet)
         await self._end([each for each in self._tasks if each not in now])
-        for each in now - set(self._tasks):
+        for each in set(self.fleet) - set(self._tasks):  # others again, maybe, after that
             self._soon[each] = asyncio.Event()
             self._tasks[each] = asyncio.create_task(self._watch(each))
 
