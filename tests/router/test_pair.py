@@ -7,6 +7,7 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 
 from router import fakes, pd
@@ -434,5 +435,29 @@ def test_a_clients_own_parameters_reach_nobody() -> None:
                     assert "prompt_token_ids" not in params
                     assert "ec_transfer_params" not in each.json
                     assert each.json.get("vllm_xargs", {"mine": 1}) == {"mine": 1}
+
+    fakes.run(scenario)
+
+
+def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
+    """A request that the drain's time-out cuts off before D took P's blocks has them released."""
+
+    async def scenario() -> None:
+        model = pd.Model()
+        async with (
+            pd.server(model, False) as p,
+            fakes.instance(fakes.Plan({"kv.transfer": 20_000})) as stuck,
+            pd.server(model, True) as d,
+            aiohttp.ClientSession() as client,
+        ):
+            async with fakes.router([], prefills=[p.url], decodes=[d.url, stuck.url]) as router:
+                body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
+                await (await client.post(router.url + CHAT, json=body)).read()  # d's turn
+                cut = asyncio.create_task(client.post(router.url + CHAT, json=body))
+                while not stuck.seen:
+                    await asyncio.sleep(0.01)
+                assert model.kept
+            assert not model.kept
+            await asyncio.gather(cut, return_exceptions=True)
 
     fakes.run(scenario)

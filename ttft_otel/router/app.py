@@ -66,6 +66,7 @@ def build(
             async with beside():
                 yield
         finally:
+            await forward.pair.releases.end()
             await forward.legs.close()
 
     app = FastAPI(title="ttft-otel router", version=__version__, lifespan=lifespan)

@@ -21,6 +21,7 @@ from ttft_otel.router.plan import COMPLETIONS, DECODE
 
 NOBODY: Final = "ttft-otel-nobody"  # no model has this name
 LATE: Final = aiohttp.ClientTimeout(total=10.0)
+LAST: Final = 2.0  # seconds for them when the router stops
 _RIGHTS: Final = ("authorization",)
 MOST: Final = 256  # under way; more are left to P's own time-out
 
@@ -39,6 +40,11 @@ class Releases:
             task = asyncio.create_task(self._refuse(offered[0], params, client))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def end(self) -> None:
+        """The router stops: those under way still reach D, or are given up."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST)
 
     async def _refuse(
         self, instance: Instance, params: dict[str, Any], client: Mapping[str, str]
