@@ -70,6 +70,7 @@ def paired(
         once()
         found.append([once() for _ in range(TIMES)])
     bench.control.set()
+    time.sleep(SETTLE)  # the next test must find everything in place
     return found[0], found[1]
 
 
