@@ -165,6 +165,19 @@ def test_plain(bench: Bench) -> None:
     assert not summary["counted"]
 
 
+def test_page(bench: Bench, tmp_path: Path) -> None:
+    """--html has the tables; whatever a server's model is called, it is text there."""
+    page = tmp_path / "page.html"
+    words = ("--model", "<script>x</script>", "--concurrency", 1, "--requests", 2, "--html", page)
+    with serving(QUICK) as server:
+        bench("--url", server.url, *words)
+
+    text = page.read_text("utf-8")
+    assert "prefill.queue" in text and "Queue wait" in text
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert not re.search(r"(src|href)=", text)
+
+
 def test_split(bench: Bench) -> None:
     """A server that writes byte by byte, with CR LF, gives the same tokens."""
     with serving(Script(first=[5.0], split=True)) as server:

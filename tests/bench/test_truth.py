@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reported numbers against what a server really did, read from the same clock in another process.
 
-Only a run that the benchmark itself calls valid, with a lag below 1 ms, can be held to 1 ms; on a
+Only a run that the benchmark itself calls valid, with hardly any lag, can be held to 1 ms; on a
 machine that is busy otherwise there may be none.
 """
 
@@ -16,27 +16,35 @@ from bench.conftest import Bench
 from bench.server import Script, serving
 
 TRIES = 6
+QUIET = 1.5  # ms; up to 1 of them is the timers of epoll, which are no lag of readings
 
 
-def quiet(bench: Bench, streams: int) -> tuple[Any, list[dict[str, Any]]]:
-    """A target and the server's notes of it; tried again until the run is quiet enough."""
-    script = Script(first=[40.0, 80.0, 120.0], queue=[20.0], tokens=5, gap=100.0)
-    words = ("--concurrency", streams, "--requests", 2 * streams, "--input-len", 8)
+def quiet(bench: Bench, streams: int, gap: float) -> tuple[Any, list[dict[str, Any]]]:
+    """A target and the server's notes of it; tried again until the run is quiet enough.
+
+    At a constant rate: so many streams overlap, and no burst of connections is the server's to queue.
+    """
+    script = Script(first=[40.0, 80.0, 120.0], queue=[20.0], tokens=20, gap=gap)
+    rate = streams / ((80 + 19 * gap) / 1000)
+    words = ("--rate", rate, "--arrivals", "constant", "--requests", 2 * streams + 2)
     lag = {}
     for _ in range(TRIES):
         with serving(script) as server:
-            target = bench("--url", server.url, *words)["targets"][0]
+            target = bench("--url", server.url, "--input-len", 8, *words)["targets"][0]
             notes = server.notes()
         lag = target["runs"][0]["lag_ms"]
-        if max(lag.values()) < 1.0:
+        if max(lag.values()) < QUIET:
             return target, notes
     pytest.skip(f"this machine is too busy, own lag {lag} ms; run it with nothing beside it")
 
 
-@pytest.mark.parametrize("streams", [1, 20, pytest.param(500, marks=pytest.mark.full)])
-def test_truth(bench: Bench, streams: int) -> None:
+@pytest.mark.parametrize(
+    ("streams", "gap"),
+    [(1, 20.0), (20, 20.0), pytest.param(500, 250.0, marks=pytest.mark.full)],
+)
+def test_truth(bench: Bench, streams: int, gap: float) -> None:
     """TTFT, ITL, stages: every percentile is within 1 ms of the server's own notes."""
-    target, notes = quiet(bench, streams)
+    target, notes = quiet(bench, streams, gap)
 
     ttft = [(note["tokens"][0] - note["came"]) / 1e6 for note in notes]
     gaps = [gap / 1e6 for note in notes for gap in np.diff(note["tokens"])]

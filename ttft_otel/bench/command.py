@@ -106,7 +106,7 @@ def bench(**given: Any) -> None:
     found = document(_load(given), sides, slo)
     if given["ab"]:
         found["comparison"] = _paired(found)
-    _give(found, given["output"], given["as_json"])
+    _give(found, given)
     sys.exit(_status(found, finished))
 
 
@@ -215,7 +215,7 @@ def _model(target: Target) -> str:
 
 def _load(given: dict[str, Any]) -> dict[str, Any]:
     """What was asked for, as JSON: no headers, for they may hold a key."""
-    left = ("headers", "as_json", "output", "url", "ab")
+    left = ("headers", "as_json", "output", "html", "url", "ab")
     told = {key: value for key, value in given.items() if key not in left}
     return told | {"file": given["file"] and given["file"].name, "slos": list(given["slos"])}
 
@@ -228,10 +228,12 @@ def _paired(found: Any) -> Any:
         return None
 
 
-def _give(found: Any, output: Path | None, as_json: bool) -> None:
-    if output:
-        output.write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
-    if as_json:
+def _give(found: Any, given: dict[str, Any]) -> None:
+    if given["output"]:
+        given["output"].write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+    if given["html"]:
+        given["html"].write_text(screen.page(found), encoding="utf-8")
+    if given["as_json"]:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         screen.show(found, Console())

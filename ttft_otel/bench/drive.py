@@ -21,6 +21,7 @@ from ttft_otel.bench.stream import Reader, Story
 from ttft_otel.bench.wire import Reply, Target, exchange, until
 
 LEAD_NS: Final = 20_000_000  # connections are opened so much before their request is due
+APART_NS: Final = 1_000_000
 BEAT: Final = 0.01
 SLICE: Final = 32  # pieces parsed in one turn of the event loop
 
@@ -141,9 +142,15 @@ async def open_loop(driver: Driver, arrivals: Iterable[tuple[float, Ask]]) -> No
 
 
 async def closed_loop(driver: Driver, asks: Iterable[Ask], concurrency: int) -> None:
-    """Keep so many requests under way until there are no more Asks."""
-    queue = iter(asks)
-    tasks = {asyncio.create_task(_worker(driver, queue)) for _ in range(concurrency)}
+    """Keep so many requests under way until there are no more Asks.
+
+    The first ones leave 1 ms apart: all at once, this process would be late with most of them.
+    """
+    queue, start = iter(asks), monotonic_ns() + 2 * LEAD_NS
+    tasks = {
+        asyncio.create_task(_worker(driver, queue, start + place * APART_NS))
+        for place in range(concurrency)
+    }
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -158,8 +165,8 @@ async def drop(tasks: Iterable[asyncio.Task[object]]) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-async def _worker(driver: Driver, asks: Iterator[Ask]) -> None:
-    due = monotonic_ns()
+async def _worker(driver: Driver, asks: Iterator[Ask], due: int) -> None:
+    await until(due - LEAD_NS)
     for ask in asks:
         result = await driver.fire(ask, await driver.enter(due))
         due = result.reply.end_ns

@@ -47,7 +47,9 @@ class Target:
     def message(self, path: str, body: bytes, headers: dict[str, str]) -> bytes:
         """The request's bytes, for one write."""
         every = {
-            "host": f"{self.host}:{self.port}",
+            "host": f"[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"{self.host}:{self.port}",
             "user-agent": AGENT,
             "connection": "close",
             "content-type": "application/json",
