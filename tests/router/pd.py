@@ -42,6 +42,7 @@ class Model:
     longest: int = 1000
     version: str = "0.32.0+cpu"
     refuses: int = 0  # D's status for a stream
+    stuck: float = 0.0  # seconds before D takes P's blocks
     kept: set[str] = field(default_factory=set)
     dead: bool = False
 
@@ -65,6 +66,7 @@ class Server(fakes.Instance):
         ids = params.get("prompt_token_ids") or body.get("prompt")
         given = len(ids) - model.length if isinstance(ids, list) else 0
         if params.get("do_remote_prefill"):
+            await asyncio.sleep(model.stuck)
             model.dead = given > 0 and model.length % BLOCK == 0
             model.kept.discard(params["remote_request_id"])
         await asyncio.sleep(model.late if self.decodes else model.slow)

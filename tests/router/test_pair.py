@@ -446,15 +446,14 @@ def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
         model = pd.Model()
         async with (
             pd.server(model, False) as p,
-            fakes.instance(fakes.Plan({"kv.transfer": 20_000})) as stuck,
             pd.server(model, True) as d,
             aiohttp.ClientSession() as client,
         ):
-            async with fakes.router([], prefills=[p.url], decodes=[d.url, stuck.url]) as router:
+            model.stuck = 20
+            async with fakes.router([], prefills=[p.url], decodes=[d.url]) as router:
                 body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
-                await (await client.post(router.url + CHAT, json=body)).read()  # d's turn
                 cut = asyncio.create_task(client.post(router.url + CHAT, json=body))
-                while not stuck.seen:
+                while not d.seen:
                     await asyncio.sleep(0.01)
                 assert model.kept
             assert not model.kept
