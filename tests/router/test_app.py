@@ -19,6 +19,7 @@ from router import fakes
 from ttft_otel import names
 from ttft_otel.router import app, choose, config
 from ttft_otel.router.command import EXAMPLES, command
+from ttft_otel.settings import Settings
 
 
 def test_health_follows_the_fleet() -> None:
@@ -112,6 +113,29 @@ def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.Monkey
             sent = ExportTraceServiceRequest.FromString(collector.seen[0].body)
             spans = [s for r in sent.resource_spans for c in r.scope_spans for s in c.spans]
             assert [span.name for span in spans] == ["GET /v1/models"]
+
+    fakes.run(scenario)
+
+
+@pytest.mark.parametrize(("trust", "seen"), [(False, 0), (True, 1)])
+def test_an_untrusted_caller_has_no_trace_of_the_control_plane(
+    monkeypatch: pytest.MonkeyPatch, trust: bool, seen: int
+) -> None:
+    """A GET's traceparent decides on sampling only where callers are trusted, as on the data path."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as collector, fakes.instance() as one:
+            monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+            ends = []
+
+            def prepare(built: app.App) -> None:
+                ends.append(app.instrument(built, "http/protobuf"))
+
+            read = Settings(sampler="parentbased_always_off", trust=trust)
+            async with fakes.router([one.url], settings=read, prepare=prepare) as router:
+                await router.get("/v1/models", traceparent=fakes.PARENT)
+                await asyncio.to_thread(ends[0])
+            assert len(collector.seen) == seen
 
     fakes.run(scenario)
 

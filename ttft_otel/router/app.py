@@ -24,6 +24,9 @@ from ttft_otel.router.metrics import Metrics
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+    from ttft_otel.settings import Settings
 
 DATA: Final = "/v1/"
 
@@ -167,7 +170,10 @@ def instrument(app: App, protocol: str) -> Callable[[], None]:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     service = os.environ.get(names.ENV_SERVICE) or stages.SERVICES["router"]
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}))
+    provider = TracerProvider(
+        sampler=_sampler(app.forward.settings),
+        resource=Resource.create({SERVICE_NAME: service}),
+    )
     provider.add_span_processor(BatchSpanProcessor(_exporter(protocol)))
     FastAPIInstrumentor.instrument_app(
         app.control,
@@ -176,6 +182,16 @@ def instrument(app: App, protocol: str) -> Callable[[], None]:
         exclude_spans=["send", "receive"],
     )
     return provider.shutdown
+
+
+def _sampler(read: Settings) -> Sampler:
+    """The data path's: the SDK's own would let callers decide who are not trusted."""
+    from opentelemetry.sdk.trace import sampling
+
+    name = read.sampler.removeprefix("parentbased_")
+    known = {"always_on": sampling.ALWAYS_ON, "always_off": sampling.ALWAYS_OFF}
+    root = known.get(name) or sampling.TraceIdRatioBased(read.ratio)
+    return sampling.ParentBased(root) if read.trust and name != read.sampler else root
 
 
 def _exporter(protocol: str) -> SpanExporter:
