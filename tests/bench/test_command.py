@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -176,6 +177,21 @@ def test_page(bench: Bench, tmp_path: Path) -> None:
     assert "prefill.queue" in text and "Queue wait" in text
     assert "<script" not in text and "&lt;script&gt;" in text
     assert not re.search(r"(src|href)=", text)
+
+
+def test_progress() -> None:
+    """On a terminal one line says how far it is while it runs; elsewhere nothing does."""
+    told, terminal = os.openpty()
+    with serving(Script(first=[700.0], tokens=1)) as server:
+        words = ["--url", server.url, "--concurrency", "1", "--requests", "1"]
+        command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
+        shown = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True)
+        quiet = subprocess.run(command, capture_output=True, text=True)
+    os.close(terminal)
+
+    assert "0 done, 1 under way, 0 failed" in os.read(told, 65536).decode()
+    os.close(told)
+    assert "under way" not in shown.stdout + quiet.stdout + quiet.stderr
 
 
 def test_split(bench: Bench) -> None:

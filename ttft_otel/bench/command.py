@@ -40,7 +40,7 @@ class Bench(click.Command):
     ) -> click.Context:
         """Give way to `compare` where it is the first word."""
         if args[:1] == ["compare"]:
-            return compared.make_context("compare", args[1:], parent, **extra)
+            return compared.make_context(f"{info_name} compare", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 

@@ -40,7 +40,7 @@ class Progress:
         ttft = [each.ttft_us / 1000 for each in run.results[-100:] if not each.error]
         failed = sum(bool(each.error) for each in run.results)
         middle = f" · TTFT p50 {sorted(ttft)[len(ttft) // 2]:.1f} ms" if ttft else ""
-        text = f"{title}: {done} done, {run.unfinished} under way, {failed} failed{middle}"
+        text = f"{done} done, {run.unfinished} under way, {failed} failed{middle} · {title}"
         self.console.file.write(f"\r\x1b[K{text[: self.console.width - 1]}")
         self.console.file.flush()
 

@@ -52,7 +52,7 @@ async def _play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
                 return False
             driver = Driver(side.target, plan.timeout, plan.most)
             side.runs.append(driver.run)
-            title = f"{side.target.url} round {number + 1}/{plan.repeat}"
+            title = f"round {number + 1}/{plan.repeat} {side.target.url}"
             await _run(plan.load(side.form, seed), driver, stop, watch, title)
     return not stop.is_set()
 
