@@ -460,3 +460,24 @@ def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
             await asyncio.gather(cut, return_exceptions=True)
 
     fakes.run(scenario)
+
+
+def test_with_every_decodes_breaker_open_prefill_is_left_empty() -> None:
+    """Nobody may be asked for the answer then, but one that says no is still asked to."""
+
+    async def scenario() -> None:
+        model = pd.Model(refuses=503)
+        async with (
+            pd.server(model, False) as p,
+            pd.server(model, True) as d,
+            fakes.router(
+                [], prefills=[p.url], decodes=[d.url], failures=1, pause=30, first_token="off"
+            ) as router,
+        ):
+            fleet = pd.Fleet(model, p, d, router)
+            assert [(await fleet.ask()).status for _ in range(2)] == [503, 503]
+            assert len(p.seen) == 2 and await fleet.freed()
+            streams = [each for each in d.seen if each.json["model"] == "tiny"]
+            assert len(streams) == 1
+
+    fakes.run(scenario)

@@ -35,7 +35,9 @@ class Releases:
 
     def start(self, params: dict[str, Any], client: Mapping[str, str]) -> None:
         """Release what these parameters name, with the client's right to; without a D nothing can."""
-        offered = self._legs.fleet.offered(DECODE)
+        fleet = self._legs.fleet
+        # one whose breaker is open can still refuse, and there may be no other
+        offered = fleet.offered(DECODE) or fleet.get(DECODE)
         if offered and len(self._tasks) < MOST:
             task = asyncio.create_task(self._refuse(offered[0], params, client))
             self._tasks.add(task)
