@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation of benchmarks/routing, as it is called, on traces so short that the answer is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIMULATE = ROOT / "benchmarks" / "routing" / "simulate.py"
+CASES = json.loads(SIMULATE.with_name("cases.json").read_text("utf-8"))
+CASE = {
+    "name": "case",
+    "trace": "conversation",
+    "instances": 1,
+    "load": 1.0,
+    "slow": 0,
+    "cache": 1000,
+    "noise": 0,
+    "lag": 0,
+    "index": "events",
+}
+
+
+def cost(tokens: int, cached: int) -> float:
+    """Seconds of a prefill on a simulated instance."""
+    return (
+        0.005 + 40e-6 * (tokens - cached) + 1.3e-9 * (cached + 1 + tokens) * (tokens - cached) / 2
+    )
+
+
+def simulated(folder: Path, rows: list[dict[str, Any]], **case: object) -> dict[str, Any]:
+    """The results of all policies on this trace."""
+    (folder / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    listed = {"policies": CASES["policies"], "cases": [{**CASE, **case}]}
+    (folder / "cases.json").write_text(json.dumps(listed))
+    command = [sys.executable, SIMULATE, "--traces", folder, "--list", folder / "cases.json"]
+    subprocess.run([*command, "--json", folder / "out.json"], check=True, capture_output=True)
+    (found,) = json.loads((folder / "out.json").read_text("utf-8"))["cases"]
+    assert set(found["results"]) == set(CASES["policies"])
+    results: dict[str, Any] = found["results"]
+    return results
+
+
+def row(at: int, tokens: int, *ids: int) -> dict[str, Any]:
+    """A line of a trace."""
+    return {"timestamp": at, "input_length": tokens, "output_length": 1, "hash_ids": ids}
+
+
+def test_queue(tmp_path: Path) -> None:
+    """One instance: first come first served, and the second finds what the first left."""
+    rows = [row(0, 1500, 1, 2, 3), row(0, 1100, 1, 2, 4), row(60_000, 100, 9)]
+    first, second, third = cost(1500, 0), cost(1100, 1024), cost(100, 0)
+    mean = (first + first + second + third) / 3
+
+    for found in simulated(tmp_path, rows, load=1e-4).values():
+        assert found["mean"] == pytest.approx(mean, abs=2e-5)
+        assert found["hit"] == pytest.approx(1024 / 2700, abs=1e-5)
+
+
+def test_spread(tmp_path: Path) -> None:
+    """Two instances and two long prompts at once: whoever looks at load uses both."""
+    rows = [row(0, 9000, *range(18)), row(0, 9000, *range(100, 118)), row(60_000, 10, 9)]
+    mean = (2 * cost(9000, 0) + cost(10, 0)) / 3
+
+    results = simulated(tmp_path, rows, load=1e-4, instances=2)
+
+    for name in ("least_requests", "qps", "trapezoid", "calibrated", "tokens", "batch", "decay"):
+        assert results[name]["mean"] == pytest.approx(mean, abs=2e-5)
+
+
+def test_same_again(tmp_path: Path) -> None:
+    """The same seed gives the same numbers, with noise, lag and slow instances too."""
+    rows = [row(300 * n, 600 * (1 + n % 7), n % 5, n, n + 1000) for n in range(200)]
+    case = {"instances": 4, "slow": 0.5, "noise": 0.3, "lag": 1, "index": "events"}
+
+    one, other = (simulated(tmp_path, rows, **case) for _ in range(2))
+
+    for each in (*one.values(), *other.values()):
+        del each["cpu"]
+    assert one == other
+    assert one["calibrated"]["mean"] < one["round_robin"]["mean"]
+
+
+def test_listed() -> None:
+    """Every result that is kept is of a case that was written down, with all of its policies."""
+    kept = json.loads(SIMULATE.with_name("results.json").read_text("utf-8"))
+    listed = {case["name"]: case for case in CASES["cases"]}
+
+    for case in kept["cases"]:
+        assert listed[case["name"]].items() <= case.items()
+        assert set(case["results"]) == set(CASES["policies"])
+
+
+def test_page() -> None:
+    """docs/routing.md shows the kept results, all of them."""
+    command = [sys.executable, SIMULATE, "--traces", ".", "--cases", "--table"]
+    kept = ["--json", SIMULATE.with_name("results.json")]
+    shown = subprocess.run([*command, *kept], capture_output=True, text=True, check=True).stdout
+
+    assert len(shown.splitlines()) > 10
+    assert shown in (ROOT / "docs" / "routing.md").read_text("utf-8")
+
+
+def test_no_traces() -> None:
+    """Without traces it says what it needs."""
+    done = subprocess.run(
+        [sys.executable, SIMULATE], env={}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2
+    assert "TTFT_OTEL_TRACES" in done.stderr
