@@ -330,6 +330,28 @@ def test_a_trial_that_its_client_leaves_is_followed_by_another() -> None:
     fakes.run(scenario)
 
 
+def test_a_request_from_before_does_not_end_a_trial() -> None:
+    """A stream that began before the breaker opened ends during the trial: still one request only."""
+
+    async def scenario() -> None:
+        async with fakes.instance(Plan({}, gap=0.3)) as one:
+            async with fakes.router([one.url], failures=1, pause=0.1) as router:
+                old = asyncio.create_task(router.chat())
+                await until(lambda: len(one.seen) == 1)
+                one.plan = Plan({}, status=503)
+                assert (await router.chat())[0] == 503
+                await until(lambda: state(router, one)[1] == "half-open")
+                one.plan = Plan({"prefill.compute": 5000})
+                trial = asyncio.create_task(router.chat())
+                await until(lambda: len(one.seen) == 3)
+                assert not old.done() and (await old)[0] == 200
+                assert (await router.chat())[0] == 503 and len(one.seen) == 3
+                trial.cancel()
+                await asyncio.gather(trial, return_exceptions=True)
+
+    fakes.run(scenario)
+
+
 def test_nothing_stays_in_flight() -> None:
     """Answers, errors, retries, cut streams and clients that leave: the counts return to nought."""
 

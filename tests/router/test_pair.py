@@ -379,6 +379,29 @@ def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
     fakes.run(scenario)
 
 
+def test_a_decode_that_refused_has_nothing_in_flight() -> None:
+    """While another D answers, the one that said no is free to be chosen."""
+
+    async def scenario() -> None:
+        full, other = pd.Model(refuses=503), pd.Model(late=0.3)
+        async with (
+            pd.server(full, False) as p,
+            pd.server(full, True) as busy,
+            pd.server(other, True) as idle,
+            fakes.router([], prefills=[p.url], decodes=[busy.url, idle.url]) as router,
+        ):
+            asked = asyncio.create_task(pd.Fleet(full, p, idle, router).ask())
+            while not idle.seen:
+                await asyncio.sleep(0.01)
+            assert {each.url: each.in_flight for each in router.fleet.get("decode")} == {
+                busy.url: 0,
+                idle.url: 1,
+            }
+            assert (await asked).status == 200
+
+    fakes.run(scenario)
+
+
 def test_no_retries_is_no_second_decode() -> None:
     """With --retries 0 a D that cannot is the answer, though another one could."""
 

@@ -94,6 +94,7 @@ class Decode:
             return response
         response.close()
         chain[-1].lost, chain[-1].ended = True, clock.now()
+        self.legs.fleet.left(chain[-1])
         self.legs.retried[DECODE] = self.legs.retried.get(DECODE, 0) + 1
         self.releases.start(job.held, asked.headers)
         job.held = None

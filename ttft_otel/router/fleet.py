@@ -88,7 +88,7 @@ class Fleet:
         attempt.instance, attempt.open = instance, True
         instance.in_flight += 1
         if instance.breaker != "closed":
-            instance.trial = True
+            attempt.trial = instance.trial = True
             self.changed()
 
     def good(self, instance: Instance) -> None:
@@ -116,7 +116,7 @@ class Fleet:
         error = attempt.error
         broke = bool(error) and not error.isdigit()
         instance.results[error if broke else f"{attempt.status // 100}xx"] += 1
-        if instance.trial:  # a trial that was cancelled: the next request is one
+        if attempt.trial and instance.trial:  # a trial that was cancelled: the next request is one
             instance.trial = False
             self.changed()
         if broke and not attempt.lost and error != CUT:

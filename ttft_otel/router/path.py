@@ -49,6 +49,7 @@ class Attempt:
     fresh: bool = False
     instance: Instance | None = None
     open: bool = False  # counted as in flight at its instance
+    trial: bool = False  # the one request of a half-open breaker
 
     def cut(self) -> None:
         """It was cancelled: the client left, or another call of the request failed."""
