@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 import aiohttp
+import pytest
 
 from router import fakes
 from router.fakes import EVENTS, PARENT, Plan
 from ttft_otel import clock, names, timing
+from ttft_otel.router import app, choose
 
 
 def test_stream_is_not_buffered() -> None:
@@ -402,3 +405,26 @@ def test_client_may_ask_for_the_breakdown() -> None:
                 assert "Server-Timing" not in headers
 
     fakes.run(scenario)
+
+
+def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """The client gets an error in OpenAI's form, the span its type; the log has the traceback."""
+
+    class Broken(choose.RoundRobin):
+        def choose(self, *_: Any) -> choose.Choice:
+            raise LookupError("not the client's business")
+
+    def broken(built: app.App) -> None:
+        built.forward.legs.policy = Broken()
+
+    async def scenario() -> None:
+        async with fakes.instance() as one, fakes.router([one.url], prepare=broken) as router:
+            status, _, body = await router.chat()
+            assert status == 500 and json.loads(body)["error"]["code"] == 500
+            assert b"business" not in body
+            (record,) = await router.settled(1)
+            assert record.server is not None and record.server.error == "LookupError"
+            assert router.app.forward.answered == {"5xx": 1}
+
+    fakes.run(scenario)
+    assert "not the client's business" in capfd.readouterr().err

@@ -94,6 +94,11 @@ class Forward:
             if not exchange.status:
                 why = f"The instance failed: {type(error).__name__}."
                 await answer.fail(Down(502, why), exchange, send)
+        except Exception as error:  # a fault of ours: told and counted too, and uvicorn logs it
+            exchange.error = type(error).__name__
+            if not exchange.status:
+                await answer.fail(Down(500, "The router failed."), exchange, send)
+            raise
         finally:
             # once a whole answer is out the watch ends by itself, for less than a cancellation
             if watch is not None and not exchange.done:
