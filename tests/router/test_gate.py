@@ -194,3 +194,19 @@ def test_models_are_told_and_learnt_for_the_clients_key() -> None:
             assert (await router.post("/v1/chat/completions", body, **right))[0] == 200
 
     fakes.run(scenario)
+
+
+def test_a_path_that_is_nowhere_is_refused_in_the_same_form() -> None:
+    """Another path, and another method on one of ours."""
+
+    async def scenario() -> None:
+        async with fakes.instance(Plan({})) as one, fakes.router([one.url]) as router:
+            for path in ("/v1/nothing", "/v1/chat/completions", "/"):
+                async with router.client.get(f"{router.url}{path}") as response:
+                    refused(await response.read(), 404, "NotFoundError")
+            status, headers, body = await router.post("/healthz", {})
+            assert (status, headers["Allow"]) == (405, "GET")
+            refused(body, 405, "BadRequestError")
+            assert not one.seen
+
+    fakes.run(scenario)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
 from ttft_otel import __version__, names, stages
 from ttft_otel.router import answer
@@ -75,6 +76,7 @@ def build(
     app = FastAPI(title="ttft-otel router", version=__version__, lifespan=lifespan)
     metrics = Metrics(forward, counts)
     app.add_exception_handler(Rejected, _rejected)
+    app.add_exception_handler(HTTPException, _nowhere)
     _health(app, forward)
     _models(app, forward)
 
@@ -152,6 +154,15 @@ async def _rejected(_: Request, error: Exception) -> Response:
     headers, data = answer.render(error)
     named = {name.decode(): value.decode() for name, value in headers}
     return Response(data, error.status, named)
+
+
+async def _nowhere(request: Request, error: Exception) -> Response:
+    """No such path or method, in the form that clients of vLLM read."""
+    assert isinstance(error, HTTPException)
+    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    response = await _rejected(request, Rejected(error.status_code, str(error.detail), kind))
+    response.headers.update(error.headers or {})
+    return response
 
 
 def instrument(app: App, protocol: str) -> Callable[[], None]:
