@@ -37,7 +37,9 @@ def test_api_key_opens_and_ends_here() -> None:
                 refused(body, 401, "AuthenticationError")
             assert not e.seen and not pd.seen
             for given in ("Bearer first", "bearer first", "Bearer zweit-ü"):
-                assert (await router.chat("a", Authorization=given))[0] == 200
+                both = {"Authorization": given, "x-api-key": given.partition(" ")[2]}
+                assert (await router.chat("a", **both))[0] == 200
+            assert not any("x-api-key" in each.headers for each in e.seen + pd.seen)
             assert {each.headers["Authorization"] for each in e.seen + pd.seen} == {"Bearer own"}
             assert set(pd.asked) == {"Bearer own"}
             for path, guarded in (("/v1/models", 1), ("/ttft_report/x", 1), ("/healthz", 0)):

@@ -43,6 +43,7 @@ class Gate:
         passed = found.passed
         if self.keys:
             self.check(passed.pop("authorization", ""))
+            passed.pop("x-api-key", None)  # where clients of /v1/messages put the same key
         if self.key:
             passed["authorization"] = self.key
         if json and passed.get("content-type") != JSON:
