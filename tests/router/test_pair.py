@@ -421,6 +421,18 @@ def test_no_retries_is_no_second_decode() -> None:
     fakes.run(scenario)
 
 
+def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
+    """Not the router's: it neither fails nor answers for them."""
+
+    async def scenario() -> None:
+        for stop in (5, True, 1.5, {"a": 1}, [None]):
+            async with pd.fleet("strip") as fleet:
+                got = await fleet.ask(stop=stop)
+                assert got.status == 200 and fleet.prefill.seen[0].json["stop"] == stop
+
+    fakes.run(scenario)
+
+
 def test_several_answers_are_decodes_alone() -> None:
     """n > 1 would fetch one request's blocks several times: D computes the prompt itself."""
 

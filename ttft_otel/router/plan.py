@@ -215,8 +215,8 @@ def _choose(made: Plan, stream: bool, media: bool) -> None:
             made.off("stream_options")
             return
         made.usage = options.get("include_usage") is True
-    stops = _given(fields, "stop") or ()
-    made.stops = (stops,) if isinstance(stops, str) else tuple(map(str, stops))
+    stops = _given(fields, "stop") or []
+    made.stops = tuple(map(str, stops if isinstance(stops, list) else [stops]))
     if made.mode != CONTINUE:
         return
     for name in _NO_CONTINUE:
