@@ -18,7 +18,7 @@ from ttft_otel.router.plan import DECODE, STRIP, Plan
 from ttft_otel.router.release import Releases
 from ttft_otel.router.report import Exchange
 from ttft_otel.router.seam import Seam, Token
-from ttft_otel.router.stream import Client, finish, hand_on
+from ttft_otel.router.stream import Client, finish, hand_on, reading
 
 Params = dict[str, Any] | None
 
@@ -136,24 +136,18 @@ class Decode:
     ) -> None:
         trip = job.exchange.handover
         try:
-            async for chunk in response.content.iter_any():
-                if not attempt.first:
-                    attempt.first = clock.now()
-                    learn(attempt, response)
-                if out := joint.feed(chunk):
-                    await job.client.give(out)
-                    if trip is not None and not trip.end:
-                        trip.end = clock.now()
-            if rest := joint.end():
-                await job.client.give(rest)
-        except (aiohttp.ClientError, OSError) as error:
-            attempt.error = type(error).__name__
-            raise
-        except asyncio.CancelledError:
-            attempt.cut()
-            raise
+            with reading(response, attempt):
+                async for chunk in response.content.iter_any():
+                    if not attempt.first:
+                        attempt.first = clock.now()
+                        learn(attempt, response)
+                    if out := joint.feed(chunk):
+                        await job.client.give(out)
+                        if trip is not None and not trip.end:
+                            trip.end = clock.now()
+                if rest := joint.end():
+                    await job.client.give(rest)
         finally:
-            finish(response, attempt)
             if joint.mismatch:
                 job.exchange.mismatch = True
                 self.mismatches += 1

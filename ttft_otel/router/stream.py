@@ -8,7 +8,8 @@ slowly slows the leg down.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import aiohttp
 
@@ -57,7 +58,7 @@ class Client:
 async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Client) -> None:
     """Hand an answer on chunk by chunk; stop the leg if that is cut short."""
     exchange = client.exchange
-    try:
+    with reading(response, attempt):
         content = response.content
         first = await content.readany()
         attempt.first = clock.now()
@@ -73,6 +74,13 @@ async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Cl
         attempt.ended = clock.now()
         if more:
             await client.end()
+
+
+@contextmanager
+def reading(response: aiohttp.ClientResponse, attempt: Attempt) -> Iterator[None]:
+    """An answer is being read: however that ends, the attempt says so and the leg is over."""
+    try:
+        yield
     except (aiohttp.ClientError, OSError) as error:
         attempt.error = type(error).__name__
         raise
