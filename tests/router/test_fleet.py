@@ -13,6 +13,7 @@ from router import fakes, pd
 from router.fakes import Plan
 from ttft_otel import names
 from ttft_otel.router import choose, retry
+from ttft_otel.router.fleet import Fleet
 
 
 @pytest.fixture(autouse=True)
@@ -465,3 +466,24 @@ def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
             assert not brief.asked and b.asked
 
     fakes.run(scenario)
+
+
+def test_a_pause_that_a_probe_cut_short_does_not_end_the_next_one() -> None:
+    """The timer of an older opening leaves a breaker alone that opened again since."""
+
+    async def scenario() -> None:
+        fleet = Fleet({"mono": (choose.instance("http://127.0.0.1:1", "mono"),)})
+        fleet.pause = 0.3
+        (one,) = fleet.get("mono")
+        for _ in range(fleet.failures):
+            fleet.bad(one, "502")
+        fleet.fail(one, "its probe")
+        fleet.heal(one)
+        assert one.breaker == "half-open"
+        fleet.bad(one, "502")  # its trial: a pause of 0.6 s, after 0 s of the first one's 0.3
+        assert one.breaker == "open"
+        await asyncio.sleep(0.42)
+        assert one.breaker == "open"
+        await until(lambda: one.breaker == "half-open")
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

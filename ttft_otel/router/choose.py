@@ -31,6 +31,7 @@ class Instance:
     failures: int = 0  # in a row, of requests
     missed: int = 0  # in a row, of probes
     opened: int = 0  # how often in a row its breaker opened
+    pause: int = 0  # number of the pause that its breaker is in: an older one's end is not its own
     probed: bool = False
     models: frozenset[str] | None = None
     cards: tuple[dict[str, Any], ...] = ()  # what its /v1/models says

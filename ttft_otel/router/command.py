@@ -126,7 +126,7 @@ log: Final = logging.getLogger("ttft_otel")
     "--retry-budget",
     default=retry.RATIO,
     type=click.FloatRange(0, 1),
-    help="Retries as a share of all requests.",
+    help="Retries as a share of all calls to instances.",
 )
 @option(
     "--breaker-failures",

@@ -132,8 +132,13 @@ class Fleet:
         pause = min(self.pause * 2**instance.opened, LONGEST) * random.uniform(0.8, 1.2)
         instance.breaker = "open"
         instance.opened = min(instance.opened + 1, 16)
+        instance.pause += 1
         log.warning("ttft-otel: %s gets nothing for %.1f s: %s", name(instance), pause, why)
-        asyncio.get_running_loop().call_later(pause, self._half, instance)
+        asyncio.get_running_loop().call_later(pause, self._over, instance, instance.pause)
+
+    def _over(self, instance: Instance, pause: int) -> None:
+        if instance.pause == pause:
+            self._half(instance)
 
     def _half(self, instance: Instance) -> None:
         if instance.breaker == "open":
