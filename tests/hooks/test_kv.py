@@ -303,6 +303,17 @@ def test_bounded(d: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kv.moving and len(kv.gone) == 5
 
 
+def test_bounded_asked(d: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for blocks that the bound pushed out is answered: nobody will know."""
+    monkeypatch.setattr(kv, "LIMIT", 1)
+    ended(d, "a", [1])
+    asked = kv.sent(d, "a")
+    ended(d, "b", [2])
+
+    assert list(kv.moving) == ["b"] and kept(asked.result(0)) is None
+    d._update_from_kv_xfer_finished(finished(fetched=("b",)))
+
+
 def test_not_ours() -> None:
     """What is no answer of ours is none."""
     assert kept("") is None and kept("[1]") is None and kept("é") is None

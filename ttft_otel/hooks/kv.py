@@ -72,7 +72,9 @@ def matched(_: None, found: Any, connector: Any, request: Any, *args: Any, **kw:
 
 def _remember(request_id: str, state: Journey | Hold) -> None:
     if len(moving) >= LIMIT:
-        del moving[next(iter(moving))]
+        oldest = moving.pop(next(iter(moving)))
+        if isinstance(oldest, Hold) and oldest.told is not None:
+            oldest.told.set_result("")  # nobody will know: whoever asked need not wait on
     moving[request_id] = state
 
 
