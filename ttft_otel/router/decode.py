@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,15 +166,11 @@ async def read(
     """One answer, whole. Raises Down."""
     response = await legs.open(asked, exchange.context, chain)
     try:
-        data = await response.read()
-    except asyncio.CancelledError:
-        chain[-1].cut()
-        raise
+        with reading(response, chain[-1]):
+            data = await response.read()
     except (aiohttp.ClientError, OSError) as error:
-        chain[-1].error = type(error).__name__
         raise down(chain[-1], error) from error
     finally:
-        finish(response, chain[-1])
         legs.fleet.left(chain[-1])
     chain[-1].first = chain[-1].ended
     return response, data
