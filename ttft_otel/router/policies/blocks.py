@@ -27,9 +27,7 @@ def number(parent: int, ids: Sequence[int], extra: bytes = b"") -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") & _KEEP
 
 
-def numbers(
-    ids: Sequence[int], size: int, extra: Mapping[int, bytes] = NOTHING
-) -> tuple[int, ...]:
+def numbers(ids: Sequence[int], size: int, extra: Mapping[int, bytes] = NOTHING) -> tuple[int, ...]:
     """Of all full blocks of `size` tokens; `extra` by the block's place."""
     tokens = _packed(ids)
     found, parent = [], 0
