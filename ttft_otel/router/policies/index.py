@@ -7,8 +7,10 @@ A block's number stands for all tokens up to its end, so a table of numbers is a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Protocol
+
+SENT: Final = -1  # the rank under which stands what an instance was sent, not what it reported
 
 
 class Index(Protocol):
@@ -26,14 +28,18 @@ class Index(Protocol):
 
 
 class Holders:
-    """Who has a block, one bit an instance: one walk down the prompt answers for all of them.
+    """Who has a block, one bit a cache: one walk down the prompt answers for all instances.
 
-    It learns from what instances report, by `add` and `remove`.
+    It learns from what instances report, by `add` and `remove`. An instance with several caches
+    (data-parallel ranks) counts as its best one.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._bits: dict[str, int] = {}
+        self._bits: dict[tuple[str, int], int] = {}
+        self._masks: dict[str, int] = {}  # an instance's bits
+        self._owners: dict[int, str] = {}  # by bit
+        self._retired = 0  # bits that blocks may still have, for nobody
         self._holders: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -41,52 +47,83 @@ class Holders:
 
     def match(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
         """How many of these blocks, from the first on, each instance has."""
-        places = {bit: at for at, url in enumerate(urls) if (bit := self._bits.get(url))}
-        found = [0] * len(urls)
-        left = sum(places)
+        masks, holders, owners = self._masks, self._holders, self._owners
+        left = 0
+        for url in urls:
+            left |= masks.get(url, 0)
+        left &= holders.get(blocks[0], 0) if blocks else 0
+        found: dict[str, int] = {}
         for depth, block in enumerate(blocks):
-            still = left & self._holders.get(block, 0)
-            if still != left:
-                gone = left ^ still
-                while gone:
-                    bit = gone & -gone
-                    found[places[bit]] = depth
-                    gone ^= bit
-                left = still
-                if not left:
-                    return found
-        for bit, at in places.items():
-            if bit & left:
-                found[at] = len(blocks)
-        return found
+            if not left:
+                break
+            still = left & holders.get(block, 0)
+            gone = left ^ still
+            while gone:  # a later one of the same instance is deeper
+                bit = gone & -gone
+                found[owners[bit]] = depth
+                gone ^= bit
+            left = still
+        while left:
+            bit = left & -left
+            found[owners[bit]] = len(blocks)
+            left ^= bit
+        return [found.get(url, 0) for url in urls]
 
     def served(self, url: str, blocks: Sequence[int]) -> None:
         """The instance itself reports what it keeps of it."""
 
-    def add(self, url: str, blocks: Iterable[int]) -> None:
-        """It has these now."""
-        bit = self._bits.get(url)
-        if bit is None:
-            used = sum(self._bits.values())
-            bit = self._bits[url] = ~used & (used + 1)  # the lowest that nobody has
-        for block in blocks:
-            self._holders[block] = self._holders.get(block, 0) | bit
+    def has(self, url: str, block: int, rank: int = 0) -> bool:
+        """Whether this cache of the instance has it."""
+        return bool(self._holders.get(block, 0) & self._bits.get((url, rank), 0))
 
-    def remove(self, url: str, blocks: Iterable[int]) -> None:
-        """It has these no longer."""
-        bit = self._bits.get(url, 0)
+    def add(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
+        """It has these now."""
+        bit = self._bits.get((url, rank))
+        if bit is None:
+            used = sum(self._bits.values()) | self._retired
+            bit = ~used & (used + 1)  # the lowest that nobody has
+            self._bits[url, rank] = bit
+            self._masks[url] = self._masks.get(url, 0) | bit
+            self._owners[bit] = url
+        holders = self._holders
         for block in blocks:
-            rest = self._holders.get(block, 0) & ~bit
-            if rest:
-                self._holders[block] = rest
-            else:
-                self._holders.pop(block, None)
+            holders[block] = holders.get(block, 0) | bit
+
+    def remove(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
+        """It has these no longer."""
+        self.sweep(self._bits.get((url, rank), 0), blocks)
 
     def forget(self, url: str) -> None:
         """It has nothing, or is gone. Looks at every block, 50 ns each."""
-        bit = self._bits.get(url, 0)
-        self.remove(url, [block for block, holders in self._holders.items() if holders & bit])
-        self._bits.pop(url, None)
+        for rank in [rank for of, rank in self._bits if of == url]:
+            bit = self.retire(url, rank)
+            self.sweep(bit, [block for block, held in self._holders.items() if held & bit])
+            self.release(bit)
+
+    def retire(self, url: str, rank: int = 0) -> int:
+        """Forget it at once; blocks keep its bit until `sweep` has seen them all, then `release`."""
+        bit = self._bits.pop((url, rank), 0)
+        if bit:
+            del self._owners[bit]
+            self._retired |= bit
+            self._masks[url] ^= bit
+            if not self._masks[url]:
+                del self._masks[url]
+        return bit
+
+    def sweep(self, bit: int, blocks: Iterable[int]) -> None:
+        """These blocks are not that cache's."""
+        holders = self._holders
+        for block in blocks:
+            rest = holders.get(block, 0) & ~bit
+            if rest:
+                holders[block] = rest
+            else:
+                holders.pop(block, None)
+
+    def release(self, bit: int) -> None:
+        """No block has it any more."""
+        self._retired &= ~bit
 
 
 class Recent:
@@ -115,6 +152,9 @@ class Recent:
         gone = [self._blocks.popitem(last=False)[0] for _ in range(len(self) - self.most)]
         return new, gone
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
 
 class History(Holders):
     """What an instance must have cached, going by what it was sent; for those that report nothing.
@@ -136,8 +176,16 @@ class History(Holders):
                 self.forget(next(iter(self._recent)))
         self._recent[url] = recent
         new, gone = recent.use(blocks)
-        self.add(url, new)
-        self.remove(url, gone)
+        self.add(url, new, SENT)
+        self.remove(url, gone, SENT)
+
+    def sent(self, url: str) -> int:
+        """How many blocks of this instance's are remembered."""
+        return len(self._recent.get(url, ()))
+
+    def unlearn(self, url: str) -> tuple[int, Iterator[int]]:
+        """What it was sent counts no more: the bit to sweep from these blocks, and to release."""
+        return self.retire(url, SENT), iter(self._recent.pop(url, ()))
 
     def forget(self, url: str) -> None:
         """It has nothing, or is gone."""
