@@ -6,10 +6,12 @@ A block's number stands for all tokens up to its end, so a table of numbers is a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final, Protocol
 
+CHUNK: Final = 256  # blocks freed in one step
 SENT: Final = -1  # the rank under which stands what an instance was sent, not what it reported
 
 
@@ -39,7 +41,7 @@ class Holders:
         self._bits: dict[tuple[str, int], int] = {}
         self._masks: dict[str, int] = {}  # an instance's bits
         self._owners: dict[int, str] = {}  # by bit
-        self._retired = 0  # bits that blocks may still have, for nobody
+        self._leaving: deque[tuple[int, Iterator[int]]] = deque()  # bits that blocks may still have
         self._holders: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -80,7 +82,7 @@ class Holders:
         """It has these now."""
         bit = self._bits.get((url, rank))
         if bit is None:
-            used = sum(self._bits.values()) | self._retired
+            used = sum(self._bits.values()) + sum({bit for bit, _ in self._leaving})
             bit = ~used & (used + 1)  # the lowest that nobody has
             self._bits[url, rank] = bit
             self._masks[url] = self._masks.get(url, 0) | bit
@@ -91,28 +93,37 @@ class Holders:
 
     def remove(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
         """It has these no longer."""
-        self.sweep(self._bits.get((url, rank), 0), blocks)
+        self._sweep(self._bits.get((url, rank), 0), blocks)
+
+    def retire(self, url: str, rank: int, blocks: Iterator[int]) -> None:
+        """Forget a cache that had these blocks: nobody finds it any more, `tidy` frees its memory."""
+        bit = self._bits.pop((url, rank), 0)
+        if bit:
+            del self._owners[bit]
+            self._masks[url] ^= bit
+            if not self._masks[url]:
+                del self._masks[url]
+            self._leaving.append((bit, blocks))
+
+    def tidy(self) -> Iterator[None]:
+        """Free what retired caches held, step by step; may be left off, and gone on with by others."""
+        while self._leaving:
+            cache = self._leaving[0]
+            chunk = list(islice(cache[1], CHUNK))
+            self._sweep(cache[0], chunk)
+            if not chunk:
+                self._leaving.popleft()
+            yield
 
     def forget(self, url: str) -> None:
         """It has nothing, or is gone. Looks at every block, 50 ns each."""
         for rank in [rank for of, rank in self._bits if of == url]:
-            bit = self.retire(url, rank)
-            self.sweep(bit, [block for block, held in self._holders.items() if held & bit])
-            self.release(bit)
+            bit = self._bits[url, rank]
+            self.retire(url, rank, iter([at for at, held in self._holders.items() if held & bit]))
+        for _ in self.tidy():
+            pass
 
-    def retire(self, url: str, rank: int = 0) -> int:
-        """Forget it at once; blocks keep its bit until `sweep` has seen them all, then `release`."""
-        bit = self._bits.pop((url, rank), 0)
-        if bit:
-            del self._owners[bit]
-            self._retired |= bit
-            self._masks[url] ^= bit
-            if not self._masks[url]:
-                del self._masks[url]
-        return bit
-
-    def sweep(self, bit: int, blocks: Iterable[int]) -> None:
-        """These blocks are not that cache's."""
+    def _sweep(self, bit: int, blocks: Iterable[int]) -> None:
         holders = self._holders
         for block in blocks:
             rest = holders.get(block, 0) & ~bit
@@ -120,10 +131,6 @@ class Holders:
                 holders[block] = rest
             else:
                 holders.pop(block, None)
-
-    def release(self, bit: int) -> None:
-        """No block has it any more."""
-        self._retired &= ~bit
 
 
 class Recent:
@@ -183,9 +190,9 @@ class History(Holders):
         """How many blocks of this instance's are remembered."""
         return len(self._recent.get(url, ()))
 
-    def unlearn(self, url: str) -> tuple[int, Iterator[int]]:
-        """What it was sent counts no more: the bit to sweep from these blocks, and to release."""
-        return self.retire(url, SENT), iter(self._recent.pop(url, ()))
+    def unlearn(self, url: str) -> None:
+        """What it was sent counts no more; `tidy` frees the memory."""
+        self.retire(url, SENT, iter(self._recent.pop(url, ())))
 
     def forget(self, url: str) -> None:
         """It has nothing, or is gone."""

@@ -44,6 +44,7 @@ def source(
         from ttft_otel.router.prefixes.lmcache import LMCache
 
         return LMCache(size, history, lmcache_url, lmcache_instances)
+    from ttft_otel.router.policies.index import History
     from ttft_otel.router.prefixes.history import Sent
 
-    return Sent(size, history)
+    return Sent(History(size, history))

@@ -11,21 +11,21 @@ import aiohttp
 
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.index import History
-from ttft_otel.router.prefixes.slices import sliced, sweep
+from ttft_otel.router.prefixes.slices import sliced
 from ttft_otel.router.prefixes.source import prefilling
 
 if TYPE_CHECKING:
-    from ttft_otel.router.prompts import Prompt
+    from ttft_otel.router.prompts.prompt import Prompt
 
 
 class Sent:
     """The latest blocks that each instance computed, going by the answers that came."""
 
-    def __init__(self, size: int, most: int) -> None:
-        self.index = History(size, most)
+    def __init__(self, index: History) -> None:
+        self.index = index
         self._fleet: Fleet | None = None
         self._urls: set[str] = set()
-        self._sweeps: set[asyncio.Task[None]] = set()
+        self._tidying: asyncio.Future[None] | None = None
 
     async def start(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
         """Nobody is asked."""
@@ -34,22 +34,22 @@ class Sent:
 
     async def close(self) -> None:
         """End what is still being forgotten."""
-        for task in self._sweeps:
-            task.cancel()
-        await asyncio.gather(*self._sweeps, return_exceptions=True)
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
 
     def follow(self) -> None:
         """Forget who is gone."""
         now = {each.url for each in prefilling(self._fleet)}
         for url in self._urls - now:
-            self.forget(url)
+            self.index.unlearn(url)
         self._urls = now
+        self.tidy()
 
-    def forget(self, url: str) -> None:
-        """It counts no more from now on; its blocks leave memory in the background."""
-        task = asyncio.ensure_future(sliced(sweep(self.index, *self.index.unlearn(url))))
-        self._sweeps.add(task)
-        task.add_done_callback(self._sweeps.discard)
+    def tidy(self) -> None:
+        """Free the memory of what was forgotten, in the background."""
+        if self._tidying is None or self._tidying.done():
+            self._tidying = asyncio.ensure_future(sliced(self.index.tidy()))
 
     async def lookup(
         self, model: str, prompt: Prompt, urls: Sequence[str]

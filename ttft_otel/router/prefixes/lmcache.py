@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ttft_otel.router.policies.index import History
 from ttft_otel.router.prefixes.history import Sent
 
 
@@ -12,5 +13,5 @@ class LMCache(Sent):
     """Instances that the controller does not know, or does not tell of, are known by what they were sent."""
 
     def __init__(self, size: int, most: int, url: str, instances: Sequence[str]) -> None:
-        super().__init__(size, most)
+        super().__init__(History(size, most))
         self.url, self.instances = url.rstrip("/"), tuple(instances)

@@ -13,7 +13,7 @@ from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.index import Index
 
 if TYPE_CHECKING:
-    from ttft_otel.router.prompts import Prompt
+    from ttft_otel.router.prompts.prompt import Prompt
 
 PREFILLS: Final = ("prefill", "prefill_decode", "mono")  # the leg that prefills: the first there is
 
