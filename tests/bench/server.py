@@ -28,6 +28,7 @@ class Script:
     """Milliseconds before the first token (in turn), how much of them is queue, then the stream.
 
     fail: what happens to the nth request: an HTTP status, "cut" after a token, "error" in the stream.
+    context: as /v1/models names it. words: tokens of a word; 0: it does not tell token ids.
     """
 
     first: list[float] = field(default_factory=lambda: [30.0])
@@ -38,6 +39,8 @@ class Script:
     split: bool = False
     usage: bool = True
     fail: dict[str, Any] = field(default_factory=dict)
+    context: int = 100_000
+    words: int = 1
 
 
 class Fake:
@@ -58,7 +61,7 @@ class Fake:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         try:
             if line.startswith("GET /v1/models"):
-                plain(writer, 200, {"data": [{"id": "fake"}]})
+                plain(writer, 200, {"data": [{"id": "fake", "max_model_len": self.script.context}]})
             elif line.startswith("GET"):
                 plain(writer, 200, self.notes)
             else:
@@ -73,12 +76,15 @@ class Fake:
         self, writer: asyncio.StreamWriter, headers: dict[str, str], body: Any, came: int
     ) -> None:
         """Stream as scripted, and note what was written when."""
+        if "return_token_ids" in body:
+            self.learned(writer, body["prompt"].split())
+            return
         number = len(self.notes)
         note: dict[str, Any] = {"headers": headers, "body": body, "came": came, "tokens": []}
         self.notes.append(note)
         fate = self.script.fail.get(str(number))
         if isinstance(fate, int):
-            plain(writer, fate, {"error": "as scripted"})
+            plain(writer, fate, {"error": {"message": f"{fate} as scripted"}})
             return
         first = self.script.first[number % len(self.script.first)]
         await sleep_until(came + int(first * 1e6))
@@ -99,6 +105,15 @@ class Fake:
         chunk(writer, b"data: [DONE]\n\n")
         note["end"] = monotonic_ns()
         writer.write(b"0\r\n\r\n")
+
+    def learned(self, writer: asyncio.StreamWriter, words: list[str]) -> None:
+        """What the benchmark asks before its load; not noted."""
+        count = len(words) * self.script.words
+        if not count:
+            plain(writer, 404, {"error": {"message": "no such path"}})
+            return
+        choice = {"text": "x", "prompt_token_ids": [300 + place for place in range(count)]}
+        plain(writer, 200, {"choices": [choice], "usage": {"prompt_tokens": count}})
 
     def header(self, number: int, took: int) -> bytes:
         """The breakdown of what was really slept."""

@@ -123,8 +123,107 @@ def test_rounds(bench: Bench) -> None:
         notes = server.notes()
 
     longest = max(notes, key=lambda note: len(talk(note)))
-    assert talk(longest) == ["system", "user", "assistant", "user", "assistant", "user"]
-    assert longest["body"]["messages"][2]["content"] == "t0 ét1 é"
+    assert talk(longest) == ["user", "assistant", "user", "assistant", "user"]
+    assert longest["body"]["messages"][1]["content"] == "t0 ét1 é"
+    asked = [
+        note for note in notes if note["headers"]["x-user-id"] == longest["headers"]["x-user-id"]
+    ]
+    turns = [note["body"]["messages"] for note in asked]
+    assert all(later[: len(one)] == one for one, later in zip(turns, turns[1:], strict=False))
+
+
+def test_late(bench: Bench) -> None:
+    """multi-round: the next question leaves a gap after the one before, or when its answer is there."""
+    words = ("--num-users", 1, "--num-rounds", 9, "--qps", 10, "--requests", 4, "--time", 30)
+    slow = Script(first=[300.0, 5.0, 5.0, 5.0], tokens=1)
+    with serving(slow) as server:
+        bench("--url", server.url, "--dataset", "multi-round", *words)
+        notes = server.notes()
+
+    gaps = [(b["came"] - a["came"]) / 1e6 for a, b in zip(notes, notes[1:], strict=False)]
+    assert len(notes) == 4, "--requests ends it before --time"
+    assert gaps[0] >= 300 and all(gap >= 99 for gap in gaps[1:]), "lost rounds are not caught up"
+
+
+def test_forgotten(bench: Bench) -> None:
+    """multi-round: a question that failed is in no later one."""
+    words = ("--num-users", 1, "--num-rounds", 9, "--qps", 20, "--requests", 3)
+    with serving(Script(first=[5.0], tokens=1, fail={"1": 503})) as server:
+        bench("--url", server.url, "--dataset", "multi-round", *words)
+        notes = server.notes()
+
+    assert [len(talk(note)) for note in notes] == [1, 3, 3]
+
+
+def test_learnt(bench: Bench) -> None:
+    """Token ids are those that the server's tokenizer makes of plain words, unless --vocab names them."""
+    words = ("--concurrency", 1, "--requests", 1, "--input-len", 200)
+    with serving(QUICK) as server:
+        bench("--url", server.url, *words)
+        bench("--url", server.url, *words, "--vocab", 240)
+        learnt, told = prompts(server.notes())
+
+    assert 300 <= min(learnt) and len(learnt) == 200
+    assert 100 <= min(told) and max(told) < 240
+
+
+def test_unlearnt(bench: Bench) -> None:
+    """A server that does not tell gets token ids that every vocabulary has."""
+    with serving(Script(first=[5.0], tokens=1, words=0)) as server:
+        bench("--url", server.url, "--concurrency", 1, "--requests", 1, "--input-len", 200)
+        (sent,) = prompts(server.notes())
+
+    assert 100 <= min(sent) and max(sent) < 256
+
+
+def test_words(bench: Bench) -> None:
+    """Chat prompts have so many words that the server counts about the tokens asked for."""
+    words = ("--api", "chat", "--concurrency", 1, "--requests", 1, "--input-len", 200)
+    with serving(Script(first=[5.0], tokens=1, words=5)) as server:
+        bench("--url", server.url, *words)
+        (note,) = server.notes()
+
+    assert len(note["body"]["messages"][0]["content"].split()) == 40
+
+
+def test_context(tmp_path: Path) -> None:
+    """Requests beyond the server's context are refused before any is sent, with what makes them fit."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [1, 2]}
+    trace.write_text(json.dumps(row), "utf-8")
+    loads = {
+        "--max-input": ["--dataset", "replay", str(trace)],
+        "--input-len": ["--concurrency", "1"],
+        "--num-rounds": ["--dataset", "multi-round"],
+    }
+    with serving(Script(context=500)) as server:
+        said = {
+            remedy: CliRunner().invoke(cli.main, ["bench", "--url", server.url, *words])
+            for remedy, words in loads.items()
+        }
+        assert server.notes() == []
+
+    for remedy, result in said.items():
+        assert result.exit_code == 1
+        assert remedy in result.output and "context is" in result.output
+
+
+def test_cut(bench: Bench, tmp_path: Path) -> None:
+    """replay: --max-input cuts a prompt's end, so that shared prefixes stay; --max-output cuts answers."""
+    rows = [
+        {"timestamp": 0, "input_length": 1000, "output_length": 30, "hash_ids": [1, 2]},
+        {"timestamp": 1, "input_length": 600, "output_length": 3, "hash_ids": [1, 3]},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    with serving(QUICK) as server:
+        words = ("--max-input", 550, "--max-output", 7)
+        bench("--url", server.url, "--dataset", "replay", trace, *words)
+        notes = server.notes()
+
+    first, second = prompts(notes)
+    assert len(first) == len(second) == 550 and first[:512] == second[:512]
+    assert sorted(note["body"]["max_tokens"] for note in notes) == [3, 7]
 
 
 def test_images(bench: Bench) -> None:
@@ -150,6 +249,7 @@ def test_failures(bench: Bench) -> None:
 
     target = found["targets"][0]
     assert target["runs"][0]["failures"] == {"HTTP 503": 2, "cut off": 1, "error in the stream": 1}
+    assert target["runs"][0]["complaints"]["HTTP 503"] == "503 as scripted"
     assert target["summary"]["figures_ms"]["ttft"]["count"] == 4
     assert target["summary"]["goodput"]["share"] == 0.5
 

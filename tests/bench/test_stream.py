@@ -77,6 +77,26 @@ def test_token(choice: dict[str, Any], tokens: int) -> None:
     assert len(told({"choices": [choice]}).tokens_ns) == tokens
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"error": {"message": "m", "code": 400}}', "m"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"message": "m"}', "m"),
+        (b"<html>" + b"x" * 999, "<html>" + "x" * 294),
+        (b"\xff", "\ufffd"),
+        (b"", ""),
+        (b"[1]", "[1]"),
+    ],
+)
+def test_refused(body: bytes, says: str) -> None:
+    """What a refusal says is found in the forms of servers and proxies, and is never long."""
+    reader = Reader()
+    reader.refused(body)
+
+    assert reader.story.says == says
+
+
 def test_finish() -> None:
     """A finish after tokens is none."""
     finish = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
@@ -86,5 +106,6 @@ def test_finish() -> None:
 
 def test_trouble() -> None:
     """An error event and broken JSON are told, and do not end the reading."""
-    assert told({"error": {"message": "x"}}).trouble == "error in the stream"
+    story = told({"error": {"message": "x"}})
+    assert (story.trouble, story.says) == ("error in the stream", "x")
     assert read([b"data: {\n\n"]).trouble == "no JSON in the stream"

@@ -7,13 +7,15 @@ Bodies are encoded before the run: encoding a long prompt between two sends woul
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 LOWEST: Final = 100  # smaller token ids are often special
+EVERYWHERE: Final = range(LOWEST, 256)  # no vocabulary is smaller
 WORDS: Final = tuple(
     (
         "time year people way day man thing woman life child world school state family student "
@@ -27,33 +29,66 @@ WORDS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request's path and body; `at` is when a trace wants it sent, in seconds from its start."""
+    """A request's path, body and own headers.
+
+    at: when a trace wants it sent, in seconds from its start. room: tokens of prompt and answer, 0
+    where only the server can count them.
+    """
 
     path: str
     body: bytes
     at: float = 0.0
+    room: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What learn.py found out: token ids of plain words, tokens of a word, the context (0: untold)."""
+
+    ids: Sequence[int] = EVERYWHERE
+    per_word: float = 1.0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How prompts become bodies: token ids on completions, words (about a token each) on chat."""
+    """How prompts become bodies: units are token ids on completions, places of WORDS on chat."""
 
     model: str
     chat: bool = False
-    vocab: int = 1000
-    extra: dict[str, Any] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
 
-    def ask(self, ids: Sequence[int], answer: int, at: float = 0.0) -> Ask:
-        """A request for `answer` tokens about a prompt given as token ids."""
+    def units(self, tokens: int) -> int:
+        """How many units make so many tokens."""
+        if not self.chat:
+            return tokens
+        return max(1, round(tokens / self.known.per_word)) if tokens else 0
+
+    def draw(self, chance: random.Random, tokens: int) -> list[int]:
+        """Random units of so many tokens."""
+        pool = range(len(WORDS)) if self.chat else self.known.ids
+        return chance.choices(pool, k=self.units(tokens))
+
+    def ask(self, units: Sequence[int], answer: int, at: float = 0.0) -> Ask:
+        """A request for `answer` tokens about a prompt."""
         if self.chat:
-            return self.talk([{"role": "user", "content": text(ids)}], answer, at)
-        return self._pack(COMPLETIONS, {"prompt": list(ids)}, answer, at)
+            return self.talk([{"role": "user", "content": text(units)}], answer, at)
+        return Ask(
+            COMPLETIONS, self._body({"prompt": list(units)}, answer), at, len(units) + answer
+        )
 
-    def talk(self, messages: list[dict[str, Any]], answer: int, at: float = 0.0) -> Ask:
+    def talk(
+        self,
+        messages: list[dict[str, Any]],
+        answer: int,
+        at: float = 0.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> Ask:
         """A chat request, whatever the form is."""
-        return self._pack(CHAT, {"messages": messages}, answer, at)
+        return Ask(CHAT, self._body({"messages": messages}, answer), at, headers=headers or {})
 
-    def _pack(self, path: str, body: dict[str, Any], answer: int, at: float) -> Ask:
+    def _body(self, body: dict[str, Any], answer: int) -> bytes:
         usual = {
             "model": self.model,
             "max_tokens": answer,
@@ -62,9 +97,9 @@ class Form:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return Ask(path, json.dumps({**usual, **body, **self.extra}).encode(), at)
+        return json.dumps({**usual, **body}).encode()
 
 
-def text(ids: Sequence[int]) -> str:
-    """Token ids as words: equal ids are equal words, so shared prefixes stay shared."""
-    return " ".join(WORDS[each % len(WORDS)] for each in ids)
+def text(places: Sequence[int]) -> str:
+    """Places of WORDS as a text."""
+    return " ".join(WORDS[each] for each in places)

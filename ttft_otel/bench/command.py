@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,13 +12,13 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from ttft_otel.bench import data, replay, rounds, screen
+from ttft_otel.bench import data, learn, replay, rounds, screen
 from ttft_otel.bench.ask import Form
 from ttft_otel.bench.compare import compare
 from ttft_otel.bench.compare import differing as contrast
 from ttft_otel.bench.document import FORMAT, document
 from ttft_otel.bench.options import FILE, OUT, ROUNDS, WHAT, WHEN, WHERE, flags
-from ttft_otel.bench.plan import TALKS, Plan
+from ttft_otel.bench.plan import TALKS, Plan, Unfit
 from ttft_otel.bench.session import Side, play
 from ttft_otel.bench.wire import Target
 
@@ -99,7 +98,7 @@ def bench(**given: Any) -> None:
     progress = screen.Progress(Console(stderr=True))
     try:
         finished = play(plan, sides, progress)
-    except replay.Unreadable as error:
+    except (replay.Unreadable, Unfit) as error:
         raise click.ClickException(str(error)) from error
     finally:
         progress.close()
@@ -127,13 +126,24 @@ def _plan(given: dict[str, Any]) -> Plan:
     return Plan(
         dataset=name,
         shape=_shape(given),
-        trace=replay.Trace(file or Path(), given["requests"], given["speed"], given["shrink"]),
+        trace=_trace(given),
         rounds=_rounds(given),
         **{
             key: given[key]
             for key in ("rate", "arrivals", "concurrency", "most", "warmup", "repeat", "seed")
         },
         timeout=given["timeout"],
+    )
+
+
+def _trace(given: dict[str, Any]) -> replay.Trace:
+    return replay.Trace(
+        path=given["file"] or Path(),
+        requests=given["requests"],
+        speed=given["speed"],
+        shrink=given["shrink"],
+        most_input=given["max_input"],
+        most_output=given["max_output"],
     )
 
 
@@ -160,6 +170,7 @@ def _rounds(given: dict[str, Any]) -> rounds.Rounds:
         question=given["question_len"],
         answer=given["answer_len"],
         seconds=given["time"],
+        requests=given["requests"],
     )
 
 
@@ -175,9 +186,17 @@ def _sides(given: dict[str, Any]) -> list[Side]:
             target = Target.of(url, headers)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        model = given["model"] or _model(target)
-        sides.append(Side(target, Form(model, chat, given["vocab"])))
+        sides.append(Side(target, _form(target, chat, given)))
     return sides
+
+
+def _form(target: Target, chat: bool, given: dict[str, Any]) -> Form:
+    """How to ask this server. Raises ClickException."""
+    try:
+        name, context = learn.model(target, given["model"])
+    except learn.Mute as error:
+        raise click.ClickException(str(error)) from error
+    return Form(name, chat, learn.known(target, name, context, given["vocab"]))
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
@@ -199,18 +218,6 @@ def _limits(given: Sequence[str]) -> dict[str, float]:
         if name not in LIMITS:
             raise click.UsageError(f"--slo wants NAME=MS with one of {', '.join(LIMITS)}: {each!r}")
     return found
-
-
-def _model(target: Target) -> str:
-    """The first model that the server names. Raises ClickException."""
-    request = urllib.request.Request(f"{target.url}/v1/models", headers=target.headers)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise click.ClickException(
-            f"{target.url}/v1/models names no model ({error}); is the server up? Else give --model"
-        ) from error
 
 
 def _load(given: dict[str, Any]) -> dict[str, Any]:

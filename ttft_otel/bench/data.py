@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ttft_otel.bench import images
-from ttft_otel.bench.ask import LOWEST, Ask, Form, text
+from ttft_otel.bench.ask import Ask, Form, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,6 @@ class Shape:
     edge: int = 224
 
 
-def ids(chance: random.Random, count: int, vocab: int) -> list[int]:
-    """Random token ids."""
-    return [chance.randrange(LOWEST, vocab) for _ in range(count)]
-
-
 def stray(chance: random.Random, length: int, spread: float) -> int:
     """A length around `length`, at least 1."""
     return max(1, round(length * (1 + spread * chance.uniform(-1, 1))))
@@ -43,7 +38,7 @@ def unrelated(form: Form, shape: Shape, seed: int) -> Iterator[Ask]:
 def related(form: Form, shape: Shape, seed: int) -> Iterator[Ask]:
     """`shared-prefix`: each prompt is one of some prefixes, and then a tail of its own."""
     chance = random.Random(f"shared-prefix/{seed}")
-    heads = [ids(chance, shape.prefix, form.vocab) for _ in range(shape.prefixes)]
+    heads = [form.draw(chance, shape.prefix) for _ in range(shape.prefixes)]
     return _prompts(form, shape, chance, heads)
 
 
@@ -51,7 +46,7 @@ def pictured(form: Form, shape: Shape, seed: int) -> Iterator[Ask]:
     """`images`: pictures that no request repeats, and then a text."""
     chance = random.Random(f"images/{seed}")
     for _ in range(shape.requests):
-        words = ids(chance, stray(chance, shape.input, shape.spread), form.vocab)
+        words = form.draw(chance, stray(chance, shape.input, shape.spread))
         seen = [chance.getrandbits(32) for _ in range(shape.pictures)]
         answer = stray(chance, shape.output, shape.spread)
         yield form.talk([{"role": "user", "content": _content(seen, shape.edge, words)}], answer)
@@ -61,7 +56,7 @@ def _prompts(
     form: Form, shape: Shape, chance: random.Random, heads: list[list[int]]
 ) -> Iterator[Ask]:
     for _ in range(shape.requests):
-        tail = ids(chance, stray(chance, shape.input, shape.spread), form.vocab)
+        tail = form.draw(chance, stray(chance, shape.input, shape.spread))
         yield form.ask(chance.choice(heads) + tail, stray(chance, shape.output, shape.spread))
 
 

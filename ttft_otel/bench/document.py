@@ -88,6 +88,7 @@ def _run(run: Run, found: Sequence[Sample]) -> dict[str, Any]:
         "unfinished": run.unfinished,
         "held": run.held,
         "failures": figures.failures(run),
+        "complaints": figures.complaints(run),
         "requests": [_request(each) for each in found],
     }
 

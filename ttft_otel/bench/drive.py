@@ -23,6 +23,8 @@ from ttft_otel.bench.wire import Reply, Target, exchange, until
 LEAD_NS: Final = 20_000_000  # connections are opened so much before their request is due
 APART_NS: Final = 1_000_000
 BEAT: Final = 0.01
+OK: Final = 200
+TOO_LONG: Final = ("maximum context length", "maximum model length")  # vLLM's words
 SLICE: Final = 32  # pieces parsed in one turn of the event loop
 
 
@@ -30,7 +32,7 @@ SLICE: Final = 32  # pieces parsed in one turn of the event loop
 class Result:
     """One request: its readings, what its stream said, and the server's breakdown if it sent one.
 
-    error: "" when it succeeded, else the kind of failure.
+    error: "" when it succeeded, else the kind of failure. says: the server's words on it.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Result:
     story: Story
     timing: timing.Timing | None
     error: str
+    says: str = ""
 
     @property
     def ttft_us(self) -> float:
@@ -88,10 +91,16 @@ class Driver:
         self.run.held += due_ns < self.freed_ns
         return max(due_ns, self.freed_ns)
 
+    def leave(self) -> None:
+        """Give the room back."""
+        if self.room is not None:
+            self.room.release()
+
     async def fire(self, ask: Ask, due_ns: int) -> Result:
         """Send one request at its time; call `enter` before."""
         trace, name = context.new_trace(), uuid.uuid4().hex
         headers = {
+            **ask.headers,
             names.TRACEPARENT: f"00-{trace}-{context.new_id()}-01",
             names.REQUEST_HEADER: name,
             names.ASK: "1",
@@ -101,11 +110,11 @@ class Driver:
             message = self.target.message(ask.path, ask.body, headers)
             reply = await exchange(self.target, message, due_ns, self.timeout)
         finally:
-            if self.room is not None:
-                self.room.release()
+            self.leave()
         story = await _told(reply)
         found = timing.read(reply.headers.get(names.TIMING, ""))
-        result = Result(name, trace, reply, story, found, _failure(reply, story))
+        error = _failure(reply, story)
+        result = Result(name, trace, reply, story, found, error, story.says if error else "")
         self.run.results.append(result)
         return result
 
@@ -175,6 +184,8 @@ async def _worker(driver: Driver, asks: Iterator[Ask], due: int) -> None:
 async def _told(reply: Reply) -> Story:
     """Parse an answer's pieces, a slice at a time."""
     reader = Reader()
+    if reply.status != OK:
+        reader.refused(b"".join(piece for _, piece in reply.pieces))
     for place, (at, piece) in enumerate(reply.pieces):
         if place % SLICE == SLICE - 1:
             await asyncio.sleep(0)
@@ -187,6 +198,8 @@ def _failure(reply: Reply, story: Story) -> str:
     """The kind of a failure; "" for a success."""
     if reply.error:
         return reply.error
-    if reply.status != 200:
+    if any(word in story.says for word in TOO_LONG):
+        return "longer than the context"
+    if reply.status != OK:
         return f"HTTP {reply.status}"
     return story.trouble or ("" if story.tokens_ns else "no token")

@@ -122,6 +122,15 @@ def failures(run: Run) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
+def complaints(run: Run) -> dict[str, str]:
+    """What a server said of each kind of failure, the first time."""
+    said: dict[str, str] = {}
+    for each in run.results:
+        if each.error and each.says:
+            said.setdefault(each.error, each.says)
+    return said
+
+
 def lag(run: Run) -> dict[str, float]:
     """How late this process was: p99 of its sends and of its event loop, in milliseconds."""
     sends = Line.of(each.reply.lag_ns / 1e6 for each in run.results)

@@ -40,7 +40,11 @@ WHAT: Final = (
     click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
     click.argument("file", required=False, type=click.Path(path_type=Path)),
     click.option("--api", type=click.Choice(("completions", "chat")), help="Which API to ask."),
-    click.option("--requests", type=COUNT, help="How many.  [default: 100; replay: all]"),
+    click.option(
+        "--requests",
+        type=COUNT,
+        help="How many.  [default: 100; replay: all; multi-round: until --time]",
+    ),
     _number("--input-len", COUNT, 512, "Prompt tokens (shared-prefix: after the prefix)."),
     _number("--output-len", COUNT, 64, "Answer tokens."),
     _number("--spread", click.FloatRange(0, 1), 0.0, "Lengths differ by so much: 0.2 is ±20 %."),
@@ -48,9 +52,15 @@ WHAT: Final = (
     _number("--prefixes", COUNT, 1, "shared-prefix: how many different ones."),
     _number("--images", COUNT, 1, "images: pictures in a request."),
     _number("--image-size", COUNT, 224, "images: their edge in pixels."),
-    _number("--vocab", click.IntRange(min=200), 1000, "Token ids are below this."),
+    click.option(
+        "--vocab",
+        type=click.IntRange(min=200),
+        help="Token ids are 100 to this.  [default: those of plain words, which the server tells]",
+    ),
     _number("--speed", ABOVE, 1.0, "replay: so many times as fast."),
     _number("--shrink", click.IntRange(1, 512), 1, "replay: prompts so many times as short."),
+    click.option("--max-input", type=COUNT, help="replay: cut prompts to so many tokens."),
+    click.option("--max-output", type=COUNT, help="replay: cut answers to so many tokens."),
 )
 ROUNDS: Final = (
     _number("--num-users", COUNT, 5, "multi-round: users at once."),

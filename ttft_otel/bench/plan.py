@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,17 @@ from ttft_otel.bench.ask import Ask, Form
 from ttft_otel.bench.drive import Driver, closed_loop, open_loop
 
 DATASETS: Final = ("random", "shared-prefix", "multi-round", "images", "replay")
+REMEDY: Final = "Make --input-len or --output-len smaller."
+REMEDIES: Final = {
+    "replay": "--max-input and --max-output cut them, --shrink divides prompts.",
+    "multi-round": "Make --num-rounds, --answer-len or the prompts smaller.",
+}
 TALKS: Final = ("multi-round", "images")  # datasets that only a chat can carry
+
+
+class Unfit(ValueError):
+    """Requests that the server cannot take; the message says how many and the remedy."""
+
 
 Load = Callable[[Driver], Awaitable[None]]
 
@@ -43,8 +53,10 @@ class Plan:
     def load(self, form: Form, seed: int) -> Load:
         """One run's load, every body of it made beforehand (a conversation's are made as it goes)."""
         if self.dataset == "multi-round":
+            self._fit(form, [self.rounds.longest])
             return lambda driver: rounds.conversations(driver, form, self.rounds, seed)
         asks = list(self._asks(form, seed))
+        self._fit(form, [ask.room for ask in asks])
         if self.concurrency:
             count = self.concurrency
             return lambda driver: closed_loop(driver, asks, count)
@@ -57,6 +69,19 @@ class Plan:
         other = -1 - seed
         asks = list(itertools.islice(self._asks(form, other), self.warmup))
         return lambda driver: closed_loop(driver, asks, min(4, self.warmup))
+
+    def _fit(self, form: Form, rooms: Sequence[int]) -> None:
+        """Raises Unfit when requests are longer than the server's context, as far as both are known."""
+        context = form.known.context
+        long = [room for room in rooms if context and room > context]
+        if long:
+            whose = f"{len(long)} of {len(rooms)} requests need"
+            if self.dataset == "multi-round":
+                whose = "a conversation's last round needs"
+            raise Unfit(
+                f"{whose} up to {max(long)} tokens for prompt and answer; the server's context is "
+                f"{context}. {REMEDIES.get(self.dataset, REMEDY)}"
+            )
 
     def _asks(self, form: Form, seed: int) -> Iterator[Ask]:
         if self.dataset == "shared-prefix":

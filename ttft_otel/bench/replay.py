@@ -8,6 +8,7 @@ prefix cache sees what the trace's did.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.bench import data
 from ttft_otel.bench.ask import Ask, Form
 
 BLOCK: Final = 512
@@ -27,12 +27,18 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A file, how many of its requests, how much faster, and by what its lengths are divided."""
+    """A file, how many of its requests, how much faster, by what its prompts are divided, and cuts.
+
+    most_input, most_output: longer prompts and answers are cut; a prompt keeps its beginning, so
+    that shared prefixes stay.
+    """
 
     path: Path
     requests: int | None = None
     speed: float = 1.0
     shrink: int = 1
+    most_input: int | None = None
+    most_output: int | None = None
 
 
 def replayed(form: Form, trace: Trace, seed: int) -> Iterator[Ask]:
@@ -41,15 +47,20 @@ def replayed(form: Form, trace: Trace, seed: int) -> Iterator[Ask]:
 
     @lru_cache(maxsize=100_000)
     def block(number: int) -> tuple[int, ...]:
-        return tuple(data.ids(random.Random(f"replay/{seed}/{number}"), size, form.vocab))
+        return tuple(form.draw(random.Random(f"replay/{seed}/{number}"), size))
 
     start: float | None = None
     for row in _rows(trace):
         start = row["timestamp"] if start is None else start
-        length = max(1, row["input_length"] // trace.shrink)
-        prompt = [each for number in row["hash_ids"] for each in block(number)][:length]
+        length = _cut(row["input_length"] // trace.shrink, trace.most_input)
+        blocks = row["hash_ids"][: math.ceil(length / size)]
+        prompt = [each for number in blocks for each in block(number)][: form.units(length)]
         at = (row["timestamp"] - start) / 1000 / trace.speed
-        yield form.ask(prompt, max(1, row["output_length"]), at)
+        yield form.ask(prompt, _cut(row["output_length"], trace.most_output), at)
+
+
+def _cut(length: int, most: int | None) -> int:
+    return max(1, length if most is None else min(length, most))
 
 
 def _rows(trace: Trace) -> Iterator[dict[str, Any]]:

@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """`multi-round`: users who ask, read the answer, and ask again with the whole history.
 
-So many users are in a conversation at any time: each asks every num_users/qps seconds, or when its
-answer is there, whichever is later; one leaves after its rounds and another one comes. The first
-ones are met in the middle of their conversations, so that not all of them end at once.
+As in production-stack's multi-round-qa.py: so many users are in a conversation at any time. Each asks
+num_users/qps seconds after its question before, or when the answer to that is there, whichever is
+later; one leaves after its rounds, and another one has come. The first ones are met in the middle of
+their conversations, so that not all of them end at once; what they said before is not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from time import monotonic_ns
-from typing import Any
+from typing import Any, Final
 
-from ttft_otel.bench import data
 from ttft_otel.bench.ask import Form, text
-from ttft_otel.bench.drive import LEAD_NS, Driver, Result, drop
+from ttft_otel.bench.drive import LEAD_NS, Driver, drop
 from ttft_otel.bench.wire import until
+
+USER: Final = "x-user-id"  # what a router's session affinity may go by
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Users, their rounds, requests per second of all, lengths in tokens, seconds."""
+    """Users, their rounds, requests per second of all, lengths in tokens; seconds and requests end it."""
 
     users: int = 5
     rounds: int = 10
@@ -33,6 +37,12 @@ class Rounds:
     question: int = 20
     answer: int = 100
     seconds: float = 60.0
+    requests: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """About how many tokens a last question and its answer take, with all before them."""
+        return self.system + self.history + self.rounds * (self.question + self.answer)
 
     @property
     def gap(self) -> float:
@@ -54,10 +64,15 @@ class Rounds:
 async def conversations(driver: Driver, form: Form, rounds: Rounds, seed: int) -> None:
     """Have all users' conversations until the time is over and the last answer is there."""
     start = monotonic_ns() + 2 * LEAD_NS
-    system = text(data.ids(random.Random(f"rounds/{seed}"), rounds.system, form.vocab))
+    system = form.draw(random.Random(f"rounds/{seed}"), rounds.system)
+    left = iter(itertools.count() if rounds.requests is None else range(rounds.requests))
+    users = [
+        _User(driver, form, rounds, text(system), place, random.Random(f"user/{seed}/{place}"))
+        for place in range(len(rounds.births()))
+    ]
     tasks = {
-        asyncio.create_task(_user(driver, form, rounds, start, birth, f"{seed}/{place}", system))
-        for place, birth in enumerate(rounds.births())
+        asyncio.create_task(user.talk(start, birth, left))
+        for user, birth in zip(users, rounds.births(), strict=True)
     }
     try:
         await asyncio.gather(*tasks)
@@ -65,29 +80,45 @@ async def conversations(driver: Driver, form: Form, rounds: Rounds, seed: int) -
         await drop(tasks)
 
 
-async def _user(
-    driver: Driver, form: Form, rounds: Rounds, start: int, birth: float, name: str, system: str
-) -> None:
-    """One user's conversation; rounds before the run's start are passed over."""
-    chance = random.Random(f"user/{name}")
-    own = text(data.ids(chance, rounds.history, form.vocab))
-    messages: list[dict[str, Any]] = [{"role": "system", "content": f"{system} {own}"}]
-    free = 0
-    for turn in range(max(0, math.ceil(-birth / rounds.gap)), rounds.rounds):
-        offset = birth + turn * rounds.gap
-        if offset >= rounds.seconds:
-            return
-        due = max(start + int(offset * 1e9), free)
-        await until(due - LEAD_NS)
-        asked = text(data.ids(chance, rounds.question, form.vocab))
-        messages.append({"role": "user", "content": asked})
-        result = await _turn(driver, form, rounds, messages, due)
-        messages.append({"role": "assistant", "content": "".join(result.story.text)})
-        free = result.reply.end_ns
+@dataclass(slots=True)
+class _User:
+    """One user and what was said so far; the system prompt opens its first question."""
 
+    driver: Driver
+    form: Form
+    rounds: Rounds
+    system: str
+    number: int
+    chance: random.Random
+    said: list[dict[str, Any]] = field(default_factory=list)
 
-async def _turn(
-    driver: Driver, form: Form, rounds: Rounds, messages: list[dict[str, Any]], due: int
-) -> Result:
-    ask = form.talk(messages, rounds.answer)
-    return await driver.fire(ask, await driver.enter(due))
+    async def talk(self, start: int, birth: float, left: Iterator[int]) -> None:
+        """Have the conversation; rounds before the run's start are passed over."""
+        first = max(0, math.ceil(-birth / self.rounds.gap))
+        due = start + int((birth + first * self.rounds.gap) * 1e9)
+        end = start + int(self.rounds.seconds * 1e9)
+        for _ in range(first, self.rounds.rounds):
+            if due >= end:
+                return
+            await until(due - LEAD_NS)
+            due = await self.driver.enter(due)
+            if next(left, None) is None:
+                self.driver.leave()
+                return
+            ended = await self._ask(due)
+            due = max(due + int(self.rounds.gap * 1e9), ended)
+
+    async def _ask(self, due: int) -> int:
+        """One round; when it ended. A question that failed is forgotten."""
+        asked = text(self.form.draw(self.chance, self.rounds.question))
+        if not self.said:
+            own = text(self.form.draw(self.chance, self.rounds.history))
+            asked = f"{self.system} {own} {asked}"
+        turn = [*self.said, {"role": "user", "content": asked}]
+        headers = {USER: str(self.number)}
+        result = await self.driver.fire(
+            self.form.talk(turn, self.rounds.answer, headers=headers), due
+        )
+        if not result.error:
+            self.said = [*turn, {"role": "assistant", "content": "".join(result.story.text)}]
+        return result.reply.end_ns

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DONE = "[DONE]"
+LONGEST = 300  # characters of an error message that are kept
 
 
 @dataclass(slots=True)
 class Story:
-    """What a stream said: when its tokens came (ns, one entry an event), counts, text, complaint."""
+    """What a stream said: when its tokens came (ns, one entry an event), counts, text, complaint.
+
+    trouble: the kind of it. says: the server's own words.
+    """
 
     tokens_ns: list[int] = field(default_factory=list)
     prompt: int | None = None
@@ -23,6 +27,7 @@ class Story:
     answer: int | None = None
     text: list[str] = field(default_factory=list)
     trouble: str = ""
+    says: str = ""
     done: bool = False
 
 
@@ -71,6 +76,13 @@ class Reader:
         for event in self.lines.feed(piece):
             self._event(at, event.decode("utf-8", "replace"))
 
+    def refused(self, body: bytes) -> None:
+        """The body of an answer with another status than 200."""
+        try:
+            self.story.says = _words(json.loads(body))
+        except ValueError:
+            self.story.says = body.decode("utf-8", "replace").strip()[:LONGEST]
+
     def _event(self, at: int, data: str) -> None:
         if data == DONE:
             self.story.done = True
@@ -84,6 +96,7 @@ class Reader:
             return
         if said.get("error"):
             self.story.trouble = "error in the stream"
+            self.story.says = self.story.says or _words(said)
         self._usage(said.get("usage") or {})
         choices = said.get("choices") or []
         self._text(choices)
@@ -101,6 +114,14 @@ class Reader:
         for choice in choices:
             delta = choice.get("delta") or {}
             self.story.text.append(choice.get("text") or delta.get("content") or "")
+
+
+def _words(said: Any) -> str:
+    """The message of an error as vLLM, OpenAI and FastAPI write it."""
+    error = said.get("error", said) if isinstance(said, dict) else said
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or ""
+    return str(error)[:LONGEST]
 
 
 def _token(choice: dict[str, Any]) -> bool:
