@@ -49,6 +49,14 @@ KV_CONNECTOR: Final = "ttft.kv.connector"
 ATTEMPT: Final = "ttft.attempt"
 POLICY: Final = "ttft.route.policy"
 CANDIDATES: Final = "ttft.route.candidates"
+ROUTE_REASON: Final = "ttft.route.reason"
+ROUTE_SCORE: Final = (
+    "ttft.route.score"  # of the chosen one: microseconds, pairs, tokens or requests
+)
+ROUTE_INSTANCES: Final = "ttft.route.instances"  # host:port of candidates, the best first
+ROUTE_SCORES: Final = "ttft.route.scores"  # theirs, in the same order
+ROUTE_CACHED: Final = "ttft.route.cached_tokens"
+PREDICTED_MS: Final = "ttft.predicted_ms"
 FIRST_TOKEN: Final = "ttft.first_token"
 FIRST_TOKEN_REASON: Final = "ttft.first_token_reason"
 FIRST_TOKEN_MISMATCH: Final = "ttft.first_token_mismatch"
@@ -96,6 +104,7 @@ CARRIER: Final = "ttft-otel"
 # Server-Timing entries that are not stages.
 TIMING_TTFT: Final = "ttft"
 TIMING_REST: Final = "rest"  # first token -> response, for an answer that is not streamed
+TIMING_TOKENS: Final = "tokens"  # the prompt's, cached ones, its own and all of its prefill's steps
 
 # Prometheus metrics on vLLM's existing /metrics and on the router's.
 METRIC_RECORDS: Final = "ttft_otel_records"
@@ -115,6 +124,14 @@ METRIC_RETRIES: Final = "ttft_otel_router_retries"
 METRIC_BUDGET: Final = "ttft_otel_router_retry_budget"
 METRIC_MISMATCHES: Final = "ttft_otel_router_first_token_mismatches"
 METRIC_RELOADS: Final = "ttft_otel_router_reloads"
+METRIC_LATE: Final = "ttft_otel_router_slo_refusals"
+METRIC_PROMPTS: Final = "ttft_otel_router_prompts"
+METRIC_PENDING_PREFILLS: Final = "ttft_otel_router_pending_prefills"
+METRIC_PENDING_TOKENS: Final = "ttft_otel_router_pending_tokens"
+METRIC_PREDICTION_ERROR: Final = "ttft_otel_router_prediction_mape"
+METRIC_PREDICTION_R2: Final = "ttft_otel_router_prediction_r2"
+METRIC_FIT: Final = "ttft_otel_router_prefill_fit"
+METRIC_FIT_SAMPLES: Final = "ttft_otel_router_prefill_samples"
 
 # Environment.
 ENV_ON: Final = "TTFT_OTEL"

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 VERSION: Final = 2
-Value: TypeAlias = str | int | float | bool
+Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
 
 

@@ -160,7 +160,15 @@ def header(trip: Trip, now: int) -> str:
     if cut is None:
         return ""
     rest = None if trip.streamed else now - cut.end
-    return timing.write(cut.stages, cut.unattributed, cut.end - cut.start, rest)
+    return timing.write(
+        cut.stages, cut.unattributed, cut.end - cut.start, rest, _tokens(trip.journey)
+    )
+
+
+def _tokens(journey: carrier.Journey | None) -> timing.Tokens | None:
+    if journey is None or not journey.own_tokens:
+        return None
+    return timing.Tokens(journey.prompt, journey.cached, journey.own_tokens, journey.step_tokens)
 
 
 def hand(trip: Trip, sender: Sends, *, server: bool) -> None:

@@ -69,6 +69,8 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
 # The router's own stages; legs' stages are always prefixed by their role: `encode.preprocess`.
 ROUTER: Final[dict[str, str]] = {
     "router.receive": "Reading and parsing the client's request.",
+    "router.tokenize": "Reading the prompt's tokens, for policies that route by them.",
+    "router.lookup": "Looking up which instances have how much of the prompt cached.",
     "router.route": "Choosing an instance for each leg.",
     "router.retry": "Lost in attempts that failed.",
     "router.hop": "A leg minus what its server accounts for; carries the leg: router.hop.encode.",

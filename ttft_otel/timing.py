@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from ttft_otel import names, stages
 
@@ -14,25 +14,54 @@ LIMIT: Final = 8192  # longer headers are refused, not read
 _ENTRY: Final = re.compile(
     r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*;\s*dur\s*=\s*\"?(\d{1,12}(?:\.\d+)?)\"?"
 )
+_TOKENS: Final = re.compile(
+    rf', {names.TIMING_TOKENS};desc="prompt=(\d{{1,9}}) cached=(\d{{1,9}}) own=(\d{{1,9}})'
+    r' step=(\d{1,9})"'
+)
+
+
+class Tokens(NamedTuple):
+    """A prompt's tokens, those that were cached, and its own and all tokens of its prefill's steps."""
+
+    prompt: int
+    cached: int
+    own: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One server's breakdown in microseconds: stages, remainder, their sum, and what came after."""
+    """One server's breakdown in microseconds: stages, remainder, their sum, and what came after.
+
+    tokens: of the prompt that it computed; None when it does not say.
+    """
 
     stages: dict[str, int] = field(default_factory=dict)
     unattributed: int = 0
     ttft: int = 0
     rest: int | None = None
+    tokens: Tokens | None = None
 
 
-def write(parts: Mapping[str, int], unattributed: int, ttft: int, rest: int | None = None) -> str:
-    """Write `prefill.queue;dur=1.234, ..., unattributed;dur=0.000, ttft;dur=5.000[, rest;dur=..]`."""
+def write(
+    parts: Mapping[str, int],
+    unattributed: int,
+    ttft: int,
+    rest: int | None = None,
+    tokens: Tokens | None = None,
+) -> str:
+    """Write `prefill.queue;dur=1.234, ..., unattributed;dur=0.000, ttft;dur=5.000[, rest;dur=..]`.
+
+    After that, with tokens, `tokens;desc="prompt=4096 cached=512 own=3584 step=3600"`.
+    """
     entries = [_entry(name, value) for name, value in parts.items()]
     entries.append(_entry(stages.UNATTRIBUTED, unattributed))
     entries.append(_entry(names.TIMING_TTFT, ttft))
     if rest is not None:
         entries.append(_entry(names.TIMING_REST, rest))
+    if tokens is not None:
+        said = "prompt={} cached={} own={} step={}".format(*tokens)
+        entries.append(f'{names.TIMING_TOKENS};desc="{said}"')
     return ", ".join(entries)
 
 
@@ -43,6 +72,9 @@ def read(text: str) -> Timing | None:
     """
     if not text or len(text) > LIMIT:
         return None
+    counts = _TOKENS.search(text)
+    if counts is not None:
+        text = text[: counts.start()] + text[counts.end() :]
     found = _own(text) or {name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)}
     ttft = found.pop(names.TIMING_TTFT, None)
     rest = found.pop(names.TIMING_REST, None)
@@ -50,7 +82,13 @@ def read(text: str) -> Timing | None:
     parts = {name: value for name, value in found.items() if stages.known(name)}
     if ttft is None or sum(parts.values()) + unattributed != ttft:
         return None
-    return Timing(parts, unattributed, ttft, rest)
+    return Timing(parts, unattributed, ttft, rest, None if counts is None else _tokens(counts))
+
+
+def _tokens(found: re.Match[str]) -> Tokens | None:
+    """The four numbers, where they can be true."""
+    tokens = Tokens(*map(int, found.groups()))
+    return tokens if tokens.cached <= tokens.prompt else None
 
 
 def _own(text: str) -> dict[str, int]:

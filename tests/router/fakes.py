@@ -25,6 +25,7 @@ from ttft_otel.router.gate import Gate
 from ttft_otel.router.health import Health
 from ttft_otel.router.legs import Legs
 from ttft_otel.router.report import Reports as Reports
+from ttft_otel.router.routing import Routing
 from ttft_otel.router.server import configure
 from ttft_otel.settings import Settings
 
@@ -265,9 +266,10 @@ async def router(
     keys: Sequence[str] = (),
     key: str = "",
     traced: bool = True,
+    routing: Callable[[Fleet], Routing] | None = None,
     **options: Any,
 ) -> AsyncIterator[Router]:
-    """The router on a real socket; its records go into a list."""
+    """The router on a real socket; its records go into a list. Legs take turns, unless `routing` says."""
     given = {
         "encode": encoders,
         "prefill": prefills,
@@ -279,7 +281,8 @@ async def router(
     }
     fleet = Fleet(instances, failures, pause)
     health = Health(fleet, pace, key)
-    legs = Legs(fleet, retries=retries, budget=budget, health=health)
+    made = routing(fleet) if routing else Routing(fleet, others="round_robin")
+    legs = Legs(fleet, made, retries, budget, health)
     options["gate"] = Gate(legs, keys, key)
     sent: list[bytes] = []
 
@@ -297,9 +300,9 @@ async def router(
         await asyncio.sleep(0.005)
     try:
         async with aiohttp.ClientSession() as client:
-            made = Router(client, f"http://127.0.0.1:{sock.getsockname()[1]}", sent)
-            made.app = built
-            yield made
+            running = Router(client, f"http://127.0.0.1:{sock.getsockname()[1]}", sent)
+            running.app = built
+            yield running
     finally:
         server.should_exit = True
         await task

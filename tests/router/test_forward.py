@@ -415,7 +415,7 @@ def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[
             raise LookupError("not the client's business")
 
     def broken(built: app.App) -> None:
-        built.forward.legs.policy = Broken()
+        built.forward.legs.routing.desk.policy = Broken()
 
     async def scenario() -> None:
         async with fakes.instance() as one, fakes.router([one.url], prepare=broken) as router:

@@ -361,7 +361,10 @@ def _router(
     """What the router records: its own stages around its legs', laid end to end."""
     laid: list[tuple[str, int, Attributes]] = [
         (name, row.own.get(name, 0), {})
-        for name in ("router.receive", "router.route", "router.retry")
+        for name in (
+            *("router.receive", "router.tokenize", "router.lookup"),
+            *("router.route", "router.retry"),
+        )
     ]
     for leg in row.legs:
         where: Attributes = {names.INSTANCE: leg.instance}

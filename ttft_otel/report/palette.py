@@ -16,6 +16,8 @@ COLORS: Final[dict[str, str]] = {
     "dispatch": "#7587a0",
     "egress": "#5d7089",
     "router.receive": "#b3bfcf",
+    "router.tokenize": "#a78bda",
+    "router.lookup": "#4cc3d9",
     "router.route": "#8796ac",
     "router.egress": "#64748b",
     "preprocess": "#c084fc",
@@ -41,6 +43,8 @@ KINDS: Final[dict[str, str]] = {
 }
 ROUTER_KINDS: Final[dict[str, str]] = {
     "router.receive": "host",
+    "router.tokenize": "work",
+    "router.lookup": "move",
     "router.route": "host",
     "router.retry": "wait",
     "router.hop": "move",
@@ -64,7 +68,10 @@ ROLE_SHORT: Final[dict[str, str]] = {
     "mono": "mono",
 }
 _TURN: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
-_FIRST: Final = ("router.receive", "router.route", "router.retry")
+_FIRST: Final = (
+    *("router.receive", "router.tokenize", "router.lookup"),
+    *("router.route", "router.retry"),
+)
 
 
 def bare(name: str) -> str:

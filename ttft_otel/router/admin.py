@@ -41,7 +41,17 @@ class Admin:
 
     async def get(self, _: web.Request) -> web.Response:
         """Every instance and how it is."""
-        return web.json_response({"instances": [_tell(each) for each in self.legs.fleet]})
+        routing = self.legs.routing
+        told = routing.tell()
+        return web.json_response(
+            {
+                "routing": {"leg": routing.leg, "logic": routing.desk.logic},
+                "instances": [
+                    _tell(each) | (told[each.url] if each.leg == routing.leg else {})
+                    for each in self.legs.fleet
+                ],
+            }
+        )
 
     async def post(self, request: web.Request) -> web.Response:
         """Add, drain or remove one; the instance as it is then."""
@@ -72,7 +82,7 @@ class Admin:
             fleet.remove(found)
         else:
             raise Rejected(409, f"It is the last {wanted.leg} instance: drain it instead.")
-        await self.legs.health.follow()
+        await self.legs.follow()
         return found or wanted
 
     def check(self, request: web.Request) -> None:

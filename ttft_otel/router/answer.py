@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -37,6 +38,15 @@ class TooLarge(Rejected):
 
     def __init__(self) -> None:
         super().__init__(413, "The request body is too large.")
+
+
+class TooLate(Rejected):
+    """No instance can make it in time: 429, and when one might."""
+
+    def __init__(self, after: float) -> None:
+        again = max(1, math.ceil(after))
+        message = f"No instance can answer in time; try again in {again} s."
+        super().__init__(429, message, "RateLimitError", again=again)
 
 
 async def start(status: int, down: Headers, exchange: Exchange, send: Send) -> None:

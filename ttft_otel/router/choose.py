@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -43,6 +43,7 @@ class Choice:
     """What a policy decided; `reason` is one word for spans and logs.
 
     `cached`: prompt tokens that the instance need not compute; `predicted`: seconds to the first token.
+    `scores`, `caches`: of every candidate, in the order in which they were offered, if it had any.
     """
 
     instance: Instance
@@ -50,6 +51,8 @@ class Choice:
     reason: str
     cached: int = 0
     predicted: float | None = None
+    scores: Sequence[float] = ()
+    caches: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Asked:
 
     final: an answer counts as it is, since what the body names may be gone after it.
     tokens, blocks: the prompt's length, and a number for each full block of it; 0 and none: unknown.
+    found: tokens of it that instances have cached, by URL; None: nobody has looked yet.
     """
 
     leg: str
@@ -69,6 +73,7 @@ class Asked:
     final: bool = False
     tokens: int = 0
     blocks: tuple[int, ...] = ()
+    found: Mapping[str, int] | None = None
 
 
 class Policy(Protocol):

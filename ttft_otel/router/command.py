@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from ttft_otel import handoff, names, settings
-from ttft_otel.router import admin, config, fleet, health, plan, retry
+from ttft_otel.router import admin, config, flags, fleet, health, plan, retry
 from ttft_otel.router import app as control
 from ttft_otel.router.config import Options, option
 from ttft_otel.router.forward import LARGEST, Forward
@@ -152,6 +152,7 @@ log: Final = logging.getLogger("ttft_otel")
     help="A port on loopback with GET and POST /instances; none without it.",
 )
 @option("--admin-token", default="", metavar="TOKEN", help="What /instances asks for.")
+@flags.options(option)
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
     """Route requests to vLLM servers and trace each one's time to first token.
@@ -188,6 +189,7 @@ def build(
     instances = fleet.Fleet(wanted.legs(), wanted.breaker_failures)
     legs = Legs(
         instances,
+        wanted.routing(instances, wanted.upstream_key),
         retries=wanted.retries,
         budget=wanted.retry_budget,
         health=health.Health(instances, wanted.health_interval, wanted.upstream_key),
@@ -224,7 +226,7 @@ class Reload:
             raise click.UsageError(f"the legs were {before} and would be {after}: restart for that")
         added, removed = legs.fleet.replace(wanted)
         self.app.gate.let(fresh.api_key)
-        self._following = asyncio.ensure_future(legs.health.follow())
+        self._following = asyncio.ensure_future(legs.follow())
         self.app.metrics.reloads["ok"] += 1
         log.warning(
             "ttft-otel: configuration read again: added %s; removed %s",

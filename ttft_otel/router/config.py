@@ -17,6 +17,7 @@ import yaml
 
 from ttft_otel.router import plan
 from ttft_otel.router.choose import Instance, instance
+from ttft_otel.router.flags import Flags
 
 ENV: Final = "TTFT_OTEL_ROUTER_"
 ARGUMENTS: Final = "ttft_otel.arguments"  # where a context keeps what was typed
@@ -26,7 +27,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(Flags):
     """What the operator wants; a field for each flag, named as it is."""
 
     encoder: tuple[str, ...]

@@ -124,7 +124,6 @@ class Decode:
             response, _ = await read(self.legs, asked, job.exchange, chain)
         except Down:
             return None
-        learn(chain[-1], response)
         if response.status >= 400:
             return None
         job.held = None
@@ -168,9 +167,10 @@ async def read(
     try:
         with reading(response, chain[-1]):
             data = await response.read()
+        chain[-1].first = chain[-1].ended
+        learn(chain[-1], response)
     except (aiohttp.ClientError, OSError) as error:
         raise down(chain[-1], error) from error
     finally:
         legs.fleet.left(chain[-1])
-    chain[-1].first = chain[-1].ended
     return response, data

@@ -68,8 +68,8 @@ async def _encode(
                 raise down(chain[-1], error) from error
             await legs.pause(chain)
     chain[-1].first = chain[-1].ended = clock.now()
-    legs.fleet.left(chain[-1])
     learn(chain[-1], response)
+    legs.fleet.left(chain[-1])
     if response.status >= 400:
         raise Refused(response.status, headers.down(response.raw_headers), body)
 

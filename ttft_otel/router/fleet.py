@@ -113,6 +113,8 @@ class Fleet:
             return
         attempt.open = False
         instance.in_flight -= 1
+        if attempt.account is not None:
+            attempt.account.left()
         error = attempt.error
         broke = bool(error) and not error.isdigit()
         instance.results[error if broke else f"{attempt.status // 100}xx"] += 1

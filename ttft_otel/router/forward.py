@@ -24,6 +24,7 @@ from ttft_otel.router.gate import Gate
 from ttft_otel.router.legs import Down, Legs
 from ttft_otel.router.pair import Pair
 from ttft_otel.router.path import Attempt, Trip, partition
+from ttft_otel.router.policies.ttft import Late
 from ttft_otel.router.report import Exchange, Reports, tell
 from ttft_otel.router.stream import Client, hand_on
 from ttft_otel.settings import Settings
@@ -88,6 +89,9 @@ class Forward:
             exchange.error = GONE
         except (answer.Rejected, Refused, Down) as error:
             await answer.fail(error, exchange, send)
+        except Late as error:
+            self.legs.routing.late += 1
+            await answer.fail(answer.TooLate(error.after), exchange, send)
         except (aiohttp.ClientError, OSError) as error:
             # mid-stream: what is out is out; returning unfinished makes uvicorn cut the connection
             exchange.error = type(error).__name__
@@ -156,6 +160,8 @@ class Forward:
                 return
             asked = replace(asked, leg=made.legs[0])
             exchange.token = (made.mode, made.reason)
+        if exchange.operation:
+            asked = await self.legs.routing.look(asked, exchange.path, exchange.trip)
         chain: list[Attempt] = []
         exchange.calls.append(chain)
         exchange.trip.path.append(chain)
@@ -249,5 +255,8 @@ def _died(trip: Trip) -> str:
     """The stage it was in: deeper than the hop nobody here can see."""
     if not trip.parsed:
         return "router.receive"
+    look = trip.look
+    if look is not None and not look.found:
+        return "router.lookup" if look.read else "router.tokenize"
     attempts = [attempt for chain in trip.path for attempt in chain]
     return f"router.hop.{attempts[-1].leg}" if attempts else "router.route"

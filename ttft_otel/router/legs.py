@@ -15,8 +15,10 @@ from ttft_otel.router import choose, retry, wire
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.health import Health
 from ttft_otel.router.path import Attempt
+from ttft_otel.router.routing import Routing
 
 ENCODE: Final = "encode"
+PREFILL: Final = "prefill"
 CONNECT: Final = 10.0  # seconds; an answer itself may take as long as it takes
 IDLE: Final = 4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
 _AUTO: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
@@ -36,13 +38,13 @@ class Legs:
     def __init__(
         self,
         fleet: Fleet | Mapping[str, Sequence[choose.Instance]],
-        policy: choose.Policy | None = None,
+        routing: Routing | None = None,
         retries: int = retry.RETRIES,
         budget: float = retry.RATIO,
         health: Health | None = None,
     ) -> None:
         self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
-        self.policy: choose.Policy = policy or choose.RoundRobin()
+        self.routing = routing or Routing(self.fleet)
         self.retries, self.budget = retries, retry.Budget(budget)
         self.health = health or Health(self.fleet)
         self.retried: dict[str, int] = {}
@@ -58,9 +60,16 @@ class Legs:
             skip_auto_headers=_AUTO,
         )
         await self.health.start(self._session)
+        await self.routing.start(self._session)
+
+    async def follow(self) -> None:
+        """The fleet's instances are others now."""
+        self.routing.follow()
+        await self.health.follow()
 
     async def close(self) -> None:
         """Close every connection."""
+        await self.routing.close()
         await self.health.close()
         if self._session is not None:
             await self._session.close()
@@ -83,7 +92,7 @@ class Legs:
         """Send one leg, and again elsewhere where retry.py allows it. Raises Down.
 
         `only`: to this instance and no other. Whoever calls ends the response, and tells
-        `fleet.left` of every attempt in `chain`.
+        `fleet.left` of every attempt in `chain`. Raises Late, too, where the policy does.
         """
         self.budget.earn()
         offered = (only,) if only else self.fleet.offered(asked.leg, asked.model)
@@ -91,11 +100,12 @@ class Legs:
             offered = _others(offered, chain)
         if not offered:
             raise Down(503, f"No {asked.leg} instance can take the request now.")
+        desk = self.routing.at(asked.leg)
         while True:
             again = bool(chain) and chain[-1].lost
-            choice = self.policy.choose(asked, offered, clock.now(), again)
+            choice = desk.policy.choose(asked, offered, clock.now(), again)
             try:
-                response = await self._send(asked, trace, choice, len(offered), chain)
+                response = await self._send(asked, trace, choice, offered, chain)
             except (aiohttp.ClientError, OSError) as error:
                 offered = self.after(asked, chain, error, only)
                 if not offered:
@@ -181,7 +191,7 @@ class Legs:
         asked: choose.Asked,
         trace: context.Context,
         choice: choose.Choice,
-        candidates: int,
+        offered: tuple[choose.Instance, ...],
         chain: list[Attempt],
     ) -> aiohttp.ClientResponse:
         to = choice.instance
@@ -197,9 +207,10 @@ class Legs:
         attempt = Attempt(
             asked.leg, path, to.host, to.port, span_id, clock.now(), number=len(chain) + 1
         )
-        attempt.policy, attempt.candidates = choice.reason, candidates
+        attempt.offered = offered
         chain.append(attempt)
         self.fleet.take(attempt, to)
+        self.routing.at(asked.leg).book(asked, choice, attempt)
         try:
             with wire.Sending(attempt):
                 response = await self.session.post(
@@ -218,8 +229,12 @@ class Legs:
 
 
 def learn(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
-    """Read the server's breakdown; after its first chunk, so that reading it is nobody's hop."""
+    """Read the server's breakdown, and tell the policy; after the first chunk: it is nobody's hop."""
     attempt.timing = timing.read(", ".join(response.headers.getall(names.TIMING, ())))
+    if attempt.account is not None and attempt.status < 400:
+        # a prefill instance's whole answer is one token
+        streaming = attempt.leg == PREFILL or response.content_type == "text/event-stream"
+        attempt.account.first(attempt.first, attempt.timing, streaming)
 
 
 def _others(

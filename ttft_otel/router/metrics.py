@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from ttft_otel import guard, meter, names
 from ttft_otel.router.choose import State
 from ttft_otel.router.forward import Forward
+from ttft_otel.router.gauges import counter, routes
 
 _BREAKER: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
@@ -35,6 +36,7 @@ class Metrics(Collector):
         yield from self._tracing()
         yield from self._requests()
         yield from self._instances()
+        yield from routes(self.forward.legs.routing)
 
     def _tracing(self) -> Iterator[Metric]:
         counts = self.counts()
@@ -43,15 +45,15 @@ class Metrics(Collector):
         yield records
         yield meter.lost(names.METRIC_DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"])
         caught = "Errors of the tracing itself, caught."
-        yield _counter(names.METRIC_ERRORS, caught, "place", guard.errors)
+        yield counter(names.METRIC_ERRORS, caught, "place", guard.errors)
         yield meter.lost(names.METRIC_LOST, counts)
 
     def _requests(self) -> Iterator[Metric]:
         legs, gate = self.forward.legs, self.forward.gate
         ended, again = "Requests that ended.", "Attempts after a failed one."
-        yield _counter(names.METRIC_REQUESTS, ended, "result", self.forward.answered)
+        yield counter(names.METRIC_REQUESTS, ended, "result", self.forward.answered)
         yield GaugeMetricFamily(names.METRIC_UNDER_WAY, "Requests under way.", value=gate.inside)
-        yield _counter(names.METRIC_RETRIES, again, "leg", legs.retried)
+        yield counter(names.METRIC_RETRIES, again, "leg", legs.retried)
         other = "Requests whose first token from D was not P's."
         yield CounterMetricFamily(
             names.METRIC_MISMATCHES, other, value=self.forward.pair.decode.mismatches
@@ -59,7 +61,7 @@ class Metrics(Collector):
         left = "Retries allowed right now."
         yield GaugeMetricFamily(names.METRIC_BUDGET, left, value=legs.budget.left)
         reread = "Configurations read again."
-        yield _counter(names.METRIC_RELOADS, reread, "result", self.reloads)
+        yield counter(names.METRIC_RELOADS, reread, "result", self.reloads)
 
     def _instances(self) -> Iterator[Metric]:
         pair = ["leg", "instance"]
@@ -82,10 +84,3 @@ class Metrics(Collector):
             for result, number in each.results.items():
                 attempts.add_metric([*who, result], number)
         yield from (state, flying, breaker, attempts)
-
-
-def _counter(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, says, labels=[label])
-    for value, number in list(values.items()):
-        family.add_metric([value], number)
-    return family

@@ -14,7 +14,7 @@ from ttft_otel.router.answer import Headers
 from ttft_otel.router.caches import Cache, Caches
 from ttft_otel.router.decode import Decode, Job
 from ttft_otel.router.fan import Refused
-from ttft_otel.router.legs import Legs, learn
+from ttft_otel.router.legs import Legs
 from ttft_otel.router.path import Attempt
 from ttft_otel.router.plan import CONTINUE, DECODE, OFF, PREFILL, STRIP, Plan
 from ttft_otel.router.release import Releases
@@ -65,10 +65,11 @@ class Pair:
 
     async def _prefill(self, job: Job) -> tuple[Token | None, Headers, Attempt]:
         """P's answer, whole: it is one token. Raises Refused, Down."""
+        asked = replace(job.asked, leg=PREFILL)
+        asked = await self.legs.routing.look(asked, job.exchange.path, job.exchange.trip)
+        asked = replace(asked, body=job.plan.prefill())
         chain = decode.chained(job.exchange, job.exchange.trip)
-        asked = replace(job.asked, leg=PREFILL, body=job.plan.prefill())
         response, data = await decode.read(self.legs, asked, job.exchange, chain)
-        learn(chain[-1], response)
         down = headers.down(response.raw_headers)
         if response.status >= 400:
             raise Refused(response.status, down, data)

@@ -15,7 +15,8 @@ from ttft_otel.stages import NAMES, UNATTRIBUTED
 from ttft_otel.timing import Timing
 
 if TYPE_CHECKING:
-    from ttft_otel.router.choose import Instance
+    from ttft_otel.router.account import Account
+    from ttft_otel.router.choose import Choice, Instance
 
 CUT: Final = "cancelled"
 _PLACE: Final = {name: place for place, name in enumerate(NAMES)}
@@ -44,17 +45,29 @@ class Attempt:
     lost: bool = False
     timing: Timing | None = None
     policy: str = ""
-    candidates: int = 0
+    choice: Choice | None = None
+    offered: tuple[Instance, ...] = ()
     resumed: int = 0
     fresh: bool = False
     instance: Instance | None = None
     open: bool = False  # counted as in flight at its instance
     trial: bool = False  # the one request of a half-open breaker
+    account: Account | None = None  # what its leg's policy has to know
 
     def cut(self) -> None:
         """It was cancelled: the client left, or another call of the request failed."""
         if not self.ended:
             self.error, self.ended = CUT, clock.now()
+
+
+@dataclass(slots=True)
+class Look:
+    """When a prompt was read and looked up, `before` which leg of the path; 0 is not yet."""
+
+    before: int
+    began: int
+    read: int = 0
+    found: int = 0
 
 
 @dataclass(slots=True)
@@ -69,6 +82,7 @@ class Trip:
     parsed: int = 0
     path: list[list[Attempt]] = field(default_factory=list)
     end: int = 0
+    look: Look | None = None
 
 
 def partition(trip: Trip) -> Breakdown:
@@ -76,8 +90,14 @@ def partition(trip: Trip) -> Breakdown:
     cursor = Cursor(trip.arrive)
     cursor.to("router.receive", trip.parsed or trip.end)
     attempts = [attempt for chain in trip.path for attempt in chain]
-    for attempt in attempts:
-        _attempt(cursor, attempt, trip, attempt is attempts[-1])
+    look = trip.look
+    for number, chain in enumerate(trip.path):
+        if look is not None and look.before == number:
+            _look(cursor, look, trip.end)
+        for attempt in chain:
+            _attempt(cursor, attempt, trip, attempt is attempts[-1])
+    if look is not None and look.before >= len(trip.path):
+        _look(cursor, look, trip.end)
     if trip.end:
         cursor.to("router.egress" if attempts else "router.route", max(trip.end, cursor.at))
     totals: dict[str, int] = {}
@@ -85,6 +105,13 @@ def partition(trip: Trip) -> Breakdown:
         totals[label] = totals.get(label, 0) + high - low
     lost = totals.pop(UNATTRIBUTED, 0)
     return Breakdown(trip.arrive, cursor.at, cursor.pieces, totals, lost, cursor.clamped)
+
+
+def _look(cursor: Cursor, look: Look, end: int) -> None:
+    cursor.to("router.route", look.began)
+    cursor.to("router.tokenize", look.read or end)
+    if look.read:
+        cursor.to("router.lookup", look.found or end)
 
 
 def _attempt(cursor: Cursor, attempt: Attempt, trip: Trip, last: bool) -> None:

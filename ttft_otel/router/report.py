@@ -14,12 +14,16 @@ from ttft_otel.breakdown import Breakdown
 from ttft_otel.context import Context
 from ttft_otel.original import Sums, original
 from ttft_otel.record import VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.router.choose import Choice
 from ttft_otel.router.path import Attempt, Trip, partition
 from ttft_otel.router.plan import STRIP
+from ttft_otel.router.routing import DEFAULT
 
 KEPT: Final = 10_000  # requests that /ttft_report still knows, about 2 KB each
 LONGEST: Final = 256  # characters of a string the client chose
+CANDIDATES: Final = 16  # of an instance's choice that a span tells, the best ones
 _EGRESS: Final = "router.egress"
+_ROUTE: Final = "router.route"
 
 
 @dataclass(slots=True)
@@ -85,7 +89,7 @@ def _identity(exchange: Exchange) -> Attributes:
 
 
 def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
-    servers = _servers(exchange.trip, cut)
+    servers, routes = _servers(exchange.trip, cut), _routes(exchange.trip)
     return Ttft(
         span_id=exchange.ttft_id,
         name=names.TTFT,
@@ -95,7 +99,13 @@ def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
         unattributed=cut.unattributed,
         clamped=cut.clamped,
         pieces=tuple(
-            Piece("stage", name, low - cut.start, high - cut.start, servers.get(name, {}))
+            Piece(
+                "stage",
+                name,
+                low - cut.start,
+                high - cut.start,
+                routes.get(high, {}) if name == _ROUTE else servers.get(name, {}),
+            )
             for name, low, high in cut.pieces
         ),
         attributes=_how(exchange),
@@ -111,6 +121,41 @@ def _how(exchange: Exchange) -> Attributes:
         found[names.FIRST_TOKEN] = mode
     if reason:
         found[names.FIRST_TOKEN_REASON] = reason
+    for chain in exchange.trip.path:
+        choice = chain[-1].choice if chain else None
+        if choice is not None and choice.predicted is not None:
+            found[names.PREDICTED_MS] = round(choice.predicted * 1000)
+    return found
+
+
+def _routes(trip: Trip) -> dict[int, Attributes]:
+    """What was chosen from, and why; by the moment when the request was sent there."""
+    return {
+        attempt.sent: _chosen(attempt, attempt.choice)
+        for chain in trip.path
+        for attempt in chain
+        if attempt.choice is not None and attempt.policy != DEFAULT  # which knows no more than that
+    }
+
+
+def _chosen(attempt: Attempt, choice: Choice) -> Attributes:
+    unit = 1 if choice.predicted is None else 1e6  # seconds become microseconds: no doubles
+    scores, caches = choice.scores, choice.caches
+    best = sorted(range(len(scores)), key=scores.__getitem__)[:CANDIDATES]
+    offered = attempt.offered
+    found: Attributes = {
+        names.POLICY: attempt.policy,
+        names.ROUTE_REASON: choice.reason,
+        names.CANDIDATES: len(offered),
+    }
+    if scores:
+        found[names.ROUTE_SCORE] = round(choice.score * unit)
+        found[names.ROUTE_SCORES] = tuple(round(scores[at] * unit) for at in best)
+        found[names.ROUTE_INSTANCES] = tuple(
+            f"{offered[at].host}:{offered[at].port}" for at in best
+        )
+    if caches:
+        found[names.ROUTE_CACHED] = tuple(caches[at] for at in best)
     return found
 
 
@@ -178,7 +223,7 @@ def _calls(exchange: Exchange, end: int) -> Iterable[Call]:
         }
         if attempt.policy:
             attributes[names.POLICY] = attempt.policy
-            attributes[names.CANDIDATES] = attempt.candidates
+            attributes[names.CANDIDATES] = len(attempt.offered)
         if attempt.number > 1:
             attributes[names.ATTEMPT] = attempt.number
         yield Call(

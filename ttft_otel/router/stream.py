@@ -62,7 +62,7 @@ async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Cl
         content = response.content
         first = await content.readany()
         attempt.first = clock.now()
-        if exchange.context.trace_id:
+        if exchange.context.trace_id or attempt.account is not None:
             learn(attempt, response)
         exchange.streaming = response.content_type == "text/event-stream"
         exchange.error = attempt.error

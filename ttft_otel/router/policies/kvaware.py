@@ -26,4 +26,5 @@ class Kvaware:
         if not most or most < request.tokens - self._state.options.threshold:
             return self._otherwise.choose(request, instances, now, again)
         at = cached.index(most)
-        return Choice(instances[at], request.tokens - most, "kvaware", most)
+        left = [request.tokens - each for each in cached]
+        return Choice(instances[at], left[at], "kvaware", most, None, left, cached)

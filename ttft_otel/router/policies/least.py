@@ -21,4 +21,4 @@ class Least:
         """The fewest; any among equals."""
         counts = [each.in_flight for each in instances]
         at = self._state.least(counts)
-        return Choice(instances[at], counts[at], "least_requests")
+        return Choice(instances[at], counts[at], "least_requests", scores=counts)

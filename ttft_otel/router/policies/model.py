@@ -51,6 +51,10 @@ class Quality:
         self._sum = self._sum * keep + actual
         self._square = self._square * keep + actual * actual
 
+    def tell(self) -> dict[str, float | None]:
+        """Both measures, for operators."""
+        return {"mape": self.mape, "r2": self.r2}
+
     @property
     def mape(self) -> float | None:
         """Mean absolute error relative to the outcome."""
@@ -93,6 +97,11 @@ class Fit:
         self.samples += 1
         if self.samples >= ENOUGH:
             self.line = self._solve()
+
+    def tell(self) -> dict[str, float | None]:
+        """The line, in seconds, and how good it is, for operators."""
+        a, b, d = self.line or (None, None, None)
+        return {"samples": self.samples, "a": a, "b": b, "d": d, **self.quality.tell()}
 
     def _solve(self) -> Line | None:
         best, least = self.line, 0.0

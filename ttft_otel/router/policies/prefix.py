@@ -26,4 +26,4 @@ class Prefix:
             return self._otherwise.choose(request, instances, now, again)
         scores = [request.tokens - each for each in cached]
         at = self._state.least(scores)
-        return Choice(instances[at], scores[at], "prefix", cached[at])
+        return Choice(instances[at], scores[at], "prefix", cached[at], None, scores, cached)

@@ -18,8 +18,8 @@ class Qps:
     def choose(
         self, request: Asked, instances: Sequence[Instance], now: int, again: bool
     ) -> Choice:
-        """The least rate; the score is requests per second."""
+        """The least rate; the score is requests within the window."""
         window = self._pending.window
-        rates = [self._pending.at(each.url).arrivals(now, window) / window for each in instances]
-        at = rates.index(min(rates))
-        return Choice(instances[at], rates[at], "qps")
+        sent = [self._pending.at(each.url).arrivals(now, window) for each in instances]
+        at = sent.index(min(sent))
+        return Choice(instances[at], sent[at], "qps", scores=sent)

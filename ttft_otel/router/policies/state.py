@@ -14,7 +14,7 @@ from typing import Literal
 from ttft_otel.router.choose import Asked, Choice, Instance
 from ttft_otel.router.policies.index import Index
 from ttft_otel.router.policies.model import MOST, Models, Quality
-from ttft_otel.router.policies.pending import SECOND, Entry, Pending
+from ttft_otel.router.policies.pending import SECOND, Entry, Key, Pending
 from ttft_otel.router.policies.work import work
 
 
@@ -49,8 +49,11 @@ class State:
         self, request: Asked, instances: Sequence[Instance], queued: bool = False
     ) -> list[int]:
         """Prompt tokens that each instance need not compute; `queued`: nor those it will have by then."""
-        blocks, size = request.blocks, self.index.size
-        found = self.index.match(blocks, [each.url for each in instances])
+        blocks, size = request.blocks, self.index.size or 1
+        if request.found is None:
+            found = self.index.match(blocks, [each.url for each in instances])
+        else:
+            found = [request.found.get(each.url, 0) // size for each in instances]
         if queued:
             load_of, length = self.pending.at, len(blocks)
             for at, each in enumerate(instances):
@@ -65,28 +68,46 @@ class State:
         most = max(0, request.tokens - 1) // size  # the engine computes the last token always
         return [min(depth, most) * size for depth in found]
 
-    def sent(self, request: Asked, choice: Choice, now: int) -> None:
-        """The request goes there now."""
+    def sent(self, request: Asked, choice: Choice, now: int, key: Key | None = None) -> None:
+        """The request goes there now; `key` where its id does not tell it from others."""
         todo = work(request.tokens, choice.cached)
         entry = Entry(choice.instance.url, now, todo, request.blocks, choice.predicted)
-        self.pending.sent((request.leg, request.request_id), entry)
+        self.pending.sent(key or (request.leg, request.request_id), entry)
 
-    def first(self, request: Asked, now: int, seconds: float, cached: int) -> None:
-        """Its first token came after a prefill of so many seconds, with so many tokens cached."""
-        entry = self.left(request, now)
+    def first(
+        self,
+        request: Asked,
+        now: int,
+        seconds: float | None,
+        cached: int,
+        key: Key | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Its first token came after a prefill of so many seconds, with so many tokens cached.
+
+        seconds: None where nobody has measured them; tokens: the prompt's, if the engine told them.
+        """
+        entry = self.left(request, now, key)
         if entry is None:
             return
         self.index.served(entry.url, request.blocks)
-        self.models.add(request.model, entry.url, work(request.tokens, cached), seconds)
+        if seconds is not None:
+            tokens = tokens or request.tokens
+            done = work(tokens, min(cached, tokens))
+            self.models.add(request.model, entry.url, done, seconds)
         if entry.predicted is not None:
             if entry.url not in self.outcomes and len(self.outcomes) >= MOST:
                 del self.outcomes[next(iter(self.outcomes))]
             quality = self.outcomes.setdefault(entry.url, Quality())
             quality.add(entry.predicted, (now - entry.sent) / SECOND)
 
-    def left(self, request: Asked, now: int) -> Entry | None:
+    def left(self, request: Asked, now: int, key: Key | None = None) -> Entry | None:
         """It ended, however; idempotent."""
-        return self.pending.left((request.leg, request.request_id), now)
+        return self.pending.left(key or (request.leg, request.request_id), now)
+
+    def forget(self, url: str) -> None:
+        """The instance is gone; what it had been sent ends as it would have."""
+        self.outcomes.pop(url, None)
 
     def least(self, scores: Sequence[float]) -> int:
         """The place of the least score; among equal ones any."""

@@ -41,7 +41,7 @@ class Ttft:
             for each, there in zip(instances, cached, strict=True)
         ]
         at = state.least(scores)
-        return Choice(instances[at], scores[at], "trapezoid", cached[at])
+        return Choice(instances[at], scores[at], "trapezoid", cached[at], None, scores, cached)
 
     def _soonest(
         self, request: Asked, instances: Sequence[Instance], lines: Sequence[Line], now: int
@@ -60,7 +60,9 @@ class Ttft:
         slo = self._state.options.slo
         if slo and scores[at] > slo:
             raise Late(scores[at] - slo)
-        return Choice(instances[at], scores[at], "calibrated", cached[at], scores[at])
+        return Choice(
+            instances[at], scores[at], "calibrated", cached[at], scores[at], scores, cached
+        )
 
 
 def _wait(load: Load, line: Line, now: int) -> float:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt's entry in the books that its leg's policy decides by; legs.py opens it, fleet.py ends it.
+
+It leaves at the first token or with the attempt, whichever comes first: where the fleet counts a
+request out, the policy does too.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import clock
+from ttft_otel.router.choose import Asked, Choice
+from ttft_otel.router.policies.pending import SECOND
+from ttft_otel.router.policies.state import State
+from ttft_otel.timing import Timing
+
+# What keeps the engine from the next prompt.
+SERVICE: Final = ("dispatch", "prefill.compute", "prefill.stall", "sample")
+
+
+class Account:
+    """One entry. `idle`: the instance had nothing else to begin; `plain`: its answer is no stream."""
+
+    __slots__ = ("asked", "cached", "idle", "key", "sent", "state")
+
+    def __init__(self, state: State, asked: Asked, choice: Choice, attempt: str, now: int) -> None:
+        self.state, self.asked, self.cached, self.sent = state, asked, choice.cached, now
+        self.key = (asked.leg, attempt)  # clients choose request ids, and may choose one twice
+        self.idle = not state.pending.at(choice.instance.url).entries
+        state.sent(asked, choice, now, self.key)
+
+    def first(self, at: int, told: Timing | None, streaming: bool) -> None:
+        """The first token, or an answer as a whole; `told` by the server, if it tells."""
+        if told is None:
+            # nobody measured the prefill: a request that had the instance to itself shows its length
+            alone = self.idle and streaming and self.asked.tokens
+            seconds = (at - self.sent) / SECOND if alone else None
+            self.state.first(self.asked, at, seconds, self.cached, self.key)
+            return
+        seconds = sum(told.stages.get(name, 0) for name in SERVICE) / SECOND
+        cached, tokens = self.cached, self.asked.tokens
+        if told.tokens is not None:
+            own, step = told.tokens.own, told.tokens.step
+            cached, tokens = told.tokens.cached, told.tokens.prompt
+            if 0 < own < step:  # the rest of these steps was other requests'
+                seconds *= own / step
+        known = "prefill.compute" in told.stages and tokens
+        self.state.first(
+            self.asked, at - (told.rest or 0), seconds if known else None, cached, self.key, tokens
+        )
+
+    def left(self) -> None:
+        """The attempt is over, however; idempotent."""
+        self.state.left(self.asked, clock.now(), self.key)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of routing, checked together, and the Routing that they ask for; command.py adds them.
+
+They are part of config.Options: environment and YAML file give them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+import click
+
+from ttft_otel.router import routing
+from ttft_otel.router.fleet import Fleet
+from ttft_otel.router.policies import pending
+from ttft_otel.router.policies import state as states
+from ttft_otel.router.policies.registry import POLICIES
+from ttft_otel.router.prefixes import Kind, Source, source
+
+INDEXES: Final = ("kv-events", "lmcache", "history")
+HISTORY: Final = INDEXES[-1]
+MODELS: Final = ("calibrated", "trapezoid")
+PLACES: Final = ("local", "engine")
+TTFT: Final = "ttft"
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the operator wants of routing; a field for each flag, named as it is."""
+
+    routing_logic: str
+    ttft_model: Literal["calibrated", "trapezoid"]
+    slo_ttft_ms: float | None
+    session_key: str
+    request_stats_window: int
+    kv_aware_threshold: int
+    tokenizer: str
+    tokenize: Literal["local", "engine"]
+    prefix_index: Kind
+    kv_events_endpoint: tuple[str, ...]
+    lmcache_controller_url: str
+    lmcache_instances: str
+    enable_shared_cache: bool
+
+    def routing(self, fleet: Fleet, key: str = "") -> routing.Routing:
+        """Policies, and what they know prompts by; `key` is the instances'. Raises UsageError."""
+        self._check()
+        options = states.Options(
+            session=self.session_key,
+            threshold=self.kv_aware_threshold,
+            score=self.ttft_model,
+            shared=self.enable_shared_cache,
+            slo=(self.slo_ttft_ms or 0) / 1000,
+        )
+        logic, window = self.routing_logic, self.request_stats_window
+        if logic not in routing.PROMPTS:
+            return routing.Routing(fleet, logic, options, window)
+        from ttft_otel.router.prompts import reader  # only here: others need no tokenizer
+
+        reads = reader(self.tokenizer or None, self.tokenize, fleet, key)
+        return routing.Routing(fleet, logic, options, window, reads, self._source())
+
+    def _source(self) -> Source:
+        try:
+            return source(
+                self.prefix_index,
+                kv_endpoints=self.kv_events_endpoint,
+                lmcache_url=self.lmcache_controller_url,
+                lmcache_instances=[each for each in self.lmcache_instances.split(",") if each],
+            )
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
+    def _check(self) -> None:
+        """What one flag means without another."""
+        logic, index = self.routing_logic, self.prefix_index
+        if logic == "session" and not self.session_key:
+            raise click.UsageError("--routing-logic session needs --session-key NAME.")
+        if self.slo_ttft_ms and (logic, self.ttft_model) != (TTFT, MODELS[0]):
+            raise click.UsageError(
+                "--slo-ttft-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
+            )
+        if (index == "lmcache") != bool(self.lmcache_controller_url):
+            raise click.UsageError(
+                "--prefix-index lmcache and --lmcache-controller-url URL go together."
+            )
+        if self.lmcache_instances and index != "lmcache":
+            raise click.UsageError("--lmcache-instances needs --prefix-index lmcache.")
+        if self.kv_events_endpoint and index != "kv-events":
+            raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
+
+
+def options(option: Callable[..., Callable[[Decorated], Decorated]]) -> Callable[..., Any]:
+    """All of them, as one decorator; `option` declares a flag with its variable."""
+    declared = (
+        option(
+            "--routing-logic",
+            type=click.Choice(tuple(POLICIES)),
+            default=routing.DEFAULT,
+            help="How --backend or --prefill instances are chosen; see docs/router.md.",
+        ),
+        option(
+            "--ttft-model",
+            type=click.Choice(MODELS),
+            default=MODELS[0],
+            help="What ttft compares: learnt seconds, or (query, key) pairs to compute.",
+        ),
+        option(
+            "--slo-ttft-ms",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="MS",
+            help="Refuse with 429 what no instance can begin to answer in this time.",
+        ),
+        option(
+            "--session-key",
+            default="",
+            metavar="NAME",
+            help="The header, or key of the body, that names a session; for session and kvaware.",
+        ),
+        option(
+            "--request-stats-window",
+            default=pending.WINDOW,
+            type=click.IntRange(1, 3600),
+            help="Seconds over which qps counts requests.",
+        ),
+        option(
+            "--kv-aware-threshold",
+            default=states.Options().threshold,
+            type=click.IntRange(min=0),
+            help="Tokens that a cached prefix may lack for kvaware to follow it.",
+        ),
+        option(
+            "--tokenizer",
+            default="",
+            metavar="MODEL_OR_DIR",
+            help="What to tokenize by; without it, for each model what /v1/models names.",
+        ),
+        option(
+            "--tokenize",
+            type=click.Choice(PLACES),
+            default=PLACES[0],
+            help="Count tokens in the router, or ask the instance's render endpoint.",
+        ),
+        option(
+            "--prefix-index",
+            type=click.Choice(INDEXES),
+            default=HISTORY,
+            help="Who says which prefixes are cached: instances, LMCache, or what was sent where.",
+        ),
+        option(
+            "--kv-events-endpoint",
+            multiple=True,
+            metavar="URL=ENDPOINT",
+            help="Where an instance publishes KV events; without it, what it says of itself.",
+        ),
+        option(
+            "--lmcache-controller-url",
+            default="",
+            metavar="URL",
+            help="LMCache's controller, for --prefix-index lmcache.",
+        ),
+        option(
+            "--lmcache-instances",
+            default="",
+            metavar="ID,ID",
+            help="LMCache's names of the instances, in their order.",
+        ),
+        option(
+            "--enable-shared-cache",
+            is_flag=True,
+            help="What one instance has cached, all instances have.",
+        ),
+    )
+
+    def decorate(command: Decorated) -> Decorated:
+        for each in reversed(declared):
+            command = each(command)
+        return command
+
+    return decorate

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What policies know and how well they predict, read off routing.py; metrics.py shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ttft_otel import names
+from ttft_otel.router.policies.model import Quality
+from ttft_otel.router.routing import Routing
+
+WHO: Final = ("leg", "instance")
+
+
+def counter(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A count for each value of one label."""
+    family = CounterMetricFamily(name, says, labels=[label])
+    for value, number in list(values.items()):
+        family.add_metric([value], number)
+    return family
+
+
+def routes(routing: Routing) -> Iterator[Metric]:
+    """Of the leg that prefills; nothing where its policy keeps no books."""
+    if not routing.desk.books:
+        return
+    refused = "Requests refused because no instance could have begun to answer in time."
+    yield CounterMetricFamily(names.METRIC_LATE, refused, value=routing.late)
+    if routing.reader is not None:
+        says = "Prompts by how their tokens became known, or why not."
+        yield counter(names.METRIC_PROMPTS, says, "result", routing.reader.counts)
+    yield from _pending(routing)
+    yield from _predictions(routing)
+    yield from _fits(routing)
+
+
+def _pending(routing: Routing) -> Iterator[Metric]:
+    count = _gauge(names.METRIC_PENDING_PREFILLS, "Requests sent that have no first token yet.")
+    tokens = _gauge(names.METRIC_PENDING_TOKENS, "Prompt tokens that these still need computed.")
+    for each in routing.fleet.get(routing.leg):
+        load = routing.desk.state.pending.at(each.url)
+        count.add_metric([each.leg, each.url], len(load.entries))
+        tokens.add_metric([each.leg, each.url], load.fresh)
+    yield from (count, tokens)
+
+
+def _predictions(routing: Routing) -> Iterator[Metric]:
+    error = _gauge(names.METRIC_PREDICTION_ERROR, "Mean error of predicted TTFTs, as a share.")
+    shared = _gauge(names.METRIC_PREDICTION_R2, "Share of the TTFTs' variance that was predicted.")
+    for each in routing.fleet.get(routing.leg):
+        quality = routing.desk.state.outcomes.get(each.url, Quality())
+        for family, value in ((error, quality.mape), (shared, quality.r2)):
+            if value is not None:
+                family.add_metric([each.leg, each.url], value)
+    yield from (error, shared)
+
+
+def _fits(routing: Routing) -> Iterator[Metric]:
+    says = "Seconds of a prefill: once (a), per token computed (b), per pair (d)."
+    lines = _gauge(names.METRIC_FIT, says, "model", "coefficient")
+    samples = _gauge(names.METRIC_FIT_SAMPLES, "Prefills that these were learnt from.", "model")
+    for (model, url), fit in routing.desk.state.models.fits().items():
+        if url:
+            samples.add_metric([routing.leg, url, model], fit.samples)
+        if url and fit.line is not None:
+            for name, value in fit.line._asdict().items():
+                lines.add_metric([routing.leg, url, model, name], value)
+    yield from (lines, samples)
+
+
+def _gauge(name: str, says: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, says, labels=[*WHO, *labels])
