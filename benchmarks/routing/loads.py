@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-VOCABULARY: Final = 300  # the laboratory's text model has 307 tokens that are not special
-
 ROUTERS: Final[dict[str, tuple[str, ...]]] = {
     "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid"),
     "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated"),
@@ -38,7 +36,7 @@ class Experiment:
             if self.name == "multi-round"
             else ("--rate", f"{self.rate:g}", "--requests", str(round(self.rate * self.seconds)))
         )
-        same = ("--dataset", self.name, "--vocab", str(VOCABULARY), "--seed", str(seed))
+        same = ("--dataset", self.name, "--seed", str(seed))
         return [*same, *self.flags, *paced]
 
 
@@ -67,7 +65,7 @@ EXPERIMENTS: Final = {
 }
 # Before the first round each router gets the same requests; `calibrated` learns from them.
 WARM: Final = (
-    *("--dataset", "random", "--api", "completions", "--vocab", str(VOCABULARY)),
+    *("--dataset", "random", "--api", "completions"),
     *("--input-len", "1500", "--spread", "0.9", "--output-len", "8"),
     *("--requests", "16", "--concurrency", "2"),
 )

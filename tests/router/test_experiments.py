@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure parts of benchmarks/routing/live.py: loads, turns, intervals, tables and pictures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttft_otel.bench.command import bench
+from ttft_otel.router.command import command as router
+
+ROOT = Path(__file__).parents[2]
+ROUTING = ROOT / "benchmarks" / "routing"
+sys.path.insert(0, str(ROUTING))
+from draw import picture, table  # noqa: E402
+from live import Clock, options  # noqa: E402
+from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, order  # noqa: E402
+from weigh import complete, draws, figures, weigh, windows  # noqa: E402
+
+KEPT = ROUTING / "live.json"
+
+
+def run(policy: str, number: int, *ttfts: float, **more: Any) -> dict[str, Any]:
+    """A run whose requests are 4 s apart: a thousand prompt tokens each, a hundred of them cached."""
+    rows = [[4000 * place, ttft, 1000, 100, ttft] for place, ttft in enumerate(ttfts)]
+    name = {"experiment": "shared-prefix", "policy": policy, "round": number}
+    return {**name, "requests": rows, **more}
+
+
+def three(factor: float = 1.0) -> list[dict[str, Any]]:
+    """Three rounds in which `qps` takes exactly twice as long as `trapezoid`."""
+    rounds = ([100, 300, 200, 600], [400, 100, 100, 200], [300, 300, 100, 500])
+    return [
+        run(policy, number, *(each * times * factor for each in ttfts))
+        for number, ttfts in enumerate(rounds, 1)
+        for policy, times in (("trapezoid", 1), ("qps", 2))
+    ]
+
+
+def kept(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """As live.py keeps them."""
+    return {"runs": runs, "figures": figures(runs, "shared-prefix")}
+
+
+def test_ratio() -> None:
+    """A policy that always takes half as long has -50 % and no doubt about it, whatever the rounds do."""
+    weighed = weigh(three(), "shared-prefix")
+
+    (against,) = weighed["against"]
+    assert against["mean"] == [-0.5, -0.5, -0.5]
+    assert against["p99"] == [-0.5, -0.5, -0.5]
+    assert against["rounds"] == [-0.5, -0.5, -0.5]
+
+
+def test_means() -> None:
+    """Means and rounds are in seconds, the interval holds the mean, and cached is a share of tokens."""
+    each = weigh(three(), "shared-prefix")["policies"]["trapezoid"]
+
+    value, low, high = each["mean"]
+    assert value == pytest.approx(3.2 / 12, abs=1e-4)
+    assert low < value < high
+    assert each["rounds"] == [0.3, 0.2, 0.3]
+    assert each["cached"] == 0.1
+    assert each["requests"] == 12
+
+
+def test_windows() -> None:
+    """Requests fall into windows of ten seconds by when they were sent."""
+    found = windows(complete(three(), "shared-prefix"))
+
+    assert [len(part) for part in found["qps"][0]] == [3, 1]
+    assert found["qps"][0][1] == pytest.approx([1.2])
+
+
+def test_draws() -> None:
+    """Every draw gives all policies the same rounds and windows, and the same seed the same draws."""
+    found = windows(complete(three(), "shared-prefix"))
+
+    one, other = draws(found, 50), draws(found, 50)
+
+    assert one["qps"] == pytest.approx(2 * one["trapezoid"])
+    assert one["qps"] == pytest.approx(other["qps"])
+
+
+def test_incomplete() -> None:
+    """A round that lacks a policy, or its answers, does not count; nor do other experiments."""
+    other = {**run("kvaware", 1, 1), "experiment": "multi-round"}
+    runs = [*three(), run("trapezoid", 4, 9), run("trapezoid", 5, 9), run("qps", 5), other]
+
+    assert weigh(runs, "shared-prefix")["rounds"] == 3
+    assert weigh([run("qps", 1)], "shared-prefix") == {}
+    assert figures([], "multi-round") == {}
+
+
+def test_figures() -> None:
+    """Goals are met by what was measured, missed ones are said to be."""
+    slow = [
+        run("calibrated", n, *(row[1] * 1.1 for row in each["requests"]))
+        for n, each in enumerate((each for each in three() if each["policy"] == "trapezoid"), 1)
+    ]
+
+    found = figures([*three(), *slow], "shared-prefix")
+
+    assert found["shared_prefix_trapezoid_to_qps"]["met"] is True
+    assert found["shared_prefix_trapezoid_to_qps"]["goal"] == -0.15
+    assert found["shared_prefix_calibrated_to_trapezoid"]["met"] is False
+    assert found["shared_prefix_calibrated_to_trapezoid"]["value"] == pytest.approx(0.1)
+
+
+def test_table() -> None:
+    """The table says each policy's mean and each goal's outcome."""
+    shown = table(kept(three()), "shared-prefix")
+
+    assert "| `trapezoid` | 12 | 0.27 (" in shown
+    assert "| `trapezoid` to `qps` | -50% (-50% to -50%) |" in shown
+    assert shown.endswith("| -15% | met |\n")
+    assert table(kept([]), "shared-prefix") == ""
+
+
+@pytest.mark.parametrize("factor", [0.001, 1, 1000])
+def test_picture(factor: float) -> None:
+    """The picture is valid, and everything drawn is inside of it."""
+    drawn = ET.fromstring(picture(kept(three(factor)), "shared-prefix"))
+
+    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
+    circles = drawn.findall("{*}circle")
+    assert len(circles) == 2 * 2 + 2 * 3  # mean and p99, and the means of three rounds
+    for each in circles:
+        assert 0 < float(each.attrib["cx"]) < width
+        assert 0 < float(each.attrib["cy"]) < height
+
+
+def test_order() -> None:
+    """Every round has all policies, the second one backwards, and in ten each is nearly as often first."""
+    rounds = [order(POLICIES, number) for number in range(10)]
+
+    assert all(sorted(each) == sorted(POLICIES) for each in rounds)
+    assert rounds[0] == list(POLICIES)
+    assert rounds[1] == rounds[0][::-1]
+    assert {each[0] for each in rounds} == set(POLICIES)
+
+
+def test_seed() -> None:
+    """Loads differ in nothing but their seed."""
+    for experiment in EXPERIMENTS.values():
+        assert [
+            a for a, b in zip(experiment.load(1), experiment.load(2), strict=True) if a != b
+        ] == ["1"]
+
+
+def test_bench_takes_loads() -> None:
+    """`ttft-otel bench` knows all flags of the loads."""
+    for flags in (*(each.load(1) for each in EXPERIMENTS.values()), list(WARM)):
+        given = bench.make_context("bench", ["--url", "http://127.0.0.1:1", *flags]).params
+        assert given["dataset"] in flags
+
+
+def test_router_takes_policies() -> None:
+    """`ttft-otel router` knows all flags of the policies."""
+    for flags in ROUTERS.values():
+        words = ["--backend", "http://127.0.0.1:1", *flags, *PREFIXES]
+        assert router.make_context("router", words).params["prefix_index"] == "kv-events"
+
+
+def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round begins only if all policies still fit into the time."""
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    experiment = EXPERIMENTS["shared-prefix"]
+    each = experiment.seconds + 5
+
+    assert Clock(100 + 5 * each, 5).room(experiment, 5)
+    assert not Clock(99 + 5 * each, 5).room(experiment, 5)
+
+
+def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are one for all experiments or one for each."""
+    names = list(EXPERIMENTS)
+    monkeypatch.setattr(sys, "argv", ["live.py", *names, "--rate", "3", "4", "--seconds", "9"])
+
+    first, second = options().experiments
+
+    assert (first.rate, second.rate) == (3, 4)
+    assert (first.seconds, second.seconds) == (9, 9)
+
+
+def test_nothing_asked() -> None:
+    """Without an experiment it says what it needs."""
+    done = subprocess.run(
+        [sys.executable, ROUTING / "live.py"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2
+    assert "name an experiment" in done.stderr
