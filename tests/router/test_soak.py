@@ -112,13 +112,15 @@ def kept(*kinds: type) -> list[object]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("logic", ["round_robin", "least_requests", "ttft"])
 @pytest.mark.parametrize("legs", [("--backend",), ("--prefill", "--decode")], ids=["EPD", "E+P+D"])
-def test_10_000_requests_leave_no_trace(legs: tuple[str, ...]) -> None:
+def test_10_000_requests_leave_no_trace(legs: tuple[str, ...], logic: str) -> None:
     """Memory, sockets and counters of the router's process are what they were before them."""
 
     async def scenario() -> None:
         async with rough.instance() as one:
             flags = ["--reports", str(KEPT), "--breaker-failures", str(NEVER)]
+            flags += ["--routing-logic", logic]
             flags += [word for leg in ("--encoder", *legs) for word in (leg, one.url)]
             traced = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": one.url}
             async with rough.process(*flags, **traced) as router:
@@ -133,6 +135,9 @@ def test_10_000_requests_leave_no_trace(legs: tuple[str, ...]) -> None:
                 assert router.memory() - memory < 8 << 20
                 assert set(await router.metrics("ttft_otel_router_in_flight")) == {0.0}
                 assert await router.metrics("ttft_otel_router_requests_in_flight") == [0.0]
+                books = {"ttft": {0.0}}.get(logic, set())
+                assert set(await router.metrics("ttft_otel_router_pending_prefills")) == books
+                assert set(await router.metrics("ttft_otel_router_pending_tokens")) == books
                 assert not await router.metrics("ttft_otel_hook_errors_total")
 
     asyncio.run(scenario())

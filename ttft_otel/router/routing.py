@@ -126,6 +126,8 @@ class Routing:
         trip.look = Look(len(trip.path), clock.now())
         with Guard("router.look"):
             asked = await self._look(asked, path, trip.look, self.reader)
+        if not asked.tokens:
+            asked = replace(asked, tokens=min(len(asked.body) // BYTES, MOST))
         trip.look.found = clock.now()
         trip.look.read = trip.look.read or trip.look.found
         return asked
@@ -135,7 +137,7 @@ class Routing:
         prompt = await reader.read(path, asked.model, asked.body, index.size)
         look.read = clock.now()
         if prompt is None or not prompt.tokens:
-            return replace(asked, tokens=min(len(asked.body) // BYTES, MOST))
+            return asked
         urls = [each.url for each in self.fleet.get(self.leg)]
         found: Mapping[str, int] | None = None
         if self.source is not None:

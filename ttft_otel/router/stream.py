@@ -102,7 +102,7 @@ def _timing(exchange: Exchange) -> bytes:
     """Our own Server-Timing, written just before the client's first byte."""
     moment = clock.now()
     trip = Trip(exchange.trip.arrive, exchange.trip.parsed, exchange.trip.path)
-    trip.end = moment if exchange.streaming else 0
+    trip.look, trip.end = exchange.trip.look, moment if exchange.streaming else 0
     cut = partition(trip)
     rest = None if exchange.streaming else moment - cut.end
     return timing.write(cut.stages, cut.unattributed, cut.end - cut.start, rest).encode()

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router decides by prompts, prefixes and predictions, tells what it decided, and learns from answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import pytest
+
+from router import fakes, known, pd
+from router.fakes import PARENT, Plan
+from router.known import Reader, Source
+from router.test_config import URL, read
+from ttft_otel import guard, names
+from ttft_otel.record import Attributes, Record
+from ttft_otel.router.account import Account
+from ttft_otel.router.choose import Asked, Choice, instance
+from ttft_otel.router.fleet import Fleet
+from ttft_otel.router.policies.work import work
+from ttft_otel.router.routing import Routing
+from ttft_otel.timing import Timing, Tokens
+
+COMPLETIONS = "/v1/completions"
+TRACED = {"traceparent": PARENT}
+
+
+def ask(tokens: int | None = 800, at: int = 1, stream: bool = True, **more: Any) -> dict[str, Any]:
+    """A completion whose prompt known.Reader finds so long."""
+    told = {} if tokens is None else {"tokens": tokens, "from": at}
+    return {"model": "tiny", "prompt": "a", "stream": stream, "max_tokens": 8, **told, **more}
+
+
+def route(record: Record) -> Attributes:
+    """The attributes of the last choice."""
+    assert record.ttft is not None
+    found = [piece for piece in record.ttft.pieces if piece.name == "router.route"]
+    return found[-1].attributes
+
+
+def teach(of: Routing, url: str, seconds: float = 0.0001, model: str = "tiny") -> None:
+    """Prefills that took so many seconds a token, on this instance."""
+    for tokens in range(100, 2100, 100):
+        of.desk.state.models.add(model, url, work(tokens, 0), tokens * seconds)
+
+
+def books(router: fakes.Router) -> Routing:
+    """The router's."""
+    return router.app.forward.legs.routing
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--routing-logic", "session"),
+        ("--slo-ttft-ms", "500"),
+        ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
+        ("--prefix-index", "lmcache"),
+        ("--lmcache-controller-url", "http://127.0.0.1:9"),
+        ("--lmcache-instances", "a,b"),
+        ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
+    ],
+)
+def test_a_flag_that_needs_another_says_which(flags: tuple[str, ...]) -> None:
+    """A combination that would do nothing is refused at start, with the remedy."""
+    with pytest.raises(click.UsageError, match="needs|go together"):
+        read("--backend", URL, *flags).routing(Fleet({}))
+
+
+def test_unknown_logic() -> None:
+    """A word that is no policy is refused with the words that are."""
+    with pytest.raises(
+        click.BadParameter, match=r"'fastest' is not one of .*'round_robin'.*'ttft'"
+    ):
+        read("--routing-logic", "fastest")
+
+
+def test_who_decides_for_which_leg() -> None:
+    """The flag is for the leg that prefills; encoders and decoders get requests by least_requests."""
+    given = {"encode": [instance(URL, "encode")], "prefill": [instance(URL, "prefill")]}
+    made = read("--routing-logic", "qps").routing(Fleet(given | {"decode": [instance(URL, "d")]}))
+    logics = {leg: made.at(leg).logic for leg in ("encode", "prefill", "decode")}
+    assert logics == {
+        "encode": "least_requests",
+        "prefill": "qps",
+        "decode": "least_requests",
+    }
+    assert (made.reader, made.source) == (None, None)
+    assert read().routing(Fleet({})).desk.logic == "round_robin"
+
+
+def test_delays_are_where_they_were() -> None:
+    """A reader that takes 60 ms is `router.tokenize`, a source that takes 90 is `router.lookup`."""
+
+    async def scenario() -> None:
+        routing = known.routing("ttft", Reader(0.06), Source(0.09))
+        async with (
+            fakes.instance(Plan({"prefill.compute": 20})) as one,
+            fakes.router([one.url], routing=routing) as router,
+        ):
+            _, headers, _ = await router.post(COMPLETIONS, ask(), x_ttft_timing="1", **TRACED)
+            record = (await router.settled(2))[0]
+            assert record.ttft is not None
+            stages = record.ttft.stages
+            assert 60_000 <= stages["router.tokenize"] < 85_000
+            assert 90_000 <= stages["router.lookup"] < 115_000
+            assert stages["router.route"] < 25_000
+            length = record.ttft.end - record.ttft.start
+            assert sum(stages.values()) + record.ttft.unattributed == length
+            assert "router.tokenize;dur=6" in headers["Server-Timing"]
+
+    fakes.run(scenario)
+
+
+def test_a_client_that_leaves_in_between() -> None:
+    """Who leaves while its prompt is read died in `router.tokenize`; or in `router.lookup`."""
+
+    async def scenario() -> None:
+        for reader, source, stage in (
+            (Reader(5), Source(), "router.tokenize"),
+            (Reader(), Source(5), "router.lookup"),
+        ):
+            async with (
+                fakes.instance() as one,
+                fakes.router([one.url], routing=known.routing("ttft", reader, source)) as router,
+            ):
+                task = asyncio.create_task(router.post(COMPLETIONS, ask(), **TRACED))
+                await asyncio.sleep(0.15)
+                task.cancel()
+                (record,) = await router.settled(1)
+                assert record.ttft is not None and record.ttft.died == stage
+                assert record.ttft.stages[stage] > 50_000
+                assert not one.seen
+
+    fakes.run(scenario)
+
+
+def test_the_choice_is_told() -> None:
+    """Policy, reason, candidates' scores and caches are on `router.route`, the prediction on `ttft`."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance() as a,
+            fakes.instance() as b,
+            fakes.router([a.url, b.url], routing=known.routing()) as router,
+        ):
+            teach(books(router), a.url, 0.0001)
+            teach(books(router), b.url, 0.0002)
+            await router.post(COMPLETIONS, ask(800), **TRACED)
+            record = (await router.settled(2))[0]
+            found = route(record)
+            assert record.ttft is not None
+            assert found[names.POLICY] == "ttft" and found[names.ROUTE_REASON] == "calibrated"
+            assert found[names.CANDIDATES] == 2
+            near = [each.url.removeprefix("http://") for each in (a, b)]
+            assert found[names.ROUTE_INSTANCES] == tuple(near)
+            scores = found[names.ROUTE_SCORES]
+            assert isinstance(scores, tuple) and found[names.ROUTE_SCORE] == scores[0] < scores[1]
+            assert found[names.ROUTE_CACHED] == (0, 0)
+            assert record.ttft.attributes[names.PREDICTED_MS] == pytest.approx(80, rel=0.3)
+            await router.post(COMPLETIONS, ask(800), **TRACED)
+            again = route((await router.settled(4))[2])
+            assert again[names.ROUTE_CACHED] == (784, 0)  # all blocks but the one of the last token
+
+    fakes.run(scenario)
+
+
+def test_at_most_sixteen_candidates() -> None:
+    """Of many candidates the sixteen best are told, the best first."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as one:
+            others = [f"http://127.0.0.1:{port}" for port in range(1, 31)]
+            source = Source(tells={one.url: 784, others[7]: 160})
+            routing = known.routing("ttft", None, source)
+            async with fakes.router([*others, one.url], routing=routing) as router:
+                for each in router.fleet:
+                    each.state = "healthy"
+                router.fleet.changed()
+                await router.post(COMPLETIONS, ask(), **TRACED)
+                found = route((await router.settled(2))[0])
+                assert found[names.CANDIDATES] == 31
+                scores = found[names.ROUTE_SCORES]
+                assert isinstance(scores, tuple) and len(scores) == 16
+                assert list(scores) == sorted(scores) and scores[0] == found[names.ROUTE_SCORE]
+                assert found[names.ROUTE_CACHED] == (784, 160, *[0] * 14)
+
+    fakes.run(scenario)
+
+
+def test_prompts_that_nobody_can_read_are_guessed() -> None:
+    """A prompt of unknown length counts by its bytes, so that pending work is not nothing."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance(Plan({"prefill.compute": 200})) as one,
+            fakes.router([one.url], routing=known.routing()) as router,
+        ):
+            body = ask(None, prompt="word " * 400)
+            task = asyncio.create_task(router.post(COMPLETIONS, body))
+            await asyncio.sleep(0.1)
+            load = books(router).desk.state.pending.at(one.url)
+            assert 500 < load.fresh < 520
+            await task
+            assert len(books(router).desk.state.pending) == 0
+
+    fakes.run(scenario)
+
+
+def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in reading or looking up is caught and counted; the request is routed by its bytes."""
+    monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
+
+    class Broken(Source):
+        async def lookup(self, *_: Any) -> dict[str, int] | None:
+            raise RuntimeError("broken")
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance() as one,
+            fakes.router([one.url], routing=known.routing("ttft", None, Broken())) as router,
+        ):
+            before = guard.errors["router.look"]
+            assert (await router.post(COMPLETIONS, ask()))[0] == 200
+            assert guard.errors["router.look"] == before + 1
+
+    fakes.run(scenario)
+
+
+def test_what_is_learnt() -> None:
+    """A prefill's share of its steps, with the tokens that its engine really had cached."""
+    leg = Fleet({"mono": [instance(URL, "mono")]})
+    routing = known.routing()(leg)
+    (to,) = leg.get("mono")
+    asked = Asked("mono", COMPLETIONS, "tiny", "r", {}, b"", tokens=800)
+    kept: list[tuple[Any, ...]] = []
+    routing.desk.state.models.add = lambda *told: kept.append(told)  # type: ignore[method-assign]
+
+    def send(stages: Mapping[str, int], tokens: Tokens | None, streaming: bool = True) -> None:
+        made = Account(routing.desk.state, asked, Choice(to, 0.0, "", 160), "1", 1_000_000)
+        told = Timing(dict(stages), 0, sum(stages.values()), None, tokens) if stages else None
+        made.first(1_500_000, told, streaming)
+
+    stages = {"receive": 9000, "dispatch": 2000, "prefill.compute": 100_000, "sample": 8000}
+    send(stages, Tokens(801, 320, 481, 481))
+    send(stages, Tokens(801, 320, 481, 962))
+    send(stages, None)
+    send({"receive": 9000}, None)  # not traced as far as its engine
+    send({}, None)  # not traced at all, but alone
+    send({}, None, streaming=False)  # its whole answer
+    assert kept == [
+        ("tiny", URL, work(801, 320), 0.11),
+        ("tiny", URL, work(801, 320), 0.055),
+        ("tiny", URL, work(800, 160), 0.11),
+        ("tiny", URL, work(800, 160), 0.5),
+    ]
+
+
+def test_predictions_are_held_against_outcomes() -> None:
+    """After some requests the fit is the instance's own speed, and predictions come near."""
+
+    async def scenario() -> None:
+        plan = Plan({"prefill.compute": 40})
+        async with (
+            fakes.instance(plan) as one,
+            fakes.router([one.url], routing=known.routing()) as router,
+        ):
+            for number in range(14):
+                tokens = 400 + 40 * (number % 3)
+                plan.stages = {"prefill.compute": tokens // 10}
+                await router.post(COMPLETIONS, ask(tokens, number + 1), **TRACED)
+            told = books(router).tell()[one.url]
+            assert told["fits"]["tiny"]["samples"] == 14
+            assert 0 < told["fits"]["tiny"]["mape"] < 0.1
+            assert told["predictions"]["mape"] < 0.4
+            text = router.app.metrics.text().decode()
+            assert f'{names.METRIC_PREDICTION_ERROR}{{instance="{one.url}",leg="mono"}} 0.' in text
+            assert f"{names.METRIC_FIT_SAMPLES}" in text and 'coefficient="b"' in text
+
+    fakes.run(scenario)
+
+
+def test_too_late_is_429() -> None:
+    """With --slo-ttft-ms what no instance can begin in time is refused, with when to come, and counted."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance() as one,
+            fakes.router([one.url], routing=known.routing(slo=0.5)) as router,
+        ):
+            teach(books(router), one.url, 0.0001)
+            status, headers, body = await router.post(COMPLETIONS, ask(20_000), **TRACED)
+            assert (status, headers["Retry-After"]) == (429, "2")
+            assert b'"type":"RateLimitError"' in body and b'"code":429' in body
+            assert (await router.post(COMPLETIONS, ask(800)))[0] == 200
+            assert len(one.seen) == 1
+            assert f"{names.METRIC_LATE}_total 1.0" in router.app.metrics.text().decode()
+            assert len(books(router).desk.state.pending) == 0
+
+    fakes.run(scenario)
+
+
+def test_prefill_instances_are_accounted_for_until_their_token() -> None:
+    """With P and D apart the policy is P's: an entry while P computes, none while D answers."""
+
+    async def scenario() -> None:
+        model = pd.Model()
+        async with (
+            pd.server(model, False) as p,
+            pd.server(model, True) as d,
+            fakes.router([], prefills=[p.url], decodes=[d.url], routing=known.routing()) as router,
+        ):
+            routing = books(router)
+            assert routing.leg == "prefill"
+            body = fakes.chat() | {"tokens": 800, "max_tokens": 4}
+            assert (await router.post("/v1/chat/completions", body, **TRACED))[0] == 200
+            state = routing.desk.state
+            assert len(state.pending) == 0 and state.index.match(
+                range(1_000_000, 1_000_003), [p.url]
+            ) == [3]
+            found = [
+                piece.attributes
+                for each in await router.settled(2)
+                for piece in (each.ttft.pieces if each.ttft else ())
+                if piece.name == "router.route" and piece.attributes
+            ]
+            assert found[0][names.POLICY] == "ttft"
+
+    fakes.run(scenario)
+
+
+def test_whoever_is_removed_is_forgotten() -> None:
+    """Added by /instances it is chosen, removed its outcomes go; the source is told each time."""
+
+    async def scenario() -> None:
+        source = Source()
+        async with (
+            fakes.instance() as a,
+            fakes.instance() as b,
+            fakes.router([a.url], routing=known.routing("ttft", None, source)) as router,
+        ):
+            legs, routing = router.app.forward.legs, books(router)
+            legs.fleet.add(instance(b.url, "mono"))
+            await legs.follow()
+            teach(routing, a.url, 0.001)
+            teach(routing, b.url, 0.0001)
+            await router.post(COMPLETIONS, ask())
+            assert len(b.seen) == 1 and b.url in routing.desk.state.outcomes
+            found = legs.fleet.find("mono", b.url)
+            assert found is not None
+            legs.fleet.remove(found)
+            await legs.follow()
+            assert source.followed == 2
+            assert b.url not in routing.desk.state.outcomes and b.url not in routing.tell()
+            await router.post(COMPLETIONS, ask())
+            assert len(a.seen) == 1
+
+    fakes.run(scenario)
+
+
+def test_shared_cache() -> None:
+    """What one instance has, all have: then the cached prefix decides nothing, and counts everywhere."""
+
+    async def scenario() -> None:
+        async with fakes.instance() as a, fakes.instance() as b:
+            source = Source(tells={a.url: 160})
+            routing = known.routing("ttft", None, source, shared=True)
+            async with fakes.router([a.url, b.url], routing=routing) as router:
+                await router.post(COMPLETIONS, ask(), **TRACED)
+                assert route((await router.settled(2))[0])[names.ROUTE_CACHED] == (160, 160)
+
+    fakes.run(scenario)
