@@ -138,7 +138,8 @@ class Fake:
 def plain(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
     """A JSON answer."""
     data = json.dumps(body).encode()
-    writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    kind = f"content-type: application/json\r\ncontent-length: {len(data)}"
+    writer.write(f"HTTP/1.1 {status} X\r\n{kind}\r\n\r\n".encode() + data)
 
 
 def send(writer: asyncio.StreamWriter, event: Any) -> None:

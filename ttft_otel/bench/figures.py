@@ -190,8 +190,8 @@ def blame(found: Sequence[Sample]) -> str:
     told = [each for each in found if each.stages]
     if not told:
         return (
-            "No breakdown: no answer had a Server-Timing of ttft-otel (a server without it, or a "
-            "proxy that removes the header), so nothing is said about stages."
+            "No breakdown: no answer had a Server-Timing of ttft-otel and there is no /ttft_report "
+            "(a server without ttft-otel), so nothing is said about stages."
         )
     if len(told) < FEW:
         return f"{len(told)} requests with a breakdown are too few to explain a p99 (from {FEW})."

@@ -10,16 +10,19 @@ import asyncio
 import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from ttft_otel.bench import lookup
 from ttft_otel.bench.ask import Form
 from ttft_otel.bench.drive import Driver, Run
 from ttft_otel.bench.plan import Load, Plan
 from ttft_otel.bench.wire import Target
 
 SHOWN: Final = 0.5  # seconds between two looks at the progress
+PATIENCE: Final = 60.0  # for breakdowns that have to be looked up after a run
+HURRY: Final = 3.0
 
 Watch = Callable[[str, Run], None]
 
@@ -54,6 +57,9 @@ async def _play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
             side.runs.append(driver.run)
             title = f"round {number + 1}/{plan.repeat} {side.target.url}"
             await _run(plan.load(side.form, seed), driver, stop, watch, title)
+            with suppress(asyncio.TimeoutError):
+                wanted = lookup.complete(side.target, driver.run.results)
+                await asyncio.wait_for(wanted, HURRY if stop.is_set() else PATIENCE)
     return not stop.is_set()
 
 

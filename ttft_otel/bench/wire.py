@@ -44,7 +44,9 @@ class Target:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
         return cls(shown, parts.hostname, port, base, tls, headers or {})
 
-    def message(self, path: str, body: bytes, headers: dict[str, str]) -> bytes:
+    def message(
+        self, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
+    ) -> bytes:
         """The request's bytes, for one write."""
         every = {
             "host": f"[{self.host}]:{self.port}"
@@ -57,7 +59,7 @@ class Target:
             **self.headers,
             **headers,
         }
-        lines = [f"POST {self.base}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in every.items())]
+        lines = [f"{method} {self.base}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in every.items())]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
