@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
+from ttft_otel.router.policies.table import LOW, Table
+
 CHUNK: Final = 256  # blocks freed in one step
 SENT: Final = -1  # the rank under which stands what an instance was sent, not what it reported
 
@@ -42,23 +44,23 @@ class Holders:
         self._masks: dict[str, int] = {}  # an instance's bits
         self._owners: dict[int, str] = {}  # by bit
         self._leaving: deque[tuple[int, Iterator[int]]] = deque()  # bits that blocks may still have
-        self._holders: dict[int, int] = {}
+        self._holders = Table()
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def match(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
         """How many of these blocks, from the first on, each instance has."""
-        masks, holders, owners = self._masks, self._holders, self._owners
+        masks, holders, owners = self._masks, self._holders.parts, self._owners
         left = 0
         for url in urls:
             left |= masks.get(url, 0)
-        left &= holders.get(blocks[0], 0) if blocks else 0
+        left &= holders[blocks[0] & LOW].get(blocks[0], 0) if blocks else 0
         found: dict[str, int] = {}
         for depth, block in enumerate(blocks):
             if not left:
                 break
-            still = left & holders.get(block, 0)
+            still = left & holders[block & LOW].get(block, 0)
             gone = left ^ still
             while gone:  # a later one of the same instance is deeper
                 bit = gone & -gone
@@ -76,7 +78,7 @@ class Holders:
 
     def has(self, url: str, block: int, rank: int = 0) -> bool:
         """Whether this cache of the instance has it."""
-        return bool(self._holders.get(block, 0) & self._bits.get((url, rank), 0))
+        return bool((self._holders.get(block) or 0) & self._bits.get((url, rank), 0))
 
     def add(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
         """It has these now."""
@@ -87,8 +89,9 @@ class Holders:
             self._bits[url, rank] = bit
             self._masks[url] = self._masks.get(url, 0) | bit
             self._owners[bit] = url
-        holders = self._holders
+        parts = self._holders.parts
         for block in blocks:
+            holders = parts[block & LOW]
             holders[block] = holders.get(block, 0) | bit
 
     def remove(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
@@ -124,8 +127,9 @@ class Holders:
             pass
 
     def _sweep(self, bit: int, blocks: Iterable[int]) -> None:
-        holders = self._holders
+        parts = self._holders.parts
         for block in blocks:
+            holders = parts[block & LOW]
             rest = holders.get(block, 0) & ~bit
             if rest:
                 holders[block] = rest

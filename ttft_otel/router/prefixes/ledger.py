@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ttft_otel.router.policies.blocks import extra, number
+from ttft_otel.router.policies.table import Table
 from ttft_otel.router.prefixes.events import Cleared, Event, Malformed, Removed, Stored
 from ttft_otel.router.prefixes.reported import Reported
 
@@ -30,12 +31,13 @@ class Ledger:
         self.index, self.url, self.rank, self.most = index, url, rank, most
         self.counts: Counter[str] = Counter()
         self.group: int | None = None  # the KV cache group that counts
-        self._held: dict[int, int] = {}  # our number by the engine's hash and the medium
+        self._size = 0
+        self._held = Table()  # our number by the engine's hash and the medium
         self._copies: dict[int, int] = {}  # further ones, of those that are there more than once
         self._again: dict[int, int] = {}  # further hashes or media of a number
 
     def __len__(self) -> int:
-        return len(self._held)
+        return self._size
 
     def apply(self, event: Event) -> Iterator[None]:
         """Learn what it says. Raises Malformed for what no engine says."""
@@ -51,8 +53,8 @@ class Ledger:
 
     def clear(self) -> None:
         """Nothing is there, from now on; the index's memory is tidied later."""
-        self.index.retire(self.url, self.rank, iter(self._held.values()))
-        self._held, self._copies, self._again = {}, {}, {}
+        self.index.retire(self.url, self.rank, self._held.drain())
+        self._held, self._copies, self._again, self._size = Table(), {}, {}, 0
 
     def _store(self, event: Stored) -> Iterator[None]:
         place = self._place(event)
@@ -92,10 +94,11 @@ class Ledger:
     def _add(self, key: int, known: int) -> None:
         if key in self._held:
             self._copies[key] = self._copies.get(key, 0) + 1
-        elif len(self._held) >= self.most:
+        elif self._size >= self.most:
             self.counts["dropped"] += 1
         else:
             self._held[key] = known
+            self._size += 1
             self.counts["stored"] += 1
             if self.index.has(self.url, known, self.rank):
                 self._again[known] = self._again.get(known, 0) + 1
@@ -110,6 +113,7 @@ class Ledger:
             key = short | place
             if not _one_less(self._copies, key) and key in self._held:
                 self.counts["removed"] += 1
+                self._size -= 1
                 known = self._held.pop(key)
                 if not _one_less(self._again, known):
                     self.index.remove(self.url, (known,), self.rank)
