@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loads import ROUTERS
-from weigh import weigh
+from weigh import mapes, weigh
 
 MEAN, TAIL, ROUND, INK, LINE = "#5b5bf0", "#ea6a12", "#9a9a9a", "#1f2937", "#e5e7eb"
 WIDTH, LEFT, TOP, ROW, PANEL, BETWEEN = 860, 130, 58, 38, 320, 60
@@ -42,6 +42,9 @@ def table(found: Mapping[str, Any], experiment: str) -> str:
             f"| `{each['policy']}` to `{each['other']}` | {_share(each['mean'])} | {_share(each['p99'])} "
             f"| {rounds} | {goal} | {'met' if reached[name]['met'] else '**missed**'} |"
         )
+    if errors := mapes(found, experiment):
+        each = ", ".join(f"{error:.0%}" for error in errors)
+        lines += ["", f"Error (MAPE) of the TTFTs that `calibrated` predicted, by round: {each}."]
     return "\n".join(lines) + "\n"
 
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from draw import picture, table
-from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, Experiment, order
+from loads import AT_ONCE, EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, Experiment, order
 from stage import FIRST, Stage, staged
-from weigh import figures
+from weigh import capacity, figures
 
-REST: Final = 12.0  # seconds that a run takes beside its load, until one was measured
+REST: Final = 7.0  # seconds that a run takes beside its load, until one was measured
 EXAMPLES: Final = """\
 examples:
-  python benchmarks/routing/live.py multi-round shared-prefix --minutes 28 --json live.json
+  python benchmarks/routing/live.py multi-round shared-prefix multi-round-long --minutes 28 --json live.json
   python benchmarks/routing/live.py shared-prefix --rounds 5 --rate 2 --seconds 60 --json live.json
   python benchmarks/routing/live.py shared-prefix --rounds 1 --seconds 10 \\
       --servers http://127.0.0.1:8001 http://127.0.0.1:8002 --policies round_robin qps
@@ -66,34 +66,57 @@ def measure(stage: Stage, asked: argparse.Namespace, clock: Clock, found: dict[s
     """Warm up, then round after round of all experiments, while time is left; fills `found`."""
     found["resets"] = stage.forget()
     if not found["resets"]:
-        clock.say(
-            "the servers cannot forget their caches: each run gets prompts and times of its own"
-        )
+        clock.say("servers cannot forget their caches: each run has prompts and times of its own")
+    experiments = [_paced(stage, each, asked.seed, clock) for each in asked.experiments]
+    found["loads"] = {each.name: each.load(0) for each in experiments}
     for place, (policy, router) in enumerate(stage.routers.items()):
         seed = asked.seed if found["resets"] else asked.seed + place
         document = _bench(router.url, [*WARM, "--seed", str(seed)])
+        found["warm"][policy] = stage.learnt(policy)
         clock.say(f"warm-up {policy}: {_told(_run(document))}")
         stage.forget()
     for number in range(asked.rounds):
-        for experiment in asked.experiments:
-            if not clock.room(experiment, len(asked.policies)):
+        for experiment in experiments:
+            if clock.room(experiment, len(asked.policies)):
+                _round(stage, asked, clock, found, experiment, number)
+            else:
                 clock.say(f"{experiment.name} round {number + 1}: no time left for all policies")
-                continue
-            for place, policy in enumerate(order(tuple(asked.policies), number)):
-                began = time.monotonic()
-                stage.forget()
-                seed = asked.seed + 1000 * (number + 1)
-                seed += 0 if found["resets"] else place + 1
-                before = stage.busy()
-                run = _run(_bench(stage.routers[policy].url, experiment.load(seed)))
-                spent = [round(b - a, 2) for a, b in zip(before, stage.busy(), strict=True)]
-                run |= {"cpu_s": spent, "learnt": stage.learnt(policy)}
-                where = {"experiment": experiment.name, "policy": policy, "round": number + 1}
-                found["runs"].append({**where, "place": place + 1, "seed": seed, **run})
-                _keep(asked.json, found)
-                taken = time.monotonic() - began
-                clock.rest = max(clock.rest, taken - experiment.seconds)
-                clock.say(f"{experiment.name} round {number + 1} {policy}: {_told(run)}")
+
+
+def _paced(stage: Stage, experiment: Experiment, seed: int, clock: Clock) -> Experiment:
+    """With a rate: its own, or its share of what the servers can do."""
+    if experiment.rate:
+        return experiment
+    run = _run(_bench(next(iter(stage.routers.values())).url, experiment.full(seed)))
+    most = capacity(run["requests"], AT_ONCE)
+    stage.forget()
+    clock.say(f"{experiment.name}: {most:.2f} requests/s are all that both servers can do")
+    return replace(experiment, rate=round(most * experiment.share, 2))
+
+
+def _round(
+    stage: Stage,
+    asked: argparse.Namespace,
+    clock: Clock,
+    found: dict[str, Any],
+    experiment: Experiment,
+    number: int,
+) -> None:
+    """All policies in turn."""
+    for place, policy in enumerate(order(tuple(asked.policies), number)):
+        began = time.monotonic()
+        stage.forget()
+        seed = asked.seed + 1000 * (number + 1)
+        seed += 0 if found["resets"] else place + 1
+        before = stage.busy()
+        run = _run(_bench(stage.routers[policy].url, experiment.load(seed)))
+        run["cpu_s"] = [round(b - a, 2) for a, b in zip(before, stage.busy(), strict=True)]
+        run["learnt"] = stage.learnt(policy) if policy == "calibrated" else None
+        where = {"experiment": experiment.name, "policy": policy, "round": number + 1}
+        found["runs"].append({**where, "place": place + 1, "seed": seed, **run})
+        _keep(asked.json, found)
+        clock.rest = max(clock.rest, time.monotonic() - began - experiment.seconds)
+        clock.say(f"{experiment.name} round {number + 1} {policy}: {_told(run)}")
 
 
 def _bench(url: str, flags: Sequence[str]) -> Any:
@@ -139,7 +162,7 @@ def _keep(path: Path | None, found: dict[str, Any]) -> None:
         return
     found["figures"] = {}
     for name in EXPERIMENTS:
-        found["figures"] |= figures(found["runs"], name)
+        found["figures"] |= figures(found, name)
     runs = ",\n".join(json.dumps(run, separators=(",", ":")) for run in found["runs"])
     rest = json.dumps({key: value for key, value in found.items() if key != "runs"}, indent=1)
     path.write_text(f'{rest[:-2]},\n "runs": [\n{runs}\n]\n}}\n', encoding="utf-8")
@@ -219,7 +242,7 @@ def perform(asked: argparse.Namespace) -> dict[str, Any]:
         "figures": {},
         "machine": {"processors": os.cpu_count(), "platform": platform.platform()},
         "policies": flags,
-        "loads": {each.name: each.load(0) for each in asked.experiments},
+        "warm": {},
         "runs": [],
     }
     with tempfile.TemporaryDirectory(prefix="ttft-otel-") as scratch:

@@ -22,44 +22,50 @@ POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A load: bench's flags, its rate in requests per second, and how long requests are sent."""
+    """A load: bench's flags, its rate in requests per second, and how long requests are sent.
+
+    `share`: instead of a rate, how much of what both servers can do; live.py measures that first.
+    """
 
     name: str
     flags: tuple[str, ...]
-    rate: float
     seconds: float
+    rate: float = 0.0
+    share: float = 0.0
 
     def load(self, seed: int) -> list[str]:
         """Flags of one run."""
         paced = (
             ("--qps", f"{self.rate:g}", "--time", f"{self.seconds:g}")
-            if self.name == "multi-round"
+            if "multi-round" in self.flags
             else ("--rate", f"{self.rate:g}", "--requests", str(round(self.rate * self.seconds)))
         )
-        same = ("--dataset", self.name, "--seed", str(seed))
-        return [*same, *self.flags, *paced]
+        return [*self.flags, "--seed", str(seed), *paced]
+
+    def full(self, seed: int) -> list[str]:
+        """Flags of a run in which both servers always have something to do."""
+        closed = ("--concurrency", str(AT_ONCE), "--requests", str(4 * AT_ONCE))
+        return [*self.flags, "--seed", str(seed), *closed]
 
 
+AT_ONCE: Final = 8
+USERS: Final = (
+    *("--dataset", "multi-round", "--num-users", "5", "--num-rounds", "10"),
+    *("--max-unfinished", "20", "--answer-len", "100"),
+)
 EXPERIMENTS: Final = {
     each.name: each
     for each in (
-        Experiment(
-            "multi-round",
-            (
-                *("--num-users", "5", "--num-rounds", "10", "--max-unfinished", "20"),
-                *("--user-history-prompt", "200", "--answer-len", "100"),
-            ),
-            rate=2.0,
-            seconds=40.0,
-        ),
+        Experiment("multi-round", (*USERS, "--user-history-prompt", "200"), 22.0, rate=3.0),
+        Experiment("multi-round-long", (*USERS, "--user-history-prompt", "2000"), 22.0, rate=2.0),
         Experiment(
             "shared-prefix",
             (
-                *("--api", "completions", "--prefix-len", "260"),
+                *("--dataset", "shared-prefix", "--api", "completions", "--prefix-len", "260"),
                 *("--input-len", "2600", "--spread", "0.95", "--output-len", "8"),
             ),
-            rate=1.4,
-            seconds=45.0,
+            36.0,
+            share=0.75,
         ),
     )
 }
@@ -67,7 +73,7 @@ EXPERIMENTS: Final = {
 WARM: Final = (
     *("--dataset", "random", "--api", "completions"),
     *("--input-len", "1500", "--spread", "0.9", "--output-len", "8"),
-    *("--requests", "16", "--concurrency", "2"),
+    *("--requests", "20", "--concurrency", "2"),
 )
 
 

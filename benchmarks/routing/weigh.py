@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 WINDOW: Final = 10_000.0
 DRAWS: Final = 2000
+KEEP: Final = 0.99  # router/policies/model.py's Quality
 BETTER: Final = -0.15  # what the first policy's mean TTFT shall have less than kvaware's and qps's
 AGAINST: Final = (
     ("trapezoid", "kvaware", BETTER),
@@ -101,20 +102,74 @@ def weigh(runs: Sequence[Mapping[str, Any]], experiment: str) -> dict[str, Any]:
     }
 
 
-def figures(runs: Sequence[Mapping[str, Any]], experiment: str) -> dict[str, Any]:
+def capacity(requests: Sequence[Sequence[float]], at_once: int) -> float:
+    """Requests per second of a closed loop, its beginning and end left out, where not all are busy."""
+    ends = sorted(row[0] + row[4] for row in requests)[at_once : -at_once or None]
+    return (len(ends) - 1) / (ends[-1] - ends[0]) * 1e3
+
+
+def mape(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> float | None:
+    """The error of one run's predictions, from what a router says of its instances before and after it.
+
+    A router weighs each outcome 1 % less than the next one, so older ones can be taken out.
+    """
+    old = {each["url"]: each for each in before["instances"]} if before else {}
+    error = weight = 0.0
+    for each in after["instances"]:
+        if not each.get("predictions"):
+            continue
+        last = old.get(each["url"], {})
+        known = _answers(last) if last.get("predictions") else 0
+        new = _answers(each) - known
+        own = each["predictions"]["mape"] * _weight(known + new)
+        if known:
+            own -= KEEP**new * last["predictions"]["mape"] * _weight(known)
+        error, weight = error + own, weight + _weight(new)
+    return _short(error / weight) if weight else None
+
+
+def mapes(found: Mapping[str, Any], experiment: str) -> list[float]:
+    """Of each run of `calibrated`, in turn; its router had no other requests in between."""
+    before, each = found.get("warm", {}).get("calibrated"), []
+    for run in found["runs"]:
+        if run["policy"] == "calibrated" and run.get("learnt"):
+            error = mape(before, run["learnt"])
+            before = run["learnt"]
+            if run["experiment"] == experiment and error is not None:
+                each.append(error)
+    return each
+
+
+def _answers(instance: Mapping[str, Any]) -> int:
+    return int(instance["results"].get("2xx", 0))
+
+
+def _weight(count: int) -> float:
+    return (1 - KEEP**count) / (1 - KEEP)
+
+
+def figures(found: Mapping[str, Any], experiment: str) -> dict[str, Any]:
     """{figure: {value, goal, met}} of one experiment, shares of the other policy's mean TTFT."""
-    found: dict[str, Any] = {}
-    for each in weigh(runs, experiment).get("against", ()):
-        name = f"{experiment.replace('-', '_')}_{each['policy']}_to_{each['other']}"
+    own: dict[str, Any] = {}
+    prefix = experiment.replace("-", "_")
+    for each in weigh(found["runs"], experiment).get("against", ()):
         met = each["mean"][0] <= each["goal"] if each["goal"] else each["mean"][0] < 0
-        found[name] = {
+        own[f"{prefix}_{each['policy']}_to_{each['other']}"] = {
             "value": each["mean"][0],
             "interval": each["mean"][1:],
             "rounds": each["rounds"],
             "goal": each["goal"],
             "met": bool(met),
         }
-    return found
+    if errors := mapes(found, experiment):
+        mean = _short(sum(errors) / len(errors))
+        own[f"{prefix}_calibrated_mape"] = {
+            "value": mean,
+            "rounds": errors,
+            "goal": None,
+            "met": None,
+        }
+    return own
 
 
 def _against(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from ttft_otel.bench.command import bench
 from ttft_otel.router.command import command as router
+from ttft_otel.router.policies.model import Quality
 
 ROOT = Path(__file__).parents[2]
 ROUTING = ROOT / "benchmarks" / "routing"
@@ -20,7 +22,7 @@ sys.path.insert(0, str(ROUTING))
 from draw import picture, table  # noqa: E402
 from live import Clock, options  # noqa: E402
 from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, order  # noqa: E402
-from weigh import complete, draws, figures, weigh, windows  # noqa: E402
+from weigh import capacity, complete, draws, figures, mape, mapes, weigh, windows  # noqa: E402
 
 KEPT = ROUTING / "live.json"
 
@@ -44,7 +46,8 @@ def three(factor: float = 1.0) -> list[dict[str, Any]]:
 
 def kept(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """As live.py keeps them."""
-    return {"runs": runs, "figures": figures(runs, "shared-prefix")}
+    found: dict[str, Any] = {"runs": runs, "warm": {}}
+    return {**found, "figures": figures(found, "shared-prefix")}
 
 
 def test_ratio() -> None:
@@ -94,7 +97,7 @@ def test_incomplete() -> None:
 
     assert weigh(runs, "shared-prefix")["rounds"] == 3
     assert weigh([run("qps", 1)], "shared-prefix") == {}
-    assert figures([], "multi-round") == {}
+    assert kept([])["figures"] == {}
 
 
 def test_figures() -> None:
@@ -104,12 +107,56 @@ def test_figures() -> None:
         for n, each in enumerate((each for each in three() if each["policy"] == "trapezoid"), 1)
     ]
 
-    found = figures([*three(), *slow], "shared-prefix")
+    found = kept([*three(), *slow])["figures"]
 
     assert found["shared_prefix_trapezoid_to_qps"]["met"] is True
     assert found["shared_prefix_trapezoid_to_qps"]["goal"] == -0.15
     assert found["shared_prefix_calibrated_to_trapezoid"]["met"] is False
     assert found["shared_prefix_calibrated_to_trapezoid"]["value"] == pytest.approx(0.1)
+
+
+def told(counts: list[int], errors: list[float]) -> dict[str, Any]:
+    """What a router says of its instances after so many answers each."""
+    return {
+        "instances": [
+            {"url": str(place), "results": {"2xx": count}, "predictions": {"mape": error}}
+            for place, (count, error) in enumerate(zip(counts, errors, strict=True))
+        ]
+    }
+
+
+def test_mape() -> None:
+    """A run's own error comes out of what the router says before and after it, by its own measure."""
+    quality = [Quality(), Quality()]
+    for number in range(30):
+        for each in quality:
+            each.add(1.5 if number % 2 else 1.0, 1.0)
+    before = told([30, 30], [each.mape or 0 for each in quality])
+    for _ in range(40):
+        quality[0].add(1.2, 1.0)
+    after = told([70, 30], [each.mape or 0 for each in quality])
+
+    assert mape(before, after) == pytest.approx(0.2, abs=1e-4)
+    assert mape(None, before) == pytest.approx(0.25, abs=0.01)
+    assert mape(None, {"instances": [{"url": "0", "results": {}, "predictions": None}]}) is None
+
+
+def test_mapes() -> None:
+    """A run of `calibrated` starts from the one before, of any experiment; the first from the warm-up."""
+    states = [told([20], [0.5]), told([60], [0.3]), told([90], [0.3])]
+    own = run("calibrated", 1, 1, learnt=states[1])
+    runs = [own, {**own, "experiment": "multi-round", "learnt": states[2]}]
+    found = {"runs": runs, "warm": {"calibrated": states[0]}}
+
+    assert mapes(found, "shared-prefix") == [mape(states[0], states[1])]
+    assert mapes(found, "multi-round") == [0.3]
+
+
+def test_capacity() -> None:
+    """Two servers that take half a second for each request do four a second, however the run ends."""
+    rows = [[0, 0, 1, 0, 500 * (1 + place // 2)] for place in range(40)]
+
+    assert capacity([*rows, [0, 0, 1, 0, 60_000]], 8) == pytest.approx(4, rel=0.05)
 
 
 def test_table() -> None:
@@ -155,7 +202,9 @@ def test_seed() -> None:
 
 def test_bench_takes_loads() -> None:
     """`ttft-otel bench` knows all flags of the loads."""
-    for flags in (*(each.load(1) for each in EXPERIMENTS.values()), list(WARM)):
+    paced = [replace(each, rate=2) for each in EXPERIMENTS.values()]
+    full = [each.full(1) for each in paced if each.share]
+    for flags in (*(each.load(1) for each in paced), *full, list(WARM)):
         given = bench.make_context("bench", ["--url", "http://127.0.0.1:1", *flags]).params
         assert given["dataset"] in flags
 
@@ -180,12 +229,12 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are one for all experiments or one for each."""
     names = list(EXPERIMENTS)
-    monkeypatch.setattr(sys, "argv", ["live.py", *names, "--rate", "3", "4", "--seconds", "9"])
+    monkeypatch.setattr(sys, "argv", ["live.py", *names, "--rate", "3", "4", "5", "--seconds", "9"])
 
-    first, second = options().experiments
+    found = options().experiments
 
-    assert (first.rate, second.rate) == (3, 4)
-    assert (first.seconds, second.seconds) == (9, 9)
+    assert [each.rate for each in found] == [3, 4, 5]
+    assert [each.seconds for each in found] == [9, 9, 9]
 
 
 def test_nothing_asked() -> None:
