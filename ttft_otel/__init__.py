@@ -5,7 +5,7 @@ words    stages  names  clock  settings  guard     what everything is called, an
 shape    record                                    the only thing that crosses a process boundary
 hot      context  carrier  trip  recorder          runs inside vLLM and the router, microseconds
          asgi  meter  handoff
-pure     breakdown  timing  original               marks -> stages that add up; Server-Timing text
+pure     breakdown  timing  original  palette      marks -> stages that add up; Server-Timing text; colours
 vLLM     hooks/                                    what knows vLLM and torch (the laboratory apart)
 spans    exporter/                                 a process of its own: records -> OTLP
 clients  router/  report/                          before and behind the servers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's colours (report/palette.py) as field overrides: a stage looks the same everywhere."""
+"""The page's colours (palette.py) as field overrides: a stage looks the same everywhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from grafana_foundation_sdk.models.dashboard import DynamicConfigValue
 
-from ttft_otel import stages
-from ttft_otel.report import palette
+from ttft_otel import palette, stages
 
 Override = tuple[str, list[DynamicConfigValue]]
 

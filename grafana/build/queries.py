@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel import names, stages
-from ttft_otel.report import palette
+from ttft_otel import names, palette, stages
 
 
 def label(name: str) -> str:

@@ -13,7 +13,7 @@ from grafana_foundation_sdk.models import dashboard as models
 
 from grafana.build import colors, panels, queries, requests
 from grafana.build.queries import RANGE, RATE
-from ttft_otel.report import palette
+from ttft_otel import palette
 
 SLO_MS: Final = "1000"
 # A TraceQL search that finds nothing, and says what to do: an empty box would be an error.

@@ -8,8 +8,7 @@ import statistics
 
 import trips
 
-from ttft_otel import stages
-from ttft_otel.report import palette
+from ttft_otel import palette, stages
 from ttft_otel.report.assemble import requests
 from ttft_otel.report.shape import Request
 from ttft_otel.report.summary import percentile, summarize

@@ -19,9 +19,8 @@ from grafana.build import colors, counters, panels, queries
 from grafana.build.boards import Dashboard as Schema
 from grafana.build.boards import JSONEncoder, render
 from tests.stack.panels import Dashboard, Query, dashboards
-from ttft_otel import names, stages
+from ttft_otel import names, palette, stages
 from ttft_otel.lab.stack.pins import CHECKOUT
-from ttft_otel.report import palette
 
 FOLDER = CHECKOUT / "grafana"
 BOARDS = dashboards()

@@ -14,8 +14,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel import stages
-from ttft_otel.report import palette
+from ttft_otel import palette, stages
 from ttft_otel.report.terminal import clean
 
 WIDE: Final = 144  # columns where nobody says how wide the output is

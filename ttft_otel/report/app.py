@@ -15,8 +15,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
-from ttft_otel import __version__
-from ttft_otel.report import answer, pages, palette, receiver
+from ttft_otel import __version__, palette
+from ttft_otel.report import answer, pages, receiver
 from ttft_otel.report.query import MOST, Trace, Wanted, reader
 from ttft_otel.report.receiver import Receiver
 from ttft_otel.report.schema import Trouble

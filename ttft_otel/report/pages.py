@@ -15,8 +15,8 @@ from typing import Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ttft_otel import __version__, stages
-from ttft_otel.report import palette, tree
+from ttft_otel import __version__, palette, stages
+from ttft_otel.report import tree
 from ttft_otel.report.query import Trace, Wanted
 from ttft_otel.report.shape import ERROR, KINDS, Request
 from ttft_otel.report.summary import Summary, summarize

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttft_otel.report import palette
+from ttft_otel import palette
 from ttft_otel.report.shape import Request
 from ttft_otel.stages import UNATTRIBUTED
 

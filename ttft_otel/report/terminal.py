@@ -14,8 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel import stages
-from ttft_otel.report import palette, tree
+from ttft_otel import palette, stages
+from ttft_otel.report import tree
 from ttft_otel.report.query import Trace
 from ttft_otel.report.shape import Request
 from ttft_otel.report.summary import Summary, summarize
