@@ -18,7 +18,7 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from router import fakes, pd
+from router import fakes, known, pd
 from router.fakes import PARENT, Plan
 from ttft_otel import names
 from ttft_otel.exporter import spans
@@ -42,6 +42,16 @@ async def retried() -> Deployed:
     """Two plain servers, of which the first one cannot."""
     async with fakes.instance(Plan(status=503)) as a, fakes.instance(PD) as b:
         async with fakes.router([a.url, b.url]) as router:
+            yield router, [a, b]
+
+
+@contextlib.asynccontextmanager
+async def routed() -> Deployed:
+    """Two plain servers, of which one has a part of the prompt."""
+    async with fakes.instance(PD) as a, fakes.instance(PD) as b:
+        source = known.Source(tells={b.url: 320})
+        routing = known.routing("ttft", None, source, score="trapezoid")
+        async with fakes.router([a.url, b.url], routing=routing) as router:
             yield router, [a, b]
 
 
@@ -87,6 +97,7 @@ def apart(mode: str, encoder: bool) -> Callable[[], contextlib.AbstractAsyncCont
 TOPOLOGIES = {
     "mono": mono,
     "retried": retried,
+    "routed": routed,
     "failed": failed,
     "epd": epd,
     **{f"pd {mode}": apart(mode, False) for mode in ("off", "strip", "continue")},
@@ -102,7 +113,7 @@ async def tree(topology: str) -> Any:
             while each.models is None:
                 await asyncio.sleep(0.01)
         images = ["a"] if topology.startswith("epd") else []
-        body = fakes.chat(*images) | {"max_tokens": 4}
+        body = fakes.chat(*images) | {"max_tokens": 4, "tokens": 800}
         named = {"X_Request_Id": ID, "traceparent": PARENT}
         await router.post("/v1/chat/completions", body, **named)
         records = await router.settled(1 if topology == "failed" else 2)
@@ -141,6 +152,10 @@ def plain(key: str, value: Any) -> Any:
         return "length"
     if key == names.SERVER_PORT:
         return "port"
+    if key == names.ROUTE_INSTANCES:
+        return [each.rpartition(":")[0] + ":port" for each in value]
+    if isinstance(value, tuple):
+        return list(value)
     return value.rpartition(":")[0] + ":port" if key == names.INSTANCE else value
 
 
