@@ -7,6 +7,6 @@ load         data  replay  rounds  plan  which requests, and when
 sending      wire  drive  session        one connection; open and closed loop; warm-up and rounds
 after        lookup                      breakdowns that answers did not carry
 numbers      figures  compare            percentiles, goodput, the stage behind the p99, differences
-out          document  screen            JSON and terminal
+out          document  screen  page      JSON, terminal, HTML
 doors        options  command            what people type
 """

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from ttft_otel.bench import data, learn, replay, rounds, screen
+from ttft_otel.bench import data, learn, page, replay, rounds, screen
 from ttft_otel.bench.ask import Form
 from ttft_otel.bench.compare import compare
 from ttft_otel.bench.compare import differing as contrast
@@ -239,7 +239,7 @@ def _give(found: Any, given: dict[str, Any]) -> None:
     if given["output"]:
         given["output"].write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
     if given["html"]:
-        given["html"].write_text(screen.page(found), encoding="utf-8")
+        given["html"].write_text(page.page(found), encoding="utf-8")
     if given["as_json"]:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:

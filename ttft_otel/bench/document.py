@@ -52,6 +52,10 @@ def _summary(
         "stages_ms": _lines(figures.stage_lines(found)),
         "breakdowns": sum(bool(each.stages) for each in found),
         "explanation": figures.blame(found),
+        "ends_ms": {
+            title: {name: _round(value) for name, value in parts.items()}
+            for title, parts in figures.ends(found).items()
+        },
         "throughput": {
             "requests_per_s": _round(len(found) * per),
             "input_tokens_per_s": _round(sum(each.input or 0 for each in found) * per),

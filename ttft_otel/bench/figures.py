@@ -185,6 +185,18 @@ def good(found: Sequence[Sample], slo: Mapping[str, float]) -> int:
     )
 
 
+def ends(found: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Mean stages of the middle tenth and of the slowest hundredth; each adds up to its mean TTFT."""
+    told = [each for each in found if each.stages]
+    if len(told) < FEW:
+        return {}
+    slow, usual = _ends(told)
+    return {
+        title: {name: _mean(part, name) for name in order(told)}
+        for title, part in (("p50", usual), ("p99", slow))
+    }
+
+
 def blame(found: Sequence[Sample]) -> str:
     """In a sentence: the stage that separates the slowest hundredth from the median."""
     told = [each for each in found if each.stages]

@@ -98,7 +98,7 @@ OUT: Final = (
     ),
     click.option("--json", "as_json", is_flag=True, help="JSON instead of tables."),
     click.option("--output", type=FILE, help="Write the JSON here, too."),
-    click.option("--html", type=FILE, help="Write the tables here as a page, too."),
+    click.option("--html", type=FILE, help="Write tables and charts here as a page, too."),
 )
 
 

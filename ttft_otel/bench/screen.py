@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show a benchmark: progress while it runs, then document.py's numbers as tables or as a page."""
+"""Show a benchmark: progress while it runs, then document.py's numbers as tables."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
-from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from ttft_otel.bench.drive import Run
@@ -58,13 +56,6 @@ def show(found: Mapping[str, Any], out: Console) -> None:
         out.print()
     if found["comparison"]:
         compared(found["comparison"], out)
-
-
-def page(found: Mapping[str, Any]) -> str:
-    """The same as one HTML page that loads nothing."""
-    out = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
-    show(found, out)
-    return out.export_html(theme=MONOKAI)
 
 
 def _target(target: Mapping[str, Any], out: Console) -> None:
