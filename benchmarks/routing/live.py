@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,10 +41,10 @@ examples:
 
 @dataclass(slots=True)
 class Clock:
-    """How much time is left, and how long a run takes beside its load."""
+    """How much time is left, and how long a run of an experiment takes beside its load."""
 
     end: float
-    rest: float = REST
+    rest: dict[str, float] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
@@ -53,7 +53,12 @@ class Clock:
 
     def room(self, experiment: Experiment, runs: int) -> bool:
         """Whether so many runs of it still fit."""
-        return runs * (experiment.seconds + self.rest) <= self.left
+        return runs * (experiment.seconds + self.rest.get(experiment.name, REST)) <= self.left
+
+    def took(self, experiment: Experiment, seconds: float) -> None:
+        """A run did."""
+        rest = seconds - experiment.seconds
+        self.rest[experiment.name] = max(self.rest.get(experiment.name, 0.0), rest)
 
     def say(self, text: str) -> None:
         """A line of progress."""
@@ -115,7 +120,7 @@ def _round(
         where = {"experiment": experiment.name, "policy": policy, "round": number + 1}
         found["runs"].append({**where, "place": place + 1, "seed": seed, **run})
         _keep(asked.json, found)
-        clock.rest = max(clock.rest, time.monotonic() - began - experiment.seconds)
+        clock.took(experiment, time.monotonic() - began)
         clock.say(f"{experiment.name} round {number + 1} {policy}: {_told(run)}")
 
 
@@ -160,9 +165,6 @@ def _keep(path: Path | None, found: dict[str, Any]) -> None:
     """Write it all, one run a line."""
     if path is None:
         return
-    found["figures"] = {}
-    for name in EXPERIMENTS:
-        found["figures"] |= figures(found, name)
     runs = ",\n".join(json.dumps(run, separators=(",", ":")) for run in found["runs"])
     rest = json.dumps({key: value for key, value in found.items() if key != "runs"}, indent=1)
     path.write_text(f'{rest[:-2]},\n "runs": [\n{runs}\n]\n}}\n', encoding="utf-8")
@@ -259,8 +261,10 @@ def main() -> None:
     """Measure or read, then print, write, draw."""
     asked = options()
     found = perform(asked) if asked.names else json.loads(asked.json.read_text("utf-8"))
-    if asked.names:
-        _keep(asked.json, found)
+    found["figures"] = {}  # at the end only: the draws take seconds
+    for name in EXPERIMENTS:
+        found["figures"] |= figures(found, name)
+    _keep(asked.json, found)
     for name in EXPERIMENTS:
         if shown := table(found, name):
             sys.stdout.write(f"{name}\n\n{shown}\n" if asked.names else shown)

@@ -221,9 +221,14 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     experiment = EXPERIMENTS["shared-prefix"]
     each = experiment.seconds + 5
+    enough, short = Clock(100 + 5 * each), Clock(99 + 5 * each)
+    for clock in (enough, short):
+        clock.took(experiment, each - 2)
+        clock.took(experiment, each)
+        clock.took(experiment, each - 1)
 
-    assert Clock(100 + 5 * each, 5).room(experiment, 5)
-    assert not Clock(99 + 5 * each, 5).room(experiment, 5)
+    assert enough.room(experiment, 5)
+    assert not short.room(experiment, 5)
 
 
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
