@@ -112,8 +112,17 @@ def kept(*kinds: type) -> list[object]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("logic", ["round_robin", "least_requests", "ttft"])
-@pytest.mark.parametrize("legs", [("--backend",), ("--prefill", "--decode")], ids=["EPD", "E+P+D"])
+@pytest.mark.parametrize(
+    ("legs", "logic"),
+    [
+        pytest.param(legs, logic, id=f"{topology} {logic}")
+        for topology, legs, logics in (
+            ("EPD", ("--backend",), ("round_robin", "ttft")),
+            ("E+P+D", ("--prefill", "--decode"), ("least_requests", "ttft")),
+        )
+        for logic in logics
+    ],
+)
 def test_10_000_requests_leave_no_trace(legs: tuple[str, ...], logic: str) -> None:
     """Memory, sockets and counters of the router's process are what they were before them."""
 
