@@ -34,20 +34,28 @@ class Feed:
         self.ledger, self.replay = ledger, replay
         self.last: int | None = None if replay is None else NONE  # applied; None: any may be next
         self.counts: Counter[str] = Counter()
+        self._apart = False
         self._heard = NONE
         self._proof = b""  # the last message
 
     async def meet(self) -> None:
         """The publisher is reached, for the first time or again."""
+        self._apart = False
         if self.replay is None:
             # What was said in between is lost, a restart perhaps with it.
             self._clear()
         else:
             await self._recover()
 
+    def part(self) -> None:
+        """The publisher is away: whoever speaks next may be another one."""
+        self._apart = True
+
     async def hear(self, number: int, payload: bytes) -> None:
         """One message as it is published."""
-        if number <= self._heard:
+        if self._apart:
+            await self.meet()
+        elif number <= self._heard:
             # Another engine's, or the same message twice.
             await self._recover()
         self._heard = number
@@ -77,6 +85,8 @@ class Feed:
             self._heard = NONE
             self._clear()
             await self._recover()
+        elif self.last is None:
+            self.last = NONE  # it has said nothing yet
 
     async def _catch(self, missed: AsyncIterator[tuple[int, bytes]]) -> bool:
         """Take what was missed; whether it is the same engine that says it."""

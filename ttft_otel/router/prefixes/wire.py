@@ -65,6 +65,8 @@ async def _watch(
         if there:
             async with turn:
                 await feed.meet()
+        else:
+            feed.part()
 
 
 async def replay(
