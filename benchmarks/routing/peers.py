@@ -52,11 +52,12 @@ class Decay(Tokens):
 
     def score(self, url: str, load: Load, new: int, now: int) -> float:
         """Tokens left, by the same fitted times that ours has."""
-        running, lines = load.running(now), self.state.models.lines("model", [url])
+        running, known = load.running(now), self.state.models.known("model")
         done = 0.0
-        if running is not None and lines is not None:
-            work, elapsed = running
-            done = work.fresh * min(1.0, elapsed / max(lines[0].seconds(work), 1e-9))
+        if running is not None and known is not None:
+            (work, elapsed), (line, factors) = running, known
+            whole = line.seconds(work) * factors.get(url, 1.0)
+            done = work.fresh * min(1.0, elapsed / max(whole, 1e-9))
         return load.fresh + new - done
 
 

@@ -93,31 +93,96 @@ def test_trapezoid() -> None:
 
 
 def test_pool() -> None:
-    """Start values, then all instances' fit, then the instance's own; other models have no part in it."""
+    """Start values, then a line that all instances have in common; other models have no part in it."""
     start = Line(1, 0, 0)
     models = Models(start)
-    assert models.lines("m", ["a"]) == [start]
-    assert Models().lines("m", ["a"]) is None
-    for each in prompts(ENOUGH):
-        models.add("m", "a", each, TRUE.seconds(each))
-    for each in prompts(ENOUGH - 1):
-        models.add("m", "b", each, 3 * TRUE.seconds(each))
-    lines = models.lines("m", ["a", "b", "c"])
-    assert lines is not None
-    own, pooled, new = lines
+    assert models.known("m") == (start, {})
+    assert Models().known("m") is None
+    for number, each in enumerate(prompts(ENOUGH)):
+        models.add("m", f"http://{number}", each, TRUE.seconds(each))
+    known = models.known("m")
+    assert known is not None
 
-    assert own == pytest.approx(TRUE, rel=1e-3)
-    assert pooled == new != own
-    assert models.lines("other", ["a"]) == [start]
+    assert known[0] == pytest.approx(TRUE, rel=1e-3)
+    assert known[1] == {}
+    assert models.known("other") == (start, {})
+
+
+def learnt(slow: dict[str, float], each: int, noise: float, instances: int = 8) -> Models:
+    """What so many samples of every instance teach; those named in `slow` take so many times as long."""
+    models, chance = Models(), random.Random(5)
+    for number, todo in enumerate(prompts(each * instances)):
+        url = str(number % instances)
+        seconds = TRUE.seconds(todo) * slow.get(url, 1.0) * chance.lognormvariate(0, noise)
+        models.add("m", url, todo, seconds)
+    return models
+
+
+def test_pace() -> None:
+    """A few samples tell a slow instance from the others: its line is the common one times its pace."""
+    models = learnt({"0": 2.0, "1": 2.0, "2": 0.5}, 20, 0.1)
+    lines = {url: fit.line for (_, url), fit in models.fits().items()}
+    todo = work(8000, 0)
+
+    for url, times in (("0", 2.0), ("1", 2.0), ("2", 0.5), ("3", 1.0), ("7", 1.0)):
+        line = lines[url]
+        assert line is not None
+        assert line.seconds(todo) == pytest.approx(times * TRUE.seconds(todo), rel=0.12)
+
+
+@pytest.mark.parametrize(("each", "noise"), [(5, 0.1), (50, 0.1), (50, 0.5)])
+def test_chance(each: int, noise: float) -> None:
+    """Equally fast instances are not told apart by their noise: nearly all have no pace of their own."""
+    known = learnt({}, each, noise, instances=64).known("m")
+    assert known is not None
+    _, factors = known
+
+    assert len(factors) < 12
+    assert all(abs(factor - 1) < noise / 2 for factor in factors.values())
+
+
+def test_pace_changes() -> None:
+    """An instance that becomes slow is known to be after a hundred prefills; all of them after more."""
+    models = learnt({}, 60, 0.05, instances=4)
+    todo = work(8000, 0)
+
+    def times(slow: tuple[int, ...], samples: int) -> list[float]:
+        for number, each in enumerate(prompts(samples, seed=3)):
+            at = number % 4
+            models.add("m", str(at), each, TRUE.seconds(each) * (3.0 if at in slow else 1.0))
+        known = models.known("m")
+        assert known is not None
+        line, factors = known
+        return [
+            factors.get(str(at), 1.0) * line.seconds(todo) / TRUE.seconds(todo) for at in range(4)
+        ]
+
+    assert times((0,), 400) == pytest.approx([3, 1, 1, 1], rel=0.15)
+    assert times((0, 1, 2, 3), 2000) == pytest.approx([3, 3, 3, 3], rel=0.15)
+
+
+def test_wild() -> None:
+    """A prefill that is a thousand times too long, or none at all, does not make its instance unusable."""
+    models = learnt({}, 40, 0.1)
+    models.add("m", "0", work(100, 0), 1000 * TRUE.seconds(work(100, 0)))
+    models.add("m", "1", work(100, 0), 0.0)
+    known = models.known("m")
+    assert known is not None
+
+    assert known[1].get("0", 1.0) < 1.3
+    assert known[1].get("1", 1.0) > 0.8
 
 
 def test_bounded() -> None:
-    """However many models are named, no more than so many fits are kept."""
+    """However many models and instances are named, no more than so many are kept, the latest."""
     models = Models()
-    for number in range(MOST):
+    for number in range(MOST + 100):
         models.add(f"m{number}", "a", work(10, 0), 0.1)
+    kept = [key for key in models.fits() if key[1]]
 
-    assert len(models.fits()) == MOST
+    assert len(kept) == MOST
+    assert kept[0] == ("m100", "a")
+    assert ("m99", "") not in models.fits()
 
 
 def test_quality() -> None:

@@ -138,6 +138,38 @@ def test_running() -> None:
     assert Load().running(0) is None
 
 
+def test_crowd() -> None:
+    """Two arrivals a second, busy for half of the time: four are delayed; by the part that is busy now."""
+    pending = Pending(window=10)
+    state = State(History(16, 100), pending=pending)
+    (to, *_) = FLEET
+    assert pending.crowd(0, 1) == 0
+    for number in range(200):
+        at = number * SECOND // 2
+        state.sent(asked(number), Choice(to, 0, "test"), at)
+        state.left(asked(number), at + SECOND // 4)
+    assert pending.crowd(100 * SECOND, 1) == 0  # nobody waits
+    state.sent(asked(1), Choice(to, 0, "test"), 100 * SECOND)
+
+    assert abs(pending.crowd(100 * SECOND, 1) - 4) < 0.4
+    assert abs(pending.crowd(100 * SECOND, 4) - 0.5 / (1 - 0.5 / 4) / 4) < 0.05
+    assert pending.crowd(400 * SECOND, 1) < 1e-9
+
+
+def test_lately() -> None:
+    """Of what an instance had to compute half is forgotten after each window."""
+    pending = Pending(window=10)
+    state = State(History(16, 100), pending=pending)
+    to, other, *_ = FLEET
+    state.sent(asked(1), Choice(to, 0, "test"), SECOND)
+    once = asked(1).tokens
+    state.sent(asked(2), Choice(other, 0, "test"), 5 * SECOND)
+    assert pending.at(to.url).lately == once
+    state.sent(asked(3), Choice(other, 0, "test"), 12 * SECOND)
+
+    assert pending.at(to.url).lately == once // 2
+
+
 def test_memory() -> None:
     """A million blocks of history are held in 300 MB."""
     count = 50_000

@@ -199,7 +199,7 @@ def test_no_session(body: bytes) -> None:
 
 
 def test_prefix() -> None:
-    """The longest beginning that an instance was sent, computed or not; else by rate."""
+    """The longest beginning that an instance was sent, computed or not; else the fewest under way."""
     known = state()
     known.index.add(A.url, range(2))  # type: ignore[attr-defined]
     send(known, asked(1, 64, range(4)), B)
@@ -207,7 +207,35 @@ def test_prefix() -> None:
     found = choose("prefix", known, asked(2, 80, range(5)))
 
     assert (found.instance, found.cached, found.reason) == (B, 64, "prefix")
-    assert choose("prefix", known, asked(3, 80, range(50, 55))).reason == "qps"
+    assert choose("prefix", known, asked(3, 80, range(50, 55))).reason == "least_requests"
+
+
+def test_prefix_shared() -> None:
+    """What all prompts begin with draws nobody: the match must be a good part of the prompt."""
+    known = state()
+    known.index.add(A.url, range(3))  # type: ignore[attr-defined]
+    own = [*range(3), *range(100, 107)]
+
+    assert choose("prefix", known, asked(1, 160, own)).reason == "least_requests"
+    assert choose("prefix", known, asked(2, 144, own[:9])).instance is A
+
+
+def test_prefix_busy() -> None:
+    """Not even a whole prefix is worth many more requests than elsewhere; among equals the fewest count."""
+    known = state()
+    for each in (A, B):
+        known.index.add(each.url, range(5))  # type: ignore[attr-defined]
+    policy = POLICIES["prefix"](known)
+
+    def chosen(*counts: int) -> tuple[int, str]:
+        busy = [replace(each, in_flight=count) for each, count in zip(ABC, counts, strict=True)]
+        found = policy.choose(asked(1, 80, range(5)), busy, 0, False)
+        return busy.index(found.instance), found.reason
+
+    assert chosen(8, 9, 0) == (0, "prefix")
+    assert chosen(9, 9, 0) == (2, "least_requests")
+    assert chosen(29, 29, 20) == (0, "prefix") or chosen(29, 29, 20) == (1, "prefix")
+    assert chosen(31, 31, 20) == (2, "least_requests")
 
 
 @pytest.mark.parametrize(("threshold", "reason"), [(16, "kvaware"), (15, "session")])
@@ -234,18 +262,59 @@ def test_calibrated() -> None:
     one = LINE.seconds(work(1000, 0))
     new = LINE.seconds(work(100, 0))
 
-    def score(each: Instance, now: float) -> float:
+    def time(each: Instance, now: float) -> float | None:
         request = asked(9, 100)
         policy = POLICIES["ttft"](known)
-        return policy.choose(request, (each,), round(now * SECOND), False).score
+        return policy.choose(request, (each,), round(now * SECOND), False).predicted
 
-    assert score(C, 0.05) == pytest.approx(new)
-    assert score(A, 0) == pytest.approx(one + LINE.seconds(work(500, 0)) + new)
-    assert score(A, 0.05) == pytest.approx(score(A, 0) - 0.05)
-    assert score(A, 60) == pytest.approx(score(A, 0) - one)  # late: it may end any moment
+    start = one + LINE.seconds(work(500, 0)) + new
+    assert time(C, 0.05) == pytest.approx(new)
+    assert time(A, 0) == pytest.approx(start)
+    assert time(A, 0.05) == pytest.approx(start - 0.05)
+    assert time(A, 60) == pytest.approx(start - 0.9 * one)  # late: it may end any moment
     assert choose("ttft", known, asked(9, 100)).instance is C
     known.first(asked(1, 1000), SECOND, 1.0, 0)
-    assert score(A, 1) == pytest.approx(LINE.seconds(work(500, 0)) + new)  # the next one began now
+    assert time(A, 1) == pytest.approx(LINE.seconds(work(500, 0)) + new)  # the next one began now
+
+
+def test_others() -> None:
+    """The busier the fleet, the longer a request waits where its prompt is cached: others need the time."""
+    known = state()
+    known.models = Models(Line(0, 1e-3, 0))
+    request = asked(99, 1600, range(100))
+    known.index.add(A.url, range(50))  # type: ignore[attr-defined]
+    send(known, asked(1, 1000), A)
+    send(known, asked(2, 100), B)
+    send(known, asked(3, 100), C)
+
+    quiet = choose("ttft", known, request)
+    for number in range(10, 400):
+        now = number * SECOND // 10
+        send(known, asked(number, 1), ABC[number % 3], now=now)
+        known.left(asked(number), now)
+    send(known, asked(1, 1000), A, now=now)
+    send(known, asked(2, 100), B, now=now)
+    send(known, asked(3, 100), C, now=now)
+    busy = choose("ttft", known, request, now)
+
+    assert quiet.instance is not A  # 1.7 s there, 1.8 s at A
+    assert busy.instance is A  # 0.8 s of work instead of 1.6 s
+    assert (busy.predicted, quiet.predicted) == (pytest.approx(1.8), pytest.approx(1.7))
+
+
+def test_near() -> None:
+    """Among about equal ones the instance that had the least to compute lately; what is better still wins."""
+    known = state()
+    known.models = Models(Line(0, 1e-3, 0))
+    for number, each in enumerate((A, A, B, C, C)):
+        send(known, asked(number, 1000), each)
+        known.left(asked(number), 0)
+
+    assert choose("ttft", known, asked(9, 1000)).instance is B
+    known.index.add(A.url, range(2))  # type: ignore[attr-defined]
+    assert choose("ttft", known, asked(9, 1000, range(60))).instance is B  # A: 3 % less
+    known.index.add(A.url, range(6))  # type: ignore[attr-defined]
+    assert choose("ttft", known, asked(9, 1000, range(60))).instance is A
 
 
 def test_speculative() -> None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a prefill takes: a + b * fresh + d * pairs, learnt from measured ones; ttft.py predicts with it.
 
-With a = b = 0 it is the trapezoid formula.
+With a = b = 0 it is the trapezoid formula. All instances of a model share one line, learnt from all
+their prefills; an instance's own is that line times how much slower than the others it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Final, NamedTuple
 
@@ -18,7 +20,12 @@ FLOOR: Final = (
     0.01  # seconds: an error of 1 ms in 2 ms shall not outweigh one of 100 ms in a second
 )
 UNITS: Final = (1.0, 1e3, 1e6)  # fresh and pairs in these, so that the sums are of like size
-MOST: Final = 4096  # fits, and outcomes, kept; the oldest goes
+SOON: Final = 64  # samples until which the line is solved for after each; then after each 16th
+EVERY: Final = 16
+MOST: Final = 4096  # paces, and outcomes, kept; the oldest goes
+PACE: Final = 0.95  # of an instance's pace a sample counts half after 14 others
+DOUBT: Final = 4.0  # a pace is its own from two standard errors on
+WILD: Final = 3.0  # a sample is at most e^3 times as slow as expected, as far as paces go
 _SUBSETS: Final = [some for size in (3, 2, 1) for some in combinations(range(3), size)]
 
 
@@ -86,16 +93,20 @@ class Fit:
 
     def add(self, work: Work, seconds: float) -> None:
         """One measured prefill."""
+        expected = seconds
         if self.line is not None:
-            self.quality.add(self.line.seconds(work), seconds)
-        weight = 1 / (seconds + FLOOR) ** 2
+            expected = self.line.seconds(work)
+            self.quality.add(expected, seconds)
+        weight = (
+            1 / (expected + FLOOR) ** 2
+        )  # by `seconds` those that happen to be short would count more
         row = (1.0, work.fresh / UNITS[1], work.pairs / UNITS[2])
         for i in range(3):
             self._right[i] = self._right[i] * self._forget + weight * row[i] * seconds
             for j in range(3):
                 self._left[i][j] = self._left[i][j] * self._forget + weight * row[i] * row[j]
         self.samples += 1
-        if self.samples >= ENOUGH:
+        if self.samples >= ENOUGH and (self.samples < SOON or not self.samples % EVERY):
             self.line = self._solve()
 
     def tell(self) -> dict[str, float | None]:
@@ -121,52 +132,118 @@ class Fit:
         return [self._right[i] for i in some]
 
 
-class Models:
-    """A fit for each model on each instance, and one over all instances for those without enough samples.
+class Pace:
+    """How much slower or faster than the others one instance is with one model; `factor` 1: not."""
 
-    `start` is used until even that one has enough.
-    """
+    def __init__(self, pool: Fit) -> None:
+        self.samples = 0
+        self.factor = 1.0
+        self.mean = 0.0  # of the logarithms of seconds by the line's seconds
+        self.count = 0.0  # samples that this is of, the later ones counting more
+        self.quality = Quality()
+        self._pool = pool
+
+    @property
+    def line(self) -> Line | None:
+        """The instance's own, as far as it is known."""
+        if self._pool.line is None:
+            return None
+        return Line(*(self.factor * x for x in self._pool.line))
+
+    def tell(self) -> dict[str, float | None]:
+        """The line, in seconds, and how good it is, for operators."""
+        a, b, d = self.line or (None, None, None)
+        return {"samples": self.samples, "a": a, "b": b, "d": d, **self.quality.tell()}
+
+
+class Shared:
+    """One model on all its instances: the line, and the paces that differ from it by more than chance."""
+
+    def __init__(self, forget: float) -> None:
+        self.pool = Fit(forget)
+        self.paces: dict[str, Pace] = {}
+        self.factors: dict[str, float] = {}  # theirs that are not 1
+        self._sum = 0.0  # of the paces' means
+        self._noise = 0.0  # variance of samples around their instance's mean
+        self._seen = 0
+
+    def add(self, url: str, work: Work, seconds: float) -> None:
+        """One measured prefill; the line learns what it would have taken on the average instance."""
+        pace, line = self.paces[url], self.pool.line
+        pace.samples += 1
+        expected = 0.0 if line is None else line.seconds(work)
+        if expected > 0 and seconds > 0:
+            pace.quality.add(expected * pace.factor, seconds)
+            self._learn(pace, math.log(seconds / expected))
+            pace.factor = math.exp(self._apart(pace))
+            if pace.factor == 1.0:
+                self.factors.pop(url, None)
+            else:
+                self.factors[url] = pace.factor
+        self.pool.add(work, seconds / pace.factor)
+
+    def drop(self, url: str) -> None:
+        """The instance is gone."""
+        self._sum -= self.paces.pop(url).mean
+        self.factors.pop(url, None)
+
+    def _learn(self, pace: Pace, sample: float) -> None:
+        error = max(-WILD, min(WILD, sample)) - pace.mean
+        if pace.count:
+            self._seen = min(self._seen + 1, round(1 / (1 - FORGET)))
+            square = error * error * pace.count / (pace.count + 1)
+            self._noise += (square - self._noise) / self._seen
+        pace.count = pace.count * PACE + 1
+        pace.mean += error / pace.count
+        self._sum += error / pace.count
+
+    def _apart(self, pace: Pace) -> float:
+        """Its distance from the average instance, less what chance may have done (James and Stein)."""
+        apart = pace.mean - self._sum / len(self.paces)
+        chance = DOUBT * self._noise / pace.count
+        return apart * (1 - chance / (apart * apart)) if apart * apart > chance else 0.0
+
+
+class Models:
+    """What is known of each model; `start` is used until there are enough samples of it."""
 
     def __init__(self, start: Line | None = None, forget: float = FORGET) -> None:
         self.start, self.forget = start, forget
-        self._fits: dict[tuple[str, str], Fit] = {}
-        self._lines: dict[str, dict[str, Line]] = {}  # theirs, by model and instance: for choosing
+        self._models: dict[str, Shared] = {}
+        self._paces: dict[tuple[str, str], Pace] = {}  # in the order of coming
 
     def add(self, model: str, url: str, work: Work, seconds: float) -> None:
         """One measured prefill."""
-        for where in (url, ""):
-            fit = self._fit(model, where)
-            fit.add(work, seconds)
-            if fit.line is not None:
-                self._lines.setdefault(model, {})[where] = fit.line
+        if (model, url) not in self._paces:
+            self._new(model, url)
+        self._models[model].add(url, work, seconds)
 
-    def lines(self, model: str, urls: Sequence[str]) -> list[Line] | None:
-        """What is known of this model on each of these instances; None: of one of them nothing."""
-        known = self._lines.get(model, {})
-        pooled = known.get("", self.start)
-        if pooled is None:  # then no instance has a fit of its own: each sample is in both
+    def known(self, model: str) -> tuple[Line, Mapping[str, float]] | None:
+        """The line of a model, and the factors of the instances that are not as fast as it says."""
+        shared = self._models.get(model)
+        line = self.start if shared is None else shared.pool.line or self.start
+        if line is None:
             return None
-        return [known.get(url, pooled) for url in urls]
+        return line, {} if shared is None else shared.factors
 
-    def fits(self) -> dict[tuple[str, str], Fit]:
-        """Every fit by model and instance; "" for all instances."""
-        return dict(self._fits)
+    def fits(self) -> dict[tuple[str, str], Fit | Pace]:
+        """What was learnt by model and instance; "" for all instances."""
+        pools = {(model, ""): shared.pool for model, shared in self._models.items()}
+        return {**pools, **self._paces}
 
-    def _fit(self, model: str, url: str) -> Fit:
-        found = self._fits.get((model, url))
-        if found is None:
-            if len(self._fits) >= MOST:
-                self._drop(next(iter(self._fits)))
-            found = self._fits[model, url] = Fit(self.forget)
-        return found
+    def _new(self, model: str, url: str) -> None:
+        if len(self._paces) >= MOST:
+            self._drop(*next(iter(self._paces)))
+        shared = self._models.get(model)
+        if shared is None:
+            shared = self._models[model] = Shared(self.forget)
+        self._paces[model, url] = shared.paces[url] = Pace(shared.pool)
 
-    def _drop(self, key: tuple[str, str]) -> None:
-        del self._fits[key]
-        model, url = key
-        known = self._lines.get(model, {})
-        known.pop(url, None)
-        if not known:
-            self._lines.pop(model, None)
+    def _drop(self, model: str, url: str) -> None:
+        del self._paces[model, url]
+        self._models[model].drop(url)
+        if not self._models[model].paces:
+            del self._models[model]
 
 
 def _solution(left: list[list[float]], right: list[float]) -> list[float] | None:

@@ -1,29 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instance that was sent the longest beginning of this prompt; without any, by rate."""
+"""The instance that was sent the longest beginning of a prompt; the least busy where that is short."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from ttft_otel.router.choose import Asked, Choice, Instance
-from ttft_otel.router.policies.qps import Qps
+from ttft_otel.router.policies.least import Least
 from ttft_otel.router.policies.state import State
+
+ENOUGH: Final = 0.3  # of a prompt: what all prompts begin with draws nobody
+MORE: Final = 8  # requests under way, more than where the fewest are, and
+TIMES: Final = 1.5  # times as many: then a prefix is not worth it
 
 
 class Prefix:
-    """Looks at prefixes alone, not at load."""
+    """Looks at prefixes first and at load only so far that a popular one does not draw all requests."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._otherwise = Qps(state)
+        self._otherwise = Least(state)
 
     def choose(
         self, request: Asked, instances: Sequence[Instance], now: int, again: bool
     ) -> Choice:
-        """The longest; any among equals. The score is tokens left to compute."""
+        """The longest; the least busy among equals. The score is tokens left to compute."""
         cached = self._state.cached(request, instances, queued=True)
-        if not any(cached):
+        longest = max(cached)
+        if longest <= ENOUGH * request.tokens:
+            return self._otherwise.choose(request, instances, now, again)
+        busy = [each.in_flight for each in instances]
+        among = [at for at, there in enumerate(cached) if there == longest]
+        at = among[self._state.least([busy[each] for each in among])]
+        least = min(busy)
+        if busy[at] > least + MORE and busy[at] > TIMES * least:
             return self._otherwise.choose(request, instances, now, again)
         scores = [request.tokens - each for each in cached]
-        at = self._state.least(scores)
-        return Choice(instances[at], scores[at], "prefix", cached[at], None, scores, cached)
+        return Choice(instances[at], scores[at], "prefix", longest, None, scores, cached)

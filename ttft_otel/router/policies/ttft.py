@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from ttft_otel.router.choose import Asked, Choice, Instance
 from ttft_otel.router.policies.model import Line
-from ttft_otel.router.policies.pending import Load
+from ttft_otel.router.policies.pending import SECOND, Load, Until
 from ttft_otel.router.policies.state import State
-from ttft_otel.router.policies.work import trapezoid
+from ttft_otel.router.policies.work import Work, trapezoid
+
+NEAR: Final = 0.05  # scores that differ by less are equal: times are not predicted any better
+LATE: Final = 0.1  # of a prefill is still to come when it lasts longer than predicted
 
 
 class Late(Exception):
@@ -21,7 +25,7 @@ class Late(Exception):
 
 
 class Ttft:
-    """By seconds where models know them of every instance, else by pairs (the trapezoid formula)."""
+    """By seconds where models know them, else by pairs (the trapezoid formula)."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -32,9 +36,9 @@ class Ttft:
         """The least score; any among equals. Raises Late."""
         state = self._state
         if state.options.score == "calibrated":
-            lines = state.models.lines(request.model, [each.url for each in instances])
-            if lines is not None:
-                return self._soonest(request, instances, lines, now)
+            known = state.models.known(request.model)
+            if known is not None:
+                return self._soonest(request, instances, *known, now)
         cached = state.cached(request, instances)
         scores = [
             state.pending.at(each.url).pairs + trapezoid(request.tokens, there)
@@ -44,34 +48,90 @@ class Ttft:
         return Choice(instances[at], scores[at], "trapezoid", cached[at], None, scores, cached)
 
     def _soonest(
-        self, request: Asked, instances: Sequence[Instance], lines: Sequence[Line], now: int
+        self,
+        request: Asked,
+        instances: Sequence[Instance],
+        line: Line,
+        factors: Mapping[str, float],
+        now: int,
     ) -> Choice:
+        """The least sum of this request's time and the time that it costs those who come next.
+
+        Its prefill lasts `own` seconds after `wait`: whoever comes before the end of the wait is delayed
+        by all of `own`, whoever comes during the prefill by half of it on average.
+        """
+        pending = self._state.pending
         cached = self._state.cached(request, instances, queued=True)
-        load_of, tokens, scores = self._state.pending.at, request.tokens, []
-        for each, line, there in zip(instances, lines, cached, strict=True):
-            a, b, d = line  # written out: with 128 instances calls are what this costs
-            fresh = tokens - there
-            score = a + b * fresh + d * ((there + 1 + tokens) * fresh // 2)
-            load = load_of(each.url)
-            if load.entries:
-                score += _wait(load, line, now)
-            scores.append(score)
-        at = self._state.least(scores)
+        known = _prefills(request.tokens, set(cached), line)
+        owns = [known[there] for there in cached]
+        if factors:
+            owns = [
+                own * factors.get(each.url, 1.0) for own, each in zip(owns, instances, strict=True)
+            ]
+        waits = _waits(instances, pending.loads, line, factors, now)
+        crowd = pending.crowd(now, len(instances))
+        scores = [
+            wait + own + crowd * own * (wait + 0.5 * own)
+            for wait, own in zip(waits, owns, strict=True)
+        ]
+        at = self._freshest(instances, scores)
         slo = self._state.options.slo
-        if slo and scores[at] > slo:
-            raise Late(scores[at] - slo)
+        if slo and waits[at] + owns[at] > slo:
+            times = [wait + own for wait, own in zip(waits, owns, strict=True)]
+            at = self._state.least(times)
+            if times[at] > slo:
+                raise Late(times[at] - slo)
+        predicted = waits[at] + owns[at]
         return Choice(
-            instances[at], scores[at], "calibrated", cached[at], scores[at], scores, cached
+            instances[at], scores[at], "calibrated", cached[at], predicted, scores, cached
         )
 
+    def _freshest(self, instances: Sequence[Instance], scores: Sequence[float]) -> int:
+        """Of those about as good as the least the one that had the least to compute lately.
 
-def _wait(load: Load, line: Line, now: int) -> float:
-    """Seconds until the instance has done what it has; what is running is partly done."""
+        Predictions are no better than that, and what it has to evict for this prompt is the oldest.
+        """
+        most = min(scores) * (1 + NEAR)
+        near = [at for at, score in enumerate(scores) if score <= most]
+        if len(near) == 1:
+            return near[0]
+        load_of = self._state.pending.at
+        return near[self._state.least([load_of(instances[at].url).lately for at in near])]
+
+
+def _prefills(tokens: int, cached: Iterable[int], line: Line) -> dict[int, float]:
+    """Seconds of a prompt's prefill, by tokens cached; written out: calls are what this costs."""
     a, b, d = line
-    every = a * len(load.entries) + b * load.fresh + d * load.pairs
+    return {there: a + (tokens - there) * (b + d * 0.5 * (there + 1 + tokens)) for there in cached}
+
+
+def _waits(
+    instances: Sequence[Instance],
+    loads: Mapping[str, Load],
+    line: Line,
+    factors: Mapping[str, float],
+    now: int,
+) -> list[float]:
+    """Seconds until each instance has done what it has; what is running is partly done."""
+    waits, clock = [], now / SECOND
+    for each in instances:
+        load = loads.get(each.url)
+        if load is None or not load.entries:
+            waits.append(0.0)
+            continue
+        until = load.until
+        if until is None or until.line is not line:
+            until = load.until = _until(load, line, factors.get(each.url, 1.0), now)
+        wait = until.end - clock
+        waits.append(wait if wait > until.least else until.least)
+    return waits
+
+
+def _until(load: Load, line: Line, factor: float, now: int) -> Until:
+    every = factor * line.seconds(Work(load.fresh, load.pairs), len(load.entries))
     running = load.running(now)
     if running is None:
-        return every
-    (fresh, pairs), elapsed = running
-    one = a + b * fresh + d * pairs
-    return every - (elapsed if elapsed < one else one)
+        return Until(line, 0.0, 0.0)
+    one, elapsed = running
+    least = every - (1 - LATE) * factor * line.seconds(one)
+    return Until(line, now / SECOND - elapsed + every, least)
