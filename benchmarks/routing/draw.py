@@ -48,6 +48,15 @@ def table(found: Mapping[str, Any], experiment: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def paged(page: str, experiment: str, shown: str) -> str:
+    """A page with this between the experiment's marks. Raises ValueError where it has none."""
+    before, mark, rest = page.partition(f"<!-- {experiment} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {experiment} -->\n")
+    if not mark or not end:
+        raise ValueError(f"the page has no marks for {experiment}")
+    return f"{before}{mark}{shown}{end}{after}"
+
+
 def picture(found: Mapping[str, Any], experiment: str) -> str:
     """Mean and p99 side by side, a row for each policy: bar of 95 %, dot, and small dots for rounds."""
     weighed = weigh(found["runs"], experiment)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from draw import picture, table
+from draw import paged, picture, table
 from loads import AT_ONCE, EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, Experiment, order
 from stage import FIRST, Stage, staged
 from weigh import capacity, figures
@@ -35,7 +35,7 @@ examples:
   python benchmarks/routing/live.py shared-prefix --rounds 5 --rate 2 --seconds 60 --json live.json
   python benchmarks/routing/live.py shared-prefix --rounds 1 --seconds 10 \\
       --servers http://127.0.0.1:8001 http://127.0.0.1:8002 --policies round_robin qps
-  python benchmarks/routing/live.py --json live.json --table --pictures docs/img   (no run: from the file)
+  python benchmarks/routing/live.py --json live.json --pictures docs/img   (no run: what is in the file)
 """
 
 
@@ -209,17 +209,17 @@ def options() -> argparse.Namespace:
         help="for all routers: --router=--flag",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="figures and all runs")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw into it")
     parser.add_argument(
-        "--table", action="store_true", help="print the tables of --json in Markdown"
+        "--page", type=Path, metavar="FILE", help="put the tables between its marks"
     )
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw --json into it")
     asked = parser.parse_args()
     if unknown := set(asked.names) - set(EXPERIMENTS):
         parser.error(
             f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}"
         )
-    if not asked.names and not (asked.json and (asked.table or asked.pictures)):
-        parser.error("name an experiment, or --json FILE with --table or --pictures")
+    if not asked.names and not (asked.json and asked.json.exists()):
+        parser.error("name an experiment, or with --json FILE results that are there")
     asked.experiments = [
         replace(
             EXPERIMENTS[name],
@@ -266,10 +266,14 @@ def main() -> None:
         found["figures"] |= figures(found, name)
     _keep(asked.json, found)
     for name in EXPERIMENTS:
-        if shown := table(found, name):
-            sys.stdout.write(f"{name}\n\n{shown}\n" if asked.names else shown)
-        if asked.pictures and shown:
+        if not (shown := table(found, name)):
+            continue
+        sys.stdout.write(f"{name}\n\n{shown}\n")
+        if asked.pictures:
             (asked.pictures / f"routing-{name}.svg").write_text(picture(found, name), "utf-8")
+        if asked.page:
+            text = asked.page.read_text("utf-8")
+            asked.page.write_text(paged(text, name, shown), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ttft_otel.router.policies.model import Quality
 ROOT = Path(__file__).parents[2]
 ROUTING = ROOT / "benchmarks" / "routing"
 sys.path.insert(0, str(ROUTING))
-from draw import picture, table  # noqa: E402
+from draw import paged, picture, table  # noqa: E402
 from live import Clock, options  # noqa: E402
 from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, order  # noqa: E402
 from weigh import capacity, complete, draws, figures, mape, mapes, weigh, windows  # noqa: E402
@@ -167,6 +167,15 @@ def test_table() -> None:
     assert "| `trapezoid` to `qps` | -50% (-50% to -50%) |" in shown
     assert shown.endswith("| -15% | met |\n")
     assert table(kept([]), "shared-prefix") == ""
+
+
+def test_paged() -> None:
+    """Tables are put between their marks, in the place of older ones; a page without marks is refused."""
+    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
+
+    assert paged(page, "x", "new\n") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="no marks for y"):
+        paged(page, "y", "new\n")
 
 
 @pytest.mark.parametrize("factor", [0.001, 1, 1000])
