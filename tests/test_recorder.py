@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import names, recorder, testing
+from ttft_otel import carrier, names, recorder, testing, timing
 from ttft_otel.context import start
 from ttft_otel.record import VERSION
 from ttft_otel.settings import Settings
@@ -161,3 +161,19 @@ def test_unknown_leg() -> None:
 
     assert made is not None
     assert made.leg == ""
+
+
+def test_header_counts_tokens() -> None:
+    """Server-Timing says how long the prompt was and how much of it was cached; without marks nothing."""
+    made = trip(asked=True)
+    recorder.register(made, "e")
+    journey = carrier.Journey(prompt=4096, cached=512, own_tokens=3584, step_tokens=3600)
+    recorder.arrived("e", carrier.fold(journey), 2000, 2100)
+    recorder.close(made, 2200)
+    told = timing.read(recorder.header(made, 2200))
+
+    assert told is not None and told.tokens == timing.Tokens(4096, 512, 3584, 3600)
+    blind = trip(asked=True)
+    recorder.close(blind, 2200)
+    told = timing.read(recorder.header(blind, 2200))
+    assert told is not None and told.tokens is None

@@ -32,6 +32,26 @@ def test_text() -> None:
     )
 
 
+def test_tokens() -> None:
+    """The prompt's tokens come back; a reader that does not know the entry reads the rest as before."""
+    told = timing.Tokens(4096, 512, 3584, 3600)
+    text = timing.write({"receive": 1500}, 0, 1500, 20, told)
+
+    assert text.endswith(', tokens;desc="prompt=4096 cached=512 own=3584 step=3600"')
+    assert timing.read(text) == timing.Timing({"receive": 1500}, 0, 1500, 20, told)
+    assert timing.read(text + ", cdn;dur=1") == timing.Timing({"receive": 1500}, 0, 1500, 20, told)
+    found = dict(timing._ENTRY.findall(text))  # all that an older reader sees
+    assert found == {"receive": "1.500", "unattributed": "0.000", "ttft": "1.500", "rest": "0.020"}
+
+
+def test_tokens_that_cannot_be() -> None:
+    """Of a server that has more cached than there is nothing is learnt; its stages stay."""
+    text = timing.write({"receive": 1500}, 0, 1500, None, timing.Tokens(10, 20, 1, 1))
+    told = timing.read(text)
+
+    assert told is not None and told.tokens is None and told.stages == {"receive": 1500}
+
+
 def test_others() -> None:
     """Other people's entries in the same header are skipped."""
     text = 'cache;desc="hit, or not", db;dur=53, receive;dur=1.000, ttft;dur=1.000, cpu;dur="2"'

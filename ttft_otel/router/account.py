@@ -22,12 +22,13 @@ SERVICE: Final = ("dispatch", "prefill.compute", "prefill.stall", "sample")
 class Account:
     """One entry. `idle`: the instance had nothing else to begin; `plain`: its answer is no stream."""
 
-    __slots__ = ("asked", "cached", "idle", "key", "sent", "state")
+    __slots__ = ("asked", "cached", "idle", "key", "sent", "state", "url")
 
     def __init__(self, state: State, asked: Asked, choice: Choice, attempt: str, now: int) -> None:
         self.state, self.asked, self.cached, self.sent = state, asked, choice.cached, now
         self.key = (asked.leg, attempt)  # clients choose request ids, and may choose one twice
-        self.idle = not state.pending.at(choice.instance.url).entries
+        self.url = choice.instance.url
+        self.idle = not state.pending.at(self.url).entries
         state.sent(asked, choice, now, self.key)
 
     def first(self, at: int, told: Timing | None, streaming: bool) -> None:
@@ -38,7 +39,12 @@ class Account:
             seconds = (at - self.sent) / SECOND if alone else None
             self.state.first(self.asked, at, seconds, self.cached, self.key)
             return
-        seconds = sum(told.stages.get(name, 0) for name in SERVICE) / SECOND
+        at -= told.rest or 0
+        service = sum(told.stages.get(name, 0) for name in SERVICE)
+        if "prefill.compute" in told.stages:
+            besides = at - self.sent - service - told.stages.get("prefill.queue", 0)
+            self.state.beside(self.url, max(besides, 0) / SECOND)
+        seconds = service / SECOND
         cached, tokens = self.cached, self.asked.tokens
         if told.tokens is not None:
             own, step = told.tokens.own, told.tokens.step
@@ -46,9 +52,7 @@ class Account:
             if 0 < own < step:  # the rest of these steps was other requests'
                 seconds *= own / step
         known = "prefill.compute" in told.stages and tokens
-        self.state.first(
-            self.asked, at - (told.rest or 0), seconds if known else None, cached, self.key, tokens
-        )
+        self.state.first(self.asked, at, seconds if known else None, cached, self.key, tokens)
 
     def left(self) -> None:
         """The attempt is over, however; idempotent."""

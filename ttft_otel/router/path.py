@@ -46,6 +46,7 @@ class Attempt:
     timing: Timing | None = None
     policy: str = ""
     choice: Choice | None = None
+    predicted: float | None = None  # seconds to its first token
     offered: tuple[Instance, ...] = ()
     resumed: int = 0
     fresh: bool = False

@@ -122,9 +122,9 @@ def _how(exchange: Exchange) -> Attributes:
     if reason:
         found[names.FIRST_TOKEN_REASON] = reason
     for chain in exchange.trip.path:
-        choice = chain[-1].choice if chain else None
-        if choice is not None and choice.predicted is not None:
-            found[names.PREDICTED_MS] = round(choice.predicted * 1000)
+        predicted = chain[-1].predicted if chain else None
+        if predicted is not None:
+            found[names.PREDICTED_MS] = round(predicted * 1000)
     return found
 
 

@@ -50,6 +50,7 @@ class Desk:
         """The request goes there now."""
         attempt.policy, attempt.choice = self.logic, choice
         if self.books:
+            attempt.predicted = self.state.expected(choice)
             attempt.account = Account(self.state, asked, choice, attempt.span_id, attempt.sent)
 
 
@@ -160,6 +161,7 @@ class Routing:
                     "tokens": load.fresh,
                     "pairs": load.pairs,
                 },
+                "besides": state.besides.get(url),
                 "fits": {model: fit.tell() for (model, at), fit in fits.items() if at == url},
                 "predictions": None if outcome is None else outcome.tell(),
                 "index": status.get(url),

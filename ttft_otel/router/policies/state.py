@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from ttft_otel.router.choose import Asked, Choice, Instance
 from ttft_otel.router.policies.index import Index
 from ttft_otel.router.policies.model import MOST, Models, Quality
 from ttft_otel.router.policies.pending import SECOND, Entry, Key, Pending
 from ttft_otel.router.policies.work import work
+
+LATELY: Final = 0.1  # of an average is its latest sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class State:
     pending: Pending = field(default_factory=Pending)
     models: Models = field(default_factory=Models)
     outcomes: dict[str, Quality] = field(default_factory=dict)  # of predicted TTFTs, by instance
+    besides: dict[str, float] = field(default_factory=dict)  # seconds around queue and prefill
     random: random.Random = field(default_factory=random.Random)
 
     def cached(
@@ -71,8 +74,21 @@ class State:
     def sent(self, request: Asked, choice: Choice, now: int, key: Key | None = None) -> None:
         """The request goes there now; `key` where its id does not tell it from others."""
         todo = work(request.tokens, choice.cached)
-        entry = Entry(choice.instance.url, now, todo, request.blocks, choice.predicted)
+        entry = Entry(choice.instance.url, now, todo, request.blocks, self.expected(choice))
         self.pending.sent(key or (request.leg, request.request_id), entry)
+
+    def expected(self, choice: Choice) -> float | None:
+        """Its TTFT in seconds: queue and prefill as predicted, and what came besides lately."""
+        if choice.predicted is None:
+            return None
+        return choice.predicted + self.besides.get(choice.instance.url, 0.0)
+
+    def beside(self, url: str, seconds: float) -> None:
+        """What a first token took besides queue and prefill: the way there and back, tokenizing."""
+        if url not in self.besides and len(self.besides) >= MOST:
+            del self.besides[next(iter(self.besides))]
+        before = self.besides.get(url, seconds)
+        self.besides[url] = before + LATELY * (seconds - before)
 
     def first(
         self,
@@ -108,6 +124,7 @@ class State:
     def forget(self, url: str) -> None:
         """The instance is gone; what it had been sent ends as it would have."""
         self.outcomes.pop(url, None)
+        self.besides.pop(url, None)
 
     def least(self, scores: Sequence[float]) -> int:
         """The place of the least score; among equal ones any."""
