@@ -190,6 +190,10 @@ class History(Holders):
         self.add(url, new, SENT)
         self.remove(url, gone, SENT)
 
+    def hint(self, size: int) -> None:
+        """An instance's blocks are this long."""
+        self.size = size
+
     def sent(self, url: str) -> int:
         """How many blocks of this instance's are remembered."""
         return len(self._recent.get(url, ()))

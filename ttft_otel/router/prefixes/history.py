@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
+from ttft_otel.router.caches import read
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.index import History
 from ttft_otel.router.prefixes.slices import sliced
@@ -16,6 +17,9 @@ from ttft_otel.router.prefixes.source import prefilling
 
 if TYPE_CHECKING:
     from ttft_otel.router.prompts.prompt import Prompt
+
+ASK: Final = aiohttp.ClientTimeout(total=5.0)
+AGAIN: Final = 10.0  # seconds until instances that did not answer are asked again
 
 
 class Sent:
@@ -25,18 +29,22 @@ class Sent:
         self.index = index
         self._fleet: Fleet | None = None
         self._urls: set[str] = set()
+        self._session: aiohttp.ClientSession | None = None
+        self._sizing: asyncio.Future[None] | None = None
         self._tidying: asyncio.Future[None] | None = None
 
     async def start(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
-        """Nobody is asked."""
-        self._fleet = fleet
+        """Instances are asked for nothing but the size of their blocks."""
+        self._fleet, self._session = fleet, session
+        self._sizing = asyncio.ensure_future(self._size(session))
         self.follow()
 
     async def close(self) -> None:
-        """End what is still being forgotten."""
-        if self._tidying is not None:
-            self._tidying.cancel()
-            await asyncio.gather(self._tidying, return_exceptions=True)
+        """End what is under way."""
+        tasks = [each for each in (self._tidying, self._sizing) if each is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def follow(self) -> None:
         """Forget who is gone."""
@@ -50,6 +58,20 @@ class Sent:
         """Free the memory of what was forgotten, in the background."""
         if self._tidying is None or self._tidying.done():
             self._tidying = asyncio.ensure_future(sliced(self.index.tidy()))
+
+    async def _size(self, session: aiohttp.ClientSession) -> None:
+        """The first instance that tells its block size tells the index's."""
+        while True:
+            for url in tuple(self._urls):
+                try:
+                    async with session.get(f"{url}/metrics", timeout=ASK) as response:
+                        size = read(await response.read(), b"").block
+                except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+                    continue
+                if size:
+                    self.index.hint(size)
+                    return
+            await asyncio.sleep(AGAIN)
 
     async def lookup(
         self, model: str, prompt: Prompt, urls: Sequence[str]

@@ -21,15 +21,13 @@ except ImportError as error:
         "--prefix-index kv-events needs pyzmq; install it with pip install 'ttft-otel[router]'."
     ) from error
 
-from ttft_otel.router.caches import read
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.prefixes.endpoints import Endpoint, given, told
-from ttft_otel.router.prefixes.history import Sent
+from ttft_otel.router.prefixes.history import ASK, Sent
 from ttft_otel.router.prefixes.reported import Reported
 from ttft_otel.router.prefixes.source import prefilling
 from ttft_otel.router.prefixes.subscription import Subscription
 
-ASK: Final = aiohttp.ClientTimeout(total=5.0)
 log: Final = logging.getLogger("ttft_otel")
 
 
@@ -41,12 +39,11 @@ class Events(Sent):
         super().__init__(self._reported)
         self.given = given(endpoints)
         self._subscriptions: dict[str, Subscription] = {}
-        self._session: aiohttp.ClientSession | None = None
         self._context: zmq.asyncio.Context | None = None
 
     async def start(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
         """Subscribe to whoever prefills."""
-        self._session, self._context = session, zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context()
         await super().start(session, fleet)
         for url in self.given.keys() - self._subscriptions.keys():
             log.warning(
@@ -80,9 +77,6 @@ class Events(Sent):
         """Where an instance publishes, by rank. Raises what a request or `told` may."""
         if self._session is None:
             return {}
-        if url not in self._reported.sizes:
-            async with self._session.get(f"{url}/metrics", timeout=ASK) as response:
-                self._reported.hint(read(await response.read(), b"").block)
         if url in self.given:
             return dict(enumerate(self.given[url]))
         async with self._session.get(f"{url}/kv_event_sources", timeout=ASK) as response:
