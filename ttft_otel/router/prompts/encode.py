@@ -54,7 +54,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, template: str = "", room: int = ROOM) -> None:
         self._tokenizer = tokenizer
-        self._fast = self._backend()
+        self._fast: Any = self._backend()
         self._kept = Kept(room)
         alone = [token for token in _alone(tokenizer) if token in template]
         self.cuts = tuple(token for token in alone[:CUTS] if self._cuts(token))
@@ -104,7 +104,7 @@ class Encoder:
 
     def _backend(self) -> Any:
         """The tokenizer behind it, twice as fast; None where it says something else, or is none."""
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if not hasattr(fast, "encode_batch_fast"):
             return None
         for text in _TRIES:

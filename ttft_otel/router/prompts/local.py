@@ -8,6 +8,7 @@ import contextlib
 import logging
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ PATHS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 PATIENCE: Final = 1.0  # seconds that a request waits for its tokens
 PAUSE: Final = 60.0  # before a failed load is tried again
 LOOK: Final = 1.0  # between two looks for models nobody has asked for yet
-MOST: Final = 64  # tokenizers remembered, loaded or failed
+MOST: Final = 8  # tokenizers at a time, about 100 MB each
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -41,27 +42,31 @@ class Place:
 
 @dataclass(slots=True)
 class Load:
-    """How loading a tokenizer went, in which child, and when to try again."""
+    """One tokenizer's child, how loading it went, and when to try again."""
 
-    age: int
+    worker: Worker
+    age: int = 0  # of the child that has it
     task: asyncio.Task[None] | None = None
     ready: bool = False
     again: float = 0.0
 
+    @property
+    def loading(self) -> bool:
+        """Whether it is not known yet how it goes."""
+        return self.task is not None and not self.task.done() and not self.ready
+
 
 class Local:
-    """One child for all models; what it cannot say is None."""
+    """A child for each tokenizer: one that loads for long holds up nobody else's prompts."""
 
-    def __init__(
-        self, tokenizer: str | None, fleet: Fleet, key: str = "", worker: Worker | None = None
-    ) -> None:
+    def __init__(self, tokenizer: str | None, fleet: Fleet, key: str = "") -> None:
         self.counts: Counter[str] = Counter()
         self._tokenizer, self._fleet, self._key = tokenizer, fleet, key
-        self._worker = worker or Worker()
         self._loads: dict[str, Load] = {}
         self._said: dict[str, str] = {}  # the last failure of each source: said once
         self._session: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Load each model's tokenizer as soon as an instance names it."""
@@ -69,13 +74,13 @@ class Local:
         self._looking = asyncio.create_task(self._look())
 
     async def close(self) -> None:
-        """End the child."""
-        tasks = [self._looking, *(load.task for load in self._loads.values())]
-        for task in tasks:
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(task for task in tasks if task), return_exceptions=True)
-        await self._worker.close()
+        """End the children."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        for source in list(self._loads):
+            self._end(source)
+        await asyncio.gather(*self._ending)
 
     async def read(self, path: str, model: str, body: bytes, size: int) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, the reason counted."""
@@ -94,10 +99,11 @@ class Local:
         place = self.place(model)
         if place is None:
             raise Unreadable("model")
-        if not self.ready(place.source):
-            raise Unreadable("loading" if self._loading(place.source) else "load")
+        load = self.load(place.source)
+        if load is None or not load.ready:
+            raise Unreadable("loading" if load and load.loading else "load")
         ask = Ask(0, place.source, kind, body, size, place.adapter, place.limit)
-        told = await asyncio.wait_for(self._worker.ask(ask), PATIENCE)
+        told = await asyncio.wait_for(load.worker.ask(ask), PATIENCE)
         if told.error:
             raise Unreadable(told.error)
         self.counts["read"] += 1
@@ -114,42 +120,46 @@ class Local:
                 return self._place(card, cards)
         return Place(self._tokenizer) if self._tokenizer else None
 
-    def ready(self, source: str) -> bool:
-        """Whether it is loaded; if not, it is tried, but not again and again."""
+    def load(self, source: str) -> Load | None:
+        """How it stands with this tokenizer; it is loaded if it was not, a failed one after a pause."""
         load = self._loads.get(source)
+        if load is None:
+            if len(self._loads) >= MOST:
+                return None
+            load = self._loads[source] = Load(Worker())
+        if load.ready and load.age != load.worker.age:
+            load.ready = False  # its child died
         now = asyncio.get_running_loop().time()
-        if load is not None and load.age == self._worker.age and load.ready:
-            return True
-        busy = load is not None and load.task is not None and not load.task.done()
-        if busy or (load is not None and not load.ready and now < load.again):
-            return False
-        if load is None and len(self._loads) >= MOST:
-            return False
-        load = self._loads[source] = Load(self._worker.age)
-        load.task = asyncio.create_task(self._load(source, load))
-        return False
-
-    def _loading(self, source: str) -> bool:
-        load = self._loads.get(source)
-        return load is not None and load.task is not None and not load.task.done()
+        if not load.ready and not load.loading and now >= load.again:
+            load.task = asyncio.create_task(self._load(source, load))
+        return load
 
     async def _load(self, source: str, load: Load) -> None:
         try:
-            told = await self._worker.ask(Ask(0, source))
+            told = await load.worker.ask(Ask(0, source))
         except Unreadable as error:
             told = Told(0, error.reason, f"the tokenizer's process: {error.reason}")
-        load.age = self._worker.age
+        load.age = load.worker.age
+        if told.error == "closed":
+            return
         if told.error:
             load.again = asyncio.get_running_loop().time() + PAUSE
             self.say(source, f"prompts are routed without tokens: {told.detail}")
             return
         load.ready = True
         self._said.pop(source, None)
-        await self._compare(source)
+        await self._compare(source, load)
 
-    async def _compare(self, source: str) -> None:
+    def _end(self, source: str) -> None:
+        """In a task of its own: who is cancelled meanwhile leaves no process behind."""
+        self._said.pop(source, None)
+        task = asyncio.create_task(_closed(self._loads.pop(source)))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _compare(self, source: str, load: Load) -> None:
         """An instance started with another template or tokenizer reads chats in another way."""
-        for instance, card, cards in self._cards():
+        for instance, card, cards in list(self._cards()):
             place = self._place(card, cards)
             if place.source != source or place.adapter or self._session is None:
                 continue
@@ -158,7 +168,7 @@ class Local:
             if theirs is None:
                 continue
             with contextlib.suppress(Unreadable):
-                told = await self._worker.ask(Ask(0, source, "chat", probe.body(model), 1))
+                told = await load.worker.ask(Ask(0, source, "chat", probe.body(model), 1))
                 ours = array("I")
                 ours.frombytes(told.ids)
                 if list(ours) != theirs:
@@ -174,14 +184,17 @@ class Local:
 
     async def _look(self) -> None:
         while True:
-            for _, card, cards in self._cards():
-                self.ready(self._place(card, cards).source)
+            wanted = {self._place(card, cards).source for _, card, cards in self._cards()}
             if self._tokenizer:
-                self.ready(self._tokenizer)
+                wanted = {self._tokenizer}
+            for source in wanted:
+                self.load(source)
+            for source in set(self._loads) - wanted:  # its last instance is gone
+                self._end(source)
             await asyncio.sleep(LOOK)
 
-    def _cards(self) -> list[tuple[Instance, dict[str, Any], tuple[dict[str, Any], ...]]]:
-        return [(each, card, each.cards) for each in self._fleet for card in each.cards]
+    def _cards(self) -> Iterator[tuple[Instance, dict[str, Any], tuple[dict[str, Any], ...]]]:
+        return ((each, card, each.cards) for each in self._fleet for card in each.cards)
 
     def _place(self, card: dict[str, Any], cards: tuple[dict[str, Any], ...]) -> Place:
         """An adapter has its base model's tokenizer, and blocks of its own."""
@@ -191,3 +204,10 @@ class Local:
         source = self._tokenizer or str(base.get("root") or base.get("id"))
         adapter = str(card.get("id")) if base is not card else ""
         return Place(source, adapter, limit if isinstance(limit, int) else 0)
+
+
+async def _closed(load: Load) -> None:
+    await load.worker.close()
+    if load.task is not None:
+        load.task.cancel()
+        await asyncio.gather(load.task, return_exceptions=True)

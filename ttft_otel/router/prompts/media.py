@@ -26,6 +26,8 @@ _IDS: Final = {
     "video": ("video_token_id", "video_token_index"),
     "audio": ("audio_token_id", "audio_token_index"),
 }
+# What vLLM writes for an item where the template takes text; other models have the item's token alone.
+_FRAMED: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _TURNED: Final = (5, 6, 7, 8)  # EXIF orientations that swap the sides
 _ORIENTATION: Final = 0x0112
 
@@ -58,7 +60,10 @@ class Counter:
 
     def text(self, modality: str) -> str:
         """The same as text; empty where the processor has none."""
-        return str(getattr(self._processor, f"{modality}_token", None) or "")
+        found = str(getattr(self._processor, f"{modality}_token", None) or "")
+        if found and str(self._config.get("model_type")).startswith(_FRAMED):
+            return f"<|vision_start|>{found}<|vision_end|>"
+        return found
 
     def count(self, item: Item) -> tuple[int, str]:
         """Its placeholders, and a key of its content."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process that is asked in turn and killed when it hangs; local.py asks, child.py answers.
+"""A child process that is asked in turn and killed when it hangs; local.py has one for each tokenizer.
 
 A process and not a thread: templates and tokenizers hold Python's lock, and a client's template
 could run for ever.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -36,6 +37,7 @@ class Worker:
         self._bytes = self._number = self.age = 0
         self._timer: asyncio.TimerHandle | None = None
         self._starting = asyncio.Lock()
+        self._closed = False
         self._started = float("-inf")
         self.pid = 0
 
@@ -55,14 +57,15 @@ class Worker:
         return await answer
 
     async def close(self) -> None:
-        """Kill it; whoever waits is told."""
-        process, self._process = self._process, None
+        """Kill it, for good; whoever waits is told."""
+        self._closed = True
+        async with self._starting:  # one that is just being started is there then
+            process, self._process = self._process, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        if process is not None:
+            _kill(process)
             await process.wait()
         if self._reading is not None:
             await self._reading
@@ -70,6 +73,8 @@ class Worker:
 
     async def _open(self) -> asyncio.StreamWriter:
         async with self._starting:
+            if self._closed:
+                raise Unreadable("closed")
             if self._process is None:
                 await self._start()
             process = self._process
@@ -104,9 +109,7 @@ class Worker:
                 self._told(told.decode(await out.readexactly(length)))
         except (asyncio.IncompleteReadError, ValueError, OSError):
             pass  # it ended, or says what no child of ours says: then it is ended
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        _kill(process)
         await process.wait()
         if self._process is process:
             self._process = None
@@ -136,9 +139,8 @@ class Worker:
         self._timer = None
         process, self._process = self._process, None
         self._fail("stuck")
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        if process is not None:
+            _kill(process)
 
     def _fail(self, reason: str) -> None:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
@@ -146,6 +148,13 @@ class Worker:
             if not future.done():
                 future.set_exception(Unreadable(reason))
         self._watch()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Not by its own kill(), which may take the exit status from whoever waits for it."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _rest(question: Ask) -> tuple[str, str, bytes, int, str, int]:
