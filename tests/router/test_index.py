@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttft_otel.router.policies.index import History, Holders
@@ -29,6 +29,7 @@ def prefix(blocks: list[int], held: set[int]) -> int:
     return next((at for at, block in enumerate(blocks) if block not in held), len(blocks))
 
 
+@settings(deadline=None)
 @given(ACTS, BLOCKS)
 def test_sets(acts: list[tuple[str, str, int, list[int]]], asked: list[int]) -> None:
     """Whatever came and went, of each instance's caches the one with the longest prefix counts."""
@@ -77,6 +78,7 @@ def test_unlearn() -> None:
     assert index.match(range(4_000, 6_000), ["a", "b"]) == [2, 2_000]
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 1 << 80), st.integers(0, 1 << 63)))
 def test_table(plain: dict[int, int]) -> None:
     """It is a dict of integers."""
@@ -92,3 +94,18 @@ def test_table(plain: dict[int, int]) -> None:
     assert table.get(1 << 81) is None
     assert sorted(table.drain()) == sorted(plain.values())
     assert len(table) == 0
+
+
+def test_limit() -> None:
+    """A lower bound holds for what is there already, in steps."""
+    index = History(16, 10_000)
+    index.served("a", range(10_000))
+    index.limit(100)
+
+    index.served("a", range(10_000, 10_001))
+    assert 100 < index.sent("a") < 10_000
+    for block in range(10_001, 10_010):
+        index.served("a", range(block, block + 1))
+
+    assert index.sent("a") == len(index) == 100
+    assert index.match(range(10_000, 10_010), ["a"]) == [10]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -254,3 +255,27 @@ def test_needs() -> None:
         prefixes.source("history", kv_endpoints=["http://a:1=tcp://*:5557"])
     with pytest.raises(ValueError, match="--prefix-index lmcache"):
         prefixes.source("kv-events", lmcache_url="http://a:1")
+
+
+def test_without_zmq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pyzmq is missing the operator hears how to get it."""
+    monkeypatch.delitem(sys.modules, "ttft_otel.router.prefixes.kvevents", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
+
+    with pytest.raises(ValueError, match="pip install"):
+        prefixes.source("kv-events")
+
+
+def test_many_instances() -> None:
+    """The more instances, the less of each one's history is kept."""
+
+    async def test() -> int:
+        urls = [f"http://127.0.0.1:{port}" for port in range(1, 101)]
+        source = prefixes.source("history", size=SIZE)
+        async with followed(fleet(*urls), source):
+            for number in range(20):
+                source.index.served(urls[0], range(number * 1000, number * 1000 + 1000))
+            told: dict[str, int] = source.status()[urls[0]]
+            return told["blocks"]
+
+    assert asyncio.run(test()) == 10_000

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from ttft_otel.router.policies.table import LOW, Table
 
 CHUNK: Final = 256  # blocks freed in one step
+FREED: Final = 4096  # blocks that go at once where the bound was lowered
 SENT: Final = -1  # the rank under which stands what an instance was sent, not what it reported
 
 
@@ -160,7 +161,8 @@ class Recent:
         for block in reversed(blocks):  # the end of a prompt goes before its beginning
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        gone = [self._blocks.popitem(last=False)[0] for _ in range(len(self) - self.most)]
+        excess = min(len(self) - self.most, len(new) + FREED)
+        gone = [self._blocks.popitem(last=False)[0] for _ in range(excess)]
         return new, gone
 
     def __iter__(self) -> Iterator[int]:
@@ -189,6 +191,12 @@ class History(Holders):
         new, gone = recent.use(blocks)
         self.add(url, new, SENT)
         self.remove(url, gone, SENT)
+
+    def limit(self, most: int) -> None:
+        """So many blocks an instance from now on; what is too much goes as others come."""
+        self.most = most
+        for recent in self._recent.values():
+            recent.most = most
 
     def hint(self, size: int) -> None:
         """An instance's blocks are this long."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ttft_otel.router.prompts.prompt import Prompt
 
 ASK: Final = aiohttp.ClientTimeout(total=5.0)
+TOTAL: Final = 1_000_000  # blocks of all instances: 200 MB
 AGAIN: Final = 10.0  # seconds until instances that did not answer are asked again
 
 
@@ -27,6 +28,7 @@ class Sent:
 
     def __init__(self, index: History) -> None:
         self.index = index
+        self._most = index.most
         self._fleet: Fleet | None = None
         self._urls: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
@@ -52,6 +54,7 @@ class Sent:
         for url in self._urls - now:
             self.index.unlearn(url)
         self._urls = now
+        self.index.limit(min(self._most, TOTAL // max(1, len(now))))
         self.tidy()
 
     def tidy(self) -> None:

@@ -52,11 +52,9 @@ class Events(Sent):
 
     async def close(self) -> None:
         """End all subscriptions."""
-        gone = list(self._subscriptions.values())
+        ending = [task for each in self._subscriptions.values() for task in each.close()]
         self._subscriptions.clear()
-        for each in gone:
-            each.close()
-        await asyncio.gather(*(each.task for each in gone), return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         if self._context is not None:
             self._context.destroy(linger=0)
         await super().close()

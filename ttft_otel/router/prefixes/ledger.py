@@ -17,7 +17,7 @@ from ttft_otel.router.policies.table import Table
 from ttft_otel.router.prefixes.events import Cleared, Event, Malformed, Removed, Stored
 from ttft_otel.router.prefixes.reported import Reported
 
-MOST: Final = 4_000_000  # blocks of one cache; more are not counted as cached
+MOST: Final = 2_000_000  # blocks of one cache; more are not counted as cached
 # Others tell no removals: what they once stored would seem to stay for ever.
 MEDIA: Final = {"GPU": 0, "CPU": 1 << 64}
 # Only where each token needs all before it does a block that is there mean a prefix that is there.

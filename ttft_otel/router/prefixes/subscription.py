@@ -38,6 +38,11 @@ class Rank:
     task: asyncio.Task[None]
     connected: bool = False
 
+    @property
+    def up(self) -> bool:
+        """Whether it is heard."""
+        return self.connected and not self.task.done()
+
 
 class Subscription:
     """Begins at once; `where` says where an instance publishes, by rank."""
@@ -53,14 +58,16 @@ class Subscription:
         self._ranks: dict[int, Rank] = {}
         self._soon = asyncio.Event()
         self._said: set[str] = set()
-        self.task = asyncio.ensure_future(self._run())
+        self.task = asyncio.create_task(self._run())
 
-    def close(self) -> None:
-        """Follow it no longer, and forget it."""
+    def close(self) -> list[asyncio.Task[None]]:
+        """Follow it no longer, and forget it; what ends of it."""
         self.task.cancel()
+        ending = [self.task, *(rank.task for rank in self._ranks.values())]
         for number in list(self._ranks):
             self._end(number)
         self._index.leave(self.url)
+        return ending
 
     async def _run(self) -> None:
         while True:
@@ -97,7 +104,7 @@ class Subscription:
         listening = listen(
             self._context, endpoint, feed, functools.partial(self._connected, number)
         )
-        self._ranks[number] = Rank(endpoint, feed, asyncio.ensure_future(listening))
+        self._ranks[number] = Rank(endpoint, feed, asyncio.create_task(listening))
 
     def _end(self, number: int) -> None:
         rank = self._ranks.pop(number)
@@ -142,7 +149,7 @@ class Subscription:
             happened += rank.feed.counts + rank.feed.ledger.counts
         return {
             "source": "kv-events",
-            "connected": bool(self._ranks) and all(each.connected for each in self._ranks.values()),
+            "connected": bool(self._ranks) and all(each.up for each in self._ranks.values()),
             "block_size": self._index.sizes.get(self.url, 0),
             "blocks": sum(len(each.feed.ledger) for each in self._ranks.values()),
             "last": {number: each.feed.last for number, each in self._ranks.items()},

@@ -39,9 +39,13 @@ async def listen(
         socket.setsockopt(zmq.SUBSCRIBE, endpoint.topic.encode())
         socket.connect(endpoint.events)
         turn = asyncio.Lock()
-        watching = asyncio.ensure_future(_watch(monitor, feed, turn, connected))
-        stack.callback(watching.cancel)
-        await asyncio.gather(watching, _hear(socket, feed, turn))
+        tasks = [
+            asyncio.ensure_future(_watch(monitor, feed, turn, connected)),
+            asyncio.ensure_future(_hear(socket, feed, turn)),
+        ]
+        for task in tasks:
+            stack.callback(task.cancel)
+        await asyncio.gather(*tasks)
 
 
 async def _hear(socket: zmq.asyncio.Socket, feed: Feed, turn: asyncio.Lock) -> None:
