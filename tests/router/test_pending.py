@@ -75,6 +75,7 @@ def test_any_order(events: list[tuple[str, int, Instance, int]], name: str) -> N
 
     assert len(pending) == 0
     assert sums(pending) == [(0, 0, 0, 0)] * len(FLEET)
+    assert pending.crowd(now, 1) == 0  # no instance counts as busy
 
 
 def expected(there: dict[int, tuple[Choice, int]], url: str) -> tuple[int, int, int, int]:

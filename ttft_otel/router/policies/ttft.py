@@ -95,8 +95,8 @@ class Ttft:
         near = [at for at, score in enumerate(scores) if score <= most]
         if len(near) == 1:
             return near[0]
-        load_of = self._state.pending.at
-        return near[self._state.least([load_of(instances[at].url).lately for at in near])]
+        loads = [self._state.pending.loads.get(instances[at].url) for at in near]
+        return near[self._state.least([load.lately if load else 0 for load in loads])]
 
 
 def _prefills(tokens: int, cached: Iterable[int], line: Line) -> dict[int, float]:
