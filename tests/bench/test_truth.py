@@ -7,6 +7,7 @@ benchmark calls valid is held to 1 ms more than the lag that it states of itself
 
 from __future__ import annotations
 
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,19 @@ def lag(target: Any) -> float:
     return max(target["runs"][0]["lag_ms"].values())
 
 
-def quietest(bench: Bench, streams: int, gap: float) -> tuple[Any, list[dict[str, Any]]]:
-    """A target and the server's notes of it.
+def load(streams: int, gap: float) -> tuple[Script, tuple[object, ...]]:
+    """A script and the flags with which so many of its streams overlap.
 
-    At a constant rate: so many streams overlap, and no burst of connections is the server's to queue.
+    At a constant rate: no burst of connections is the server's to queue.
     """
     script = Script(first=[40.0, 80.0, 120.0], queue=[20.0], tokens=20, gap=gap)
     rate = streams / ((80 + 19 * gap) / 1000)
-    words = ("--rate", rate, "--arrivals", "constant", "--requests", 2 * streams + 2)
+    return script, ("--rate", rate, "--arrivals", "constant", "--requests", 2 * streams + 2)
+
+
+def quietest(bench: Bench, streams: int, gap: float) -> tuple[Any, list[dict[str, Any]]]:
+    """A target and the server's notes of it."""
+    script, words = load(streams, gap)
     found = []
     for _ in range(TRIES):
         with serving(script) as server:
@@ -62,3 +68,17 @@ def test_truth(bench: Bench, streams: int, gap: float) -> None:
             assert figures[name][column] == pytest.approx(np.percentile(truth, q), abs=right)
         assert figures[name]["mean"] == pytest.approx(np.mean(truth), abs=right)
     assert target["summary"]["stages_ms"]["prefill.queue"]["p99"] == pytest.approx(20.0, abs=0.001)
+
+
+@pytest.mark.full
+def test_room(bench: Bench) -> None:
+    """500 streams at once take less than a third of a core: being on time there is no luck."""
+    script, words = load(500, 250.0)
+    with serving(script) as server:
+        before = process_time()
+        target = bench("--url", server.url, "--input-len", 8, *words)["targets"][0]
+        spent = process_time() - before
+
+    (run,) = target["runs"]
+    assert run["succeeded"] == 1002
+    assert spent < run["seconds"] / 3

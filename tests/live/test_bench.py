@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel bench` against real vLLM: every dataset, both loops, directly and through our router.
+
+And its TTFT against that of `vllm bench serve` on the same server, by benchmarks/agreement.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live.bench import Bench
+from ttft_otel.lab import models
+
+ROOT = Path(__file__).parents[2]
+AGREEMENT = ROOT / "benchmarks" / "agreement.py"
+CLOSED = ("--concurrency", 2, "--requests", 6)
+OPEN = ("--rate", 4, "--requests", 6)
+SMALL = ("--input-len", 300, "--output-len", 5)
+
+
+def played(url: str, *words: object) -> Any:
+    """The only target of `ttft-otel bench --json`."""
+    command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, "--json"]
+    done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=240)
+    assert done.returncode in (0, 3), (
+        done.stderr
+    )  # 3: this machine was too busy to be sure of times
+    return json.loads(done.stdout)["targets"][0]
+
+
+def rows(target: Any) -> list[dict[str, Any]]:
+    """All requests of a target, none failed, each with a breakdown that adds up to its TTFT."""
+    (run,) = target["runs"]
+    assert run["failures"] == {} and run["unfinished"] == 0, run["complaints"]
+    found: list[dict[str, Any]] = run["requests"]
+    for row in found:
+        assert sum(row["stages_ms"].values()) == pytest.approx(row["ttft_ms"], abs=0.02)
+        assert row["stages_ms"]["outside"] >= -1.0, (
+            "the server cannot have taken longer than we saw"
+        )
+    return found
+
+
+@pytest.fixture(params=["server", "router"])
+def url(epd: Bench, request: pytest.FixtureRequest) -> str:
+    """PD itself, then the router before it."""
+    return epd.front if request.param == "router" else epd.fleet.url("prefill_decode")
+
+
+@pytest.mark.parametrize("loop", [CLOSED, OPEN], ids=["closed", "open"])
+def test_random(url: str, loop: tuple[object, ...], epd: Bench) -> None:
+    """Prompts and answers are exactly as long as asked for, as the server counts them, and not cached."""
+    found = rows(played(url, *loop, *SMALL, "--seed", epd.fresh()))
+
+    assert {(row["input_tokens"], row["output_tokens"]) for row in found} == {(300, 5)}
+    assert {row["cached_tokens"] for row in found} <= {0, None}
+
+
+def test_shared(url: str, epd: Bench) -> None:
+    """shared-prefix: prefix and tail are exactly as long as asked for."""
+    words = ("--dataset", "shared-prefix", "--prefix-len", 260, "--seed", epd.fresh())
+    found = rows(played(url, *words, *CLOSED, *SMALL))
+
+    assert {row["input_tokens"] for row in found} == {560}
+
+
+def test_chat(url: str, epd: Bench) -> None:
+    """Chat prompts are words, so many of them that the server counts nearly the tokens asked for."""
+    words = ("--api", "chat", "--seed", epd.fresh())
+    found = rows(played(url, *words, *CLOSED, *SMALL))
+
+    assert all(270 <= row["input_tokens"] <= 360 for row in found)
+
+
+def test_rounds(url: str, epd: Bench) -> None:
+    """multi-round: prompts grow by the question and the answer from round to round."""
+    lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 50, "--answer-len", 5)
+    users = ("--num-users", 2, "--num-rounds", 3, "--qps", 2, "--requests", 8, "--time", 60)
+    words = ("--dataset", "multi-round", *lengths, *users, "--seed", epd.fresh())
+    found = rows(played(url, *words))
+
+    grown = sorted(row["input_tokens"] for row in found)
+    assert len(found) == 8
+    assert grown[-1] > grown[0] + 40, "two questions and answers more"
+
+
+def test_images(url: str, epd: Bench) -> None:
+    """images: the pictures' placeholders are in the prompt's length, and encoding is in the stages."""
+    words = ("--dataset", "images", "--image-size", 112, "--seed", epd.fresh())
+    found = rows(played(url, *words, *CLOSED, "--input-len", 30, "--output-len", 3))
+
+    names = {name for row in found for name in row["stages_ms"]}
+    assert all(row["input_tokens"] >= 30 + 16 for row in found)
+    assert any(name.endswith("encoder.compute") for name in names)
+
+
+def test_replay(url: str, epd: Bench, tmp_path: Path) -> None:
+    """replay: a long prompt is refused before the load, or cut, and keeps its lengths and its prefix."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 9000, "output_length": 40, "hash_ids": [*range(18)]},
+        {"timestamp": 3000, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    words = ("--dataset", "replay", trace, "--speed", 2, "--seed", epd.fresh())
+    with pytest.raises(AssertionError, match="--max-input"):
+        played(url, *words)
+    first, second = rows(played(url, *words, "--max-input", 2000, "--max-output", 4))
+
+    assert (first["input_tokens"], second["input_tokens"]) == (2000, 1000)
+    assert (first["output_tokens"], second["output_tokens"]) == (4, 3)
+    assert second["sent_ms"] >= 1400
+
+
+def test_unknown(url: str) -> None:
+    """Token ids beyond the vocabulary are a failure of one kind, in the server's own words."""
+    command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, "--json"]
+    words = ["--vocab", "100000", "--concurrency", "1", "--requests", "2"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
+
+    (run,) = json.loads(done.stdout)["targets"][0]["runs"]
+    assert done.returncode == 1 and sum(run["failures"].values()) == 2
+    assert any("out of vocabulary" in said for said in run["complaints"].values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_agreement(epd: Bench) -> None:
+    """The median ratio of requests in turn with `vllm bench serve` is 1 within 3 %."""
+    command = [sys.executable, str(AGREEMENT), "--url", epd.fleet.url("prefill_decode")]
+    load = ["--input-len", "4000"]
+    tokenizer = ["--tokenizer", str(models.build(models.VISION))]
+    done = subprocess.run(
+        [*command, *load, *tokenizer], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    sys.stderr.write(f"[live] agreement: { ({**found, 'pairs': ...}) }\n")
+
+    low, high = found["paired_interval"]
+    assert high - low <= 0.06, f"{found['rounds']} rounds say too little here: {low} to {high}"
+    assert found["paired_ratio"] == pytest.approx(1.0, abs=0.03)
