@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
+from itertools import count
 from typing import Any, Final
 
 import zmq
@@ -18,6 +19,7 @@ from ttft_otel.router.prefixes.feed import Feed, Lost
 WAITING: Final = 10_000  # messages; as many as engines keep to be asked for again
 LONGEST: Final = 64 << 20  # bytes of a message
 PATIENCE: Final = 5.0  # seconds for the next part of an answer; an engine in a long step is late
+FLOOD: Final = 16  # messages in a row until others may run
 TRIES: Final = 3  # answers in a row that bring nothing new
 END: Final = (1 << 64) - 1
 HEARTBEAT: Final = {"IVL": 5_000, "TIMEOUT": 15_000}  # milliseconds: half-open connections end
@@ -49,14 +51,15 @@ async def listen(
 
 
 async def _hear(socket: zmq.asyncio.Socket, feed: Feed, turn: asyncio.Lock) -> None:
-    while True:
+    for turns in count(1):
         parts = await socket.recv_multipart()
         async with turn:
             if len(parts) == 3 and len(parts[1]) == 8:
                 await feed.hear(int.from_bytes(parts[1], "big"), parts[2])
             else:
                 feed.counts["malformed"] += 1
-        await asyncio.sleep(0)  # a message that is there already is received without a pause
+        if turns % FLOOD == 0:  # messages that are there already are received without a pause
+            await asyncio.sleep(0)
 
 
 async def _watch(
