@@ -173,6 +173,18 @@ def test_wild() -> None:
     assert known[1].get("1", 1.0) > 0.8
 
 
+def test_first() -> None:
+    """One long prefill tells nothing of an instance while nobody knows how much they differ by chance."""
+    models = Models()
+    for each in prompts(ENOUGH):
+        models.add("m", "a", each, TRUE.seconds(each))
+    models.add("m", "b", work(1000, 0), 10 * TRUE.seconds(work(1000, 0)))
+    known = models.known("m")
+    assert known is not None
+
+    assert known[1] == {}
+
+
 def test_bounded() -> None:
     """However many models and instances are named, no more than so many are kept, the latest."""
     models = Models()

@@ -97,9 +97,8 @@ class Fit:
         if self.line is not None:
             expected = self.line.seconds(work)
             self.quality.add(expected, seconds)
-        weight = (
-            1 / (expected + FLOOR) ** 2
-        )  # by `seconds` those that happen to be short would count more
+        # Weighed by `seconds` those that chance made short would count more.
+        weight = 1 / (expected + FLOOR) ** 2
         row = (1.0, work.fresh / UNITS[1], work.pairs / UNITS[2])
         for i in range(3):
             self._right[i] = self._right[i] * self._forget + weight * row[i] * seconds
@@ -199,6 +198,8 @@ class Shared:
 
     def _apart(self, pace: Pace) -> float:
         """Its distance from the average instance, less what chance may have done (James and Stein)."""
+        if self._seen < ENOUGH:
+            return 0.0  # nobody knows yet what chance does
         apart = pace.mean - self._sum / len(self.paces)
         chance = DOUBT * self._noise / pace.count
         return apart * (1 - chance / (apart * apart)) if apart * apart > chance else 0.0
