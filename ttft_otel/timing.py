@@ -14,9 +14,9 @@ LIMIT: Final = 8192  # longer headers are refused, not read
 _ENTRY: Final = re.compile(
     r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*;\s*dur\s*=\s*\"?(\d{1,12}(?:\.\d+)?)\"?"
 )
-_TOKENS: Final = re.compile(
-    rf', {names.TIMING_TOKENS};desc="prompt=(\d{{1,9}}) cached=(\d{{1,9}}) own=(\d{{1,9}})'
-    r' step=(\d{1,9})"'
+_MARK: Final = f', {names.TIMING_TOKENS};desc="'
+_COUNTS: Final = re.compile(
+    r'prompt=(\d{1,9}) cached=(\d{1,9}) own=(\d{1,9}) step=(\d{1,9})"', re.ASCII
 )
 
 
@@ -72,9 +72,10 @@ def read(text: str) -> Timing | None:
     """
     if not text or len(text) > LIMIT:
         return None
-    counts = _TOKENS.search(text)
+    before, mark, told = text.partition(_MARK)
+    counts = _COUNTS.match(told) if mark else None
     if counts is not None:
-        text = text[: counts.start()] + text[counts.end() :]
+        text = before + told[counts.end() :]
     found = _own(text) or {name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)}
     ttft = found.pop(names.TIMING_TTFT, None)
     rest = found.pop(names.TIMING_REST, None)

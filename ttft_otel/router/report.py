@@ -24,6 +24,7 @@ LONGEST: Final = 256  # characters of a string the client chose
 CANDIDATES: Final = 16  # of an instance's choice that a span tells, the best ones
 _EGRESS: Final = "router.egress"
 _ROUTE: Final = "router.route"
+_NONE: Final[Attributes] = {}  # one for all: nobody writes to a Record
 
 
 @dataclass(slots=True)
@@ -104,7 +105,8 @@ def _ttft(exchange: Exchange, cut: Breakdown) -> Ttft:
                 name,
                 low - cut.start,
                 high - cut.start,
-                routes.get(high, {}) if name == _ROUTE else servers.get(name, {}),
+                # our own stages have no server; of choices only the last piece tells
+                routes.get(high, _NONE) if name == _ROUTE else servers.get(name, _NONE),
             )
             for name, low, high in cut.pieces
         ),
@@ -130,12 +132,13 @@ def _how(exchange: Exchange) -> Attributes:
 
 def _routes(trip: Trip) -> dict[int, Attributes]:
     """What was chosen from, and why; by the moment when the request was sent there."""
-    return {
-        attempt.sent: _chosen(attempt, attempt.choice)
-        for chain in trip.path
-        for attempt in chain
-        if attempt.choice is not None and attempt.policy != DEFAULT  # which knows no more than that
-    }
+    found = {}
+    for chain in trip.path:
+        for attempt in chain:
+            # round_robin knows no more than the calls' spans say
+            if attempt.policy != DEFAULT and attempt.choice is not None:
+                found[attempt.sent] = _chosen(attempt, attempt.choice)
+    return found
 
 
 def _chosen(attempt: Attempt, choice: Choice) -> Attributes:
