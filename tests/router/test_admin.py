@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from router import fakes
+from router import fakes, known
 from router.fakes import EVENTS, Plan
 from ttft_otel.router import admin
 
@@ -142,5 +142,34 @@ def test_only_who_has_the_token_and_is_here() -> None:
                 for host in ("evil.example", "evil.example:80", "[", "127.0.0.1.evil.example"):
                     assert (await here.see(**right, Host=host))[0] == 403
                 assert (await here.see(**right, Host="localhost:1"))[0] == 200
+
+    fakes.run(scenario)
+
+
+def test_what_the_policy_believes_is_seen() -> None:
+    """Each instance tells what it has to do, what was learnt of it, and how good predictions were."""
+
+    async def scenario() -> None:
+        plan = Plan({"prefill.compute": 300})
+        async with (
+            fakes.instance(plan) as one,
+            fakes.instance() as e,
+            fakes.router([one.url], [e.url], routing=known.routing()) as router,
+            door(router) as here,
+        ):
+            body = fakes.chat() | {"tokens": 800}
+            task = asyncio.create_task(router.post("/v1/chat/completions", body))
+            await asyncio.sleep(0.15)
+            said = (await here.see())[1]
+            assert said["routing"] == {"leg": "prefill_decode", "logic": "ttft"}
+            encoder, answering = said["instances"]
+            assert answering["pending"] == {"requests": 1, "tokens": 800, "pairs": 320_400}
+            assert (answering["fits"], answering["predictions"]) == ({}, None)
+            assert "pending" not in encoder
+            await task
+            answering = (await here.see())[1]["instances"][1]
+            assert answering["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
+            fit = answering["fits"]["tiny"]
+            assert fit == {"samples": 1, **dict.fromkeys(("a", "b", "d", "mape", "r2"))}
 
     fakes.run(scenario)
