@@ -12,6 +12,8 @@ from weigh import mapes, weigh
 MEAN, TAIL, ROUND, INK, LINE = "#5b5bf0", "#ea6a12", "#9a9a9a", "#1f2937", "#e5e7eb"
 WIDTH, LEFT, TOP, ROW, PANEL, BETWEEN = 860, 130, 58, 38, 320, 60
 
+FEW = 3  # rounds
+
 
 def table(found: Mapping[str, Any], experiment: str) -> str:
     """A row for each policy, then one for each comparison; "" where nothing is complete."""
@@ -45,7 +47,23 @@ def table(found: Mapping[str, Any], experiment: str) -> str:
     if errors := mapes(found, experiment):
         each = ", ".join(f"{error:.0%}" for error in errors)
         lines += ["", f"Error (MAPE) of the TTFTs that `calibrated` predicted, by round: {each}."]
+    if weighed["rounds"] < FEW:
+        lines += ["", "Fewer than three rounds: a rehearsal, from which nothing follows."]
+    own = [run for run in found["runs"] if run["experiment"] == experiment]
+    if late := sum(not run.get("valid", True) for run in own):
+        lines += ["", f"In {late} of {len(own)} runs the load itself was late: p99 over 5 ms."]
     return "\n".join(lines) + "\n"
+
+
+def apart(found: Mapping[str, Any]) -> str:
+    """How far the two servers disturb each other, in a sentence."""
+    if "apart" not in found:
+        return ""
+    alone, together = found["apart"]["alone"], found["apart"]["together"]
+    return (
+        f"- A prefill of 2 600 tokens took {alone:.2f} s on one server alone, {together:.2f} s with both "
+        f"at work ({together / alone - 1:+.0%}): they are not as independent as two machines.\n"
+    )
 
 
 def paged(page: str, experiment: str, shown: str) -> str:

@@ -14,17 +14,19 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from draw import paged, picture, table
-from loads import AT_ONCE, EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, Experiment, order
+from draw import apart, paged, picture, table
+from loads import AT_ONCE, EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, SINGLE, WARM, Experiment, order
 from stage import FIRST, Stage, staged
 from weigh import capacity, figures
 
@@ -72,6 +74,10 @@ def measure(stage: Stage, asked: argparse.Namespace, clock: Clock, found: dict[s
     found["resets"] = stage.forget()
     if not found["resets"]:
         clock.say("servers cannot forget their caches: each run has prompts and times of its own")
+    found["apart"] = _apart(stage, asked.seed)
+    clock.say(
+        "a prefill takes {alone:.2f} s, {together:.2f} s with both at work".format(**found["apart"])
+    )
     experiments = [_paced(stage, each, asked.seed, clock) for each in asked.experiments]
     found["loads"] = {each.name: each.load(0) for each in experiments}
     for place, (policy, router) in enumerate(stage.routers.items()):
@@ -86,6 +92,21 @@ def measure(stage: Stage, asked: argparse.Namespace, clock: Clock, found: dict[s
                 _round(stage, asked, clock, found, experiment, number)
             else:
                 clock.say(f"{experiment.name} round {number + 1}: no time left for all policies")
+
+
+def _apart(stage: Stage, seed: int) -> dict[str, float]:
+    """Seconds of the same prefills on one server alone, and on both at once: less than two cores show."""
+    flags = [*SINGLE, "--seed", str(seed)]
+    alone = _run(_bench(stage.backends[0], flags))["requests"]
+    stage.forget()
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda url: _run(_bench(url, flags))["requests"], stage.backends))
+    stage.forget()
+    runs = {"alone": alone, "together": [row for rows in both for row in rows]}
+    return {
+        name: round(statistics.fmean(row[1] for row in rows) / 1e3, 3)
+        for name, rows in runs.items()
+    }
 
 
 def _paced(stage: Stage, experiment: Experiment, seed: int, clock: Clock) -> Experiment:
@@ -265,11 +286,12 @@ def main() -> None:
     for name in EXPERIMENTS:
         found["figures"] |= figures(found, name)
     _keep(asked.json, found)
-    for name in EXPERIMENTS:
-        if not (shown := table(found, name)):
+    pages = {"apart": apart(found)} | {name: table(found, name) for name in EXPERIMENTS}
+    for name, shown in pages.items():
+        if not shown:
             continue
         sys.stdout.write(f"{name}\n\n{shown}\n")
-        if asked.pictures:
+        if asked.pictures and name in EXPERIMENTS:
             (asked.pictures / f"routing-{name}.svg").write_text(picture(found, name), "utf-8")
         if asked.page:
             text = asked.page.read_text("utf-8")

@@ -76,6 +76,12 @@ WARM: Final = (
     *("--requests", "20", "--concurrency", "2"),
 )
 
+# One prompt after the other, to see how far two servers disturb each other.
+SINGLE: Final = (
+    *("--dataset", "random", "--api", "completions"),
+    *("--input-len", "2600", "--output-len", "1", "--requests", "5", "--concurrency", "1"),
+)
+
 
 def order(policies: tuple[str, ...], number: int) -> list[str]:
     """Who comes when in this round: forwards, then backwards, each pair one place further."""

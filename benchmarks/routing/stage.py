@@ -77,7 +77,7 @@ def staged(
         servers: list[Server] = []
         if not urls:
             commands = [_server(folder, core) for core in (0, 1)]
-            up = running(*commands, timeout=400, progress=progress, logs=folder)
+            up = running(*commands, timeout=600, progress=progress, logs=folder)
             servers = stack.enter_context(up)
             urls = [each.url for each in servers]
         admin = {policy: ports.free() for policy in policies}

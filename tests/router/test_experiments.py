@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -19,9 +20,9 @@ from ttft_otel.router.policies.model import Quality
 ROOT = Path(__file__).parents[2]
 ROUTING = ROOT / "benchmarks" / "routing"
 sys.path.insert(0, str(ROUTING))
-from draw import paged, picture, table  # noqa: E402
+from draw import apart, paged, picture, table  # noqa: E402
 from live import Clock, options  # noqa: E402
-from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, WARM, order  # noqa: E402
+from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, SINGLE, WARM, order  # noqa: E402
 from weigh import capacity, complete, draws, figures, mape, mapes, weigh, windows  # noqa: E402
 
 KEPT = ROUTING / "live.json"
@@ -169,6 +170,16 @@ def test_table() -> None:
     assert table(kept([]), "shared-prefix") == ""
 
 
+def test_table_admits() -> None:
+    """The table says that rounds were too few, and in how many runs the load was late."""
+    runs = [run(policy, 1, 1, valid=policy != "qps") for policy in ("qps", "trapezoid")]
+
+    shown = table(kept(runs), "shared-prefix")
+
+    assert "Fewer than three rounds" in shown
+    assert "In 1 of 2 runs the load itself was late" in shown
+
+
 def test_paged() -> None:
     """Tables are put between their marks, in the place of older ones; a page without marks is refused."""
     page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
@@ -176,6 +187,26 @@ def test_paged() -> None:
     assert paged(page, "x", "new\n") == page.replace("old", "new")
     with pytest.raises(ValueError, match="no marks for y"):
         paged(page, "y", "new\n")
+
+
+def test_apart() -> None:
+    """The sentence says by how much both servers together are slower."""
+    found = {"apart": {"alone": 1.0, "together": 1.25}}
+
+    assert "took 1.00 s on one server alone, 1.25 s with both at work (+25%)" in apart(found)
+    assert apart({}) == ""
+
+
+def test_page() -> None:
+    """docs/routing.md shows the kept results with their pictures, all of them."""
+    found = json.loads(KEPT.read_text("utf-8"))
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+
+    for name in EXPERIMENTS:
+        assert f"<!-- {name} -->\n{table(found, name)}<!-- end" in page
+        drawn = ROOT / "docs" / "img" / f"routing-{name}.svg"
+        assert drawn.read_text("utf-8") == picture(found, name)
+    assert apart(found) in page
 
 
 @pytest.mark.parametrize("factor", [0.001, 1, 1000])
@@ -213,7 +244,7 @@ def test_bench_takes_loads() -> None:
     """`ttft-otel bench` knows all flags of the loads."""
     paced = [replace(each, rate=2) for each in EXPERIMENTS.values()]
     full = [each.full(1) for each in paced if each.share]
-    for flags in (*(each.load(1) for each in paced), *full, list(WARM)):
+    for flags in (*(each.load(1) for each in paced), *full, list(WARM), list(SINGLE)):
         given = bench.make_context("bench", ["--url", "http://127.0.0.1:1", *flags]).params
         assert given["dataset"] in flags
 
