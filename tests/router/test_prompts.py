@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import random
+import signal
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +31,7 @@ from ttft_otel.router.prompts.encode import EACH, PIECE, Encoder, Kept
 from ttft_otel.router.prompts.frames import Told
 from ttft_otel.router.prompts.media import Counter, Span, dimensions, expand, extras
 from ttft_otel.router.prompts.reason import Unreadable
+from ttft_otel.router.prompts.worker import MODULE
 
 Read = Callable[..., Told]
 TEXTS = st.lists(
@@ -461,6 +467,44 @@ def test_template(read: Read, plain: tokens.Plain) -> None:
     )
 
     assert plain.backend_tokenizer.decode(ids(told)) == "user!"
+
+
+def test_long_template(read: Read) -> None:
+    """A template is kept compiled, so a request's own has a bound."""
+    given = "{{ messages[0].role }}" + "x" * 200_000
+
+    told = read("chat", messages=[{"role": "user", "content": "a"}], chat_template=given)
+
+    assert told.error == "unsupported"
+
+
+def test_foreign_code(child: tokens.Child, tmp_path: Path) -> None:
+    """A tokenizer that is code of the model's own is not run, and nobody is asked about it."""
+    tokens.build(tmp_path)
+    (tmp_path / "own.py").write_text("raise SystemExit(3)")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").unlink()
+
+    told = child.ask(str(tmp_path))
+
+    assert told.error == "load"
+    assert "--tokenize engine" in told.detail
+
+
+def test_orphan(folder: str) -> None:
+    """A process that nobody can kill any more ends itself, whatever keeps it busy."""
+    hurried = f"import {MODULE} as child; child.PATIENCE = 1; child.main()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", hurried], stdin=pipe, stdout=pipe)
+    child = tokens.Child(process)
+    assert child.ask(folder).error == ""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+    with contextlib.suppress(EOFError, msgspec.DecodeError):
+        child.ask(folder, "chat", messages=[{"role": "user", "content": "a"}], chat_template=loop)
+
+    assert child.close() == -signal.SIGALRM
 
 
 def test_own(child: tokens.Child, tmp_path: Path) -> None:

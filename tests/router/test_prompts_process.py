@@ -410,6 +410,19 @@ def test_engine_refuses(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("--enable-scale-out") == 1
 
 
+def test_engine_key(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An instance that wants a key says so by another status, and the log another remedy."""
+
+    async def test() -> None:
+        vllm = Vllm(status=401)
+        async with vllm.serve() as url, started(None, "engine", fleet(url, root=folder)) as read:
+            assert await read.read(CHAT, "m", HELLO, 4) is None  # the tokenizer is loading
+
+    with caplog.at_level(logging.WARNING):
+        run(test())
+    assert "--upstream-key" in caplog.text
+
+
 FAILURES: list[tuple[Vllm, str]] = [
     (Vllm(status=400, answer={}), "refused"),
     (Vllm(status=500, answer={}), "refused"),

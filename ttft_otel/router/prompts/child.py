@@ -17,6 +17,7 @@ from ttft_otel.router.prompts.reason import Unreadable
 
 # Nothing here needs them, and they cost seconds and hundreds of megabytes.
 HEAVY: Final = ("torch", "torchvision", "torchaudio", "tensorflow", "flax", "jax")
+PATIENCE: Final = 30  # seconds for a prompt, then it ends itself: the router may be gone
 ROOM: Final = 8 << 30  # bytes of address space: a client's template shall not take the machine's
 
 
@@ -26,9 +27,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for name in HEAVY:
         sys.modules[name] = None  # type: ignore[assignment]
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
-    serve(sys.stdin.buffer, out)
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)  # what libraries print is no answer, nor do they read our questions
+    serve(*pipes)
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
@@ -45,6 +48,7 @@ def answer(question: Ask, models: dict[str, Any]) -> Told:
     try:
         if not question.path:
             return _load(question, models)
+        signal.alarm(PATIENCE)
         if question.source not in models:
             return Told(question.number, "load")  # it was loaded in an earlier child
         told: Told = models[question.source].read(question)
@@ -53,6 +57,8 @@ def answer(question: Ask, models: dict[str, Any]) -> Told:
         return Told(question.number, error.reason)
     except Exception:  # noqa: BLE001 - what the engine refuses in its own words
         return Told(question.number, "malformed")
+    finally:
+        signal.alarm(0)
 
 
 def _load(question: Ask, models: dict[str, Any]) -> Told:
@@ -66,7 +72,8 @@ def _load(question: Ask, models: dict[str, Any]) -> Told:
     except Exception as error:  # noqa: BLE001 - any library's, of any file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"cannot load the tokenizer of {question.source!r}: {lines[0][:300]}"
-        return Told(question.number, "load", f"{detail}; give its folder with --tokenizer DIR")
+        remedy = "give its folder with --tokenizer DIR or use --tokenize engine"
+        return Told(question.number, "load", f"{detail}; {remedy}")
     return Told(question.number)
 
 

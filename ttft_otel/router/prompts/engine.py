@@ -26,7 +26,8 @@ PATIENCE: Final = aiohttp.ClientTimeout(total=1.0)
 PAUSE: Final = 60.0  # before an instance that refused is asked again
 MOST: Final = 32  # asked at once
 LARGEST: Final = 32 << 20  # bytes of an answer
-_REFUSED: Final = (403, 404, 405, 501)  # it has no such endpoint, or keeps it closed
+_REFUSED: Final = (401, 403, 404, 405, 501)  # it has no such endpoint, or keeps it closed
+_KEY: Final = (401,)
 
 
 class _Place(msgspec.Struct):
@@ -156,7 +157,12 @@ class Engine:
     def _refuse(self, instance: Instance, status: int) -> None:
         self._refused[instance] = asyncio.get_running_loop().time() + PAUSE
         what = f"{instance.url} does not render prompts ({status}), they are tokenized here"
-        self._local.say(instance.url, f"{what}; start it with --enable-scale-out")
+        remedy = (
+            "give its key with --upstream-key"
+            if status in _KEY
+            else "start it with --enable-scale-out"
+        )
+        self._local.say(instance.url, f"{what}; {remedy}")
 
 
 def _light(body: bytes) -> bytes:

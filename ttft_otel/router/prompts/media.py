@@ -67,13 +67,14 @@ class Counter:
 
     def count(self, item: Item) -> tuple[int, str]:
         """Its placeholders, and a key of its content."""
-        key = item.uuid or blake2b((item.data or "").encode(), digest_size=16).hexdigest()
-        found = self._known.get(key)
+        key = item.uuid or _digest(item.data or "")
+        known = _digest(key)  # as long as a client likes
+        found = self._known.get(known)
         if found is None:
             found = self._exact(item) if item.modality == "image" else None
             if found is None:
                 return self._estimate(item.modality), key
-            self._known[key] = found
+            self._known[known] = found
             self._sum, self._number = self._sum + found, self._number + 1
             if len(self._known) > MOST:
                 self._known.popitem(last=False)
@@ -93,6 +94,10 @@ class Counter:
             return int(counted.num_image_tokens[0])
         except Exception:  # noqa: BLE001 - a processor that cannot say it is one that we do without
             return None
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def dimensions(url: str) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from array import array
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +22,7 @@ from ttft_otel.router.prompts.reason import Unreadable
 
 # vLLM renders these by code of its own, not by a template.
 _OWN: Final = ("deepseek_v32", "deepseek_v4", "gpt_oss", "inkling", "kimi_k3", "kimi_audio")
+LONGEST: Final = 1 << 17  # characters of a request's own template: some stay compiled
 _NOT_VARIABLES: Final = frozenset(("chat_template", "tokenize", "tools", "conversation"))
 
 
@@ -30,10 +32,14 @@ class Model:
     def __init__(self, source: str) -> None:
         import transformers
 
+        if Path(source).is_absolute() and not Path(source).is_dir():
+            raise OSError("there is no such folder here")
         transformers.utils.logging.set_verbosity_error()
         self._config, _ = transformers.PretrainedConfig.get_config_dict(source)
         # generation keeps a long prompt's end
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(source, truncation_side="left")
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, truncation_side="left", trust_remote_code=False
+        )
         self.own = _own(source, self._config)
         processor, self._template = _processor(source, self.tokenizer, self._config)
         self.media = media.Counter(processor, self._config)
@@ -100,7 +106,10 @@ class Model:
             raise Unreadable("unsupported")
         tools = chat.tools(body)
         theirs = chat.variables(body)
-        template = self._resolve(body.get("chat_template") or theirs.get("chat_template"), tools)
+        given = body.get("chat_template") or theirs.get("chat_template")
+        if given is not None and len(given) > LONGEST:
+            raise Unreadable("unsupported")
+        template = self._resolve(given, tools)
         if template is None:
             raise Unreadable("refused")
         messages = chat.Chat(format.wraps(template), self.media.text)
@@ -205,7 +214,9 @@ def _light(kind: Any, source: str, tokenizer: Any, settings: dict[str, Any]) -> 
     try:
         parts["tokenizer"] = tokenizer
         if "image_processor" in parts:
-            parts["image_processor"] = transformers.AutoImageProcessor.from_pretrained(source)
+            parts["image_processor"] = transformers.AutoImageProcessor.from_pretrained(
+                source, trust_remote_code=False
+            )
         return type(kind.__name__, (kind,), unchecked)(**parts, **given)
     except Exception:  # noqa: BLE001 - of any processor; then placeholders are estimated
         return None
