@@ -95,6 +95,21 @@ def test_untold() -> None:
     assert not [name for name in rows(compare(one, other, paired=False)) if "prefill" in name]
 
 
+def test_routed() -> None:
+    """A server asked directly and through a router: its stages are compared with themselves."""
+    chance = np.random.default_rng(5)
+    one, other = target(chance, 10), target(chance, 10)
+    other["summary"]["stages_ms"] = {"router.route": {}, "mono.prefill.queue": {}}
+    for each in other["runs"][0]["requests"]:
+        queue = each["stages_ms"].pop("prefill.queue")
+        each["stages_ms"] = {"router.route": 1.0, "mono.prefill.queue": queue}
+    found = rows(compare(one, other, paired=False))
+
+    assert found["prefill.queue mean"]["b"] == pytest.approx(10, abs=0.5)
+    assert found["router.route mean"]["difference"] == 1.0
+    assert not [name for name in found if name.startswith("mono.")]
+
+
 def test_ab(bench: Bench) -> None:
     """--ab plays rounds in turn with the same prompts, A first and then B first, and compares."""
     slow = Script(first=[60.0], queue=[50.0], tokens=2)
@@ -108,6 +123,16 @@ def test_ab(bench: Bench) -> None:
     assert queue["clear"] and queue["difference"] == pytest.approx(48.0, abs=0.01)
     assert [note["body"] for note in here[:1]] == [note["body"] for note in there[:1]]
     assert here[0]["came"] < there[0]["came"] and there[6]["came"] < here[6]["came"]
+
+
+def test_apart(bench: Bench) -> None:
+    """--apart: two ways to one server do not find each other's prompts in its prefix cache."""
+    with serving(Script(first=[5.0], tokens=1)) as server:
+        words = ("--concurrency", 1, "--requests", 2, "--repeat", 2, "--apart")
+        bench("--ab", server.url, f"{server.url}/", *words)
+        sent = {tuple(note["body"]["prompt"]) for note in server.notes()}
+
+    assert len(sent) == 8
 
 
 def test_files(bench: Bench, tmp_path: Path) -> None:

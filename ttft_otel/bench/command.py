@@ -60,7 +60,7 @@ def compared(a: Path, b: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        screen.compared(found, Console())
+        screen.compared(found, screen.console())
 
 
 def _read(path: Path) -> Any:
@@ -130,7 +130,16 @@ def _plan(given: dict[str, Any]) -> Plan:
         rounds=_rounds(given),
         **{
             key: given[key]
-            for key in ("rate", "arrivals", "concurrency", "most", "warmup", "repeat", "seed")
+            for key in (
+                "rate",
+                "arrivals",
+                "concurrency",
+                "most",
+                "warmup",
+                "repeat",
+                "seed",
+                "apart",
+            )
         },
         timeout=given["timeout"],
     )
@@ -243,7 +252,7 @@ def _give(found: Any, given: dict[str, Any]) -> None:
     if given["as_json"]:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        screen.show(found, Console())
+        screen.show(found, screen.console())
 
 
 def _status(found: Any, finished: bool) -> int:

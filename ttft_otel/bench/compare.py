@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 DRAWS: Final = 1000
 ENOUGH: Final = 3  # rounds, to say something about how rounds differ
 OWN: Final = ("ttft_ms", "latency_ms", "tpot_ms")
+ALONE: Final = "mono."
 TAIL: Final = (50, 95, 99)  # percentiles of the TTFT
 
 Table = NDArray[np.float64]  # a row a request, a column a quantity; NaN where there is none
@@ -69,7 +70,7 @@ def _requests(target: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
 def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What both sides have: the client's figures, then the stages of either if both were told."""
     own = [name.removesuffix("_ms") for name in OWN if all(_has(each, name) for each in (a, b))]
-    told = [list(each["summary"]["stages_ms"]) for each in (a, b)]
+    told = [[_bare(name) for name in each["summary"]["stages_ms"]] for each in (a, b)]
     return own + (list(dict.fromkeys(told[0] + told[1])) if all(told) else [])
 
 
@@ -91,7 +92,14 @@ def _cell(request: Mapping[str, Any], name: str) -> float:
         value = request[f"{name}_ms"]
         return float("nan") if value is None else value
     parts = request["stages_ms"]
-    return float(parts.get(name, 0.0)) if parts else float("nan")
+    if not parts:
+        return float("nan")
+    return float(parts.get(name, parts.get(f"{ALONE}{name}", 0.0)))
+
+
+def _bare(name: str) -> str:
+    """A stage of the only server behind a router is the one that this server alone has."""
+    return name.removeprefix(ALONE)
 
 
 def _measure(names: Sequence[str]) -> Callable[[Table], Table]:

@@ -30,6 +30,11 @@ WHERE: Final = (
     click.option(
         "--ab", nargs=2, metavar="URL_A URL_B", help="Two of them in turn, round by round."
     ),
+    click.option(
+        "--apart",
+        is_flag=True,
+        help="--ab: other prompts for B, as where both lead to one server with its prefix cache.",
+    ),
     click.option("--model", help="Model name.  [default: the first of /v1/models]"),
     click.option(
         "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Send it too."

@@ -35,6 +35,7 @@ class Plan:
     """The dataset, how it arrives, and how often all of it is repeated.
 
     rate: open loop, requests per second. concurrency: closed loop. Neither: a trace's own times.
+    apart: of two targets each gets prompts of its own.
     """
 
     dataset: str = "random"
@@ -49,6 +50,7 @@ class Plan:
     repeat: int = 1
     seed: int = 0
     timeout: float = 600.0
+    apart: bool = False
 
     def load(self, form: Form, seed: int) -> Load:
         """One run's load, every body of it made beforehand (a conversation's are made as it goes)."""

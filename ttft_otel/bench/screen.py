@@ -13,6 +13,7 @@ from rich.text import Text
 from ttft_otel.bench.drive import Run
 
 COLUMNS: Final = ("p50", "p95", "p99", "mean")
+WIDE: Final = 110
 TITLES: Final = {
     "ttft": "TTFT",
     "queue_wait": "Queue wait",
@@ -21,6 +22,12 @@ TITLES: Final = {
     "itl": "ITL",
     "latency": "Latency",
 }
+
+
+def console() -> Console:
+    """Where results are written; a pipe is wide enough for whole numbers."""
+    out = Console()
+    return out if out.is_terminal else Console(width=max(WIDE, out.width))
 
 
 class Progress:
@@ -98,9 +105,14 @@ def _table(kind: str, lines: Mapping[str, Any]) -> Table:
     for word in ("in", *COLUMNS):
         found.add_column(word, justify="right", no_wrap=True)
     for name, line in lines.items():
-        numbers = (f"{line[column]:.3f}" for column in COLUMNS)
+        numbers = (_ms(line[column]) for column in COLUMNS)
         found.add_row(name, str(line["count"]), *numbers)
     return found
+
+
+def _ms(value: float, sign: str = "") -> str:
+    """Microseconds where they can matter; a column keeps its width."""
+    return f"{value:{sign}.{3 if abs(value) < 1000 else 1}f}"
 
 
 def _rates(summary: Mapping[str, Any]) -> Text:
@@ -125,8 +137,8 @@ def compared(found: Mapping[str, Any], out: Console) -> None:
     for word in ("A", "B", "B − A", "95 % interval", ""):
         rows.add_column(word, justify="right", no_wrap=True)
     for row in found["rows"]:
-        interval = f"{row['low']:+.3f} … {row['high']:+.3f}"
-        values = (f"{row['a']:.3f}", f"{row['b']:.3f}", f"{row['difference']:+.3f}")
+        interval = f"{_ms(row['low'], '+')} … {_ms(row['high'], '+')}"
+        values = (_ms(row["a"]), _ms(row["b"]), _ms(row["difference"], "+"))
         rows.add_row(row["name"], *values, interval, "●" if row["clear"] else "")
     out.print(rows)
     if not found["valid"]:

@@ -23,6 +23,7 @@ from ttft_otel.bench.wire import Target
 SHOWN: Final = 0.5  # seconds between two looks at the progress
 PATIENCE: Final = 60.0  # for breakdowns that have to be looked up after a run
 HURRY: Final = 3.0
+ELSEWHERE: Final = 1_000_003  # far from the seeds of other rounds
 
 Watch = Callable[[str, Run], None]
 
@@ -45,9 +46,9 @@ async def _play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     for number in range(plan.repeat):
-        seed = plan.seed + number
         # Turn about, so that neither side always comes first.
         for side in sides if number % 2 == 0 else reversed(sides):
+            seed = plan.seed + number + (ELSEWHERE * sides.index(side) if plan.apart else 0)
             if plan.warmup:
                 warm = Driver(side.target, plan.timeout, plan.most)
                 await _run(plan.warm(side.form, seed), warm, stop, _silent, "")
