@@ -62,7 +62,7 @@ def apart(found: Mapping[str, Any]) -> str:
     alone, together = found["apart"]["alone"], found["apart"]["together"]
     return (
         f"- A prefill of 2 600 tokens took {alone:.2f} s on one server alone, {together:.2f} s with both "
-        f"at work ({together / alone - 1:+.0%}): they are not as independent as two machines.\n"
+        f"at work ({together / alone - 1:+.0%}): so far they disturb each other.\n"
     )
 
 

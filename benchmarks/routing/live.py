@@ -263,7 +263,7 @@ def perform(asked: argparse.Namespace) -> dict[str, Any]:
     flags = {each: [*ROUTERS[each], *PREFIXES, *asked.router] for each in asked.policies}
     found: dict[str, Any] = {
         "figures": {},
-        "machine": {"processors": os.cpu_count(), "platform": platform.platform()},
+        "machine": {"processors": os.cpu_count(), "machine": platform.machine()},
         "policies": flags,
         "warm": {},
         "runs": [],
