@@ -55,7 +55,7 @@ def found(source: Source, url: str, ids: list[int]) -> int:
 
 async def until(true: Callable[[], bool]) -> None:
     """Wait, not for ever."""
-    end = monotonic() + 20
+    end = monotonic() + 60
     while not true():
         assert monotonic() < end
         await asyncio.sleep(0.01)
@@ -63,7 +63,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 def run(test: Callable[[], Any]) -> None:
     """A test's coroutine, to its end."""
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 150))
 
 
 @pytest.mark.parametrize("old", [False, True])

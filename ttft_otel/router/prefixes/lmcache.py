@@ -61,11 +61,13 @@ class LMCache(Sent):
 
     async def start(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
         """Find out which id is which instance. Raises ValueError, with the remedy."""
-        await super().start(session, fleet)
+        self._fleet = fleet
         if self.names:
             self._urls_of = named(self.names, [each.url for each in prefilling(fleet)])
         else:
             await self._addresses()
+        await super().start(session, fleet)
+        if not self.names:
             self._learning = asyncio.ensure_future(self._learn())
 
     async def close(self) -> None:
