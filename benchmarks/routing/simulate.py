@@ -2,7 +2,7 @@
 """The router's own policies in a discrete-event simulation on Mooncake's traces: cases.json in, JSON and a
 table out.
 
-    python benchmarks/routing/simulate.py --traces DIR [--cases NAME ...] [--json FILE] [--table]
+    python benchmarks/routing/simulate.py --traces DIR [--seeds N ...] [--json FILE] [--table]
 
 DIR (or TTFT_OTEL_TRACES) has conversation_trace.jsonl and synthetic_trace.jsonl. Real: the policies, what
 they know and how they learn it, the arrivals and shared prefixes of the traces. Simulated: the instances.
@@ -23,37 +23,28 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oracle import Oracle
 from peers import PEERS
+from tables import goals, seeds, table
+from traces import BLOCK, COST, Row, alone, faster, read
 
 from ttft_otel.router import choose
 from ttft_otel.router.policies.index import History, Holders, Recent
-from ttft_otel.router.policies.model import Line
 from ttft_otel.router.policies.pending import SECOND
 from ttft_otel.router.policies.registry import POLICIES
 from ttft_otel.router.policies.state import Options, State
 from ttft_otel.router.policies.work import work
 
-BLOCK = 512
-COST = Line(0.005, 40e-6, 1.3e-9)
 MODEL = "model"
 SESSION = "x-session"
 STABLE = 0.95
 HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request of a trace; `at` in seconds."""
-
-    at: float
-    tokens: int
-    blocks: tuple[int, ...]
-    session: str
 
 
 @dataclass(slots=True)
@@ -66,23 +57,8 @@ class Server:
     waiting: deque[choose.Asked] = field(default_factory=deque)
     busy: float = 0.0
     free: bool = True
-
-
-def read(path: Path) -> list[Row]:
-    """A trace. Its sessions: the second block, the first is the same for nearly all."""
-    rows = []
-    for line in path.read_text("utf-8").splitlines():
-        row = json.loads(line)
-        ids = row["hash_ids"]
-        full = tuple(ids[: row["input_length"] // BLOCK])
-        rows.append(Row(row["timestamp"] / 1e3, row["input_length"], full, str(ids[:2][-1])))
-    return rows
-
-
-def faster(rows: list[Row], load: float, capacity: float) -> float:
-    """By how much to speed a trace up for this load."""
-    span = rows[-1].at - rows[0].at
-    return load * capacity * span / sum(COST.seconds(work(row.tokens, 0)) for row in rows)
+    running: choose.Asked | None = None
+    ends: int = 0
 
 
 class World:
@@ -108,7 +84,7 @@ class World:
         self.state = State(index, options, random=random.Random(f"ties {seed}"))
         known: dict[str, Callable[[State], choose.Policy]] = {**POLICIES, **PEERS}
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
-        self.policy = known[name](self.state)
+        self.policy = Oracle(self) if policy == "oracle" else known[name](self.state)
         self.events: list[tuple[int, int, Callable[[int], None]]] = []
         self.order = itertools.count()
         self.sent: dict[str, int] = {}
@@ -160,16 +136,24 @@ class World:
         if server.free:
             return
         request = server.waiting.popleft()
-        most = (request.tokens - 1) // BLOCK
-        cached = min(server.cache.match(request.blocks), most) * BLOCK
-        seconds = COST.seconds(work(request.tokens, cached)) / server.speed
+        cached = self.cached(server, request, ())
+        seconds = self.seconds(server, request, cached)
         seconds *= self.random.lognormvariate(0, self.noise)
+        server.running, server.ends = request, now + round(seconds * SECOND)
         server.busy += seconds
         self.hit += cached
-        self.at(
-            now + round(seconds * SECOND),
-            lambda then: self.done(server, request, then, seconds, cached),
-        )
+        self.at(server.ends, lambda then: self.done(server, request, then, seconds, cached))
+
+    def cached(self, server: Server, request: choose.Asked, coming: Collection[int]) -> int:
+        """Tokens that the instance need not compute, if it gets these blocks before."""
+        depth, blocks = server.cache.match(request.blocks), request.blocks
+        while depth < len(blocks) and blocks[depth] in coming:
+            depth += 1
+        return min(depth, (request.tokens - 1) // BLOCK) * BLOCK
+
+    def seconds(self, server: Server, request: choose.Asked, cached: int) -> float:
+        """What the prefill takes there, without noise."""
+        return COST.seconds(work(request.tokens, cached)) / server.speed
 
     def done(
         self, server: Server, request: choose.Asked, now: int, seconds: float, cached: int
@@ -190,7 +174,7 @@ class World:
         self.index.remove(url, gone)
 
 
-def simulate(case: dict[str, Any], policy: str, rows: list[Row], seed: int) -> dict[str, Any]:
+def simulate(case: dict[str, Any], policy: str, rows: tuple[Row, ...], seed: int) -> dict[str, Any]:
     """One case with one policy, in numbers; seconds."""
     world = World(case, policy, seed)
     capacity = sum(each.speed for each in world.servers)
@@ -225,30 +209,6 @@ def mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(known) if known else 0.0
 
 
-def short(seconds: float) -> str:
-    """Three digits or a little more."""
-    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
-
-
-def table(results: dict[str, Any]) -> str:
-    """Mean TTFT of every case and policy in seconds, and what calibrated gains on trapezoid."""
-    policies = list(dict.fromkeys(p for case in results["cases"] for p in case["results"]))
-    lines = [
-        "| case | stable | " + " | ".join(policies) + " | calibrated to trapezoid |",
-        "|" + "---|" * (len(policies) + 3),
-    ]
-    for case in results["cases"]:
-        of = {name: found["mean"] for name, found in case["results"].items()}
-        least = min(of.values())
-        cells = [
-            f"**{short(of[name])}**" if of[name] == least else short(of[name]) for name in policies
-        ]
-        gain = f"{of['calibrated'] / of['trapezoid'] - 1:+.0%}"
-        stable = "yes" if case["stable"] else "no"
-        lines.append(f"| {case['name']} | {stable} | {' | '.join(cells)} | {gain} |")
-    return "\n".join(lines)
-
-
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -256,39 +216,68 @@ def options() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=Path(traces) if traces else None)
     parser.add_argument("--list", type=Path, default=HERE / "cases.json", help="the cases")
     parser.add_argument("--cases", nargs="*", help="only these; without a name none")
-    parser.add_argument("--policies", nargs="*", help="only these, trapezoid and calibrated too")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where to; cases already in it stay")
-    parser.add_argument("--table", action="store_true", help="print a Markdown table")
+    parser.add_argument(
+        "--policies", nargs="*", help="in seed 1 only these, and those of all seeds"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="1: the traces as they are"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="cases at once")
+    parser.add_argument("--json", type=Path, help="where to; what is in it already stays")
+    parser.add_argument("--table", action="store_true", help="print Markdown tables")
     asked = parser.parse_args()
     if asked.traces is None:
         parser.error("name the folder of the traces: --traces DIR, or TTFT_OTEL_TRACES")
     return asked
 
 
+def play(case: dict[str, Any], folder: Path, policies: list[str], seed: int) -> dict[str, Any]:
+    """One case with one seed: figures of each policy, and the least mean that there could be."""
+    rows = read(folder / f"{case['trace']}_trace.jsonl", seed)
+    found: dict[str, Any] = {name: simulate(case, name, rows, seed) for name in policies}
+    return {**found, "alone": {"mean": round(alone(rows), 5)}}
+
+
+def merged(listed: dict[str, Any], kept: list[dict[str, Any]], new: dict[str, Any]) -> list[Any]:
+    """The kept cases with what is new, in the order in which they are listed."""
+    by_name = {each["name"]: each for each in kept}
+    case = by_name.setdefault(new["name"], {**new["case"], "results": {}, "seeds": {}})
+    if new["seed"] == 1:
+        found = {**case["results"], **new["found"]}
+        case["results"] = {name: found[name] for name in listed["policies"] if name in found}
+        if "trapezoid" in found:
+            case["stable"] = found["trapezoid"]["busy"] < STABLE
+    means = {name: each["mean"] for name, each in new["found"].items()}
+    seed = str(new["seed"])
+    case["seeds"][seed] = {**case["seeds"].get(seed, {}), **means}
+    return [by_name[each["name"]] for each in listed["cases"] if each["name"] in by_name]
+
+
 def main() -> None:
-    """Run the cases one by one; what is done is written at once."""
+    """Run the cases; what is done is written at once."""
     asked = options()
     listed = json.loads(asked.list.read_text("utf-8"))
-    results: dict[str, Any] = {"seed": asked.seed, "cases": []}
+    kept: list[dict[str, Any]] = []
     if asked.json and asked.json.exists():
-        results = json.loads(asked.json.read_text("utf-8"))
-    policies = asked.policies or listed["policies"]
-    policies = list(dict.fromkeys([*policies, "trapezoid", "calibrated"]))
-    for case in listed["cases"]:
-        if asked.cases is not None and case["name"] not in asked.cases:
-            continue
-        rows = read(asked.traces / f"{case['trace']}_trace.jsonl")
-        found = {name: simulate(case, name, rows, asked.seed) for name in policies}
-        stable = found["trapezoid"]["busy"] < STABLE
-        others = [each for each in results["cases"] if each["name"] != case["name"]]
-        results["cases"] = [*others, {**case, "stable": stable, "results": found}]
-        means = {name: each["mean"] for name, each in found.items()}
-        sys.stderr.write(f"{case['name']} {means}\n")
-        if asked.json:
-            asked.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+        kept = json.loads(asked.json.read_text("utf-8"))["cases"]
+    policies = asked.policies or [*listed["policies"], "oracle"]
+    cases = [each for each in listed["cases"] if asked.cases is None or each["name"] in asked.cases]
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        jobs = {
+            pool.submit(play, case, asked.traces, policies, seed): (case, seed)
+            for seed in asked.seeds
+            for case in cases
+        }
+        for job in as_completed(jobs):
+            case, seed = jobs[job]
+            new = {"name": case["name"], "case": case, "seed": seed, "found": job.result()}
+            kept = merged(listed, kept, new)
+            means = {name: each["mean"] for name, each in new["found"].items()}
+            sys.stderr.write(f"{case['name']} {seed} {means}\n")
+            if asked.json:
+                asked.json.write_text(json.dumps({"cases": kept}, indent=1) + "\n", "utf-8")
     if asked.table:
-        sys.stdout.write(table(results) + "\n")
+        sys.stdout.write("\n\n".join((table(kept), goals(kept), seeds(kept))) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,24 @@ def cost(tokens: int, cached: int) -> float:
 
 
 def simulated(folder: Path, rows: list[dict[str, Any]], **case: object) -> dict[str, Any]:
-    """The results of all policies on this trace."""
+    """The results of all policies on this trace, the oracle's among them."""
+    found = played(folder, rows, (), case)
+    assert list(found["results"]) == CASES["policies"]
+    return {**found["results"], "oracle": {"mean": found["seeds"]["1"]["oracle"]}}
+
+
+def played(
+    folder: Path, rows: list[dict[str, Any]], more: Sequence[str], case: Mapping[str, object]
+) -> dict[str, Any]:
+    """What is kept of one case on this trace."""
     (folder / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     listed = {"policies": CASES["policies"], "cases": [{**CASE, **case}]}
     (folder / "cases.json").write_text(json.dumps(listed))
-    command = [sys.executable, SIMULATE, "--traces", folder, "--list", folder / "cases.json"]
+    command = [sys.executable, SIMULATE, "--traces", folder, "--list", folder / "cases.json", *more]
     subprocess.run([*command, "--json", folder / "out.json"], check=True, capture_output=True)
+    found: dict[str, Any]
     (found,) = json.loads((folder / "out.json").read_text("utf-8"))["cases"]
-    assert set(found["results"]) == set(CASES["policies"])
-    results: dict[str, Any] = found["results"]
-    return results
+    return found
 
 
 def row(at: int, tokens: int, *ids: int) -> dict[str, Any]:
@@ -58,9 +67,9 @@ def test_queue(tmp_path: Path) -> None:
     first, second, third = cost(1500, 0), cost(1100, 1024), cost(100, 0)
     mean = (first + first + second + third) / 3
 
-    for found in simulated(tmp_path, rows, load=1e-4).values():
+    for name, found in simulated(tmp_path, rows, load=1e-4).items():
         assert found["mean"] == pytest.approx(mean, abs=2e-5)
-        assert found["hit"] == pytest.approx(1024 / 2700, abs=1e-5)
+        assert name == "oracle" or found["hit"] == pytest.approx(1024 / 2700, abs=1e-5)
 
 
 def test_spread(tmp_path: Path) -> None:
@@ -70,7 +79,8 @@ def test_spread(tmp_path: Path) -> None:
 
     results = simulated(tmp_path, rows, load=1e-4, instances=2)
 
-    for name in ("least_requests", "qps", "trapezoid", "calibrated", "tokens", "batch", "decay"):
+    lookers = ("least_requests", "qps", "trapezoid", "calibrated", "tokens", "batch", "decay")
+    for name in (*lookers, "oracle"):
         assert results[name]["mean"] == pytest.approx(mean, abs=2e-5)
 
 
@@ -82,19 +92,61 @@ def test_same_again(tmp_path: Path) -> None:
     one, other = (simulated(tmp_path, rows, **case) for _ in range(2))
 
     for each in (*one.values(), *other.values()):
-        del each["cpu"]
+        each.pop("cpu", None)
     assert one == other
     assert one["calibrated"]["mean"] < one["round_robin"]["mean"]
+
+
+def test_seeds(tmp_path: Path) -> None:
+    """Other seeds draw the trace's sessions anew; what was kept of the first stays as it is."""
+    rows = [row(300 * n, 600 * (1 + n % 7), 0, 1 + n % 9, n + 1000) for n in range(100)]
+    first = played(tmp_path, rows, ["--policies", "trapezoid", "calibrated"], {"instances": 2})
+    few = ["--seeds", "2", "3", "--policies", "trapezoid"]
+
+    found = played(tmp_path, rows, few, {"instances": 2})
+    means = {seed: each["trapezoid"] for seed, each in found["seeds"].items()}
+
+    assert found["results"] == first["results"]
+    assert len(set(means.values())) == 3
+    assert all(0.2 < mean / means["1"] < 5 for mean in means.values())
+    assert set(found["seeds"]["2"]) == {"trapezoid", "alone"}
+
+
+def test_alone(tmp_path: Path) -> None:
+    """No policy is below the mean of prefills that never wait and find all that any before them had."""
+    rows = [row(0, 1500, 1, 2, 3), row(0, 1100, 1, 2, 4), row(60_000, 1100, 1, 2, 5)]
+    alone = (cost(1500, 0) + 2 * cost(1100, 1024)) / 3
+
+    found = played(tmp_path, rows, [], {"instances": 2, "load": 1e-4})
+
+    assert found["seeds"]["1"]["alone"] == pytest.approx(alone, abs=2e-5)
+    assert all(mean >= alone - 2e-5 for mean in found["seeds"]["1"].values())
 
 
 def test_listed() -> None:
     """Every result that is kept is of a case that was written down, with all of its policies."""
     kept = json.loads(SIMULATE.with_name("results.json").read_text("utf-8"))
     listed = {case["name"]: case for case in CASES["cases"]}
+    assert [case["name"] for case in kept["cases"]] == list(listed)
 
     for case in kept["cases"]:
         assert listed[case["name"]].items() <= case.items()
         assert set(case["results"]) == set(CASES["policies"])
+        assert {"alone", *CASES["policies"]} <= set(case["seeds"]["1"])
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """The pictures show every kept case and every size of fleet, and the page shows the pictures."""
+    command = [sys.executable, SIMULATE.with_name("plot.py"), "--to", tmp_path]
+    subprocess.run(command, check=True, capture_output=True)
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    gains, load = sorted(tmp_path.iterdir())
+
+    assert all(case["name"] in gains.read_text("utf-8") for case in CASES["cases"])
+    assert all(f"{size} instances" in load.read_text("utf-8") for size in (4, 8, 64))
+    for each in (gains, load):
+        assert (ROOT / "docs" / "img" / each.name).is_file()
+        assert f"(img/{each.name})" in page
 
 
 def test_page() -> None:
@@ -103,8 +155,10 @@ def test_page() -> None:
     kept = ["--json", SIMULATE.with_name("results.json")]
     shown = subprocess.run([*command, *kept], capture_output=True, text=True, check=True).stdout
 
-    assert len(shown.splitlines()) > 10
-    assert shown in (ROOT / "docs" / "routing.md").read_text("utf-8")
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    tables = shown.split("\n\n")
+    assert len(tables) == 3
+    assert all(len(each.splitlines()) > 5 and each.strip() in page for each in tables)
 
 
 def test_no_traces() -> None:
