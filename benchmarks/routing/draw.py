@@ -47,6 +47,8 @@ def table(found: Mapping[str, Any], experiment: str) -> str:
     if errors := mapes(found, experiment):
         each = ", ".join(f"{error:.0%}" for error in errors)
         lines += ["", f"Error (MAPE) of the TTFTs that `calibrated` predicted, by round: {each}."]
+    if load := found.get("loads", {}).get(experiment):
+        lines += ["", f"Load: `{' '.join(load)}`, another seed each round."]
     if weighed["rounds"] < FEW:
         lines += ["", "Fewer than three rounds: a rehearsal, from which nothing follows."]
     own = [run for run in found["runs"] if run["experiment"] == experiment]

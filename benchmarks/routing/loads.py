@@ -56,8 +56,8 @@ USERS: Final = (
 EXPERIMENTS: Final = {
     each.name: each
     for each in (
-        Experiment("multi-round", (*USERS, "--user-history-prompt", "200"), 22.0, rate=3.0),
-        Experiment("multi-round-long", (*USERS, "--user-history-prompt", "2000"), 22.0, rate=2.0),
+        Experiment("multi-round", (*USERS, "--user-history-prompt", "200"), 22.0, rate=2.5),
+        Experiment("multi-round-long", (*USERS, "--user-history-prompt", "2000"), 22.0, rate=1.5),
         Experiment(
             "shared-prefix",
             (

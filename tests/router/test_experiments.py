@@ -171,11 +171,12 @@ def test_table() -> None:
 
 
 def test_table_admits() -> None:
-    """The table says that rounds were too few, and in how many runs the load was late."""
+    """The table says the load, that rounds were too few, and in how many runs the load was late."""
     runs = [run(policy, 1, 1, valid=policy != "qps") for policy in ("qps", "trapezoid")]
 
-    shown = table(kept(runs), "shared-prefix")
+    shown = table({**kept(runs), "loads": {"shared-prefix": ["--rate", "2"]}}, "shared-prefix")
 
+    assert "Load: `--rate 2`" in shown
     assert "Fewer than three rounds" in shown
     assert "In 1 of 2 runs the load itself was late" in shown
 
