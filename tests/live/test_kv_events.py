@@ -118,6 +118,7 @@ async def compared(url: str) -> tuple[list[tuple[int, int]], dict[str, int]]:
             await late.close()
             async with session.post(f"{url}/reset_prefix_cache") as response:
                 assert response.status == 200
+            await asker.ask([11])  # an engine tells with its next step
             end = monotonic() + 30
             while asker.found(ids):
                 assert monotonic() < end
