@@ -90,3 +90,12 @@ def routing(
         )
 
     return make
+
+
+async def until(so: Callable[[], bool]) -> None:
+    """Wait for it; a busy machine may take its time."""
+    for _ in range(500):
+        if so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to that")

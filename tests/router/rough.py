@@ -226,7 +226,7 @@ async def process(*flags: str, log: Path | None = None, **env: str) -> AsyncIter
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        for _ in range(2400):
             with contextlib.suppress(OSError):
                 if status(await ask(url, b"GET /healthz HTTP/1.1\r\nHost: router\r\n\r\n")) == 200:
                     break

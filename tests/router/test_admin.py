@@ -150,7 +150,7 @@ def test_what_the_policy_believes_is_seen() -> None:
     """Each instance tells what it has to do, what was learnt of it, and how good predictions were."""
 
     async def scenario() -> None:
-        plan = Plan({"prefill.compute": 300})
+        plan = Plan({"prefill.compute": 1000})
         async with (
             fakes.instance(plan) as one,
             fakes.instance() as e,
@@ -159,7 +159,7 @@ def test_what_the_policy_believes_is_seen() -> None:
         ):
             body = fakes.chat() | {"tokens": 800}
             task = asyncio.create_task(router.post("/v1/chat/completions", body))
-            await asyncio.sleep(0.15)
+            await known.until(lambda: len(one.seen) == 1)
             said = (await here.see())[1]
             assert said["routing"] == {"leg": "prefill_decode", "logic": "ttft"}
             encoder, answering = said["instances"]

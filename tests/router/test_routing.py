@@ -128,6 +128,7 @@ def test_a_client_that_leaves_in_between() -> None:
                 fakes.router([one.url], routing=known.routing("ttft", reader, source)) as router,
             ):
                 task = asyncio.create_task(router.post(COMPLETIONS, ask(), **TRACED))
+                await known.until(lambda: router.app.gate.inside == 1)
                 await asyncio.sleep(0.15)
                 task.cancel()
                 (record,) = await router.settled(1)
@@ -197,12 +198,12 @@ def test_prompts_that_nobody_can_read_are_guessed() -> None:
 
     async def scenario() -> None:
         async with (
-            fakes.instance(Plan({"prefill.compute": 200})) as one,
+            fakes.instance(Plan({"prefill.compute": 1000})) as one,
             fakes.router([one.url], routing=known.routing()) as router,
         ):
             body = ask(None, prompt="word " * 400)
             task = asyncio.create_task(router.post(COMPLETIONS, body))
-            await asyncio.sleep(0.1)
+            await known.until(lambda: len(books(router).desk.state.pending) == 1)
             load = books(router).desk.state.pending.at(one.url)
             assert 500 < load.fresh < 520
             await task
