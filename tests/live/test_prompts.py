@@ -154,7 +154,7 @@ def unkept() -> aiohttp.TCPConnector:
 
 async def loaded(session: aiohttp.ClientSession, url: str, mode: Any) -> Reader:
     """A reader that has its tokenizer, before this instance."""
-    fleet = Fleet({"backend": [instance(url, "backend")]})
+    fleet = Fleet({"mono": [instance(url, "mono")]})
     health = Health(fleet)
     health._session = session
     for each in fleet:
@@ -181,7 +181,9 @@ async def compared(url: str) -> tuple[int, int]:
             for _ in range(NUMBER):
                 path, body = requests.one()
                 named = {"Content-Type": "application/json"}
-                async with session.post(f"{url}{path}", data=body, headers=named) as answer:
+                async with session.post(
+                    f"{url}{path}", data=BytesIO(body), headers=named
+                ) as answer:
                     if answer.status != 200:
                         continue
                     tokens, ids = theirs(path, await answer.json())

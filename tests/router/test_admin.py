@@ -170,6 +170,10 @@ def test_what_the_policy_believes_is_seen() -> None:
             answering = (await here.see())[1]["instances"][1]
             assert answering["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
             fit = answering["fits"]["tiny"]
-            assert fit == {"samples": 1, **dict.fromkeys(("a", "b", "d", "mape", "r2"))}
+            assert fit == {
+                "samples": 1,
+                "outcomes": 0,
+                **dict.fromkeys(("a", "b", "d", "mape", "r2")),
+            }
 
     fakes.run(scenario)

@@ -120,7 +120,7 @@ def told(counts: list[int], errors: list[float]) -> dict[str, Any]:
     """What a router says of its instances after so many answers each."""
     return {
         "instances": [
-            {"url": str(place), "results": {"2xx": count}, "predictions": {"mape": error}}
+            {"url": str(place), "predictions": {"outcomes": count, "mape": error}}
             for place, (count, error) in enumerate(zip(counts, errors, strict=True))
         ]
     }

@@ -41,7 +41,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 240))
 
 
-def fleet(*urls: str, root: str = "", leg: str = "backend", **card: Any) -> Fleet:
+def fleet(*urls: str, root: str = "", leg: str = "mono", **card: Any) -> Fleet:
     """Instances that have named their model."""
     found = [instance(url, leg) for url in urls or ("http://127.0.0.1:9",)]
     for each in found:
@@ -102,7 +102,7 @@ def test_named(folder: str) -> None:
     """The tokenizer that the operator names is used whatever instances say, and before they do."""
 
     async def test() -> None:
-        async with started(folder, "local", Fleet({"backend": []})) as early:
+        async with started(folder, "local", Fleet({"mono": []})) as early:
             found = await until(early)
         async with started(folder, "local", fleet(root="/nowhere")) as late:
             assert await until(late) == found
@@ -137,7 +137,7 @@ def test_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with started(None, "local", many) as read:
             await until(read)
-            many.replace({"backend": []})
+            many.replace({"mono": []})
             while read._loads:  # type: ignore[attr-defined]
                 await asyncio.sleep(0.05)
 

@@ -69,6 +69,19 @@ def test_a_flag_that_needs_another_says_which(flags: tuple[str, ...]) -> None:
         read("--backend", URL, *flags).routing(Fleet({}))
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [((), "share an address"), (("--lmcache-instances", "a,b,c"), "3 names for 2 instances")],
+)
+def test_instances_that_lmcache_cannot_tell_apart(more: tuple[str, ...], why: str) -> None:
+    """Ids that fit no instance, or no ids where one address has two, are refused at start."""
+    controller = ("--prefix-index", "lmcache", "--lmcache-controller-url", "http://127.0.0.1:9")
+    backends = ("--backend", "http://127.0.0.1:8001", "--backend", "http://127.0.0.1:8002")
+    options = read(*backends, "--routing-logic", "ttft", *controller, *more)
+    with pytest.raises(click.UsageError, match=why):
+        options.routing(Fleet(options.legs()))
+
+
 def test_unknown_logic() -> None:
     """A word that is no policy is refused with the words that are."""
     with pytest.raises(

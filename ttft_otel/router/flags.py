@@ -17,7 +17,7 @@ from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies import pending
 from ttft_otel.router.policies import state as states
 from ttft_otel.router.policies.registry import POLICIES
-from ttft_otel.router.prefixes import Kind, Source, source
+from ttft_otel.router.prefixes import Kind, Source, lmcache, source
 
 INDEXES: Final = ("kv-events", "lmcache", "history")
 HISTORY: Final = INDEXES[-1]
@@ -62,15 +62,18 @@ class Flags:
         from ttft_otel.router.prompts import reader  # only here: others need no tokenizer
 
         reads = reader(self.tokenizer or None, self.tokenize, fleet, key)
-        return routing.Routing(fleet, logic, options, window, reads, self._source())
+        return routing.Routing(fleet, logic, options, window, reads, self._source(fleet))
 
-    def _source(self) -> Source:
+    def _source(self, fleet: Fleet) -> Source:
+        names = [each for each in self.lmcache_instances.split(",") if each]
         try:
+            if self.prefix_index == "lmcache":
+                lmcache.told_apart(names, fleet.get(fleet.prefilling))
             return source(
                 self.prefix_index,
                 kv_endpoints=self.kv_events_endpoint,
                 lmcache_url=self.lmcache_controller_url,
-                lmcache_instances=[each for each in self.lmcache_instances.split(",") if each],
+                lmcache_instances=names,
             )
         except ValueError as error:
             raise click.UsageError(str(error)) from error

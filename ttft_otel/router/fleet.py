@@ -18,6 +18,7 @@ from ttft_otel.router.path import CUT, Attempt
 FAILURES: Final = 5  # of requests in a row open an instance's breaker
 PAUSE: Final = 2.0  # seconds that it stays open the first time, doubled each time up to LONGEST
 LONGEST: Final = 30.0
+PREFILLS: Final = ("prefill", "prefill_decode", "mono")
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -43,6 +44,11 @@ class Fleet:
     def legs(self) -> tuple[str, ...]:
         """The legs that have instances."""
         return tuple(leg for leg, instances in self._legs.items() if instances)
+
+    @property
+    def prefilling(self) -> str:
+        """The leg that prefills: the first there is."""
+        return next((leg for leg in PREFILLS if self.get(leg)), PREFILLS[-1])
 
     def __iter__(self) -> Iterator[Instance]:
         return (each for instances in self._legs.values() for each in instances)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 DEFAULT: Final = "round_robin"  # alike for every request, and needs to know nothing of any
 OTHERS: Final = "least_requests"
-PREFILLS: Final = ("prefill", "prefill_decode", "mono")  # the leg that prefills: the first there is
 BOOKS: Final = ("session", "qps", "prefix", "kvaware", "ttft")  # these need to know what is pending
 PROMPTS: Final = ("prefix", "kvaware", "ttft")  # these need the prompt and who has it cached
 BYTES: Final = 4  # of a body for each token, where nobody could count them
@@ -68,7 +67,7 @@ class Routing:
         others: str = OTHERS,
     ) -> None:
         self.fleet, self.reader, self.source = fleet, reader, source
-        self.leg = next((leg for leg in PREFILLS if fleet.get(leg)), PREFILLS[-1])
+        self.leg = fleet.prefilling
         self.late = 0  # requests that no instance could have answered in time
         self._options, self._window = options or Options(), window
         self._desks = {self.leg: self._desk(logic)}

@@ -45,6 +45,7 @@ class Quality:
     """Predictions against outcomes, the later ones counting more."""
 
     def __init__(self, forget: float = 0.99) -> None:
+        self.outcomes = 0
         self._forget = forget
         self._count = self._relative = self._error = self._sum = self._square = 0.0
 
@@ -52,6 +53,7 @@ class Quality:
         """One outcome, in seconds, and what had been said before it."""
         error = predicted - actual
         keep = self._forget
+        self.outcomes += 1
         self._count = self._count * keep + 1
         self._relative = self._relative * keep + abs(error) / max(actual, 1e-6)
         self._error = self._error * keep + error * error
@@ -59,8 +61,8 @@ class Quality:
         self._square = self._square * keep + actual * actual
 
     def tell(self) -> dict[str, float | None]:
-        """Both measures, for operators."""
-        return {"mape": self.mape, "r2": self.r2}
+        """Both measures, and of how many outcomes, for operators."""
+        return {"outcomes": self.outcomes, "mape": self.mape, "r2": self.r2}
 
     @property
     def mape(self) -> float | None:

@@ -19,6 +19,7 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
+from ttft_otel.router.choose import Instance
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.index import History
 from ttft_otel.router.prefixes.history import Sent
@@ -177,6 +178,17 @@ def named(names: Sequence[str], urls: Sequence[str]) -> dict[str, str]:
     if len(found) != len(names) or len(set(found.values())) != len(names):
         raise ValueError(f"--lmcache-instances has a name or a URL twice, or no URL; {REMEDY}.")
     return found
+
+
+def told_apart(names: Sequence[str], instances: Sequence[Instance]) -> None:
+    """Raise ValueError, with the remedy, where it is clear from the start that ids fit no instances."""
+    if names:
+        named(names, [each.url for each in instances])
+    elif len({each.host for each in instances}) < len(instances):
+        raise ValueError(
+            "Instances share an address, by which LMCache's controller cannot tell them apart; "
+            f"{REMEDY}."
+        )
 
 
 def layout(answer: Any) -> dict[str, int]:

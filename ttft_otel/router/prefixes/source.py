@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
@@ -14,8 +14,6 @@ from ttft_otel.router.policies.index import Index
 
 if TYPE_CHECKING:
     from ttft_otel.router.prompts.prompt import Prompt
-
-PREFILLS: Final = ("prefill", "prefill_decode", "mono")  # the leg that prefills: the first there is
 
 
 class Source(Protocol):
@@ -51,5 +49,4 @@ class Source(Protocol):
 
 def prefilling(fleet: Fleet | None) -> tuple[Instance, ...]:
     """The instances whose caches matter."""
-    legs = (fleet.get(leg) for leg in PREFILLS) if fleet is not None else ()
-    return next((instances for instances in legs if instances), ())
+    return () if fleet is None else fleet.get(fleet.prefilling)

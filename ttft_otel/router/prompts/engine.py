@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
+from io import BytesIO
 from typing import Any, Final
 
 import aiohttp
@@ -21,7 +22,6 @@ from ttft_otel.router.prompts.prompt import Prompt
 from ttft_otel.router.prompts.reason import Unreadable
 
 RENDERED: Final = (*PATHS, "/v1/responses", "/v1/messages")
-LEGS: Final = ("backend", "prefill")  # instances that read prompts
 PATIENCE: Final = aiohttp.ClientTimeout(total=1.0)
 PAUSE: Final = 60.0  # before an instance that refused is asked again
 MOST: Final = 32  # asked at once
@@ -111,7 +111,7 @@ class Engine:
         for each, again in list(self._refused.items()):
             if again < now:
                 del self._refused[each]
-        offered = [each for leg in LEGS for each in self._fleet.offered(leg, model)]
+        offered = self._fleet.offered(self._fleet.prefilling, model)
         asked = [each for each in offered if each not in self._refused]
         return min(asked, key=lambda each: each.in_flight, default=None)
 
@@ -121,8 +121,9 @@ class Engine:
             named["Authorization"] = f"Bearer {self._key}"
         if self._session is None:
             raise Unreadable("closed")
+        sent = BytesIO(_light(body))  # in chunks: long bodies hold up nobody
         async with self._session.post(
-            f"{instance.url}{route}/render", data=_light(body), headers=named, timeout=PATIENCE
+            f"{instance.url}{route}/render", data=sent, headers=named, timeout=PATIENCE
         ) as answer:
             if answer.status != 200:
                 return answer.status, b""
