@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ from ttft_otel.lab.recipes import Command
 from ttft_otel.lab.servers import Progress, Server, running
 
 # Servers, routers and the load share the processors; the latter two go first, as with one of their own.
-FIRST: Final = ("nice", "-n", "-10") if os.geteuid() == 0 else ()
+FIRST: Final = ("chrt", "--rr", "1") if os.geteuid() == 0 and shutil.which("chrt") else ()
 MODEL: Final = models.Recipe(vision=False, hidden=512, layers=8)  # 4k tokens take over a second
 NOWHERE: Final = {names.ENV_ENDPOINT: "http://127.0.0.1:9"}
 
@@ -41,7 +42,7 @@ class Stage:
 
     def forget(self) -> bool:
         """Empty the servers' prefix caches; False if they do not let us."""
-        return all([self._reset(url) for url in self.backends])
+        return all([self._reset(url) and self._tell(url) for url in self.backends])
 
     def learnt(self, policy: str) -> Any:
         """What the router says of its instances: predictions and their errors are in it."""
@@ -53,6 +54,15 @@ class Stage:
     def busy(self) -> list[float]:
         """Seconds of processor time that each server has used."""
         return [sum(map(_spent, processes.of_session(server.pid))) for server in self.servers]
+
+    @staticmethod
+    def _tell(url: str) -> bool:
+        """An idle engine tells the routers of its reset with its next step."""
+        body = json.dumps({"model": "tiny", "prompt": [11], "max_tokens": 1}).encode()
+        asked = urllib.request.Request(f"{url}/v1/completions", method="POST", data=body)
+        asked.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return bool(answer.status == 200)
 
     @staticmethod
     def _reset(url: str) -> bool:
@@ -84,8 +94,6 @@ def staged(
         routers = [_router(policy, urls, port, policies[policy]) for policy, port in admin.items()]
         before = running(*routers, timeout=120, progress=progress, logs=folder)
         named = dict(zip(admin, stack.enter_context(before), strict=True))
-        for pid in ("self", *(each.pid for each in named.values())):
-            _hasten(pid)
         yield Stage(urls, servers, named, admin)
 
 
@@ -111,12 +119,6 @@ def _router(policy: str, urls: Sequence[str], admin: int, more: Sequence[str]) -
     flags = ("--admin-port", str(admin), *more)
     made = fleet.router({"mono": urls}, {names.ENV_ON: "0", **NOWHERE}, *flags)
     return replace(made, name=f"router-{policy}", argv=(*FIRST, *made.argv))
-
-
-def _hasten(pid: int | str) -> None:
-    """What `nice` is among processes where the kernel shares time among sessions first."""
-    with contextlib.suppress(OSError):  # not root, or another kernel
-        Path(f"/proc/{pid}/autogroup").write_text("-10")
 
 
 def _spent(pid: int) -> float:

@@ -119,8 +119,8 @@ def mape(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> float | 
         if not each.get("predictions"):
             continue
         last = old.get(each["url"], {})
-        known = _answers(last) if last.get("predictions") else 0
-        new = _answers(each) - known
+        known = _outcomes(last)
+        new = _outcomes(each) - known
         own = each["predictions"]["mape"] * _weight(known + new)
         if known:
             own -= KEEP**new * last["predictions"]["mape"] * _weight(known)
@@ -140,8 +140,8 @@ def mapes(found: Mapping[str, Any], experiment: str) -> list[float]:
     return each
 
 
-def _answers(instance: Mapping[str, Any]) -> int:
-    return int(instance["results"].get("2xx", 0))
+def _outcomes(instance: Mapping[str, Any]) -> int:
+    return int((instance.get("predictions") or {}).get("outcomes", 0))
 
 
 def _weight(count: int) -> float:
