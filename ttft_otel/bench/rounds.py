@@ -10,17 +10,15 @@ their conversations, so that not all of them end at once; what they said before 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import random
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, Final
 
 from ttft_otel.bench.ask import Form, text
 from ttft_otel.bench.drive import LEAD_NS, Driver, drop
-from ttft_otel.bench.wire import until
 
 USER: Final = "x-user-id"  # what a router's session affinity may go by
 
@@ -62,10 +60,10 @@ class Rounds:
 
 
 async def conversations(driver: Driver, form: Form, rounds: Rounds, seed: int) -> None:
-    """Have all users' conversations until the time is over and the last answer is there."""
+    """Have all users' conversations until time or requests are used up and the last answer is there."""
     start = monotonic_ns() + 2 * LEAD_NS
     system = form.draw(random.Random(f"rounds/{seed}"), rounds.system)
-    left = iter(itertools.count() if rounds.requests is None else range(rounds.requests))
+    left = _Left(rounds.requests)
     users = [
         _User(driver, form, rounds, text(system), place, random.Random(f"user/{seed}/{place}"))
         for place in range(len(rounds.births()))
@@ -80,6 +78,29 @@ async def conversations(driver: Driver, form: Form, rounds: Rounds, seed: int) -
         await drop(tasks)
 
 
+class _Left:
+    """How many requests may still be sent; nobody waits for a time once there is none."""
+
+    def __init__(self, count: int | None) -> None:
+        """So many, or as many as there is time for."""
+        self.count = math.inf if count is None else count
+        self.spent = asyncio.Event()
+
+    def take(self) -> bool:
+        """Use up one; False where there is none."""
+        self.count -= 1
+        if self.count <= 0:
+            self.spent.set()
+        return self.count >= 0
+
+    async def until(self, due_ns: int) -> bool:
+        """Sleep until a time of the monotonic clock; False as soon as no request is left."""
+        with suppress(asyncio.TimeoutError):
+            seconds = max(0.0, (due_ns - monotonic_ns()) / 1e9)
+            await asyncio.wait_for(self.spent.wait(), seconds)
+        return not self.spent.is_set()
+
+
 @dataclass(slots=True)
 class _User:
     """One user and what was said so far; the system prompt opens its first question."""
@@ -92,17 +113,16 @@ class _User:
     chance: random.Random
     said: list[dict[str, Any]] = field(default_factory=list)
 
-    async def talk(self, start: int, birth: float, left: Iterator[int]) -> None:
+    async def talk(self, start: int, birth: float, left: _Left) -> None:
         """Have the conversation; rounds before the run's start are passed over."""
         first = max(0, math.ceil(-birth / self.rounds.gap))
         due = start + int((birth + first * self.rounds.gap) * 1e9)
         end = start + int(self.rounds.seconds * 1e9)
         for _ in range(first, self.rounds.rounds):
-            if due >= end:
+            if due >= end or not await left.until(due - LEAD_NS):
                 return
-            await until(due - LEAD_NS)
             due = await self.driver.enter(due)
-            if next(left, None) is None:
+            if not left.take():
                 self.driver.leave()
                 return
             ended = await self._ask(due)
