@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from bench.conftest import checked
 from ttft_otel.bench.ask import Form
 from ttft_otel.bench.document import document
-from ttft_otel.bench.drive import Result, Run
+from ttft_otel.bench.drive import Driver, Result, Run
 from ttft_otel.bench.session import Side
 from ttft_otel.bench.stream import Story
 from ttft_otel.bench.wire import Reply, Target
@@ -33,9 +35,15 @@ def result(
     return Result(f"r{place}", f"{place:032x}", reply, story, timing, "")
 
 
-def told(results: list[Result], slo: Mapping[str, float] | None = None) -> Any:
+NOBODY = Target.of("http://127.0.0.1:1")
+
+
+def told(
+    results: list[Result], slo: Mapping[str, float] | None = None, beats_ns: Sequence[int] = ()
+) -> Any:
     """The document's only target."""
-    side = Side(Target.of("http://127.0.0.1:1"), Form("m"), [Run(results, started=len(results))])
+    run = Run(results, list(beats_ns), started=len(results))
+    side = Side(NOBODY, Form("m"), [run])
     return checked(document({}, [side], slo or {}))["targets"][0]
 
 
@@ -118,3 +126,20 @@ def test_lag(lag: float, valid: bool) -> None:
     assert ["generator itself was late" in why for why in target["runs"][0]["why"]] == (
         [] if valid else [True]
     )
+
+
+def test_stall() -> None:
+    """One stall of half a second counts for every beat that fell into it: the run is not valid."""
+
+    async def stalled() -> list[int]:
+        driver = Driver(NOBODY)
+        async with driver.beating():
+            await asyncio.sleep(1.0)
+            time.sleep(0.5)
+            await asyncio.sleep(1.0)
+        return driver.run.beats_ns
+
+    target = told([result(0, [10])], beats_ns=asyncio.run(stalled()))
+
+    assert target["runs"][0]["lag_ms"]["loop_p99"] > 300
+    assert not target["valid"]
