@@ -89,21 +89,27 @@ def test_stages() -> None:
     assert list(summary["stages_ms"])[-2:] == ["unattributed", "outside"]
 
 
-def test_blame() -> None:
-    """The stage that separates the p99 from the median is named, not the one that is longest."""
-    usual = [
-        result(n, [50], {"prefill.queue": 5, "prefill.compute": 40, "output": 5}) for n in range(99)
-    ]
-    slow = result(99, [250], {"prefill.queue": 190, "prefill.compute": 55, "output": 5})
-    says = told([*usual, slow])["summary"]["explanation"]
+@pytest.mark.parametrize(
+    ("most", "who"),
+    [(100, "The slowest request is"), (200, "The slowest 2 requests are")],
+)
+def test_blame(most: int, who: str) -> None:
+    """The stage that separates the slowest from the middle tenth is named, not the longest one."""
+    usual = {"prefill.queue": 5, "prefill.compute": 40, "output": 5}
+    late = {"prefill.queue": 190, "prefill.compute": 55, "output": 5}
+    slow = most // 100
+    every = [result(n, [50], usual) for n in range(most - slow)]
+    every += [result(most + n, [250], late) for n in range(slow)]
+    says = told(every)["summary"]["explanation"]
 
     assert says == (
-        "The p99 is 200.0 ms slower than the median, 185.0 ms of it (92 %) in prefill.queue."
+        f"{who} 200.0 ms slower than the middle tenth on average, "
+        "185.0 ms of it (92 %) in prefill.queue."
     )
 
 
 def test_few() -> None:
-    """A handful of requests has no p99 to explain."""
+    """A handful of requests has no slowest hundredth to explain."""
     few = [result(n, [50], {"prefill.queue": 5}) for n in range(3)]
 
     assert "too few" in told(few)["summary"]["explanation"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn Results into numbers: percentiles, throughput, goodput, failures, and the stage behind the p99.
+"""Turn Results into numbers: percentiles, throughput, goodput, failures, and the stage behind the slowest.
 
 drive.py gives the Results; document.py writes the numbers, screen.py shows them. Milliseconds.
 """
@@ -198,7 +198,7 @@ def ends(found: Sequence[Sample]) -> dict[str, dict[str, float]]:
 
 
 def blame(found: Sequence[Sample]) -> str:
-    """In a sentence: the stage that separates the slowest hundredth from the median."""
+    """In a sentence: the stage that separates the slowest hundredth from the middle tenth."""
     told = [each for each in found if each.stages]
     if not told:
         return (
@@ -206,15 +206,16 @@ def blame(found: Sequence[Sample]) -> str:
             "(a server without ttft-otel), so nothing is said about stages."
         )
     if len(told) < FEW:
-        return f"{len(told)} requests with a breakdown are too few to explain a p99 (from {FEW})."
+        return f"{len(told)} requests with a breakdown are too few to explain the slowest (from {FEW})."
     slow, usual = _ends(told)
     more = _mean(slow, "") - _mean(usual, "")
     excess = {name: _mean(slow, name) - _mean(usual, name) for name in order(told)}
     name = max(excess, key=lambda each: excess[each])
     share = 100 * excess[name] / more if more > 0 else 0.0
+    who = f"The slowest {len(slow)} requests are" if len(slow) > 1 else "The slowest request is"
     return (
-        f"The p99 is {more:.1f} ms slower than the median, {excess[name]:.1f} ms of it "
-        f"({share:.0f} %) in {name}."
+        f"{who} {more:.1f} ms slower than the middle tenth on average, "
+        f"{excess[name]:.1f} ms of it ({share:.0f} %) in {name}."
     )
 
 
