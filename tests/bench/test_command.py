@@ -208,6 +208,45 @@ def test_context(tmp_path: Path) -> None:
         assert remedy in result.output and "context is" in result.output
 
 
+@pytest.mark.parametrize(
+    "words", [["--input-len", "480"], ["--input-len", "400", "--spread", "0.2", "--repeat", "30"]]
+)
+def test_context_first(words: list[str]) -> None:
+    """All targets and rounds are checked before the first warm-up: B's context and a later round's."""
+    load = ["--concurrency", "1", "--requests", "1", "--warmup", "2", "--output-len", "30", *words]
+    with serving(QUICK) as big, serving(Script(context=500)) as small:
+        result = CliRunner().invoke(cli.main, ["bench", "--ab", big.url, small.url, *load])
+        alone = CliRunner().invoke(cli.main, ["bench", "--url", small.url, *load])
+        assert big.notes() == [] and small.notes() == []
+
+    assert (result.exit_code, alone.exit_code) == (1, 1)
+    assert "context is 500" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_unreadable_first(tmp_path: Path, api: str) -> None:
+    """A trace's last line is read before its first requests are sent as a warm-up."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [1]}
+    trace.write_text(json.dumps(row) + "\n{}\n", "utf-8")
+    with serving(QUICK) as server:
+        words = [
+            "--url",
+            server.url,
+            "--dataset",
+            "replay",
+            str(trace),
+            "--warmup",
+            "1",
+            "--api",
+            api,
+        ]
+        result = CliRunner().invoke(cli.main, ["bench", *words])
+        assert server.notes() == []
+
+    assert result.exit_code == 1 and "jsonl:2" in "".join(result.output.split())
+
+
 def test_cut(bench: Bench, tmp_path: Path) -> None:
     """replay: --max-input cuts a prompt's end, so that shared prefixes stay; --max-output cuts answers."""
     rows = [
@@ -237,6 +276,35 @@ def test_images(bench: Bench) -> None:
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert len(set(pictures)) == 4
     assert all(each.startswith("data:image/png;base64,") for each in pictures)
+
+
+@pytest.mark.parametrize("shrink", [2, 64, 512])
+def test_shrink(bench: Bench, tmp_path: Path, shrink: int) -> None:
+    """replay: --shrink divides lengths exactly, and shared prefixes with them."""
+    rows = [
+        {"timestamp": 0, "input_length": 1536, "output_length": 3, "hash_ids": [1, 2, 3]},
+        {"timestamp": 1, "input_length": 1200, "output_length": 3, "hash_ids": [1, 2, 4]},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    with serving(QUICK) as server:
+        bench("--url", server.url, "--dataset", "replay", trace, "--shrink", shrink)
+        first, second = sorted(prompts(server.notes()), key=len, reverse=True)
+
+    shared = 1024 // shrink
+    assert (len(first), len(second)) == (1536 // shrink, 1200 // shrink)
+    assert first[:shared] == second[:shared]
+
+
+def test_shrink_refused(tmp_path: Path) -> None:
+    """replay: a --shrink that would cut blocks, so that prompts came out short, is refused."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("", "utf-8")
+    words = ["--url", "http://127.0.0.1:1", "--dataset", "replay", str(trace), "--shrink", "3"]
+    result = CliRunner().invoke(cli.main, ["bench", *words])
+
+    assert result.exit_code == 2
+    assert "power of two" in result.output and "--max-input" in result.output
 
 
 def test_failures(bench: Bench) -> None:

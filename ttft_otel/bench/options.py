@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from ttft_otel.bench.plan import DATASETS
+from ttft_otel.bench.replay import BLOCK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
@@ -18,6 +19,16 @@ COUNT: Final = click.IntRange(min=1)
 LENGTH: Final = click.IntRange(min=0)
 ABOVE: Final = click.FloatRange(min=0, min_open=True)
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+def _power(_context: click.Context, _option: click.Parameter, value: int) -> int:
+    """A divisor of a trace's blocks. Raises BadParameter."""
+    if BLOCK % value:
+        raise click.BadParameter(
+            f"{value} does not divide blocks of {BLOCK} tokens. Give a power of two, 1 to {BLOCK}; "
+            "--max-input cuts prompts to any length."
+        )
+    return value
 
 
 def _number(name: str, kind: Any, default: Any, says: str) -> Option:
@@ -63,7 +74,14 @@ WHAT: Final = (
         help="Token ids are 100 to this.  [default: those of plain words, which the server tells]",
     ),
     _number("--speed", ABOVE, 1.0, "replay: so many times as fast."),
-    _number("--shrink", click.IntRange(1, 512), 1, "replay: prompts so many times as short."),
+    click.option(
+        "--shrink",
+        type=click.IntRange(1, BLOCK),
+        default=1,
+        show_default=True,
+        callback=_power,
+        help="replay: prompts so many times as short; a power of two.",
+    ),
     click.option("--max-input", type=COUNT, help="replay: cut prompts to so many tokens."),
     click.option("--max-output", type=COUNT, help="replay: cut answers to so many tokens."),
 )

@@ -20,6 +20,7 @@ REMEDIES: Final = {
     "replay": "--max-input and --max-output cut them, --shrink divides prompts.",
     "multi-round": "Make --num-rounds, --answer-len or the prompts smaller.",
 }
+ELSEWHERE: Final = 1_000_003  # far from the seeds of other rounds
 TALKS: Final = ("multi-round", "images")  # datasets that only a chat can carry
 
 
@@ -55,10 +56,8 @@ class Plan:
     def load(self, form: Form, seed: int) -> Load:
         """One run's load, every body of it made beforehand (a conversation's are made as it goes)."""
         if self.dataset == "multi-round":
-            self._fit(form, [self.rounds.longest])
             return lambda driver: rounds.conversations(driver, form, self.rounds, seed)
         asks = list(self._asks(form, seed))
-        self._fit(form, [ask.room for ask in asks])
         if self.concurrency:
             count = self.concurrency
             return lambda driver: closed_loop(driver, asks, count)
@@ -72,8 +71,25 @@ class Plan:
         asks = list(itertools.islice(self._asks(form, other), self.warmup))
         return lambda driver: closed_loop(driver, asks, min(4, self.warmup))
 
+    def seed_of(self, number: int, place: int) -> int:
+        """The seed of a round (from 0) on the target at this place."""
+        return self.seed + number + (ELSEWHERE * place if self.apart else 0)
+
+    def check(self, form: Form, place: int) -> None:
+        """Raises Unfit when requests of a target's rounds are longer than its context, as far as known."""
+        # Without --spread all rounds have the lengths of the first.
+        for number in range(self.repeat if self.shape.spread else 1):
+            self._fit(form, self._rooms(form, self.seed_of(number, place)))
+
+    def _rooms(self, form: Form, seed: int) -> list[int]:
+        """Tokens of each request of a round, as far as they can be counted here."""
+        if self.dataset == "multi-round":
+            return [self.rounds.longest]
+        if self.dataset == "images":
+            return []
+        return [ask.room for ask in self._asks(form, seed)]
+
     def _fit(self, form: Form, rooms: Sequence[int]) -> None:
-        """Raises Unfit when requests are longer than the server's context, as far as both are known."""
         context = form.known.context
         long = [room for room in rooms if context and room > context]
         if long:

@@ -29,8 +29,8 @@ class Unreadable(ValueError):
 class Trace:
     """A file, how many of its requests, how much faster, by what its prompts are divided, and cuts.
 
-    most_input, most_output: longer prompts and answers are cut; a prompt keeps its beginning, so
-    that shared prefixes stay.
+    shrink: a power of two up to BLOCK, so that blocks stay whole. most_input, most_output: longer
+    prompts and answers are cut; a prompt keeps its beginning, so that shared prefixes stay.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Trace:
 
 def replayed(form: Form, trace: Trace, seed: int) -> Iterator[Ask]:
     """The trace's requests in its order; `at` counts from its first one."""
-    size = max(1, BLOCK // trace.shrink)
+    size = BLOCK // trace.shrink
 
     @lru_cache(maxsize=100_000)
     def block(number: int) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from ttft_otel.bench.wire import Target
 SHOWN: Final = 0.5  # seconds between two looks at the progress
 PATIENCE: Final = 60.0  # for breakdowns that have to be looked up after a run
 HURRY: Final = 3.0
-ELSEWHERE: Final = 1_000_003  # far from the seeds of other rounds
 
 Watch = Callable[[str, Run], None]
 
@@ -38,7 +37,12 @@ class Side:
 
 
 def play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
-    """Fill each side's runs; False when Ctrl-C ended it early (what there is stays)."""
+    """Fill each side's runs; False when Ctrl-C ended it early (what there is stays).
+
+    Raises Unfit and Unreadable before anything is sent to any side.
+    """
+    for place, side in enumerate(sides):
+        plan.check(side.form, place)
     return asyncio.run(_play(plan, sides, watch))
 
 
@@ -48,7 +52,7 @@ async def _play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
     for number in range(plan.repeat):
         # Turn about, so that neither side always comes first.
         for side in sides if number % 2 == 0 else reversed(sides):
-            seed = plan.seed + number + (ELSEWHERE * sides.index(side) if plan.apart else 0)
+            seed = plan.seed_of(number, sides.index(side))
             if plan.warmup:
                 warm = Driver(side.target, plan.timeout, plan.most)
                 await _run(plan.warm(side.form, seed), warm, stop, _silent, "")
