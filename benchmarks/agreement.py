@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does `ttft-otel bench` measure the TTFT of `vllm bench serve`? Short rounds in turn, compared in pairs.
 
-    python benchmarks/agreement.py --url http://127.0.0.1:8000 --tokenizer MODEL_OR_DIR
+    python benchmarks/agreement.py --url http://127.0.0.1:8000 --model NAME --tokenizer MODEL_OR_DIR
 
 A round is one request of each, one after the other, to the same server: random token ids that no cache
 knows, of the same number; who comes first changes from round to round. (vllm bench serve is given its
@@ -75,7 +75,12 @@ def arguments() -> argparse.Namespace:
     )  # a server's prefix cache knows the prompts of the last time
     parser.add_argument("--seed", type=int, default=new)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    wanted = parser.parse_args()
+    if not (wanted.peer or wanted.tokenizer):
+        parser.error(
+            "vllm bench serve needs --tokenizer: the folder of the served model, or its name on the hub"
+        )
+    return wanted
 
 
 def told(pair: dict[str, float]) -> str:

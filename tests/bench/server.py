@@ -89,7 +89,8 @@ class Fake:
         first = self.script.first[number % len(self.script.first)]
         await sleep_until(came + int(first * 1e6))
         start = monotonic_ns()
-        writer.write(HEAD + self.header(number, (start - came) // 1000) + b"\r\n")
+        note["took_us"] = (start - came) // 1000
+        writer.write(HEAD + self.header(number, note["took_us"]) + b"\r\n")
         if fate == "error":
             send(writer, {"error": {"message": "as scripted"}})
         for place in range(self.script.tokens):

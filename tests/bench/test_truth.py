@@ -56,18 +56,61 @@ def quietest(bench: Bench, streams: int, gap: float) -> tuple[Any, list[dict[str
     [(1, 20.0), (20, 20.0), pytest.param(500, 250.0, marks=pytest.mark.full)],
 )
 def test_truth(bench: Bench, streams: int, gap: float) -> None:
-    """TTFT, ITL, stages: every percentile is that of the server's own notes, within 1 ms."""
+    """Every figure, stage and rate is that of the server's own notes: times within 1 ms."""
     target, notes = quietest(bench, streams, gap)
     right = 1.0 if lag(target) < QUIET else 1.0 + lag(target)
 
-    ttft = [(note["tokens"][0] - note["came"]) / 1e6 for note in notes]
-    gaps = [gap / 1e6 for note in notes for gap in np.diff(note["tokens"])]
-    figures = target["summary"]["figures_ms"]
-    for name, truth in (("ttft", ttft), ("itl", gaps)):
-        for column, q in (("p50", 50), ("p95", 95), ("p99", 99)):
-            assert figures[name][column] == pytest.approx(np.percentile(truth, q), abs=right)
-        assert figures[name]["mean"] == pytest.approx(np.mean(truth), abs=right)
-    assert target["summary"]["stages_ms"]["prefill.queue"]["p99"] == pytest.approx(20.0, abs=0.001)
+    summary = target["summary"]
+    for name, truth in client(notes).items():
+        assert_line(summary["figures_ms"][name], truth, right)
+    for name, truth in engine(notes).items():
+        assert_line((summary["figures_ms"] | summary["stages_ms"])[name], truth, 0.002)
+    assert set(summary["figures_ms"]) <= client(notes).keys() | engine(notes).keys()
+    for row in target["runs"][0]["requests"]:
+        assert sum(row["stages_ms"].values()) == pytest.approx(row["ttft_ms"], abs=0.01)
+    assert_rates(summary["throughput"], notes, right)
+
+
+def client(notes: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """What a client that loses no time would have read, in milliseconds."""
+    tokens = [np.array(note["tokens"]) / 1e6 for note in notes]
+    came = [note["came"] / 1e6 for note in notes]
+    return {
+        "ttft": [each[0] - at for each, at in zip(tokens, came, strict=True)],
+        "itl": [gap for each in tokens for gap in np.diff(each)],
+        "tpot": [(each[-1] - each[0]) / (len(each) - 1) for each in tokens],
+        "latency": [note["end"] / 1e6 - at for note, at in zip(notes, came, strict=True)],
+    }
+
+
+def engine(notes: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """What the server said of its stages, and the figures made of them, in milliseconds."""
+    queue = [20.0 for _ in notes]
+    compute = [note["took_us"] / 1000 - 20.0 for note in notes]
+    return {
+        "prefill.queue": queue,
+        "queue_wait": queue,
+        "prefill.compute": compute,
+        "prefill_to_first_token": compute,
+    }
+
+
+def assert_line(line: dict[str, float], truth: list[float], right: float) -> None:
+    """A row of the report has these values' count, percentiles and mean."""
+    assert line["count"] == len(truth)
+    for column, q in (("p50", 50), ("p95", 95), ("p99", 99)):
+        assert line[column] == pytest.approx(np.percentile(truth, q), abs=right)
+    assert line["mean"] == pytest.approx(np.mean(truth), abs=right)
+
+
+def assert_rates(rates: dict[str, float], notes: list[dict[str, Any]], right: float) -> None:
+    """Throughput is what was served, over a time that is right within twice as much."""
+    span = (max(note["end"] for note in notes) - min(note["came"] for note in notes)) / 1e6
+    each = {"requests_per_s": 1, "input_tokens_per_s": 8, "output_tokens_per_s": 20}
+    assert rates.keys() == each.keys()
+    for name, amount in each.items():
+        truth = 1000 * amount * len(notes) / span
+        assert rates[name] == pytest.approx(truth, rel=2 * right / span)
 
 
 @pytest.mark.full

@@ -132,7 +132,7 @@ def test_unknown(url: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_agreement(epd: Bench) -> None:
-    """The median ratio of requests in turn with `vllm bench serve` is 1 within 3 %."""
+    """One request at a time, in turn with `vllm bench serve`: the median ratio of TTFT is 1 within 3 %."""
     command = [sys.executable, str(AGREEMENT), "--url", epd.fleet.url("prefill_decode")]
     load = ["--input-len", "4000"]
     tokenizer = ["--tokenizer", str(models.build(models.VISION))]
@@ -145,3 +145,4 @@ def test_agreement(epd: Bench) -> None:
     low, high = found["paired_interval"]
     assert high - low <= 0.06, f"{found['rounds']} rounds say too little here: {low} to {high}"
     assert found["paired_ratio"] == pytest.approx(1.0, abs=0.03)
+    assert low <= 1.03 and high >= 0.97, "no value within 3 % is likely"
