@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loads import ROUTERS
-from weigh import mapes, weigh
+from weigh import FEW, late, mapes, weigh
 
 MEAN, TAIL, ROUND, INK, LINE = "#5b5bf0", "#ea6a12", "#9a9a9a", "#1f2937", "#e5e7eb"
 WIDTH, LEFT, TOP, ROW, PANEL, BETWEEN = 860, 130, 58, 38, 320, 60
 
-FEW = 3  # rounds
+SAID = {True: "met", False: "**missed**", None: "not decided"}
 
 
 def table(found: Mapping[str, Any], experiment: str) -> str:
@@ -42,7 +42,7 @@ def table(found: Mapping[str, Any], experiment: str) -> str:
         goal = f"{each['goal']:+.0%}" if each["goal"] else "below 0"
         lines.append(
             f"| `{each['policy']}` to `{each['other']}` | {_share(each['mean'])} | {_share(each['p99'])} "
-            f"| {rounds} | {goal} | {'met' if reached[name]['met'] else '**missed**'} |"
+            f"| {rounds} | {goal} | {SAID[reached[name]['met']]} |"
         )
     if errors := mapes(found, experiment):
         each = ", ".join(f"{error:.0%}" for error in errors)
@@ -51,9 +51,11 @@ def table(found: Mapping[str, Any], experiment: str) -> str:
         lines += ["", f"Load: `{' '.join(load)}`, another seed each round."]
     if weighed["rounds"] < FEW:
         lines += ["", "Fewer than three rounds: a rehearsal, from which nothing follows."]
-    own = [run for run in found["runs"] if run["experiment"] == experiment]
-    if late := sum(not run.get("valid", True) for run in own):
-        lines += ["", f"In {late} of {len(own)} runs the load itself was late: p99 over 5 ms."]
+    if count := late(found, experiment):
+        lines += [
+            "",
+            f"Runs in which the load itself was late (p99 over 5 ms): {count}. Nothing is decided by them.",
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 WINDOW: Final = 10_000.0
 DRAWS: Final = 2000
 KEEP: Final = 0.99  # router/policies/model.py's Quality
+FEW: Final = 3  # rounds; of fewer nothing follows
 BETTER: Final = -0.15  # what the first policy's mean TTFT shall have less than kvaware's and qps's
 AGAINST: Final = (
     ("trapezoid", "kvaware", BETTER),
@@ -148,18 +149,26 @@ def _weight(count: int) -> float:
     return (1 - KEEP**count) / (1 - KEEP)
 
 
+def late(found: Mapping[str, Any], experiment: str) -> int:
+    """In how many runs the load itself was later than `ttft-otel bench` lets pass."""
+    runs = (run for run in found["runs"] if run["experiment"] == experiment)
+    return sum(not run.get("valid", True) for run in runs)
+
+
 def figures(found: Mapping[str, Any], experiment: str) -> dict[str, Any]:
     """{figure: {value, goal, met}} of one experiment, shares of the other policy's mean TTFT."""
     own: dict[str, Any] = {}
     prefix = experiment.replace("-", "_")
-    for each in weigh(found["runs"], experiment).get("against", ()):
+    weighed = weigh(found["runs"], experiment)
+    decided = bool(weighed) and weighed["rounds"] >= FEW and not late(found, experiment)
+    for each in weighed.get("against", ()):
         met = each["mean"][0] <= each["goal"] if each["goal"] else each["mean"][0] < 0
         own[f"{prefix}_{each['policy']}_to_{each['other']}"] = {
             "value": each["mean"][0],
             "interval": each["mean"][1:],
             "rounds": each["rounds"],
             "goal": each["goal"],
-            "met": bool(met),
+            "met": bool(met) if decided else None,
         }
     if errors := mapes(found, experiment):
         mean = _short(sum(errors) / len(errors))

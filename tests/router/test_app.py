@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,8 +18,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from router import fakes
 from ttft_otel import names
-from ttft_otel.router import app, choose, config
+from ttft_otel.router import app, choose, config, prefixes
 from ttft_otel.router.command import EXAMPLES, command
+from ttft_otel.router.fleet import Fleet
+from ttft_otel.router.forward import Forward
+from ttft_otel.router.gate import Gate
+from ttft_otel.router.legs import Legs
+from ttft_otel.router.routing import Routing
 from ttft_otel.settings import Settings
 
 
@@ -113,6 +119,35 @@ def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.Monkey
             sent = ExportTraceServiceRequest.FromString(collector.seen[0].body)
             spans = [s for r in sent.resource_spans for c in r.scope_spans for s in c.spans]
             assert [span.name for span in spans] == ["GET /v1/models"]
+
+    fakes.run(scenario)
+
+
+def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
+    """A source that does not fit the instances is one line with the remedy, and everything is closed."""
+
+    async def scenario() -> None:
+        urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        fleet = Fleet({"mono": [choose.instance(url, "mono") for url in urls]})
+        source = prefixes.source("lmcache", lmcache_url="http://127.0.0.1:9")
+        legs = Legs(fleet, Routing(fleet, source=source))
+        built = app.build(Forward(legs, Settings(), None, gate=Gate(legs)), dict)
+        said: list[Any] = []
+        before = asyncio.all_tasks()
+
+        async def receive() -> Any:
+            return {"type": "lifespan.startup"}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        with pytest.raises(ValueError, match="share an address"):
+            await built({"type": "lifespan", "state": {}}, receive, send)
+        assert said[0]["type"] == "lifespan.startup.failed" and len(said) == 1
+        assert "--lmcache-instances" in said[0]["message"] and "\n" not in said[0]["message"]
+        with pytest.raises(RuntimeError):
+            assert legs.session
+        assert asyncio.all_tasks() == before
 
     fakes.run(scenario)
 

@@ -116,6 +116,17 @@ def test_figures() -> None:
     assert found["shared_prefix_calibrated_to_trapezoid"]["value"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("rounds", "more"), [(2, {}), (3, {"valid": False})])
+def test_undecided(rounds: int, more: dict[str, Any]) -> None:
+    """Nothing is met or missed by fewer than three rounds, nor where the load itself was late."""
+    runs = [{**each, **more} for each in three() if each["round"] <= rounds]
+
+    figure = kept(runs)["figures"]["shared_prefix_trapezoid_to_qps"]
+
+    assert (figure["met"], figure["value"] < -0.15) == (None, True)
+    assert "not decided" in table(kept(runs), "shared-prefix")
+
+
 def told(counts: list[int], errors: list[float]) -> dict[str, Any]:
     """What a router says of its instances after so many answers each."""
     return {
@@ -178,7 +189,7 @@ def test_table_admits() -> None:
 
     assert "Load: `--rate 2`" in shown
     assert "Fewer than three rounds" in shown
-    assert "In 1 of 2 runs the load itself was late" in shown
+    assert "the load itself was late (p99 over 5 ms): 1." in shown
 
 
 def test_paged() -> None:

@@ -109,3 +109,18 @@ def test_limit() -> None:
 
     assert index.sent("a") == len(index) == 100
     assert index.match(range(10_000, 10_010), ["a"]) == [10]
+
+
+def test_too_many_instances() -> None:
+    """For one instance too many the oldest counts no more at once; its memory goes in steps."""
+    index = History(16, 10_000, instances=2)
+    index.served("a", range(10_000))
+    index.served("b", range(10_000, 10_001))
+
+    index.served("c", range(10_001, 10_002))
+
+    assert index.match(range(5), ["a"]) == [0]
+    assert 9_000 < len(index) < 10_000
+    for _ in range(30):
+        index.served("c", range(10_001, 10_002))
+    assert len(index) == 2

@@ -197,6 +197,20 @@ def test_bounded() -> None:
     assert ("m99", "") not in models.fits()
 
 
+def test_drop() -> None:
+    """An instance that is gone leaves no series and weighs nothing in what the others are held against."""
+    models = learnt({"0": 4.0}, 40, 0.05, 2)
+    models.add("other", "0", work(10, 0), 0.1)
+    models.drop("0")
+    assert set(models.fits()) == {("m", ""), ("m", "1")}
+    todo = work(1000, 0)
+    known = models.known("m")
+    assert known is not None
+    models.add("m", "1", todo, known[0].seconds(todo))
+    known = models.known("m")
+    assert known is not None and known[1] == {}
+
+
 def test_quality() -> None:
     """The errors' mean size, and the share of the variance that was foreseen."""
     quality = Quality(forget=1)

@@ -380,6 +380,41 @@ def test_late() -> None:
     assert choose("ttft", known, asked(9, 100), 31 * SECOND // 100).instance is B
 
 
+def test_late_idle() -> None:
+    """Waiting makes an idle instance no faster: it serves what is late anyway, and shows how late."""
+    known = state(slo=0.5)
+    known.models = Models(Line(0, 1e-3, 0))
+    assert choose("ttft", known, asked(9, 2000)).predicted == pytest.approx(2)
+    send(known, asked(1, 100), A)
+    send(known, asked(2, 3000), B)
+    assert choose("ttft", known, asked(9, 2000)).instance is C
+    send(known, asked(3, 3000), C)
+    with pytest.raises(Late) as late:
+        choose("ttft", known, asked(9, 2000))
+    assert late.value.after == pytest.approx(0.1)  # then A is idle
+
+
+def test_late_besides() -> None:
+    """What an instance takes around queue and prefill counts against the limit, too."""
+    known = state(slo=0.5)
+    known.models = Models(Line(0, 1e-3, 0))
+    for number, each in enumerate(ABC):
+        send(known, asked(number, 200), each)
+        known.beside(each.url, 0.3)
+    with pytest.raises(Late) as late:
+        choose("ttft", known, asked(9, 100))
+    assert late.value.after == pytest.approx(0.1)
+
+
+def test_late_unknown() -> None:
+    """A request of no known work, such as one that loads an adapter, is never too late."""
+    known = state(slo=0.5)
+    known.models = Models(Line(0, 1e-3, 0))
+    for number, each in enumerate(ABC):
+        send(known, asked(number, 1000), each)
+    assert choose("ttft", known, asked(9)).instance in ABC
+
+
 def test_outcome() -> None:
     """What was predicted is held against what came."""
     known = state()

@@ -176,6 +176,58 @@ def test_reports_instead(tmp_path: Path) -> None:
     run(test)
 
 
+def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that comes back without events is known by what it is sent from then on."""
+    monkeypatch.setattr(subscription, "AGAIN", 0.05)
+
+    async def test() -> None:
+        publisher = Publisher(tmp_path, Engine(SIZE))
+        async with published(publisher) as url, followed(fleet(url)) as source:
+            publisher.engine.serve(IDS)
+            await until(lambda: bool(source.status()[url].get("connected")))
+            await publisher.say()
+            await until(lambda: found(source, url, IDS) == 5)
+            publisher.status = 404
+            await until(lambda: source.status()[url]["source"] == "history")
+            assert found(source, url, IDS) == 0
+            source.index.served(url, numbers(OTHER, SIZE))
+            assert found(source, url, OTHER) == 3
+            publisher.status = 200
+            await until(lambda: found(source, url, IDS) == 5)
+            assert found(source, url, OTHER) == 0
+
+    run(test)
+
+
+def test_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher that stays away counts no more; when it is back, all that it has is known again."""
+    monkeypatch.setattr(subscription, "AGAIN", 0.05)
+    monkeypatch.setattr(subscription, "SOON", 0.05)
+    monkeypatch.setattr(subscription, "SILENCE", 0.2)
+
+    async def test() -> None:
+        publisher = Publisher(tmp_path, Engine(SIZE))
+        async with published(publisher) as url, followed(fleet(url)) as source:
+            await until(lambda: bool(source.status()[url].get("connected")))
+            publisher.engine.serve(IDS)
+            await publisher.say()
+            await until(lambda: found(source, url, IDS) == 5)
+            await publisher.close()
+            await until(lambda: source.status()[url]["source"] == "history")
+            assert found(source, url, IDS) == 0
+            await until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
+            source.index.served(url, numbers(OTHER, SIZE))
+            assert found(source, url, OTHER) == 3
+            context = zmq.asyncio.Context()
+            publisher.open(context)
+            await until(lambda: found(source, url, IDS) == 5)
+            assert found(source, url, OTHER) == 0
+            await publisher.close()
+            context.destroy(linger=0)
+
+    run(test)
+
+
 def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
     """An endpoint of an instance that is not there is told to the operator."""
 
@@ -279,3 +331,44 @@ def test_many_instances() -> None:
             return told["blocks"]
 
     assert asyncio.run(test()) == 10_000
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_history_of_a_process(draining: bool) -> None:
+    """What an instance was sent before it failed counts no more: who is back may be another process."""
+
+    async def test() -> None:
+        here = fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
+        async with followed(here, prefixes.source("history", size=SIZE)) as source:
+            one, two = here
+            for each in here:
+                source.index.served(each.url, numbers(IDS, SIZE))
+                here.heal(each)
+            here.drain(one, draining)
+            here.fail(one, "its process ended")
+            here.heal(one)
+            here.drain(one, False)
+            assert found(source, one.url, IDS) == 0
+            assert found(source, two.url, IDS) == 5
+            source.index.served(one.url, numbers(OTHER, SIZE))
+            here.heal(one)
+            assert found(source, one.url, OTHER) == 3
+
+    run(test)
+
+
+def test_gone() -> None:
+    """A request that was still under way at an instance that is gone brings nothing of it back."""
+
+    async def test() -> None:
+        here = fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
+        async with followed(here, prefixes.source("history", size=SIZE)) as source:
+            gone, stays = here
+            here.remove(gone)
+            source.follow()
+            for each in (gone, stays):
+                source.index.served(each.url, numbers(IDS, SIZE))
+            assert found(source, gone.url, IDS) == 0
+            assert found(source, stays.url, IDS) == 5
+
+    run(test)

@@ -158,6 +158,23 @@ def test_addresses() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_address_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An instance that was added at another one's address is told to the operator, once."""
+    caplog.set_level(logging.WARNING, "ttft_otel")
+    monkeypatch.setattr(lmcache, "AGAIN", 0.01)
+
+    async def test() -> None:
+        async with asking(Controller()) as source:
+            assert isinstance(source, lmcache.LMCache) and source._fleet is not None
+            source._fleet.add(instance("http://127.0.0.1:3", "mono"))
+            while source.counts["unlocated"] < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    told = [each.getMessage() for each in caplog.records if "share an address" in each.getMessage()]
+    assert len(told) == 1 and "--lmcache-instances" in told[0]
+
+
 def test_names() -> None:
     """Names stand in the order of the instances, or with their URLs; anything else gets the remedy."""
     assert lmcache.named(["a", "b"], [A, B]) == {"a": A, "b": B}

@@ -211,6 +211,7 @@ FORMATS = {
     "{% endfor %}": True,
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}": False,
     "{% for m in": False,
+    "{% set a = messages %}{% set messages = a %}{% for m in a %}{{ m.content }}{% endfor %}": False,
 }
 
 
@@ -276,8 +277,8 @@ def test_beginning(read: Read) -> None:
     rounds = [
         {"role": role, "content": role * PIECE} for _ in range(3) for role in ("user", "assistant")
     ]
-    read("chat", messages=rounds)
-    more = read("chat", messages=[*rounds, {"role": "user", "content": "and?"}])
+    read("chat", messages=rounds, limit=100_000)
+    more = read("chat", messages=[*rounds, {"role": "user", "content": "and?"}], limit=100_000)
 
     assert more.tokens > more.cached > 0.9 * more.tokens
 
@@ -460,22 +461,33 @@ def test_refused(read: Read, path: str, body: dict[str, Any], error: str) -> Non
     assert read(path, **body).error == error
 
 
-def test_template(read: Read, plain: tokens.Plain) -> None:
-    """A request's own template is used, as an engine that trusts it does."""
-    told = read(
-        "chat", messages=[{"role": "user", "content": "a"}], chat_template="{{ messages[0].role }}!"
-    )
+@pytest.mark.parametrize(
+    "given",
+    [{"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}],
+)
+def test_template(read: Read, given: dict[str, Any]) -> None:
+    """A client's program is not run here, and vLLM refuses it too."""
+    assert read("chat", messages=[{"role": "user", "content": "a"}], **given).error == "refused"
 
-    assert plain.backend_tokenizer.decode(ids(told)) == "user!"
+
+LONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "x" * 1601}, "refused"),
+    ({"prompt": ["x", "x" * 1601]}, "refused"),
+    ({"prompt": "x" * 1601, "truncate_prompt_tokens": 5}, "unsupported"),
+    ({"prompt": ["x" * 1600] * 3000}, "unsupported"),
+]
 
 
-def test_long_template(read: Read) -> None:
-    """A template is kept compiled, so a request's own has a bound."""
-    given = "{{ messages[0].role }}" + "x" * 200_000
+@pytest.mark.parametrize(("body", "error"), LONG)
+def test_long(read: Read, body: dict[str, Any], error: str) -> None:
+    """What is longer than any prompt of the model is not tokenized: that would cost the others' time."""
+    assert read("completion", **body).error == error
 
-    told = read("chat", messages=[{"role": "user", "content": "a"}], chat_template=given)
 
-    assert told.error == "unsupported"
+def test_long_unknown(read: Read) -> None:
+    """Where nobody has said how long prompts may be there is a bound all the same."""
+    assert read("completion", limit=0, prompt="x " * 1600).error == ""
+    assert read("completion", limit=0, prompt="x" * 5_000_000).error == "unsupported"
 
 
 def test_foreign_code(child: tokens.Child, tmp_path: Path) -> None:
@@ -492,17 +504,17 @@ def test_foreign_code(child: tokens.Child, tmp_path: Path) -> None:
     assert "--tokenize engine" in told.detail
 
 
-def test_orphan(folder: str) -> None:
+def test_orphan(tmp_path: Path) -> None:
     """A process that nobody can kill any more ends itself, whatever keeps it busy."""
     hurried = f"import {MODULE} as child; child.PATIENCE = 1; child.main()"
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", hurried], stdin=pipe, stdout=pipe)
     child = tokens.Child(process)
+    folder = tokens.build(tmp_path, template=tokens.ENDLESS)
     assert child.ask(folder).error == ""
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
     with contextlib.suppress(EOFError, msgspec.DecodeError):
-        child.ask(folder, "chat", messages=[{"role": "user", "content": "a"}], chat_template=loop)
+        child.ask(folder, "chat", messages=[{"role": "endless", "content": "a"}])
 
     assert child.close() == -signal.SIGALRM
 

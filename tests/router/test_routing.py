@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -266,12 +267,112 @@ def test_what_is_learnt() -> None:
     send({"receive": 9000}, None)  # not traced as far as its engine
     send({}, None)  # not traced at all, but alone
     send({}, None, streaming=False)  # its whole answer
+    asked = replace(asked, guessed=True)
+    send(stages, None)
+    send({}, None)
+    send(stages, Tokens(801, 320, 481, 481))  # its engine has counted
     assert kept == [
         ("tiny", URL, work(801, 320), 0.11),
         ("tiny", URL, work(801, 320), 0.055),
         ("tiny", URL, work(800, 160), 0.11),
         ("tiny", URL, work(800, 160), 0.5),
+        ("tiny", URL, work(801, 320), 0.11),
     ]
+
+
+def test_a_whole_answer_of_unknown_ttft_is_no_outcome() -> None:
+    """What an untraced instance took for all of an answer says nothing of a predicted TTFT."""
+    leg = Fleet({"mono": [instance(URL, "mono")]})
+    state = known.routing()(leg).desk.state
+    (to,) = leg.get("mono")
+    asked = Asked("mono", COMPLETIONS, "tiny", "r", {}, b"", tokens=800, blocks=(7,))
+    choice = Choice(to, 0.0, "", predicted=0.1)
+    Account(state, asked, choice, "1", 1_000_000).first(9_000_000, None, False)
+    assert (state.outcomes, state.besides, len(state.pending)) == ({}, {}, 0)
+    assert state.index.match((7,), [URL]) == [1]
+    Account(state, asked, choice, "2", 1_000_000).first(1_100_000, None, True)
+    assert state.outcomes[URL].outcomes == 1
+
+
+def test_events_before_the_engine_are_no_first_token() -> None:
+    """A stream of /v1/responses is pending until its first delta, and nothing is learnt of its begin."""
+
+    async def scenario() -> None:
+        created, delta = (
+            f'event: response.{name}\ndata: {{"type":"response.{name}"}}\n\n'.encode()
+            for name in ("created", "output_text.delta")
+        )
+        plan = Plan({}, timed=False, chunks=(created, *[delta] * 60), gap=0.5)
+        async with (
+            fakes.instance(plan) as one,
+            fakes.router([one.url], routing=known.routing()) as router,
+        ):
+            teach(books(router), one.url)
+            state, (to,) = books(router).desk.state, router.fleet
+            before = state.models.fits()["tiny", one.url].samples
+            async with router.client.post(f"{router.url}/v1/responses", json=ask()) as response:
+                assert await response.content.readany() == created
+                assert len(state.pending) == 1
+                assert (await response.content.readany()).startswith(delta)
+                await known.until(lambda: not len(state.pending))
+                assert to.in_flight == 1
+            assert state.models.fits()["tiny", one.url].samples == before
+            assert state.outcomes == {}
+
+    fakes.run(scenario)
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_without_tracing_instances_are_asked_all_the_same(wants: bool) -> None:
+    """With tracing off ttft learns from Server-Timing, which only clients that asked for it see."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance(Plan({"prefill.compute": 30}, rest=100)) as one,
+            fakes.router([one.url], routing=known.routing(), traced=False) as router,
+        ):
+            own = {"x_ttft_timing": "1"} if wants else {}
+            _, headers, _ = await router.post(COMPLETIONS, ask(stream=False), **own)
+            assert one.seen[0].headers[names.ASK] == "1"
+            assert names.TRACEPARENT not in one.seen[0].headers
+            assert ("Server-Timing" in headers) == wants
+            assert books(router).desk.state.models.fits()["tiny", one.url].samples == 1
+
+    fakes.run(scenario)
+
+
+def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
+    """A policy that predicts nothing sends no header of its own, and takes none away."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance() as one,
+            fakes.router([one.url], routing=known.routing("prefix"), traced=False) as router,
+        ):
+            _, headers, _ = await router.post(COMPLETIONS, ask())
+            assert names.ASK not in one.seen[0].headers
+            assert "Server-Timing" in headers
+
+    fakes.run(scenario)
+
+
+def test_messages_are_work() -> None:
+    """A body of /v1/messages counts by its length; one that loads an adapter is no work."""
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance(Plan({"prefill.compute": 1000})) as one,
+            fakes.router([one.url], routing=known.routing()) as router,
+        ):
+            load = books(router).desk.state.pending
+            for path, least in (("/v1/messages", 500), ("/v1/load_lora_adapter", 0)):
+                body = ask(None, prompt="word " * 400)
+                task = asyncio.create_task(router.post(path, body))
+                await known.until(lambda: len(load) == 1)
+                assert least <= load.at(one.url).fresh <= least + 20 * bool(least)
+                await task
+
+    fakes.run(scenario)
 
 
 def test_what_comes_besides_is_expected_too() -> None:
@@ -314,18 +415,20 @@ def test_predictions_are_held_against_outcomes() -> None:
 
 
 def test_too_late_is_429() -> None:
-    """With --slo-ttft-ms what no instance can begin in time is refused, with when to come, and counted."""
+    """What has to wait too long for --slo-ttft-ms is refused and counted; an idle instance serves it late."""
 
     async def scenario() -> None:
         async with (
-            fakes.instance() as one,
+            fakes.instance(Plan({"prefill.compute": 1000})) as one,
             fakes.router([one.url], routing=known.routing(slo=0.5)) as router,
         ):
-            teach(books(router), one.url, 0.0001)
-            status, headers, body = await router.post(COMPLETIONS, ask(20_000), **TRACED)
-            assert (status, headers["Retry-After"]) == (429, "2")
+            teach(books(router), one.url, 0.001)
+            late = asyncio.create_task(router.post(COMPLETIONS, ask(20_000), **TRACED))
+            await known.until(lambda: len(books(router).desk.state.pending) == 1)
+            status, headers, body = await router.post(COMPLETIONS, ask(100, 9), **TRACED)
+            assert status == 429 and 10 < int(headers["Retry-After"]) <= 20
             assert b'"type":"RateLimitError"' in body and b'"code":429' in body
-            assert (await router.post(COMPLETIONS, ask(800)))[0] == 200
+            assert (await late)[0] == 200
             assert len(one.seen) == 1
             assert f"{names.METRIC_LATE}_total 1.0" in router.app.metrics.text().decode()
             assert len(books(router).desk.state.pending) == 0
@@ -381,10 +484,15 @@ def test_whoever_is_removed_is_forgotten() -> None:
             assert len(b.seen) == 1 and b.url in routing.desk.state.outcomes
             found = legs.fleet.find("mono", b.url)
             assert found is not None
+            begun = asyncio.create_task(router.post(COMPLETIONS, ask()))
+            await known.until(lambda: len(b.seen) == 2)
             legs.fleet.remove(found)
             await legs.follow()
             assert source.followed == 2
-            assert b.url not in routing.desk.state.outcomes and b.url not in routing.tell()
+            state = routing.desk.state
+            assert (await begun)[0] == 200 and len(state.pending) == 0
+            assert b.url not in state.outcomes and b.url not in routing.tell()
+            assert b.url not in state.besides and ("tiny", b.url) not in state.models.fits()
             await router.post(COMPLETIONS, ask())
             assert len(a.seen) == 1
 

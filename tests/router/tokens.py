@@ -22,6 +22,10 @@ TEMPLATE = (
     "{% if c['type'] == 'image' %}{{ bos_token }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ENDLESS = (  # with a role of its own
+    "{% if messages[0].role == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
 CORPUS = "the quick brown fox jumps over the lazy dog, said Hello and don't user assistant system "
 
 
@@ -44,10 +48,16 @@ class Child:
     )
 
     def ask(
-        self, source: str, path: str = "", size: int = 4, adapter: str = "", **body: Any
+        self,
+        source: str,
+        path: str = "",
+        size: int = 4,
+        adapter: str = "",
+        limit: int = 100,
+        **body: Any,
     ) -> Told:
         """The prompt of a body; without a path the tokenizer is loaded."""
-        ask = Ask(1, source, path, json.dumps(body).encode(), size, adapter, 100)
+        ask = Ask(1, source, path, json.dumps(body).encode(), size, adapter, limit)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(frame(ask))
@@ -87,7 +97,7 @@ def ids(told: Told) -> list[int]:
     return found.tolist()
 
 
-def build(folder: Path, model_type: str = "qwen2") -> str:
+def build(folder: Path, model_type: str = "qwen2", template: str = TEMPLATE) -> str:
     """Byte-level BPE with a beginning-of-text token, and a chat template."""
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -113,5 +123,5 @@ def build(folder: Path, model_type: str = "qwen2") -> str:
     config = {"model_type": model_type, "image_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PICTURES))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return str(folder)

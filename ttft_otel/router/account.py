@@ -19,25 +19,31 @@ from ttft_otel.timing import Timing
 SERVICE: Final = ("dispatch", "prefill.compute", "prefill.stall", "sample")
 
 
-class Account:
-    """One entry. `idle`: the instance had nothing else to begin; `plain`: its answer is no stream."""
+# Its streams begin with events that come before the engine is asked.
+EVENTS: Final = "/v1/responses"
+DELTA: Final = b'.delta"'
 
-    __slots__ = ("asked", "cached", "idle", "key", "sent", "state", "url")
+
+class Account:
+    """One entry. `idle`: the instance had nothing else to begin; `early`: its first token is to come.
+
+    `asks`: its breakdown is asked for by the policy and by nobody else.
+    """
+
+    __slots__ = ("asked", "asks", "cached", "early", "idle", "key", "sent", "state", "url")
 
     def __init__(self, state: State, asked: Asked, choice: Choice, attempt: str, now: int) -> None:
         self.state, self.asked, self.cached, self.sent = state, asked, choice.cached, now
         self.key = (asked.leg, attempt)  # clients choose request ids, and may choose one twice
         self.url = choice.instance.url
         self.idle = not state.pending.at(self.url).entries
+        self.asks = self.early = False
         state.sent(asked, choice, now, self.key)
 
     def first(self, at: int, told: Timing | None, streaming: bool) -> None:
         """The first token, or an answer as a whole; `told` by the server, if it tells."""
         if told is None:
-            # nobody measured the prefill: a request that had the instance to itself shows its length
-            alone = self.idle and streaming and self.asked.tokens
-            seconds = (at - self.sent) / SECOND if alone else None
-            self.state.first(self.asked, at, seconds, self.cached, self.key)
+            self._untold(at, streaming)
             return
         at -= told.rest or 0
         service = sum(told.stages.get(name, 0) for name in SERVICE)
@@ -45,7 +51,7 @@ class Account:
             besides = at - self.sent - service - told.stages.get("prefill.queue", 0)
             self.state.beside(self.url, max(besides, 0) / SECOND)
         seconds = service / SECOND
-        cached, tokens = self.cached, self.asked.tokens
+        cached, tokens = self.cached, 0 if self.asked.guessed else self.asked.tokens
         if told.tokens is not None:
             own, step = told.tokens.own, told.tokens.step
             cached, tokens = told.tokens.cached, told.tokens.prompt
@@ -53,6 +59,21 @@ class Account:
                 seconds *= own / step
         known = "prefill.compute" in told.stages and tokens
         self.state.first(self.asked, at, seconds if known else None, cached, self.key, tokens)
+
+    def _untold(self, at: int, streaming: bool) -> None:
+        """Nobody measured the prefill: a request that had the instance to itself shows its length."""
+        if streaming and self.asked.path.partition("?")[0] == EVENTS:
+            self.early = True
+            return
+        alone = self.idle and streaming and self.asked.tokens and not self.asked.guessed
+        seconds = (at - self.sent) / SECOND if alone else None
+        self.state.first(self.asked, at, seconds, self.cached, self.key, measured=streaming)
+
+    def heard(self, data: bytes) -> None:
+        """More of an answer whose first events were none of the engine's: its tokens may have begun."""
+        if DELTA in data:
+            self.early = False
+            self.state.first(self.asked, clock.now(), None, self.cached, self.key, measured=False)
 
     def left(self) -> None:
         """The attempt is over, however; idempotent."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
@@ -47,7 +48,9 @@ class App:
         """Serve one request, or the lifespan."""
         data = scope["type"] == "http" and scope["method"] == "POST"
         if not (data and scope["path"].startswith(DATA)):
-            await self.control(scope, receive, send)
+            await self.control(
+                scope, receive, _plain(send) if scope["type"] == "lifespan" else send
+            )
             return
         self.gate.inside += 1
         try:
@@ -65,8 +68,8 @@ def build(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await forward.legs.start()
         try:
+            await forward.legs.start()
             async with beside():
                 yield
         finally:
@@ -97,6 +100,18 @@ def build(
         raise Rejected(404, why, "NotFoundError")
 
     return App(forward, app, metrics)
+
+
+def _plain(send: Send) -> Send:
+    """Say of what cannot work as configured why, with the remedy, and not where in the code."""
+
+    async def say(message: Any) -> None:
+        error = sys.exc_info()[1]
+        if message["type"] == "lifespan.startup.failed" and isinstance(error, ValueError):
+            message = {**message, "message": f"ttft-otel cannot start: {error}"}
+        await send(message)
+
+    return say
 
 
 def _health(app: FastAPI, forward: Forward) -> None:

@@ -61,6 +61,7 @@ class Asked:
 
     final: an answer counts as it is, since what the body names may be gone after it.
     tokens, blocks: the prompt's length, and a number for each full block of it; 0 and none: unknown.
+    guessed: nobody has counted these tokens.
     found: tokens of it that instances have cached, by URL; None: nobody has looked yet.
     """
 
@@ -72,6 +73,7 @@ class Asked:
     body: bytes
     final: bool = False
     tokens: int = 0
+    guessed: bool = False
     blocks: tuple[int, ...] = ()
     found: Mapping[str, int] | None = None
 

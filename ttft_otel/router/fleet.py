@@ -35,6 +35,8 @@ class Fleet:
         self._legs = {leg: tuple(instances) for leg, instances in legs.items()}
         self.failures, self.pause = failures, pause
         self.wake: Callable[[Instance], None] = lambda _: None  # health.py: it failed, look soon
+        self.back: Callable[[Instance], None] = lambda _: None  # prefixes: it was away, and is back
+        self._away: set[Instance] = set()
         self._offered: dict[tuple[str, str], tuple[Instance, ...]] = {}
 
     def get(self, leg: str, default: tuple[Instance, ...] = ()) -> tuple[Instance, ...]:
@@ -157,6 +159,7 @@ class Fleet:
 
     def fail(self, instance: Instance, why: str) -> None:
         """Take it out until a probe succeeds."""
+        self._away.add(instance)
         if instance.state == "healthy":
             instance.state = "failed"
             self.changed()
@@ -165,6 +168,9 @@ class Fleet:
 
     def heal(self, instance: Instance) -> None:
         """A probe succeeded: it is back; an open breaker gives it one request at once."""
+        if instance in self._away:
+            self._away.discard(instance)
+            self.back(instance)
         if instance.state == "failed":
             instance.state = "healthy"
             self._half(instance)
@@ -191,6 +197,7 @@ class Fleet:
         self._legs[instance.leg] = tuple(
             each for each in self.get(instance.leg) if each is not instance
         )
+        self._away.intersection_update(self)
         self.changed()
 
     def replace(self, legs: Mapping[str, Sequence[Instance]]) -> tuple[list[str], list[str]]:
@@ -204,6 +211,7 @@ class Fleet:
             leg: tuple(before.get((leg, each.url), each) for each in instances)
             for leg, instances in legs.items()
         }
+        self._away.intersection_update(self)
         self.changed()
         added = [url for leg, url in after if (leg, url) not in before]
         return added, [url for leg, url in before if (leg, url) not in after]

@@ -38,6 +38,7 @@ OPERATIONS: Final[Mapping[str, str]] = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
 }
+PROMPTS: Final = (*OPERATIONS, "/v1/messages")  # their bodies are work for the engine
 OTHERS: Final = "/v1/{path:path}"
 LAST: Final = ("decode", "prefill_decode", "mono")  # the leg that answers: the first there is
 LARGEST: Final = 128 << 20  # bytes of a body; images travel inside it
@@ -160,7 +161,7 @@ class Forward:
                 return
             asked = replace(asked, leg=made.legs[0])
             exchange.token = (made.mode, made.reason)
-        if exchange.operation:
+        if exchange.path in PROMPTS:
             asked = await self.legs.routing.look(asked, exchange.path, exchange.trip)
         chain: list[Attempt] = []
         exchange.calls.append(chain)

@@ -210,7 +210,12 @@ class Legs:
         attempt.offered = offered
         chain.append(attempt)
         self.fleet.take(attempt, to)
-        self.routing.at(asked.leg).book(asked, choice, attempt)
+        desk = self.routing.at(asked.leg)
+        desk.book(asked, choice, attempt)
+        if attempt.account and desk.learns and not trace.trace_id:
+            # one that asks itself gets what it asked for
+            attempt.account.asks = asked.headers.get(names.ASK) != "1"
+            extra[names.ASK] = "1"
         try:
             with wire.Sending(attempt):
                 response = await self.session.post(

@@ -45,6 +45,11 @@ class Desk:
     state: State
     books: bool
 
+    @property
+    def learns(self) -> bool:
+        """Whether it predicts by what instances say of their prefills."""
+        return self.logic == "ttft" and self.state.options.score == "calibrated"
+
     def book(self, asked: Asked, choice: Choice, attempt: Attempt) -> None:
         """The request goes there now."""
         attempt.policy, attempt.choice = self.logic, choice
@@ -72,7 +77,7 @@ class Routing:
         self._options, self._window = options or Options(), window
         self._desks = {self.leg: self._desk(logic)}
         self._others = others
-        self._urls = self._known()
+        self._urls = self.desk.state.urls = self._known()
 
     def _desk(self, logic: str) -> Desk:
         index = Holders(1) if self.source is None else self.source.index
@@ -112,7 +117,7 @@ class Routing:
         now = self._known()
         for url in self._urls - now:
             self.desk.state.forget(url)
-        self._urls = now
+        self._urls = self.desk.state.urls = now
         if self.source is not None:
             self.source.follow()
 
@@ -127,7 +132,8 @@ class Routing:
         with Guard("router.look"):
             asked = await self._look(asked, path, trip.look, self.reader)
         if not asked.tokens:
-            asked = replace(asked, tokens=min(len(asked.body) // BYTES, MOST))
+            guess = min(len(asked.body) // BYTES, MOST)
+            asked = replace(asked, tokens=guess, guessed=True)
         trip.look.found = clock.now()
         trip.look.read = trip.look.read or trip.look.found
         return asked

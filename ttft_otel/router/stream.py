@@ -16,6 +16,7 @@ import aiohttp
 from ttft_otel import clock, names, timing
 from ttft_otel.guard import Guard
 from ttft_otel.router import answer, headers
+from ttft_otel.router.account import Account
 from ttft_otel.router.answer import Headers, Send
 from ttft_otel.router.legs import learn
 from ttft_otel.router.path import Attempt, Trip, partition
@@ -62,18 +63,27 @@ async def hand_on(response: aiohttp.ClientResponse, attempt: Attempt, client: Cl
         content = response.content
         first = await content.readany()
         attempt.first = clock.now()
-        if exchange.context.trace_id or attempt.account is not None:
+        account = attempt.account
+        if exchange.context.trace_id or account is not None:
             learn(attempt, response)
         exchange.streaming = response.content_type == "text/event-stream"
         exchange.error = attempt.error
         more = not content.at_eof()
-        kept = headers.down(response.raw_headers, bool(exchange.context.trace_id))
+        ours = bool(exchange.context.trace_id) or (account is not None and account.asks)
+        kept = headers.down(response.raw_headers, ours)
         await client.first(response.status, kept, first, more)
+        _hear(account, first)
         while more and (chunk := await content.readany()):
             await client.give(chunk)
+            _hear(account, chunk)
         attempt.ended = clock.now()
         if more:
             await client.end()
+
+
+def _hear(account: Account | None, data: bytes) -> None:
+    if account is not None and account.early:
+        account.heard(data)
 
 
 @contextmanager

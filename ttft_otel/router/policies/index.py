@@ -7,7 +7,7 @@ A block's number stands for all tokens up to its end, so a table of numbers is a
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
@@ -179,18 +179,29 @@ class History(Holders):
         super().__init__(size)
         self.most, self.instances = most, instances
         self._recent: dict[str, Recent] = {}
+        self._followed: Collection[str] | None = None  # None: whoever is served
+
+    def follow(self, urls: Collection[str]) -> None:
+        """These instances and no others; requests still under way elsewhere teach nothing."""
+        self._followed = frozenset(urls)
+        for url in self._recent.keys() - self._followed:
+            self.unlearn(url)
 
     def served(self, url: str, blocks: Sequence[int]) -> None:
         """This instance has just computed a prompt of these blocks."""
+        if self._followed is not None and url not in self._followed:
+            return
         recent = self._recent.pop(url, None)
         if recent is None:
             recent = Recent(self.most)
             if len(self._recent) >= self.instances:
-                self.forget(next(iter(self._recent)))
+                self.unlearn(next(iter(self._recent)))
         self._recent[url] = recent
         new, gone = recent.use(blocks)
         self.add(url, new, SENT)
         self.remove(url, gone, SENT)
+        for _ in islice(self.tidy(), 2 + len(new) // CHUNK):  # as much goes as comes
+            pass
 
     def limit(self, most: int) -> None:
         """So many blocks an instance from now on; what is too much goes as others come."""

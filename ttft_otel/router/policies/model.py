@@ -229,6 +229,11 @@ class Models:
             return None
         return line, {} if shared is None else shared.factors
 
+    def drop(self, url: str) -> None:
+        """The instance is gone."""
+        for model in [model for model, at in self._paces if at == url]:
+            self._drop(model, url)
+
     def fits(self) -> dict[tuple[str, str], Fit | Pace]:
         """What was learnt by model and instance; "" for all instances."""
         pools = {(model, ""): shared.pool for model, shared in self._models.items()}

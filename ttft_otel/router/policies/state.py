@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -46,6 +46,7 @@ class State:
     models: Models = field(default_factory=Models)
     outcomes: dict[str, Quality] = field(default_factory=dict)  # of predicted TTFTs, by instance
     besides: dict[str, float] = field(default_factory=dict)  # seconds around queue and prefill
+    urls: Collection[str] | None = None  # instances to learn about; None: any
     random: random.Random = field(default_factory=random.Random)
 
     def cached(
@@ -85,6 +86,8 @@ class State:
 
     def beside(self, url: str, seconds: float) -> None:
         """What a first token took besides queue and prefill: the way there and back, tokenizing."""
+        if self._gone(url):
+            return
         if url not in self.besides and len(self.besides) >= MOST:
             del self.besides[next(iter(self.besides))]
         before = self.besides.get(url, seconds)
@@ -98,20 +101,22 @@ class State:
         cached: int,
         key: Key | None = None,
         tokens: int = 0,
+        measured: bool = True,
     ) -> None:
         """Its first token came after a prefill of so many seconds, with so many tokens cached.
 
-        seconds: None where nobody has measured them; tokens: the prompt's, if the engine told them.
+        seconds: None where nobody has measured them; tokens: the prompt's, if the engine told them;
+        measured: it is known when that token came.
         """
         entry = self.left(request, now, key)
-        if entry is None:
+        if entry is None or self._gone(entry.url):
             return
         self.index.served(entry.url, request.blocks)
         if seconds is not None:
             tokens = tokens or request.tokens
             done = work(tokens, min(cached, tokens))
             self.models.add(request.model, entry.url, done, seconds)
-        if entry.predicted is not None:
+        if entry.predicted is not None and measured:
             if entry.url not in self.outcomes and len(self.outcomes) >= MOST:
                 del self.outcomes[next(iter(self.outcomes))]
             quality = self.outcomes.setdefault(entry.url, Quality())
@@ -125,6 +130,10 @@ class State:
         """The instance is gone; what it had been sent ends as it would have."""
         self.outcomes.pop(url, None)
         self.besides.pop(url, None)
+        self.models.drop(url)
+
+    def _gone(self, url: str) -> bool:
+        return self.urls is not None and url not in self.urls
 
     def least(self, scores: Sequence[float]) -> int:
         """The place of the least score; among equal ones any."""

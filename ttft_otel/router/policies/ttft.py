@@ -75,16 +75,43 @@ class Ttft:
             for wait, own in zip(waits, owns, strict=True)
         ]
         at = self._freshest(instances, scores)
-        slo = self._state.options.slo
-        if slo and waits[at] + owns[at] > slo:
-            times = [wait + own for wait, own in zip(waits, owns, strict=True)]
-            at = self._state.least(times)
-            if times[at] > slo:
-                raise Late(times[at] - slo)
+        if self._state.options.slo and request.tokens:
+            at = self._in_time(instances, waits, owns, at)
         predicted = waits[at] + owns[at]
         return Choice(
             instances[at], scores[at], "calibrated", cached[at], predicted, scores, cached
         )
+
+    def _in_time(
+        self, instances: Sequence[Instance], waits: Sequence[float], owns: Sequence[float], at: int
+    ) -> int:
+        """This one if it makes it in time, else the soonest that does, else the soonest idle one.
+
+        Waiting makes nobody better who is idle, and only who is asked can show that it became fast.
+        """
+        slo, besides, loads = (
+            self._state.options.slo,
+            self._state.besides,
+            self._state.pending.loads,
+        )
+        times = [
+            wait + own + besides.get(each.url, 0.0)
+            for wait, own, each in zip(waits, owns, instances, strict=True)
+        ]
+        if times[at] <= slo:
+            return at
+        at = self._state.least(times)
+        if times[at] <= slo:
+            return at
+        idle = [
+            place
+            for place, each in enumerate(instances)
+            if each.url not in loads or not loads[each.url].entries
+        ]
+        if not idle:
+            ends = zip(times, waits, strict=True)
+            raise Late(min(min(time - slo, wait) for time, wait in ends))
+        return min(idle, key=times.__getitem__)
 
     def _freshest(self, instances: Sequence[Instance], scores: Sequence[float]) -> int:
         """Of those about as good as the least the one that had the least to compute lately.

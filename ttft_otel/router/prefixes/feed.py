@@ -43,7 +43,7 @@ class Feed:
         self._apart = False
         if self.replay is None:
             # What was said in between is lost, a restart perhaps with it.
-            self._clear()
+            self.clear()
         else:
             await self._recover()
 
@@ -63,14 +63,14 @@ class Feed:
             self.counts["gaps"] += 1
             await self._recover()
             if self.last is not None and number > self.last + 1:
-                self._clear()
+                self.clear()
         if self.last is None or number > self.last:
             await self._take(number, payload)
 
     async def _recover(self) -> None:
         """Bring in all from the last message on, that one for proof."""
         if self.replay is None:
-            self._clear()
+            self.clear()
             return
         self.counts["replays"] += 1
         try:
@@ -78,12 +78,12 @@ class Feed:
                 same = await self._catch(missed)
         except Lost:
             self.counts["lost"] += 1
-            self._clear()
+            self.clear()
             return
         if not same:
             self.counts["restarts"] += 1
             self._heard = NONE
-            self._clear()
+            self.clear()
             await self._recover()
         elif self.last is None:
             self.last = NONE  # it has said nothing yet
@@ -98,7 +98,7 @@ class Feed:
                 if number == last and payload != self._proof:
                     return False
                 if number != last:  # what lies between is not kept any more
-                    self._clear()
+                    self.clear()
             if self.last is None or number > self.last:
                 await self._take(number, payload)
         return proved
@@ -109,7 +109,7 @@ class Feed:
             await sliced(self._apply(payload))
         except Malformed:
             self.counts["malformed"] += 1
-            self._clear()
+            self.clear()
         self.last, self._proof = number, payload
         await sliced(self.ledger.index.tidy())
 
@@ -118,7 +118,7 @@ class Feed:
             self.counts["events"] += 1
             yield from self.ledger.apply(event)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Nothing is known of it any more; whatever comes next is where it goes on."""
         if len(self.ledger):
             self.counts["clears"] += 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from ttft_otel.router.caches import read
+from ttft_otel.router.choose import Instance
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.index import History
 from ttft_otel.router.prefixes.slices import sliced
@@ -38,6 +39,7 @@ class Sent:
     async def start(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
         """Instances are asked for nothing but the size of their blocks."""
         self._fleet, self._session = fleet, session
+        fleet.back = self._back
         self._sizing = asyncio.ensure_future(self._size(session))
         self.follow()
 
@@ -51,10 +53,14 @@ class Sent:
     def follow(self) -> None:
         """Forget who is gone."""
         now = {each.url for each in prefilling(self._fleet)}
-        for url in self._urls - now:
-            self.index.unlearn(url)
         self._urls = now
+        self.index.follow(now)
         self.index.limit(min(self._most, TOTAL // max(1, len(now))))
+        self.tidy()
+
+    def _back(self, instance: Instance) -> None:
+        """It was away, maybe restarted: what it was sent before counts no more."""
+        self.index.unlearn(instance.url)
         self.tidy()
 
     def tidy(self) -> None:

@@ -58,6 +58,7 @@ class LMCache(Sent):
         self._urls_of: dict[str, str] = {}  # an instance's URL by LMCache's id
         self._under_way = 0
         self._quiet = 0.0  # until then nothing is asked
+        self._said = ""  # what is wrong with the addresses
         self._learning: asyncio.Future[None] | None = None
 
     async def start(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
@@ -154,10 +155,21 @@ class LMCache(Sent):
             found[address] = each.url
         return found
 
+    async def _places(self) -> dict[str, str]:
+        """The addresses; what is wrong with them, after a change of the fleet, is said once."""
+        said, self._said = self._said, ""
+        try:
+            return await self._addresses()
+        except ValueError as error:
+            self._said = str(error)
+            if self._said != said:
+                log.warning("ttft-otel: %s", error)
+            raise
+
     async def _learn(self) -> None:
         while True:
             try:
-                for address, url in (await self._addresses()).items():
+                for address, url in (await self._places()).items():
                     question = {"event_id": uuid4().hex, "ip": address}
                     answer = await self._ask("query_instance", question, 2.0)
                     if isinstance(answer, dict) and isinstance(answer.get("instance_id"), str):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One instance that kvevents.py follows: a feed for each data-parallel rank, kept to where it publishes.
 
-Until its first feed is connected the instance counts as one that reports nothing.
+Until its first feed is connected the instance counts as one that reports nothing, and again when it
+publishes no more or is not heard for long.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final
 
 import aiohttp
@@ -21,10 +23,12 @@ from ttft_otel.router.prefixes.endpoints import Endpoint
 from ttft_otel.router.prefixes.feed import Feed
 from ttft_otel.router.prefixes.ledger import Ledger
 from ttft_otel.router.prefixes.reported import Reported
+from ttft_otel.router.prefixes.slices import sliced
 from ttft_otel.router.prefixes.wire import listen, replay
 
 AGAIN: Final = 10.0  # seconds between two questions where an instance publishes
 SOON: Final = 1.0  # after a publisher went away
+SILENCE: Final = 30.0  # seconds without any of its publishers until what they told counts no more
 log: Final = logging.getLogger("ttft_otel")
 _FAILED: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
 
@@ -57,6 +61,7 @@ class Subscription:
         self.url, self._index, self._context, self._where = url, index, context, where
         self._ranks: dict[int, Rank] = {}
         self._soon = asyncio.Event()
+        self._heard = monotonic()  # when a publisher was last there
         self._said: set[str] = set()
         self.task = asyncio.create_task(self._run())
 
@@ -75,6 +80,8 @@ class Subscription:
                 self._keep(await self._where(self.url))
             except _FAILED as error:
                 self._say(f"cannot be asked where it publishes KV events: {error!r:.200}")
+            self._judge()
+            await sliced(self._index.tidy())
             self._soon.clear()
             try:
                 await asyncio.wait_for(self._soon.wait(), AGAIN)
@@ -96,6 +103,17 @@ class Subscription:
         for number, endpoint in wanted.items():
             if number not in self._ranks:
                 self._begin(number, endpoint)
+
+    def _judge(self) -> None:
+        """Who publishes no more, or is away for long, is known by what it is sent until it is back."""
+        if any(rank.up for rank in self._ranks.values()):
+            self._heard = monotonic()
+        elif not self._ranks or monotonic() - self._heard > SILENCE:
+            if self.url in self._index.reporting:
+                self._say("publishes no KV events any more; it is known by what it is sent")
+            for rank in self._ranks.values():
+                rank.feed.clear()
+            self._index.leave(self.url)
 
     def _begin(self, number: int, endpoint: Endpoint) -> None:
         ask = functools.partial(replay, self._context, endpoint.replay)
@@ -120,6 +138,7 @@ class Subscription:
         if there:
             self._index.report(self.url)
         else:
+            self._heard = monotonic()
             self._soon.set()
 
     def _look(self) -> None:

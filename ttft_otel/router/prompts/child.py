@@ -17,8 +17,8 @@ from ttft_otel.router.prompts.reason import Unreadable
 
 # Nothing here needs them, and they cost seconds and hundreds of megabytes.
 HEAVY: Final = ("torch", "torchvision", "torchaudio", "tensorflow", "flax", "jax")
-PATIENCE: Final = 30  # seconds for a prompt, then it ends itself: the router may be gone
-ROOM: Final = 8 << 30  # bytes of address space: a client's template shall not take the machine's
+PATIENCE: Final = 10  # seconds for a prompt, then it ends itself: the router may be gone
+ROOM: Final = 8 << 30  # bytes of address space: a prompt shall not take the machine's
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask an instance how it reads a prompt (vLLM's render endpoints); local.py answers where it will not."""
+"""Ask an instance how it reads a prompt (vLLM's render endpoints); local.py answers where none does."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ttft_otel.router.prompts.local import PATHS, Local
 from ttft_otel.router.prompts.media import Span, extras
 from ttft_otel.router.prompts.prompt import Prompt
 from ttft_otel.router.prompts.reason import Unreadable
+from ttft_otel.router.prompts.worker import PATIENCE
 
 RENDERED: Final = (*PATHS, "/v1/responses", "/v1/messages")
-PATIENCE: Final = aiohttp.ClientTimeout(total=1.0)
-PAUSE: Final = 60.0  # before an instance that refused is asked again
+PAUSE: Final = 60.0  # seconds before an instance that refused is asked again
+REST: Final = 5.0  # and one that was late or not there
 MOST: Final = 32  # asked at once
 LARGEST: Final = 32 << 20  # bytes of an answer
 _REFUSED: Final = (401, 403, 404, 405, 501)  # it has no such endpoint, or keeps it closed
@@ -51,18 +52,19 @@ _several: Final = msgspec.json.Decoder(list[_Rendered])
 
 
 class Engine:
-    """The instance with the fewest requests is asked; `local` reads for those that refuse."""
+    """The instance with the fewest requests is asked; `local` reads where all refuse or are away."""
 
     def __init__(self, local: Local, fleet: Fleet, key: str = "") -> None:
         self.counts: Counter[str] = local.counts
         self._local, self._fleet, self._key = local, fleet, key
         self._session: aiohttp.ClientSession | None = None
-        self._refused: dict[Instance, float] = {}
+        self._resting: dict[Instance, float] = {}  # until when nobody asks it
         self._asking = 0
 
     async def start(self, session: aiohttp.ClientSession) -> None:
-        """The tokenizers load only when an instance refuses."""
+        """The tokenizers load only when no instance answers."""
         self._session = session
+        await self._local.start(session, lazy=True)
 
     async def close(self) -> None:
         """End what the local one runs."""
@@ -70,23 +72,31 @@ class Engine:
 
     async def read(self, path: str, model: str, body: bytes, size: int) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, the reason counted."""
-        instance = self._instance(model)
-        if instance is None:
-            return await self._local.read(path, model, body, size)
-        try:
-            found = await self._read(instance, path, body, size, model)
-        except asyncio.TimeoutError:
-            self.counts["failed-late"] += 1
-        except (aiohttp.ClientError, OSError):
-            self.counts["failed-unreachable"] += 1
-        except Unreadable as error:
-            self.counts[f"failed-{error.reason}"] += 1
-        else:
-            return found or await self._local.read(path, model, body, size)
-        return None
+        end = asyncio.get_running_loop().time() + PATIENCE
+        while (instance := self._instance(model)) is not None:
+            left = end - asyncio.get_running_loop().time()
+            if left <= 0:
+                self.counts["failed-late"] += 1
+                return None
+            try:
+                found = await self._read(instance, path, body, size, model, left)
+            except asyncio.TimeoutError:
+                self._rest(instance, REST)
+                self.counts["failed-late"] += 1
+                return None
+            except (aiohttp.ClientError, OSError):
+                self._rest(instance, REST)
+                self.counts["failed-unreachable"] += 1
+            except Unreadable as error:
+                self.counts[f"failed-{error.reason}"] += 1
+                return None
+            else:
+                if found is not None:
+                    return found
+        return await self._local.read(path, model, body, size)
 
     async def _read(
-        self, instance: Instance, path: str, body: bytes, size: int, model: str
+        self, instance: Instance, path: str, body: bytes, size: int, model: str, left: float
     ) -> Prompt | None:
         """None: that instance does not say."""
         route = next((each for each in RENDERED if path.endswith(each)), "")
@@ -96,7 +106,7 @@ class Engine:
             raise Unreadable("busy")
         self._asking += 1
         try:
-            status, answer = await self._ask(instance, route, body)
+            status, answer = await self._ask(instance, route, body, left)
         finally:
             self._asking -= 1
         if status in _REFUSED:
@@ -108,22 +118,25 @@ class Engine:
 
     def _instance(self, model: str) -> Instance | None:
         now = asyncio.get_running_loop().time()
-        for each, again in list(self._refused.items()):
+        for each, again in list(self._resting.items()):
             if again < now:
-                del self._refused[each]
+                del self._resting[each]
         offered = self._fleet.offered(self._fleet.prefilling, model)
-        asked = [each for each in offered if each not in self._refused]
+        asked = [each for each in offered if each not in self._resting]
         return min(asked, key=lambda each: each.in_flight, default=None)
 
-    async def _ask(self, instance: Instance, route: str, body: bytes) -> tuple[int, bytes]:
+    async def _ask(
+        self, instance: Instance, route: str, body: bytes, left: float
+    ) -> tuple[int, bytes]:
         named = {"Content-Type": "application/json"}
         if self._key:
             named["Authorization"] = f"Bearer {self._key}"
         if self._session is None:
             raise Unreadable("closed")
+        patience = aiohttp.ClientTimeout(total=left)
         sent = BytesIO(_light(body))  # in chunks: long bodies hold up nobody
         async with self._session.post(
-            f"{instance.url}{route}/render", data=sent, headers=named, timeout=PATIENCE
+            f"{instance.url}{route}/render", data=sent, headers=named, timeout=patience
         ) as answer:
             if answer.status != 200:
                 return answer.status, b""
@@ -155,8 +168,11 @@ class Engine:
             return Prompt(sum(len(each.token_ids) for each in every), array("I"), blocks, encoder)
         return Prompt(len(ids), ids, blocks, encoder)
 
+    def _rest(self, instance: Instance, seconds: float) -> None:
+        self._resting[instance] = asyncio.get_running_loop().time() + seconds
+
     def _refuse(self, instance: Instance, status: int) -> None:
-        self._refused[instance] = asyncio.get_running_loop().time() + PAUSE
+        self._rest(instance, PAUSE)
         what = f"{instance.url} does not render prompts ({status}), they are tokenized here"
         remedy = (
             "give its key with --upstream-key"

@@ -79,14 +79,15 @@ def _is(node: nodes.Node, name: str, key: str | None = None) -> bool:
 def _aliases(root: nodes.Node, name: str) -> Iterator[str]:
     """The variable's name, and those of others that it is assigned to."""
     yield name
-    waiting = deque([name])
+    waiting, seen = deque([name]), {name}
     while waiting:
         related = waiting.popleft()
         for each in root.find_all(nodes.Assign):
             if _is(each.node, related):
                 assert isinstance(each.target, nodes.Name)
-                yield each.target.name
-                if each.target.name != related:
+                if each.target.name not in seen:
+                    seen.add(each.target.name)
+                    yield each.target.name
                     waiting.append(each.target.name)
 
 

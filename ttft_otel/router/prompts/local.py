@@ -20,13 +20,16 @@ from ttft_otel.router.prompts import probe
 from ttft_otel.router.prompts.frames import Ask, Told
 from ttft_otel.router.prompts.prompt import Prompt
 from ttft_otel.router.prompts.reason import Unreadable
-from ttft_otel.router.prompts.worker import Worker
+from ttft_otel.router.prompts.worker import PATIENCE, Worker
 
 PATHS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-PATIENCE: Final = 1.0  # seconds that a request waits for its tokens
 PAUSE: Final = 60.0  # before a failed load is tried again
 LOOK: Final = 1.0  # between two looks for models nobody has asked for yet
 MOST: Final = 8  # tokenizers at a time, about 100 MB each
+MORE: Final = (
+    f"more than {MOST} tokenizers are wanted: prompts of the other models are routed without tokens; "
+    "give one for all with --tokenizer, or use --tokenize engine"
+)
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -68,10 +71,10 @@ class Local:
         self._looking: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
-        """Load each model's tokenizer as soon as an instance names it."""
+    async def start(self, session: aiohttp.ClientSession, lazy: bool = False) -> None:
+        """Load each model's tokenizer as soon as an instance names it; lazy: when it is asked for."""
         self._session = session
-        self._looking = asyncio.create_task(self._look())
+        self._looking = asyncio.create_task(self._look(lazy))
 
     async def close(self) -> None:
         """End the children."""
@@ -125,6 +128,7 @@ class Local:
         load = self._loads.get(source)
         if load is None:
             if len(self._loads) >= MOST:
+                self.say("", MORE)
                 return None
             load = self._loads[source] = Load(Worker())
         if load.ready and load.age != load.worker.age:
@@ -182,12 +186,12 @@ class Local:
             self._said[source] = what
             log.warning("ttft-otel: %s", what)
 
-    async def _look(self) -> None:
+    async def _look(self, lazy: bool) -> None:
         while True:
             wanted = {self._place(card, cards).source for _, card, cards in self._cards()}
             if self._tokenizer:
                 wanted = {self._tokenizer}
-            for source in wanted:
+            for source in () if lazy else wanted:
                 self.load(source)
             for source in set(self._loads) - wanted:  # its last instance is gone
                 self._end(source)

@@ -22,7 +22,8 @@ from ttft_otel.router.prompts.reason import Unreadable
 
 # vLLM renders these by code of its own, not by a template.
 _OWN: Final = ("deepseek_v32", "deepseek_v4", "gpt_oss", "inkling", "kimi_k3", "kimi_audio")
-LONGEST: Final = 1 << 17  # characters of a request's own template: some stay compiled
+LONGEST: Final = 16  # characters for each token of the longest prompt: one with more is too long
+TEXT: Final = 1 << 22  # characters at most: more take longer than a request waits
 _NOT_VARIABLES: Final = frozenset(("chat_template", "tokenize", "tools", "conversation"))
 
 
@@ -43,7 +44,7 @@ class Model:
         self.own = _own(source, self._config)
         processor, self._template = _processor(source, self.tokenizer, self._config)
         self.media = media.Counter(processor, self._config)
-        self.encoder = Encoder(self.tokenizer, self._resolve(None, None) or "")
+        self.encoder = Encoder(self.tokenizer, self._resolve(None) or "")
         self._names = _parameters(self.tokenizer, transformers.PreTrainedTokenizerBase)
 
     def read(self, ask: Ask) -> Told:
@@ -68,6 +69,8 @@ class Model:
             raise Unreadable("unsupported")
         several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         prompts = prompt if several else [prompt]
+        if sum(map(len, prompts)) > TEXT:
+            raise Unreadable("unsupported")
         special = body.get("add_special_tokens", True)
         found = [self._ids(each, body, ask.limit, special) for each in prompts]
         first, cached = found[0]
@@ -89,6 +92,10 @@ class Model:
                 raise Unreadable("unsupported")
             most = limit - 1 if _output(body) else limit
         if isinstance(prompt, str):
+            if len(prompt) > TEXT or most is not None and _long(prompt, limit):
+                raise Unreadable("unsupported")
+            if _long(prompt, limit):
+                raise Unreadable("refused")
             if most and side is None:
                 return self.encoder.truncated(prompt, special, most), 0
             ids, cached = self.encoder.encode(prompt, special)
@@ -106,10 +113,9 @@ class Model:
             raise Unreadable("unsupported")
         tools = chat.tools(body)
         theirs = chat.variables(body)
-        given = body.get("chat_template") or theirs.get("chat_template")
-        if given is not None and len(given) > LONGEST:
-            raise Unreadable("unsupported")
-        template = self._resolve(given, tools)
+        if body.get("chat_template") is not None or "chat_template" in theirs:
+            raise Unreadable("refused")  # a client's program; vLLM does not trust it either
+        template = self._resolve(tools)
         if template is None:
             raise Unreadable("refused")
         messages = chat.Chat(format.wraps(template), self.media.text)
@@ -128,15 +134,20 @@ class Model:
         )
         return text, messages.items
 
-    def _resolve(self, given: str | None, tools: list[dict[str, Any]] | None) -> str | None:
-        """The request's template, else the processor's unless there are tools, else the tokenizer's."""
-        if given is None and tools is None and self._template is not None:
+    def _resolve(self, tools: list[dict[str, Any]] | None) -> str | None:
+        """The processor's template unless there are tools, else the tokenizer's."""
+        if tools is None and self._template is not None:
             return self._template
         try:
-            found = self.tokenizer.get_chat_template(given, tools=tools)
+            found = self.tokenizer.get_chat_template(None, tools=tools)
         except ValueError:
             return None
         return str(found)
+
+
+def _long(text: str, limit: int) -> bool:
+    """Whether no prompt of the model is so long, whatever its tokens are; limit 0: nobody knows."""
+    return limit > 0 and len(text) > limit * LONGEST
 
 
 def _decode(body: bytes) -> dict[str, Any]:
