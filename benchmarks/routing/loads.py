@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What live.py compares and under which load: flags of `ttft-otel router` and of `ttft-otel bench`."""
+"""What experiments.py compares and under which load: flags of `ttft-otel router` and of `ttft-otel bench`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
 class Experiment:
     """A load: bench's flags, its rate in requests per second, and how long requests are sent.
 
-    `share`: instead of a rate, how much of what both servers can do; live.py measures that first.
+    `share`: instead of a rate, how much of what both servers can do; experiments.py measures that first.
     """
 
     name: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs of live.py say: means, p99 and differences with intervals; pure, and used by draw.py.
+"""What the runs of experiments.py say: means, p99 and differences with intervals; pure, and used by draw.py.
 
 A run is a dict with experiment, policy, round and requests [[sent, ttft, prompt, cached], ...] in
 milliseconds and tokens. Intervals are of 95 %, from draws of whole rounds and, in each drawn round, of

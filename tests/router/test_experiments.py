@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of benchmarks/routing/live.py: loads, turns, intervals, tables and pictures."""
+"""The pure parts of benchmarks/routing/experiments.py: loads, turns, intervals, tables and pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 ROUTING = ROOT / "benchmarks" / "routing"
 sys.path.insert(0, str(ROUTING))
 from draw import apart, paged, picture, table  # noqa: E402
-from live import Clock, options  # noqa: E402
+from experiments import Clock, options  # noqa: E402
 from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, SINGLE, WARM, order  # noqa: E402
 from weigh import capacity, complete, draws, figures, mape, mapes, weigh, windows  # noqa: E402
 
@@ -46,7 +46,7 @@ def three(factor: float = 1.0) -> list[dict[str, Any]]:
 
 
 def kept(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """As live.py keeps them."""
+    """As experiments.py keeps them."""
     found: dict[str, Any] = {"runs": runs, "warm": {}}
     return {**found, "figures": figures(found, "shared-prefix")}
 
@@ -286,7 +286,7 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are one for all experiments or one for each."""
     names = list(EXPERIMENTS)
-    monkeypatch.setattr(sys, "argv", ["live.py", *names, "--rate", "3", "4", "5", "--seconds", "9"])
+    monkeypatch.setattr(sys, "argv", ["experiments.py", *names, "--rate", "3", "4", "5", "--seconds", "9"])
 
     found = options().experiments
 
@@ -297,7 +297,7 @@ def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_asked() -> None:
     """Without an experiment it says what it needs."""
     done = subprocess.run(
-        [sys.executable, ROUTING / "live.py"], capture_output=True, text=True, check=False
+        [sys.executable, ROUTING / "experiments.py"], capture_output=True, text=True, check=False
     )
 
     assert done.returncode == 2
