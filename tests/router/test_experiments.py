@@ -286,7 +286,9 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are one for all experiments or one for each."""
     names = list(EXPERIMENTS)
-    monkeypatch.setattr(sys, "argv", ["experiments.py", *names, "--rate", "3", "4", "5", "--seconds", "9"])
+    monkeypatch.setattr(
+        sys, "argv", ["experiments.py", *names, "--rate", "3", "4", "5", "--seconds", "9"]
+    )
 
     found = options().experiments
 
