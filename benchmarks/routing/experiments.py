@@ -33,11 +33,12 @@ from weigh import capacity, figures
 REST: Final = 7.0  # seconds that a run takes beside its load, until one was measured
 EXAMPLES: Final = """\
 examples:
-  python benchmarks/routing/experiments.py multi-round shared-prefix multi-round-long --minutes 28 --json live.json
+  python benchmarks/routing/experiments.py multi-round shared-prefix multi-round-long \\
+      --minutes 28 --json live.json
   python benchmarks/routing/experiments.py shared-prefix --rounds 5 --rate 2 --seconds 60 --json live.json
   python benchmarks/routing/experiments.py shared-prefix --rounds 1 --seconds 10 \\
       --servers http://127.0.0.1:8001 http://127.0.0.1:8002 --policies round_robin qps
-  python benchmarks/routing/experiments.py --json live.json --pictures docs/img   (no run: what is in the file)
+  python benchmarks/routing/experiments.py --json live.json --pictures docs/img   (no run: redraws)
 """
 
 

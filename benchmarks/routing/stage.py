@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two vLLM servers and a router for each policy, for experiments.py: start, reset, ask what they know, stop."""
+"""Two vLLM servers and a router for each policy, for experiments.py: start, reset, ask, stop."""
 
 from __future__ import annotations
 
