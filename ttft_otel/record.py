@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-VERSION: Final = 2
+VERSION: Final = 3
 Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
 
