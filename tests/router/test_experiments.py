@@ -304,3 +304,15 @@ def test_nothing_asked() -> None:
 
     assert done.returncode == 2
     assert "name an experiment" in done.stderr
+
+
+def test_decision_costs() -> None:
+    """The page's table of what a decision costs is what decide.py measured and kept."""
+    told = json.loads((ROUTING / "decide.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+
+    for size in (2, 16, 128, 1000):
+        parts = ("lookup", "score", "decision", "decision, trapezoid", "accounts")
+        values = [told[f"us of {part}, {size} instances"]["value"] for part in parts]
+        row = " | ".join(f"{value:,.0f}".replace(",", " ") for value in (size, *values))
+        assert f"| {row} |\n" in page
