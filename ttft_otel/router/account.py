@@ -17,8 +17,6 @@ from ttft_otel.timing import Timing
 
 # What keeps the engine from the next prompt.
 SERVICE: Final = ("dispatch", "prefill.compute", "prefill.stall", "sample")
-
-
 # Its streams begin with events that come before the engine is asked.
 EVENTS: Final = "/v1/responses"
 DELTA: Final = b'.delta"'

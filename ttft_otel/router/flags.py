@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import click
 
@@ -19,7 +19,7 @@ from ttft_otel.router.policies import state as states
 from ttft_otel.router.policies.registry import POLICIES
 from ttft_otel.router.prefixes import Kind, Source, lmcache, source
 
-INDEXES: Final = ("kv-events", "lmcache", "history")
+INDEXES: Final = get_args(Kind)
 HISTORY: Final = INDEXES[-1]
 MODELS: Final = ("calibrated", "trapezoid")
 PLACES: Final = ("local", "engine")

@@ -77,7 +77,7 @@ class Routing:
         self._options, self._window = options or Options(), window
         self._desks = {self.leg: self._desk(logic)}
         self._others = others
-        self._urls = self.desk.state.urls = self._known()
+        self.desk.state.follow(self._known())
 
     def _desk(self, logic: str) -> Desk:
         index = Holders(1) if self.source is None else self.source.index
@@ -114,10 +114,7 @@ class Routing:
 
     def follow(self) -> None:
         """The fleet's instances are others now."""
-        now = self._known()
-        for url in self._urls - now:
-            self.desk.state.forget(url)
-        self._urls = self.desk.state.urls = now
+        self.desk.state.follow(self._known())
         if self.source is not None:
             self.source.follow()
 

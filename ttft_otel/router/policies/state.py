@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -46,7 +46,7 @@ class State:
     models: Models = field(default_factory=Models)
     outcomes: dict[str, Quality] = field(default_factory=dict)  # of predicted TTFTs, by instance
     besides: dict[str, float] = field(default_factory=dict)  # seconds around queue and prefill
-    urls: Collection[str] | None = None  # instances to learn about; None: any
+    urls: Set[str] | None = None  # instances to learn about; None: any
     random: random.Random = field(default_factory=random.Random)
 
     def cached(
@@ -125,6 +125,12 @@ class State:
     def left(self, request: Asked, now: int, key: Key | None = None) -> Entry | None:
         """It ended, however; idempotent."""
         return self.pending.left(key or (request.leg, request.request_id), now)
+
+    def follow(self, urls: Set[str]) -> None:
+        """Learn about these instances and no others."""
+        for url in (self.urls or frozenset()) - urls:
+            self.forget(url)
+        self.urls = urls
 
     def forget(self, url: str) -> None:
         """The instance is gone; what it had been sent ends as it would have."""
