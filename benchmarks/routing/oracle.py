@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.pending import SECOND
 
 if TYPE_CHECKING:
     from simulate import Server, World
 
 
-class Oracle:
+class Oracle(Policy):
     """The soonest first token, wrong by no more than the noise; what it costs others it does not ask."""
 
     def __init__(self, world: World) -> None:

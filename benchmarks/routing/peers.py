@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.pending import Load
 from ttft_otel.router.policies.state import State
 
 
-class Tokens:
+class Tokens(Policy):
     """Uncached tokens: those an instance has to compute, and the new ones (llm-d's token load)."""
 
     name = "tokens"

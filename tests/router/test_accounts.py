@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router import fakes, known, rough, test_soak
-from ttft_otel.router.routing import BOOKS, Routing
+from ttft_otel.router.policies.registry import POLICIES
+from ttft_otel.router.routing import Routing
 
 # After how many bytes a client may leave; 0: at once, None: never.
 LEAVES = (None, None, 0, 1, 150)
@@ -31,7 +32,11 @@ Request = tuple[str, bool, int, int, int | None, int]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(requests, st.sampled_from(BOOKS), st.booleans())
+@given(
+    requests,
+    st.sampled_from([name for name, kind in POLICIES.items() if kind.books]),
+    st.booleans(),
+)
 def test_books_end_empty(sent: list[Request], logic: str, apart: bool) -> None:
     """Answers, errors, retries, cut connections and clients that leave, at once and in any order."""
 

@@ -410,7 +410,7 @@ def test_client_may_ask_for_the_breakdown() -> None:
 def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[str]) -> None:
     """The client gets an error in OpenAI's form, the span its type; the log has the traceback."""
 
-    class Broken(choose.RoundRobin):
+    class Broken(choose.Policy):
         def choose(self, *_: Any) -> choose.Choice:
             raise LookupError("not the client's business")
 

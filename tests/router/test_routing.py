@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from router.test_config import URL, read
 from ttft_otel import guard, names, timing
 from ttft_otel.record import Attributes, Record
 from ttft_otel.router.account import Account
-from ttft_otel.router.choose import Asked, Choice, instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy, instance
 from ttft_otel.router.fleet import Fleet
+from ttft_otel.router.policies.registry import POLICIES
+from ttft_otel.router.policies.state import State
 from ttft_otel.router.policies.work import work
 from ttft_otel.router.routing import Routing
 from ttft_otel.timing import Timing, Tokens
@@ -103,6 +105,47 @@ def test_who_decides_for_which_leg() -> None:
     }
     assert (made.reader, made.source) == (None, None)
     assert read().routing(Fleet({})).desk.logic == "round_robin"
+
+
+class Toy(Policy):
+    """All that adding a policy takes, but its line in the registry."""
+
+    books = prompts = True
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.saw: list[tuple[int, list[int], int]] = []
+
+    def choose(self, request: Asked, instances: Sequence[Instance], *_: Any) -> Choice:
+        """The first one; keeps what it could have decided by."""
+        cached = self.state.cached(request, instances)
+        fresh = self.state.pending.at(instances[0].url).fresh
+        self.saw.append((request.tokens, cached, fresh))
+        return Choice(instances[0], 0.0, "toy", cached[0])
+
+
+def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says that it needs it gets: prompts, who has them cached, and what is pending where."""
+    monkeypatch.setitem(POLICIES, "toy", Toy)
+    asks = replace(read("--backend", URL), routing_logic="toy").routing(Fleet({}))
+    assert asks.reader is not None and asks.source is not None
+
+    async def scenario() -> None:
+        async with (
+            fakes.instance(Plan({"prefill.compute": 500})) as one,
+            fakes.router([one.url], routing=known.routing("toy")) as router,
+        ):
+            toy = books(router).desk.policy
+            assert isinstance(toy, Toy)
+            first = asyncio.create_task(router.post(COMPLETIONS, ask(800)))
+            await known.until(lambda: len(toy.saw) == 1)
+            await router.post(COMPLETIONS, ask(160, 2))
+            await first
+            await router.post(COMPLETIONS, ask(800))
+            assert toy.saw == [(800, [0], 0), (160, [0], 800), (800, [784], 0)]
+            assert names.METRIC_PENDING_TOKENS in router.app.metrics.text().decode()
+
+    fakes.run(scenario)
 
 
 def test_delays_are_where_they_were() -> None:

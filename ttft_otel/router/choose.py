@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
 State = Literal["healthy", "failed", "draining"]
@@ -81,6 +81,14 @@ class Asked:
 class Policy(Protocol):
     """Anything that chooses; called on the event loop, so it must not block."""
 
+    books: ClassVar[bool] = False  # whether it has to know what is pending
+    prompts: ClassVar[bool] = False  # and how long prompts are, and who has them cached
+
+    @property
+    def learns(self) -> bool:
+        """Whether it predicts by what instances say of their prefills."""
+        return False
+
     def choose(
         self, request: Asked, instances: Sequence[Instance], now: int, again: bool
     ) -> Choice:
@@ -89,22 +97,6 @@ class Policy(Protocol):
         `again`: the request failed elsewhere and is tried once more.
         """
         ...
-
-
-class RoundRobin:
-    """Each leg's instances in turn."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
-
-    def choose(
-        self, request: Asked, instances: Sequence[Instance], now: int, again: bool
-    ) -> Choice:
-        """Pick the next one; a request that is tried again takes no turn of its own."""
-        turn = self._next.get(request.leg, 0)
-        if not again:
-            self._next[request.leg] = turn + 1
-        return Choice(instances[turn % len(instances)], 0.0, "round_robin")
 
 
 def instance(url: str, leg: str) -> Instance:

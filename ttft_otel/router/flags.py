@@ -57,7 +57,7 @@ class Flags:
             slo=(self.slo_ttft_ms or 0) / 1000,
         )
         logic, window = self.routing_logic, self.request_stats_window
-        if logic not in routing.PROMPTS:
+        if not POLICIES[logic].prompts:
             return routing.Routing(fleet, logic, options, window)
         from ttft_otel.router.prompts import reader  # only here: others need no tokenizer
 

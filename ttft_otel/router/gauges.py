@@ -25,7 +25,7 @@ def counter(name: str, says: str, label: str, values: Mapping[str, float]) -> Me
 
 def routes(routing: Routing) -> Iterator[Metric]:
     """Of the leg that prefills; nothing where its policy keeps no books."""
-    if not routing.desk.books:
+    if not routing.desk.policy.books:
         return
     refused = "Requests refused because no instance could have begun to answer in time."
     yield CounterMetricFamily(names.METRIC_LATE, refused, value=routing.late)

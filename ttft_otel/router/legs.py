@@ -212,7 +212,7 @@ class Legs:
         self.fleet.take(attempt, to)
         desk = self.routing.at(asked.leg)
         desk.book(asked, choice, attempt)
-        if attempt.account and desk.learns and not trace.trace_id:
+        if attempt.account and desk.policy.learns and not trace.trace_id:
             # one that asks itself gets what it asked for
             attempt.account.asks = asked.headers.get(names.ASK) != "1"
             extra[names.ASK] = "1"

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 DEFAULT: Final = "round_robin"  # alike for every request, and needs to know nothing of any
 OTHERS: Final = "least_requests"
-BOOKS: Final = ("session", "qps", "prefix", "kvaware", "ttft")  # these need to know what is pending
-PROMPTS: Final = ("prefix", "kvaware", "ttft")  # these need the prompt and who has it cached
 BYTES: Final = 4  # of a body for each token, where nobody could count them
 MOST: Final = 8192  # tokens that such a guess goes up to: images are long, too
 
@@ -43,17 +41,11 @@ class Desk:
     logic: str
     policy: Policy
     state: State
-    books: bool
-
-    @property
-    def learns(self) -> bool:
-        """Whether it predicts by what instances say of their prefills."""
-        return self.logic == "ttft" and self.state.options.score == "calibrated"
 
     def book(self, asked: Asked, choice: Choice, attempt: Attempt) -> None:
         """The request goes there now."""
         attempt.policy, attempt.choice = self.logic, choice
-        if self.books:
+        if self.policy.books:
             attempt.predicted = self.state.expected(choice)
             attempt.account = Account(self.state, asked, choice, attempt.span_id, attempt.sent)
 
@@ -82,7 +74,7 @@ class Routing:
     def _desk(self, logic: str) -> Desk:
         index = Holders(1) if self.source is None else self.source.index
         state = State(index, self._options, Pending(window=self._window))
-        return Desk(logic, POLICIES[logic](state), state, logic in BOOKS)
+        return Desk(logic, POLICIES[logic](state), state)
 
     def at(self, leg: str) -> Desk:
         """A leg's policy."""
@@ -90,7 +82,7 @@ class Routing:
         if found is None:
             state = State(Holders(1))
             policy = POLICIES[self._others](state)
-            found = self._desks[leg] = Desk(self._others, policy, state, False)
+            found = self._desks[leg] = Desk(self._others, policy, state)
         return found
 
     @property

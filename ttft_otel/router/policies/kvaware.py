@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.session import Session
 from ttft_otel.router.policies.state import State
 
 
-class Kvaware:
+class Kvaware(Policy):
     """As users of other routers know it: `threshold` tokens at most may be missing."""
+
+    books = prompts = True
 
     def __init__(self, state: State) -> None:
         self._state = state

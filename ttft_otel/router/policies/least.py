@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.state import State
 
 
-class Least:
+class Least(Policy):
     """Requests under way as the fleet counts them, decodes too."""
 
     def __init__(self, state: State) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.least import Least
 from ttft_otel.router.policies.state import State
 
@@ -15,8 +15,10 @@ MORE: Final = 8  # requests under way, more than where the fewest are, and
 TIMES: Final = 1.5  # times as many: then a prefix is not worth it
 
 
-class Prefix:
+class Prefix(Policy):
     """Looks at prefixes first and at load only so far that a popular one does not draw all requests."""
+
+    books = prompts = True
 
     def __init__(self, state: State) -> None:
         self._state = state

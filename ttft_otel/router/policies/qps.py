@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.state import State
 
 
-class Qps:
+class Qps(Policy):
     """Arrivals within the window of pending.py; the first among equals."""
+
+    books = True
 
     def __init__(self, state: State) -> None:
         self._pending = state.pending

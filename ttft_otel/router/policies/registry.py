@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
-from ttft_otel.router.choose import Policy, RoundRobin
+from ttft_otel.router.choose import Policy
 from ttft_otel.router.policies.kvaware import Kvaware
 from ttft_otel.router.policies.least import Least
 from ttft_otel.router.policies.prefix import Prefix
@@ -14,9 +13,22 @@ from ttft_otel.router.policies.qps import Qps
 from ttft_otel.router.policies.session import Session
 from ttft_otel.router.policies.state import State
 from ttft_otel.router.policies.ttft import Ttft
+from ttft_otel.router.policies.turns import Turns
 
-POLICIES: Final[dict[str, Callable[[State], Policy]]] = {
-    "round_robin": lambda _: RoundRobin(),
+
+class Kind(Protocol):
+    """A policy's class: what it needs, before there is one."""
+
+    books: bool
+    prompts: bool
+
+    def __call__(self, state: State, /) -> Policy:
+        """A leg's policy."""
+        ...
+
+
+POLICIES: Final[dict[str, Kind]] = {
+    "round_robin": Turns,
     "session": Session,
     "qps": Qps,
     "least_requests": Least,

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.qps import Qps
 from ttft_otel.router.policies.state import State
 
@@ -53,8 +53,10 @@ class Ring:
         self._owners = [url for _, url in points]
 
 
-class Session:
+class Session(Policy):
     """The key is a header's value, or one of the body's own."""
+
+    books = True
 
     def __init__(self, state: State) -> None:
         self._name = state.options.session

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from ttft_otel.router.choose import Asked, Choice, Instance
+from ttft_otel.router.choose import Asked, Choice, Instance, Policy
 from ttft_otel.router.policies.model import Line
 from ttft_otel.router.policies.pending import SECOND, Load, Until
 from ttft_otel.router.policies.state import State
@@ -24,18 +24,25 @@ class Late(Exception):
         self.after = after
 
 
-class Ttft:
+class Ttft(Policy):
     """By seconds where models know them, else by pairs (the trapezoid formula)."""
+
+    books = prompts = True
 
     def __init__(self, state: State) -> None:
         self._state = state
+
+    @property
+    def learns(self) -> bool:
+        """Pairs need no model."""
+        return self._state.options.score == "calibrated"
 
     def choose(
         self, request: Asked, instances: Sequence[Instance], now: int, again: bool
     ) -> Choice:
         """The least score; any among equals. Raises Late."""
         state = self._state
-        if state.options.score == "calibrated":
+        if self.learns:
             known = state.models.known(request.model)
             if known is not None:
                 return self._soonest(request, instances, *known, now)
