@@ -7,7 +7,7 @@ import random
 
 from ttft_otel import stages
 from ttft_otel.router.fan import critical
-from ttft_otel.router.path import Attempt, Trip, partition
+from ttft_otel.router.path import Attempt, Look, Trip, partition
 from ttft_otel.timing import Timing
 
 
@@ -110,6 +110,9 @@ def trip(chance: random.Random) -> Trip:
         return at
 
     made.parsed = mark()
+    if chance.random() < 0.5:
+        made.look = Look(mark())
+        made.look.read, made.look.found = chance.choice(((0, 0), (mark(), 0), (mark(), mark())))
     for leg in chance.choice((("mono",), ("encode", "prefill_decode"), ())):
         chain = []
         for _ in range(chance.choice((1, 1, 1, 3))):

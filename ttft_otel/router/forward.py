@@ -139,8 +139,6 @@ class Forward:
         if exchange.operation:
             key = found.passed.get("authorization", "")
             await self.gate.look(request, self.last, key)
-        if request.media:
-            await self._prime(request, found, exchange)
         query = scope.get("query_string", b"").decode("latin-1")
         path = scope.get("raw_path", exchange.path.encode()).decode("latin-1")
         asked = choose.Asked(
@@ -151,18 +149,22 @@ class Forward:
             found.passed,
             request.data,
         )
-        client = Client(exchange, send, found.get(names.ASK) == "1", self._tell_first)
+        made = None
         if self.last == plan.DECODE:
             made = plan.decide(
                 exchange.path, request.data, request.stream, bool(request.media), self.first_token
             )
+            asked = replace(asked, leg=made.legs[0])
+        if exchange.path in PROMPTS:
+            asked = await self.legs.routing.look(asked, exchange.path, exchange.trip)
+        if request.media:
+            await self._prime(request, found, exchange)
+        client = Client(exchange, send, found.get(names.ASK) == "1", self._tell_first)
+        if made is not None:
             if len(made.legs) > 1:
                 await self.pair.serve(made, asked, exchange, client)
                 return
-            asked = replace(asked, leg=made.legs[0])
             exchange.token = (made.mode, made.reason)
-        if exchange.path in PROMPTS:
-            asked = await self.legs.routing.look(asked, exchange.path, exchange.trip)
         chain: list[Attempt] = []
         exchange.calls.append(chain)
         exchange.trip.path.append(chain)

@@ -36,7 +36,7 @@ class Pair:
     async def serve(
         self, plan: Plan, asked: choose.Asked, exchange: Exchange, client: Client
     ) -> None:
-        """Serve one request; `asked` is as it would go to a single server."""
+        """Serve one request; `asked` is as it would go to a single server, its prompt looked up."""
         passed = {**asked.headers, "content-type": "application/json"}
         for name in ("content-encoding", "accept-encoding"):
             passed.pop(name, None)
@@ -65,9 +65,7 @@ class Pair:
 
     async def _prefill(self, job: Job) -> tuple[Token | None, Headers, Attempt]:
         """P's answer, whole: it is one token. Raises Refused, Down."""
-        asked = replace(job.asked, leg=PREFILL)
-        asked = await self.legs.routing.look(asked, job.exchange.path, job.exchange.trip)
-        asked = replace(asked, body=job.plan.prefill())
+        asked = replace(job.asked, leg=PREFILL, body=job.plan.prefill())
         chain = decode.chained(job.exchange, job.exchange.trip)
         response, data = await decode.read(self.legs, asked, job.exchange, chain)
         down = headers.down(response.raw_headers)

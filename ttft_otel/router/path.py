@@ -63,9 +63,8 @@ class Attempt:
 
 @dataclass(slots=True)
 class Look:
-    """When a prompt was read and looked up, `before` which leg of the path; 0 is not yet."""
+    """When a prompt was read and looked up, before any leg was asked; 0 is not yet."""
 
-    before: int
     began: int
     read: int = 0
     found: int = 0
@@ -91,14 +90,10 @@ def partition(trip: Trip) -> Breakdown:
     cursor = Cursor(trip.arrive)
     cursor.to("router.receive", trip.parsed or trip.end)
     attempts = [attempt for chain in trip.path for attempt in chain]
-    look = trip.look
-    for number, chain in enumerate(trip.path):
-        if look is not None and look.before == number:
-            _look(cursor, look, trip.end)
-        for attempt in chain:
-            _attempt(cursor, attempt, trip, attempt is attempts[-1])
-    if look is not None and look.before >= len(trip.path):
-        _look(cursor, look, trip.end)
+    if trip.look is not None:
+        _look(cursor, trip.look, trip.end)
+    for attempt in attempts:
+        _attempt(cursor, attempt, trip, attempt is attempts[-1])
     if trip.end:
         cursor.to("router.egress" if attempts else "router.route", max(trip.end, cursor.at))
     totals: dict[str, int] = {}

@@ -117,7 +117,7 @@ class Routing:
         """The same request with its prompt's length and who has how much of it; marks the trip."""
         if self.reader is None or asked.leg != self.leg:
             return asked
-        trip.look = Look(len(trip.path), clock.now())
+        trip.look = Look(clock.now())
         with Guard("router.look"):
             asked = await self._look(asked, path, trip.look, self.reader)
         if not asked.tokens:
