@@ -428,9 +428,11 @@ def test_media(child: tokens.Child, tmp_path: Path) -> None:
         child.ask(vision, "chat", messages=[{"role": "user", "content": each}]) for each in parts
     ]
     bare = child.ask(vision, "chat", messages=[{"role": "user", "content": ""}])
+    several = [{"role": "user", "content": parts[at]} for at in (0, 1, 0)]
 
-    assert [each.encoder for each in told] == [6, 50, 50]
-    assert [each.tokens - each.encoder for each in told] == [bare.tokens] * 3
+    assert child.ask(vision, "chat", messages=several).items == (6, 50, 6)
+    assert [each.items for each in told] == [(6,), (50,), (50,)]
+    assert [each.tokens - sum(each.items) for each in told] == [bare.tokens] * 3
     assert ids(told[1]) == ids(told[2])
     assert told[1].blocks != told[2].blocks
 

@@ -385,7 +385,7 @@ def test_engine() -> None:
         assert found is not None
         more = {0: extra([("hash", 3), "s"]), 1: extra([("hash", -1)]), 2: extra([("hash", -5)])}
         assert found.blocks == numbers(range(12), 4, more)
-        assert (found.tokens, found.encoder_tokens) == (12, 6)
+        assert (found.tokens, found.encoder_items, found.encoder_tokens) == (12, (6,), 6)
         assert vllm.asked == [
             (f"{CHAT}/render", {**json.loads(HELLO), "mm_payload": "none"}, "Bearer key")
         ]

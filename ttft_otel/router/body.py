@@ -63,13 +63,16 @@ _FORWARDED: Final = (
 class Body:
     """A request's bytes and what the router knows of them; `media` are its distinct items.
 
-    `valid`: it is a JSON object.
+    `places`: where each of these came first among all `parts` that are media. `valid`: it is a JSON
+    object.
     """
 
     data: bytes
     model: str = ""
     stream: bool = False
     media: tuple[bytes, ...] = ()
+    places: tuple[int, ...] = ()
+    parts: int = 0
     shared: dict[str, Raw] = field(default_factory=dict)
     valid: bool = True
 
@@ -84,7 +87,12 @@ def read(data: bytes, media: bool) -> Body:
         return _lenient(data)
     found = Body(kept, _text(top.model), top.stream is True)
     if media:
-        found.media = _media(top.messages)
+        every = _media(top.messages)
+        first: dict[bytes, int] = {}
+        for place, item in enumerate(every):
+            first.setdefault(item, place)
+        found.media, found.places = tuple(first), tuple(first.values())
+        found.parts = len(every)
     if found.media:
         found.shared = {
             name: value for name in _FORWARDED if isinstance(value := getattr(top, name), Raw)
@@ -135,18 +143,18 @@ def _strip(top: dict[str, Any]) -> bytes:
     )
 
 
-def _media(messages: Raw) -> tuple[bytes, ...]:
-    """Every distinct media item of every message, in order."""
-    found: dict[bytes, None] = {}
+def _media(messages: Raw) -> list[bytes]:
+    """Every media item of every message, in order."""
+    found: list[bytes] = []
     try:
         for message in _messages.decode(messages):
             if bytes(memoryview(message.content)[:1]) == b"[":
                 for part in _parts.decode(message.content):
                     if _is_media(part):
-                        found[bytes(part)] = None
+                        found.append(bytes(part))
     except msgspec.MsgspecError:
-        return ()  # malformed: the backend says so
-    return tuple(found)
+        return []  # malformed: the backend says so
+    return found
 
 
 def _is_media(part: Raw) -> bool:

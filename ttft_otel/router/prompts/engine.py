@@ -161,12 +161,12 @@ class Engine:
         more = extras(spans, size, adapter, first.cache_salt or "", len(ids) // size)
         blocks = numbers(ids, size, more)
         self.counts["read"] += 1
-        encoder = sum(span.length for span in spans)
+        items = tuple(span.length for span in spans)
         if (
             len(every) > 1
         ):  # as many requests in the engine; of all the work, the first one's blocks
-            return Prompt(sum(len(each.token_ids) for each in every), array("I"), blocks, encoder)
-        return Prompt(len(ids), ids, blocks, encoder)
+            return Prompt(sum(len(each.token_ids) for each in every), array("I"), blocks, items)
+        return Prompt(len(ids), ids, blocks, items)
 
     def _rest(self, instance: Instance, seconds: float) -> None:
         self._resting[instance] = asyncio.get_running_loop().time() + seconds

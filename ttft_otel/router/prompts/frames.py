@@ -28,7 +28,7 @@ class Ask(msgspec.Struct, array_like=True, frozen=True):
 class Told(msgspec.Struct, array_like=True, frozen=True):
     """The answer; `error` one word, `detail` for logs: about the model, never of a prompt.
 
-    ids: array("I") as bytes; cached: of so many tokens the text was known.
+    ids: array("I") as bytes; items: placeholders of each; cached: of so many tokens the text was known.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Told(msgspec.Struct, array_like=True, frozen=True):
     tokens: int = 0
     ids: bytes = b""
     blocks: tuple[int, ...] = ()
-    encoder: int = 0
+    items: tuple[int, ...] = ()
     cached: int = 0
 
 

@@ -114,7 +114,7 @@ class Local:
             self.counts["cached"] += 1
         ids = array("I")
         ids.frombytes(told.ids)
-        return Prompt(told.tokens, ids, told.blocks, told.encoder)
+        return Prompt(told.tokens, ids, told.blocks, told.items)
 
     def place(self, model: str) -> Place | None:
         """Where this model's tokenizer is; None while no instance has named the model."""

@@ -57,11 +57,11 @@ class Model:
         else:
             return self._completion(body, ask, salt)
         counted = [(self.media.token(item.modality), *self.media.count(item)) for item in items]
-        encoder = sum(count for _, count, _ in counted)
+        counts = tuple(count for _, count, _ in counted)
         expanded = media.expand(ids, counted) if counted else (ids, [])
         if expanded is None:  # nobody knows where they go: the length, and no blocks
-            return Told(ask.number, tokens=len(ids) + encoder - len(items), encoder=encoder)
-        return _told(ask, *expanded, salt, encoder, cached)
+            return Told(ask.number, tokens=len(ids) + sum(counts) - len(items), items=counts)
+        return _told(ask, *expanded, salt, counts, cached)
 
     def _completion(self, body: dict[str, Any], ask: Ask, salt: str) -> Told:
         prompt = body.get("prompt")
@@ -74,7 +74,7 @@ class Model:
         special = body.get("add_special_tokens", True)
         found = [self._ids(each, body, ask.limit, special) for each in prompts]
         first, cached = found[0]
-        told = _told(ask, first, [], salt, 0, cached)
+        told = _told(ask, first, [], salt, (), cached)
         if (
             len(found) > 1
         ):  # as many requests in the engine; of all the work, the first one's blocks
@@ -169,11 +169,16 @@ def _output(body: dict[str, Any]) -> int:
 
 
 def _told(
-    ask: Ask, ids: array[int], spans: list[media.Span], salt: str, encoder: int, cached: int
+    ask: Ask,
+    ids: array[int],
+    spans: list[media.Span],
+    salt: str,
+    items: tuple[int, ...],
+    cached: int,
 ) -> Told:
     extras = media.extras(spans, ask.size, ask.adapter, salt, len(ids) // ask.size)
     blocks = numbers(ids, ask.size, extras)
-    return Told(ask.number, "", "", len(ids), ids.tobytes(), blocks, encoder, cached)
+    return Told(ask.number, "", "", len(ids), ids.tobytes(), blocks, items, cached)
 
 
 def _own(source: str, config: dict[str, Any]) -> bool:

@@ -17,13 +17,18 @@ class Prompt:
 
     ids: as the engine has them; empty where media's cannot be known.
     blocks: numbers of the full blocks (policies/blocks.py), up to where ids are known.
-    encoder_tokens: placeholders among `tokens`.
+    encoder_items: placeholders of each media item, in order, repeated ones too; part of `tokens`.
     """
 
     tokens: int
     ids: Sequence[int]
     blocks: tuple[int, ...]
-    encoder_tokens: int = 0
+    encoder_items: tuple[int, ...] = ()
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Placeholders among `tokens`."""
+        return sum(self.encoder_items)
 
 
 class Reader(Protocol):
