@@ -87,12 +87,8 @@ def read(data: bytes, media: bool) -> Body:
         return _lenient(data)
     found = Body(kept, _text(top.model), top.stream is True)
     if media:
-        every = _media(top.messages)
-        first: dict[bytes, int] = {}
-        for place, item in enumerate(every):
-            first.setdefault(item, place)
+        first, found.parts = _media(top.messages)
         found.media, found.places = tuple(first), tuple(first.values())
-        found.parts = len(every)
     if found.media:
         found.shared = {
             name: value for name in _FORWARDED if isinstance(value := getattr(top, name), Raw)
@@ -143,18 +139,20 @@ def _strip(top: dict[str, Any]) -> bytes:
     )
 
 
-def _media(messages: Raw) -> list[bytes]:
-    """Every media item of every message, in order."""
-    found: list[bytes] = []
+def _media(messages: Raw) -> tuple[dict[bytes, int], int]:
+    """Every distinct media item of every message with its first place, in order; how many in all."""
+    found: dict[bytes, int] = {}
+    number = 0
     try:
         for message in _messages.decode(messages):
             if bytes(memoryview(message.content)[:1]) == b"[":
                 for part in _parts.decode(message.content):
                     if _is_media(part):
-                        found.append(bytes(part))
+                        found.setdefault(bytes(part), number)
+                        number += 1
     except msgspec.MsgspecError:
-        return []  # malformed: the backend says so
-    return found
+        return {}, 0  # malformed: the backend says so
+    return found, number
 
 
 def _is_media(part: Raw) -> bool:
