@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +26,8 @@ from ttft_otel.bench.session import Side, play
 from ttft_otel.bench.wire import Target
 
 LIMITS: Final = ("ttft", "tpot", "latency")
+HEADER: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
+OURS: Final = ("content-length", "transfer-encoding", "connection")
 INVALID: Final = 3
 INTERRUPTED: Final = 130
 
@@ -94,6 +99,7 @@ def bench(**given: Any) -> None:
     """Send load and say where each request's time to first token went."""
     slo = _limits(given["slos"])
     plan = _plan(given)
+    _writable(given)
     sides = _sides(given)
     progress = screen.Progress(Console(stderr=True))
     try:
@@ -209,10 +215,17 @@ def _form(target: Target, chat: bool, given: dict[str, Any]) -> Form:
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
-    pairs = [each.partition(":") for each in given]
-    if not all(name.strip() and colon for name, colon, _ in pairs):
-        raise click.UsageError("--header wants 'NAME: VALUE'")
-    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+    """What each request says beside our own headers. Raises UsageError."""
+    found = {}
+    for each in given:
+        # Not quoted: the value may be a key.
+        if not (pair := HEADER.fullmatch(each.strip())):
+            raise click.UsageError("--header wants 'NAME: VALUE', one line of Latin-1 characters")
+        name = pair[1].lower()
+        if name in OURS:
+            raise click.UsageError(f"--header cannot say {name}: each request has its own")
+        found[name] = pair[2].strip()
+    return found
 
 
 def _limits(given: Sequence[str]) -> dict[str, float]:
@@ -224,7 +237,7 @@ def _limits(given: Sequence[str]) -> dict[str, float]:
             found[name] = float(limit)
         except ValueError:
             name = ""
-        if name not in LIMITS:
+        if name not in LIMITS or not 0 < found[name] < math.inf:
             raise click.UsageError(f"--slo wants NAME=MS with one of {', '.join(LIMITS)}: {each!r}")
     return found
 
@@ -244,15 +257,28 @@ def _paired(found: Any) -> Any:
         return None
 
 
+def _writable(given: dict[str, Any]) -> None:
+    """Raises UsageError before the load, not when there are results to lose."""
+    for name in ("output", "html"):
+        file = given[name]
+        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise click.UsageError(f"--{name}: {file} cannot be written; is its folder there?")
+
+
 def _give(found: Any, given: dict[str, Any]) -> None:
-    if given["output"]:
-        given["output"].write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
-    if given["html"]:
-        given["html"].write_text(page.page(found), encoding="utf-8")
+    """Results to the terminal first, since a disk may be full. Raises ClickException."""
     if given["as_json"]:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         screen.show(found, screen.console())
+    try:
+        if given["output"]:
+            text = json.dumps(found, ensure_ascii=False) + "\n"
+            given["output"].write_text(text, encoding="utf-8")
+        if given["html"]:
+            given["html"].write_text(page.page(found), encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 
 
 def _status(found: Any, finished: bool) -> int:

@@ -204,4 +204,6 @@ def _failure(reply: Reply, story: Story) -> str:
         return "longer than the context"
     if reply.status != OK:
         return f"HTTP {reply.status}"
-    return story.trouble or ("" if story.tokens_ns else "no token")
+    if story.trouble or not story.tokens_ns:
+        return story.trouble or "no token"
+    return "" if story.done else "cut off"

@@ -200,6 +200,8 @@ def ends(found: Sequence[Sample]) -> dict[str, dict[str, float]]:
 def blame(found: Sequence[Sample]) -> str:
     """In a sentence: the stage that separates the slowest hundredth from the middle tenth."""
     told = [each for each in found if each.stages]
+    if not found:
+        return "No request succeeded, so there is nothing to explain."
     if not told:
         return (
             "No breakdown: no answer had a Server-Timing of ttft-otel and there is no /ttft_report "

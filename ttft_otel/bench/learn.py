@@ -48,7 +48,8 @@ def known(target: Target, name: str, context: int, vocab: int | None) -> Known:
     exact = {"return_token_ids": True, "add_special_tokens": False}
     try:
         told = _get(target, COMPLETIONS, {**question, **exact})
-        found = replace(found, per_word=told["usage"]["prompt_tokens"] / len(WORDS))
+        if (count := told["usage"]["prompt_tokens"]) > 0:
+            found = replace(found, per_word=count / len(WORDS))
         ids = told["choices"][0].get("prompt_token_ids")
         found = replace(found, ids=tuple(dict.fromkeys(map(int, ids)))) if ids else found
     except (*STRANGE, AttributeError):

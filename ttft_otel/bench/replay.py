@@ -64,21 +64,33 @@ def _cut(length: int, most: int | None) -> int:
 
 
 def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
-    with trace.path.open(encoding="utf-8") as lines:
+    last = number = 0
+    with trace.path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if trace.requests is not None and number > trace.requests:
                 return
-            yield _checked(line, f"{trace.path}:{number}")
+            row = _checked(line, f"{trace.path}:{number}")
+            if row["timestamp"] < last:
+                raise Unreadable(f"{trace.path}:{number}: earlier than the line before; sort it")
+            last = row["timestamp"]
+            yield row
+    if not number:
+        raise Unreadable(f"{trace.path} is empty")
 
 
 def _checked(line: str, where: str) -> dict[str, Any]:
     """One line's object. Raises Unreadable."""
     try:
         row: dict[str, Any] = json.loads(line)
-        lengths = (row["timestamp"], row["input_length"], row["output_length"])
-        enough = row["input_length"] <= BLOCK * len(row["hash_ids"])
+        at, length, answer = row["timestamp"], row["input_length"], row["output_length"]
+        blocks = row["hash_ids"]
     except (ValueError, KeyError, TypeError) as error:
         raise Unreadable(f"{where}: not a line of a Mooncake trace ({error!r})") from error
-    if not all(isinstance(each, int | float) and each >= 0 for each in lengths) or not enough:
-        raise Unreadable(f"{where}: negative, or input_length beyond its blocks of {BLOCK}")
+    whole = all(type(each) is int and each >= 0 for each in (length, answer))
+    if not whole or type(at) not in (int, float) or not 0 <= at < math.inf:
+        raise Unreadable(
+            f"{where}: timestamp and lengths must be numbers from 0, lengths whole ones"
+        )
+    if not isinstance(blocks, list) or length > BLOCK * len(blocks):
+        raise Unreadable(f"{where}: input_length is beyond the blocks of {BLOCK} in hash_ids")
     return row

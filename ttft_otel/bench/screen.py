@@ -73,7 +73,8 @@ def _target(target: Mapping[str, Any], out: Console) -> None:
             out.print(Text(f"  {kind}: {words}", style="red"))
     out.print()
     named = {TITLES[name]: line for name, line in summary["figures_ms"].items()}
-    out.print(_table("figure", named))
+    if named:
+        out.print(_table("figure", named))
     if summary["stages_ms"]:
         out.print(_table("stage", summary["stages_ms"]))
     out.print(_rates(summary))
@@ -118,7 +119,8 @@ def _ms(value: float, sign: str = "") -> str:
 def _rates(summary: Mapping[str, Any]) -> Text:
     rates = summary["throughput"]
     text = Text(f"{rates['requests_per_s']:.2f} requests/s, ")
-    text.append(f"{rates['input_tokens_per_s']:.0f} tokens/s in, ")
+    if summary["counted"]:
+        text.append(f"{rates['input_tokens_per_s']:.0f} tokens/s in, ")
     text.append(f"{rates['output_tokens_per_s']:.0f} tokens/s out")
     if not summary["counted"]:
         text.append(" (the server reports no usage: answer tokens are counted as events)")

@@ -18,7 +18,7 @@ LONGEST = 300  # characters of an error message that are kept
 class Story:
     """What a stream said: when its tokens came (ns, one entry an event), counts, text, complaint.
 
-    trouble: the kind of it. says: the server's own words.
+    trouble: the kind of it. says: the server's own words. done: it said that this was all.
     """
 
     tokens_ns: list[int] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Reader:
             return
         try:
             said = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.story.trouble = self.story.trouble or "no JSON in the stream"
             return
         if not isinstance(said, dict):
@@ -97,23 +97,25 @@ class Reader:
         if said.get("error"):
             self.story.trouble = "error in the stream"
             self.story.says = self.story.says or _words(said)
-        self._usage(said.get("usage") or {})
-        choices = said.get("choices") or []
+        self._usage(_object(said.get("usage")))
+        told = said.get("choices")
+        choices = [_object(each) for each in told] if isinstance(told, list) else []
         self._text(choices)
+        self.story.done = self.story.done or _ended(choices)
         # A finish alone is a token only where none came before it: one whose text is empty.
         if any(map(_token, choices)) or (choices and _ended(choices) and not self.story.tokens_ns):
             self.story.tokens_ns.append(at)
 
     def _usage(self, usage: dict[str, Any]) -> None:
-        self.story.prompt = usage.get("prompt_tokens", self.story.prompt)
-        self.story.answer = usage.get("completion_tokens", self.story.answer)
-        details = usage.get("prompt_tokens_details") or {}
-        self.story.cached = details.get("cached_tokens", self.story.cached)
+        self.story.prompt = _count(usage.get("prompt_tokens"), self.story.prompt)
+        self.story.answer = _count(usage.get("completion_tokens"), self.story.answer)
+        details = _object(usage.get("prompt_tokens_details"))
+        self.story.cached = _count(details.get("cached_tokens"), self.story.cached)
 
     def _text(self, choices: list[dict[str, Any]]) -> None:
         for choice in choices:
-            delta = choice.get("delta") or {}
-            self.story.text.append(choice.get("text") or delta.get("content") or "")
+            delta = _object(choice.get("delta"))
+            self.story.text.append(str(choice.get("text") or delta.get("content") or ""))
 
 
 def _words(said: Any) -> str:
@@ -124,9 +126,19 @@ def _words(said: Any) -> str:
     return str(error)[:LONGEST]
 
 
+def _object(value: Any) -> dict[str, Any]:
+    """A JSON object; {} for whatever else a server says in its place."""
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any, before: int | None) -> int | None:
+    """A number of tokens; what is none leaves what was said before."""
+    return value if type(value) is int and value >= 0 else before
+
+
 def _token(choice: dict[str, Any]) -> bool:
     """Whether an event of this choice brought a token: not a role alone, not a finish alone."""
-    delta = choice.get("delta") or {}
+    delta = _object(choice.get("delta"))
     said = choice.get("text") or any(value for key, value in delta.items() if key != "role")
     silent = "role" not in delta and not choice.get("finish_reason")
     return bool(said) or silent

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nobody should do: strange answers, traces and flags cost one clear sentence, never a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench.conftest import Bench
+from bench.server import Script, serving
+from ttft_otel import cli
+
+NOBODY = ("--url", "http://127.0.0.1:1", "--model", "m")
+ROW = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}
+
+
+@contextmanager
+def saying(*events: bytes, told: bytes = b"") -> Iterator[str]:
+    """A server whose every stream is these events, up to the end of the connection.
+
+    told: what it says to the small completion before the load.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            stream = b"".join(b"data: %b\n\n" % each for each in events)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(told if b"return_token_ids" in body else stream)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def refused(*words: object) -> Any:
+    """The command's outcome, which is no traceback."""
+    result = CliRunner().invoke(cli.main, ["bench", *map(str, words)])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return result
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'{"choices": [{"text": "a"}], "usage": 3}',
+        b'{"choices": [{"text": 5}], "usage": {"prompt_tokens": "x", "completion_tokens": true}}',
+        b'{"choices": ["x", {"text": "a"}], "usage": {"prompt_tokens_details": [1]}}',
+        b'{"choices": [{"delta": "a", "text": "a"}], "usage": {"completion_tokens": -1}}',
+    ],
+)
+def test_types(bench: Bench, event: bytes) -> None:
+    """What a server says in another type than it should is as if it were not said."""
+    with saying(event, b"[DONE]") as url:
+        found = bench("--url", url, "--model", "m", "--concurrency", 1, "--requests", 2)
+
+    run = found["targets"][0]["runs"][0]
+    assert run["succeeded"] == 2
+    assert [each["input_tokens"] for each in run["requests"]] == [None, None]
+    assert [each["output_tokens"] for each in run["requests"]] == [1, 1]
+
+
+def test_unfinished() -> None:
+    """A stream that closes without its end is cut off, although HTTP cannot tell."""
+    with saying(b'{"choices": [{"text": "a"}]}') as url:
+        words = ("--url", url, "--model", "m", "--concurrency", "1", "--requests", "1", "--json")
+        result = refused(*words)
+
+    target = json.loads(result.stdout)["targets"][0]
+    assert target["runs"][0]["failures"] == {"cut off": 1}
+    assert target["summary"]["explanation"].startswith("No request succeeded")
+
+
+def test_finished(bench: Bench) -> None:
+    """A finish reason ends a stream, too."""
+    with saying(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') as url:
+        found = bench("--url", url, "--model", "m", "--concurrency", 1, "--requests", 1)
+
+    assert found["targets"][0]["runs"][0]["succeeded"] == 1
+
+
+def test_wordless(bench: Bench) -> None:
+    """A server that counts no tokens in words gets a word for each token of a chat."""
+    told = b'{"usage": {"prompt_tokens": 0}, "choices": [{}]}'
+    with saying(b'{"choices": [{"delta": {"content": "a"}}]}', b"[DONE]", told=told) as url:
+        words = ("--api", "chat", "--concurrency", 1, "--requests", 1)
+        found = bench("--url", url, "--model", "m", *words)
+
+    assert found["targets"][0]["runs"][0]["succeeded"] == 1
+
+
+def test_uncounted() -> None:
+    """A server that reports no usage has no prompt tokens per second, instead of 0."""
+    with serving(Script(usage=False)) as server:
+        said = refused("--url", server.url, "--concurrency", 1, "--requests", 1).output
+
+    assert "counted as events" in " ".join(said.split()) and "tokens/s in" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"\xde\xad\n", ":1: not a line"),
+        (json.dumps(ROW | {"input_length": 3.5}).encode(), ":1: timestamp and lengths"),
+        (json.dumps(ROW | {"timestamp": float("nan")}).encode(), ":1: timestamp and lengths"),
+        (json.dumps(ROW | {"output_length": -1}).encode(), ":1: timestamp and lengths"),
+        (json.dumps(ROW | {"hash_ids": "abc"}).encode(), ":1: input_length"),
+        (json.dumps(ROW | {"input_length": 513}).encode(), ":1: input_length"),
+        (
+            f"{json.dumps(ROW | {'timestamp': 5})}\n{json.dumps(ROW)}".encode(),
+            ":2: earlier than the line before",
+        ),
+    ],
+)
+def test_trace(tmp_path: Path, content: bytes, says: str) -> None:
+    """A trace that cannot be played is refused with its line and why, before anything is sent."""
+    trace = tmp_path / "trace"
+    trace.write_bytes(content)
+    result = refused(*NOBODY, "--dataset", "replay", trace)
+
+    assert result.exit_code == 1
+    assert says in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("flag", ["--output", "--html"])
+def test_nowhere(tmp_path: Path, flag: str) -> None:
+    """Results that could not be written are known before the load, not after it."""
+    with serving(Script()) as server:
+        result = refused("--url", server.url, "--rate", 1, flag, tmp_path / "no" / "file")
+        notes = server.notes()
+
+    assert result.exit_code == 2 and "cannot be written" in result.output
+    assert not notes
+
+
+def test_full() -> None:
+    """With the disk full the results are on the terminal all the same."""
+    with serving(Script()) as server:
+        words = ("--concurrency", 1, "--requests", 1, "--output", "/dev/full")
+        result = refused("--url", server.url, *words)
+
+    assert result.exit_code == 1
+    assert "Latency" in result.output and "No space left on device" in result.output
+
+
+@pytest.mark.parametrize("limit", ["ttft=nan", "ttft=0", "ttft=-1", "ttft=inf", "ttft", "x=1"])
+def test_limit(limit: str) -> None:
+    """A limit that no request could keep, or none could miss, is a mistake."""
+    result = refused(*NOBODY, "--rate", 1, "--slo", limit)
+
+    assert result.exit_code == 2 and "--slo wants NAME=MS" in result.output
+
+
+@pytest.mark.parametrize(
+    "header", ["a: b\nc: d", "a: \u2603", "a b: c", ": c", "Content-Length: 3", "connection: x"]
+)
+def test_header(header: str) -> None:
+    """A header that would break each request, or be another one, is refused, its value not shown."""
+    result = refused(*NOBODY, "--rate", 1, "--header", header)
+
+    assert result.exit_code == 2 and "--header" in result.output
+    assert "\u2603" not in result.output
