@@ -2,13 +2,15 @@
 """An OpenAI-style server that sleeps as scripted; tests start it as a process and read what it did.
 
 Its notes (CLOCK_MONOTONIC, the benchmark's clock too) are the truth that reported numbers are held
-against: on a busy machine a scripted delay is not the one that happened.
+against: on a busy machine a scripted delay is not the one that happened. A request came when the
+kernel got it, not when this process found the time to read it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -19,6 +21,7 @@ from time import monotonic_ns
 from typing import Any
 
 from ttft_otel import timing
+from ttft_otel.bench.arrival import Stamped, noting
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
@@ -53,7 +56,7 @@ class Fake:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, one request."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        came = monotonic_ns()
+        came = writer.get_extra_info("socket")._sock.came_ns
         line, *rest = head.strip().split("\r\n")
         headers = {
             name.lower(): value for name, _, value in (each.partition(": ") for each in rest)
@@ -183,11 +186,26 @@ def serving(script: Script | None = None) -> Iterator[Server]:
             process.terminate()
 
 
+class Listening(socket.socket):
+    """Its connections know when the kernel got what they read."""
+
+    def accept(self) -> tuple[Stamped, Any]:
+        """The next one."""
+        found, address = super().accept()
+        sock = Stamped(fileno=found.detach())
+        sock.setblocking(False)
+        sock.stamp()
+        return sock, address
+
+
 async def main(script: Script) -> None:
     """Serve until killed; the port is the first line of the output."""
-    server = await asyncio.start_server(Fake(script).serve, "127.0.0.1", 0, backlog=1024)
+    listening = Listening()
+    listening.bind(("127.0.0.1", 0))
+    server = await asyncio.start_server(Fake(script).serve, sock=listening, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201
-    await server.serve_forever()
+    with noting():
+        await server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ttft_otel.bench import lookup
+from ttft_otel.bench import arrival, lookup
 from ttft_otel.bench.ask import Form
 from ttft_otel.bench.drive import Driver, Run
 from ttft_otel.bench.plan import Load, Plan
@@ -70,7 +70,7 @@ async def _play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
 
 async def _run(load: Load, driver: Driver, stop: asyncio.Event, watch: Watch, title: str) -> None:
     """One run; a stop cancels it."""
-    with _quiet():
+    with _quiet(), arrival.noting():
         async with driver.beating():
             work = asyncio.ensure_future(load(driver))
             end = asyncio.create_task(stop.wait())

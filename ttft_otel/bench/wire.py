@@ -2,12 +2,14 @@
 """One request on a connection of its own: drive.py says when, and gets every piece with its time.
 
 A protocol below any HTTP client: those tell of a piece when their reader's task is woken, which
-under load is a turn of the event loop later. Times are CLOCK_MONOTONIC in nanoseconds.
+under load is a turn of the event loop later. Times are CLOCK_MONOTONIC in nanoseconds; a piece has
+the time at which the kernel got it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +18,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import httptools
+
+from ttft_otel.bench.arrival import Stamped
 
 AGENT: Final = "ttft-otel-bench"
 
@@ -81,16 +85,16 @@ class Reply:
 class Wire(asyncio.Protocol):
     """Note what comes; httptools calls the on_... methods from within `data_received`."""
 
-    def __init__(self, reply: Reply) -> None:
-        """Nothing is connected yet."""
-        self.reply = reply
+    def __init__(self, reply: Reply, sock: Stamped) -> None:
+        """Nothing has come yet."""
+        self.reply, self.sock = reply, sock
         self.now = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parser: Any = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes: their time is taken before anything else happens."""
-        self.now = monotonic_ns()
+        """Bytes: their time is the last read's."""
+        self.now = self.sock.came_ns
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
@@ -140,9 +144,15 @@ async def exchange(target: Target, message: bytes, due_ns: int, timeout: float) 
 
 async def _talk(target: Target, message: bytes, reply: Reply) -> None:
     began = monotonic_ns()
-    transport, wire = await asyncio.get_running_loop().create_connection(
-        lambda: Wire(reply), target.host, target.port, ssl=_tls() if target.tls else None
-    )
+    sock = await _connected(target)
+    tls, name = (_tls(), target.host) if target.tls else (None, None)
+    try:
+        transport, wire = await asyncio.get_running_loop().create_connection(
+            lambda: Wire(reply, sock), sock=sock, ssl=tls, server_hostname=name
+        )
+    except BaseException:
+        sock.close()
+        raise
     connected = monotonic_ns()
     try:
         await until(reply.due_ns)
@@ -154,6 +164,36 @@ async def _talk(target: Target, message: bytes, reply: Reply) -> None:
     reply.connect_us = (connected - began) // 1000
     # Connecting late is ours, a slow connection is not, writing late on an open one is ours again.
     reply.lag_ns = max(0, began - reply.due_ns) + reply.sent_ns - max(connected, reply.due_ns)
+
+
+async def _connected(target: Target) -> Stamped:
+    """Connect to the first of the target's addresses that answers. Raises OSError."""
+    loop, place = asyncio.get_running_loop(), (target.host, target.port)
+    refused = OSError(f"no address for {target.host}")
+    for family, kind, protocol, _, address in await _addresses(loop, *place):
+        sock = Stamped(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.stamp()
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            refused = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise refused
+
+
+async def _addresses(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[Any]:
+    """A host's addresses; what is one already needs no thread that asks for it."""
+    try:
+        flags = socket.AI_NUMERICHOST
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except socket.gaierror:
+        return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
 @lru_cache(maxsize=1)
