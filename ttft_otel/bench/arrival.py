@@ -70,6 +70,6 @@ def came(notes: Iterable[tuple[int, int, bytes]]) -> int:
     now = monotonic_ns()
     for level, kind, data in notes:
         if level == socket.SOL_SOCKET and kind == STAMPS and len(data) == TIMESPEC.size:
-            seconds, nanoseconds = TIMESPEC.unpack(data)
+            seconds, nanoseconds = map(int, TIMESPEC.unpack(data))
             return min(now, now - wall + seconds * 1_000_000_000 + nanoseconds)
     return now
