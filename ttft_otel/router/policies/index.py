@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from functools import reduce
+from itertools import islice, repeat
+from operator import or_
 from typing import Final, Protocol
 
 from ttft_otel.router.policies.table import LOW, Table
@@ -43,7 +45,7 @@ class Holders:
         self.size = size
         self._bits: dict[tuple[str, int], int] = {}
         self._masks: dict[str, int] = {}  # an instance's bits
-        self._owners: dict[int, str] = {}  # by bit
+        self._owners: dict[int, tuple[str, int]] = {}  # whose bit it is, by the bit's length
         self._leaving: deque[tuple[int, Iterator[int]]] = deque()  # bits that blocks may still have
         self._holders = Table()
 
@@ -53,26 +55,27 @@ class Holders:
     def match(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
         """How many of these blocks, from the first on, each instance has."""
         masks, holders, owners = self._masks, self._holders.parts, self._owners
-        left = 0
-        for url in urls:
-            left |= masks.get(url, 0)
+        left = reduce(or_, map(masks.get, urls, repeat(0)), 0)
         left &= holders[blocks[0] & LOW].get(blocks[0], 0) if blocks else 0
+        if not left:
+            return [0] * len(urls)
         found: dict[str, int] = {}
         for depth, block in enumerate(blocks):
+            still = left & holders[block & LOW].get(block, 0)
+            if still == left:
+                continue
+            gone, left = left ^ still, still
+            while gone:  # a later one of the same instance is deeper
+                url, bit = owners[gone.bit_length()]
+                found[url] = depth
+                gone ^= bit
             if not left:
                 break
-            still = left & holders[block & LOW].get(block, 0)
-            gone = left ^ still
-            while gone:  # a later one of the same instance is deeper
-                bit = gone & -gone
-                found[owners[bit]] = depth
-                gone ^= bit
-            left = still
         while left:
-            bit = left & -left
-            found[owners[bit]] = len(blocks)
+            url, bit = owners[left.bit_length()]
+            found[url] = len(blocks)
             left ^= bit
-        return [found.get(url, 0) for url in urls]
+        return list(map(found.get, urls, repeat(0)))
 
     def served(self, url: str, blocks: Sequence[int]) -> None:
         """The instance itself reports what it keeps of it."""
@@ -89,7 +92,7 @@ class Holders:
             bit = ~used & (used + 1)  # the lowest that nobody has
             self._bits[url, rank] = bit
             self._masks[url] = self._masks.get(url, 0) | bit
-            self._owners[bit] = url
+            self._owners[bit.bit_length()] = url, bit
         parts = self._holders.parts
         for block in blocks:
             holders = parts[block & LOW]
@@ -103,7 +106,7 @@ class Holders:
         """Forget a cache that had these blocks: nobody finds it any more, `tidy` frees its memory."""
         bit = self._bits.pop((url, rank), 0)
         if bit:
-            del self._owners[bit]
+            del self._owners[bit.bit_length()]
             self._masks[url] ^= bit
             if not self._masks[url]:
                 del self._masks[url]

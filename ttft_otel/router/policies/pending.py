@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ttft_otel.router.choose import Instance
 from ttft_otel.router.policies.model import Line
 from ttft_otel.router.policies.work import Work
 
@@ -78,7 +80,7 @@ class Pending:
 
     def __init__(self, patience: int = PATIENCE, window: int = WINDOW) -> None:
         self.patience, self.window = patience, window
-        self.loads: dict[str, Load] = {}  # of instances that were sent something; to be read only
+        self._loads: dict[str, Load] = {}  # of instances that were sent something
         self._entries: dict[Key, Entry] = {}  # in the order of sending
         self._working = 0  # instances with entries
         self._busy = self._rate = (
@@ -91,7 +93,12 @@ class Pending:
 
     def at(self, url: str) -> Load:
         """One instance's load; an empty one for an instance that was sent nothing."""
-        return self.loads.get(url, NOTHING)
+        return self._loads.get(url, NOTHING)
+
+    def of(self, instances: Iterable[Instance]) -> list[Load]:
+        """Those of several."""
+        loads = self._loads
+        return [loads.get(each.url, NOTHING) for each in instances]
 
     def crowd(self, now: int, count: int) -> float:
         """How many who come later a second more of work on one of `count` busy instances delays, a second.
@@ -101,14 +108,14 @@ class Pending:
         need wait, so that the part of instances that are busy counts.
         """
         self._average(now)
-        count = max(count, len(self.loads))
+        count = max(count, len(self._loads))
         return self._rate / count / (1 - min(FULL, self._busy / count)) * self._working / count
 
     def sent(self, key: Key, entry: Entry) -> None:
         """A request goes there now; sent before, it is no longer where it was."""
         self.left(key, entry.sent)
         self.expire(entry.sent)
-        load = self.loads.get(entry.url) or self._add(entry.url, entry.sent)
+        load = self._loads.get(entry.url) or self._add(entry.url, entry.sent)
         self._average(entry.sent)
         self._rate += 1 / self.window
         self._working += not load.entries
@@ -130,7 +137,7 @@ class Pending:
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
-        load = self.loads[entry.url]
+        load = self._loads[entry.url]
         if next(iter(load.entries)) == key:
             load.since = now
         self._average(now)
@@ -167,13 +174,13 @@ class Pending:
         self._at = now
         if now >= self._halved + span:
             self._halved = now
-            for load in self.loads.values():
+            for load in self._loads.values():
                 load.lately //= 2
 
     def _add(self, url: str, now: int) -> Load:
         """A new instance is the moment to forget those that are gone."""
-        for other, load in list(self.loads.items()):
+        for other, load in list(self._loads.items()):
             if not load.entries and not load.arrivals(now, self.window):
-                del self.loads[other]
-        load = self.loads[url] = Load()
+                del self._loads[other]
+        load = self._loads[url] = Load()
         return load

@@ -28,7 +28,8 @@ class Prefix(Policy):
         self, request: Asked, instances: Sequence[Instance], now: int, again: bool
     ) -> Choice:
         """The longest; the least busy among equals. The score is tokens left to compute."""
-        cached = self._state.cached(request, instances, queued=True)
+        loads = self._state.pending.of(instances)
+        cached = self._state.cached(request, instances, loads)
         longest = max(cached)
         if longest <= ENOUGH * request.tokens:
             return self._otherwise.choose(request, instances, now, again)

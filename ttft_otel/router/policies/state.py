@@ -14,7 +14,7 @@ from typing import Final, Literal
 from ttft_otel.router.choose import Asked, Choice, Instance
 from ttft_otel.router.policies.index import Index
 from ttft_otel.router.policies.model import MOST, Models, Quality
-from ttft_otel.router.policies.pending import SECOND, Entry, Key, Pending
+from ttft_otel.router.policies.pending import SECOND, Entry, Key, Load, Pending
 from ttft_otel.router.policies.work import work
 
 LATELY: Final = 0.1  # of an average is its latest sample
@@ -50,27 +50,22 @@ class State:
     random: random.Random = field(default_factory=random.Random)
 
     def cached(
-        self, request: Asked, instances: Sequence[Instance], queued: bool = False
+        self, request: Asked, instances: Sequence[Instance], loads: Sequence[Load] = ()
     ) -> list[int]:
-        """Prompt tokens that each instance need not compute; `queued`: nor those it will have by then."""
+        """Prompt tokens that each instance need not compute; `loads`: nor those it will have by then."""
         blocks, size = request.blocks, self.index.size or 1
+        urls = [each.url for each in instances]
         if request.found is None:
-            found = self.index.match(blocks, [each.url for each in instances])
+            found = self.index.match(blocks, urls)
         else:
-            found = [request.found.get(each.url, 0) // size for each in instances]
-        if queued:
-            load_of, length = self.pending.at, len(blocks)
-            for at, each in enumerate(instances):
-                depth = found[at]
-                coming = load_of(each.url).queued
-                if coming:
-                    while depth < length and blocks[depth] in coming:
-                        depth += 1
-                    found[at] = depth
+            found = [request.found.get(url, 0) // size for url in urls]
+        _go_on(found, blocks, loads)
         if self.options.shared:
             found = [max(found)] * len(found)
         most = max(0, request.tokens - 1) // size  # the engine computes the last token always
-        return [min(depth, most) * size for depth in found]
+        if max(found) > most:
+            found = [min(depth, most) for depth in found]
+        return [depth * size for depth in found]
 
     def sent(self, request: Asked, choice: Choice, now: int, key: Key | None = None) -> None:
         """The request goes there now; `key` where its id does not tell it from others."""
@@ -147,3 +142,13 @@ class State:
         if scores.count(least) == 1:
             return scores.index(least)
         return self.random.choice([at for at, score in enumerate(scores) if score == least])
+
+
+def _go_on(found: list[int], blocks: Sequence[int], loads: Sequence[Load]) -> None:
+    """From the blocks that instances have to those that they will have."""
+    length = len(blocks)
+    for at, load in enumerate(loads):
+        depth, coming = found[at], load.queued
+        while depth < length and blocks[depth] in coming:
+            depth += 1
+        found[at] = depth

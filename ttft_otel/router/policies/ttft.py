@@ -48,8 +48,8 @@ class Ttft(Policy):
                 return self._soonest(request, instances, *known, now)
         cached = state.cached(request, instances)
         scores = [
-            state.pending.at(each.url).pairs + trapezoid(request.tokens, there)
-            for each, there in zip(instances, cached, strict=True)
+            load.pairs + trapezoid(request.tokens, there)
+            for load, there in zip(state.pending.of(instances), cached, strict=True)
         ]
         at = state.least(scores)
         return Choice(instances[at], scores[at], "trapezoid", cached[at], None, scores, cached)
@@ -68,39 +68,40 @@ class Ttft(Policy):
         by all of `own`, whoever comes during the prefill by half of it on average.
         """
         pending = self._state.pending
-        cached = self._state.cached(request, instances, queued=True)
-        known = _prefills(request.tokens, set(cached), line)
-        owns = [known[there] for there in cached]
+        loads = pending.of(instances)
+        cached = self._state.cached(request, instances, loads)
+        owns = _prefills(request.tokens, cached, line)
         if factors:
             owns = [
                 own * factors.get(each.url, 1.0) for own, each in zip(owns, instances, strict=True)
             ]
-        waits = _waits(instances, pending.loads, line, factors, now)
+        waits = _waits(instances, loads, line, factors, now)
         crowd = pending.crowd(now, len(instances))
         scores = [
             wait + own + crowd * own * (wait + 0.5 * own)
             for wait, own in zip(waits, owns, strict=True)
         ]
-        at = self._freshest(instances, scores)
+        at = self._freshest(loads, scores)
         if self._state.options.slo and request.tokens:
-            at = self._in_time(instances, waits, owns, at)
+            at = self._in_time(instances, loads, waits, owns, at)
         predicted = waits[at] + owns[at]
         return Choice(
             instances[at], scores[at], "calibrated", cached[at], predicted, scores, cached
         )
 
     def _in_time(
-        self, instances: Sequence[Instance], waits: Sequence[float], owns: Sequence[float], at: int
+        self,
+        instances: Sequence[Instance],
+        loads: Sequence[Load],
+        waits: Sequence[float],
+        owns: Sequence[float],
+        at: int,
     ) -> int:
         """This one if it makes it in time, else the soonest that does, else the soonest idle one.
 
         Waiting makes nobody better who is idle, and only who is asked can show that it became fast.
         """
-        slo, besides, loads = (
-            self._state.options.slo,
-            self._state.besides,
-            self._state.pending.loads,
-        )
+        slo, besides = self._state.options.slo, self._state.besides
         times = [
             wait + own + besides.get(each.url, 0.0)
             for wait, own, each in zip(waits, owns, instances, strict=True)
@@ -110,17 +111,13 @@ class Ttft(Policy):
         at = self._state.least(times)
         if times[at] <= slo:
             return at
-        idle = [
-            place
-            for place, each in enumerate(instances)
-            if each.url not in loads or not loads[each.url].entries
-        ]
+        idle = [place for place, load in enumerate(loads) if not load.entries]
         if not idle:
             ends = zip(times, waits, strict=True)
             raise Late(min(min(time - slo, wait) for time, wait in ends))
         return min(idle, key=times.__getitem__)
 
-    def _freshest(self, instances: Sequence[Instance], scores: Sequence[float]) -> int:
+    def _freshest(self, loads: Sequence[Load], scores: Sequence[float]) -> int:
         """Of those about as good as the least the one that had the least to compute lately.
 
         Predictions are no better than that, and what it has to evict for this prompt is the oldest.
@@ -129,28 +126,32 @@ class Ttft(Policy):
         near = [at for at, score in enumerate(scores) if score <= most]
         if len(near) == 1:
             return near[0]
-        loads = [self._state.pending.loads.get(instances[at].url) for at in near]
-        return near[self._state.least([load.lately if load else 0 for load in loads])]
+        return near[self._state.least([loads[at].lately for at in near])]
 
 
-def _prefills(tokens: int, cached: Iterable[int], line: Line) -> dict[int, float]:
-    """Seconds of a prompt's prefill, by tokens cached; written out: calls are what this costs."""
+def _prefills(tokens: int, cached: Iterable[int], line: Line) -> list[float]:
+    """Seconds of a prompt's prefill with so many tokens cached; written out: calls are what this costs.
+
+    It is the whole prompt's without that of its cached part alone.
+    """
     a, b, d = line
-    return {there: a + (tokens - there) * (b + d * 0.5 * (there + 1 + tokens)) for there in cached}
+    half = 0.5 * d
+    once = b + half
+    whole = a + tokens * (once + half * tokens)
+    return [whole - there * (once + half * there) for there in cached]
 
 
 def _waits(
     instances: Sequence[Instance],
-    loads: Mapping[str, Load],
+    loads: Sequence[Load],
     line: Line,
     factors: Mapping[str, float],
     now: int,
 ) -> list[float]:
     """Seconds until each instance has done what it has; what is running is partly done."""
     waits, clock = [], now / SECOND
-    for each in instances:
-        load = loads.get(each.url)
-        if load is None or not load.entries:
+    for each, load in zip(instances, loads, strict=True):
+        if not load.entries:
             waits.append(0.0)
             continue
         until = load.until
