@@ -410,6 +410,9 @@ def test_refused() -> None:
         (["--url", "http://127.0.0.1:1", "--dataset", "replay"], "a FILE belongs"),
         (["--url", "http://127.0.0.1:1", "--rate", "1", "--slo", "x=1"], "--slo wants"),
         (["--url", "http://127.0.0.1:1", "--rate", "1", "--header", "x"], "--header wants"),
+        (["--rate", "1", "--num-users", "3", "--speed", "2"], "--speed, --num-users would do"),
+        (["--dataset", "replay", __file__, "--prefixes", "1"], "--prefixes would do nothing"),
+        (["--url", "http://127.0.0.1:1", "--rate", "1", "--apart"], "--apart needs --ab"),
     ],
 )
 def test_usage(words: list[str], says: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
 from typing import Any
 
@@ -134,6 +135,23 @@ def test_trace(tmp_path: Path, content: bytes, says: str) -> None:
 
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
+
+
+def test_steering() -> None:
+    """A server that speaks no HTTP is named, without its bytes that would steer a terminal."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.wfile.write(b"\x1b[2J\x07\r\n\r\n")
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        result = refused("--url", f"http://127.0.0.1:{server.server_address[1]}", "--rate", 1)
+        server.shutdown()
+
+    assert result.exit_code == 1 and "names no model" in result.output
+    assert not {"\x1b", "\x07"} & set(result.output)
 
 
 @pytest.mark.parametrize("flag", ["--output", "--html"])

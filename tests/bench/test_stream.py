@@ -87,6 +87,8 @@ def test_token(choice: dict[str, Any], tokens: int) -> None:
         (b"\xff", "\ufffd"),
         (b"", ""),
         (b"[1]", "[1]"),
+        (b"a\r\n\x1b[2Jb", "a   [2Jb"),
+        (b'{"error": "\\u001b]0;x\\u0007"}', "]0;x"),
     ],
 )
 def test_refused(body: bytes, says: str) -> None:

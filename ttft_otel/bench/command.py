@@ -20,7 +20,7 @@ from ttft_otel.bench.ask import Form
 from ttft_otel.bench.compare import compare
 from ttft_otel.bench.compare import differing as contrast
 from ttft_otel.bench.document import FORMAT, document
-from ttft_otel.bench.options import FILE, OUT, ROUNDS, WHAT, WHEN, WHERE, flags
+from ttft_otel.bench.options import FILE, OUT, ROUNDS, WHAT, WHEN, WHERE, flags, misplaced
 from ttft_otel.bench.plan import TALKS, Plan, Unfit
 from ttft_otel.bench.session import Side, play
 from ttft_otel.bench.wire import Target
@@ -129,6 +129,10 @@ def _plan(given: dict[str, Any]) -> Plan:
         raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
     if name in TALKS and given["api"] == "completions":
         raise click.UsageError(f"--dataset {name} needs --api chat")
+    if strange := misplaced(click.get_current_context(), name):
+        raise click.UsageError(f"{', '.join(strange)} would do nothing with --dataset {name}")
+    if given["apart"] and not given["ab"]:
+        raise click.UsageError("--apart needs --ab")
     return Plan(
         dataset=name,
         shape=_shape(given),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ttft_otel.bench.ask import COMPLETIONS, LOWEST, WORDS, Known
+from ttft_otel.bench.stream import plain
 from ttft_otel.bench.wire import AGENT, Target
 
 PATIENCE: Final = 60.0  # the first request to a server may be slow
@@ -38,7 +39,8 @@ def model(target: Target, wanted: str | None) -> tuple[str, int]:
     except (*STRANGE, AttributeError, StopIteration) as error:
         if wanted:
             return wanted, 0
-        raise Mute(f"{target.url}/v1/models names no model ({error}); {_remedy(error)}") from error
+        why = f"{target.url}/v1/models names no model ({plain(str(error))}); {_remedy(error)}"
+        raise Mute(why) from error
 
 
 def known(target: Target, name: str, context: int, vocab: int | None) -> Known:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from ttft_otel.bench.plan import DATASETS
 from ttft_otel.bench.replay import BLOCK
@@ -29,6 +30,18 @@ def _power(_context: click.Context, _option: click.Parameter, value: int) -> int
             "--max-input cuts prompts to any length."
         )
     return value
+
+
+def misplaced(context: click.Context, dataset: str) -> list[str]:
+    """Flags that were given although they are another dataset's, as their help says."""
+    others = {f"{each}:" for each in DATASETS} - {f"{dataset}:"}
+    return [
+        each.opts[0]
+        for each in context.command.params
+        if isinstance(each, click.Option)
+        and (each.help or "").split(" ")[0] in others
+        and context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+    ]
 
 
 def _number(name: str, kind: Any, default: Any, says: str) -> Option:

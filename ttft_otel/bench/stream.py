@@ -81,7 +81,7 @@ class Reader:
         try:
             self.story.says = _words(json.loads(body))
         except ValueError:
-            self.story.says = body.decode("utf-8", "replace").strip()[:LONGEST]
+            self.story.says = plain(body.decode("utf-8", "replace"))
 
     def _event(self, at: int, data: str) -> None:
         if data == DONE:
@@ -123,7 +123,12 @@ def _words(said: Any) -> str:
     error = said.get("error", said) if isinstance(said, dict) else said
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or ""
-    return str(error)[:LONGEST]
+    return plain(str(error))
+
+
+def plain(text: str) -> str:
+    """A stranger's words on one line, without what would steer a terminal, and never long."""
+    return "".join(each if each.isprintable() else " " for each in text).strip()[:LONGEST]
 
 
 def _object(value: Any) -> dict[str, Any]:
