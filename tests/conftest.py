@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,12 @@ from ttft_otel.settings import Settings
 
 
 def pytest_configure() -> None:
-    """Started in the background, a shell has us ignore Ctrl-C, and our children would inherit that."""
+    """What the shell gave us and the many processes that tests start should not inherit.
+
+    Started in the background, we ignore Ctrl-C. And where bytecode is not kept, each of a vLLM
+    server's processes compiles all that it imports: 32 s instead of 13.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
