@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import timeit
 import tracemalloc
+from collections import deque
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,8 +198,9 @@ def test_instances() -> None:
 
     assert index.match(range(5), urls) == [5, 0, 0, 0]
     assert index.match(range(199, 205), urls) == [0, 3, 4, 0]
-    index.forget("http://stays")
+    index.unlearn("http://stays")
     assert index.match(range(5), urls) == [0, 0, 0, 0]
+    deque(index.tidy(), 0)
     assert len(index) == 5
 
 

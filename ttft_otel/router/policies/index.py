@@ -122,14 +122,6 @@ class Holders:
                 self._leaving.popleft()
             yield
 
-    def forget(self, url: str) -> None:
-        """It has nothing, or is gone. Looks at every block, 50 ns each."""
-        for rank in [rank for of, rank in self._bits if of == url]:
-            bit = self._bits[url, rank]
-            self.retire(url, rank, iter([at for at, held in self._holders.items() if held & bit]))
-        for _ in self.tidy():
-            pass
-
     def _sweep(self, bit: int, blocks: Iterable[int]) -> None:
         parts = self._holders.parts
         for block in blocks:
@@ -223,8 +215,3 @@ class History(Holders):
     def unlearn(self, url: str) -> None:
         """What it was sent counts no more; `tidy` frees the memory."""
         self.retire(url, SENT, iter(self._recent.pop(url, ())))
-
-    def forget(self, url: str) -> None:
-        """It has nothing, or is gone."""
-        self._recent.pop(url, None)
-        super().forget(url)

@@ -27,9 +27,6 @@ class Table:
     def __contains__(self, key: int) -> bool:
         return key in self.parts[key & LOW]
 
-    def __getitem__(self, key: int) -> int:
-        return self.parts[key & LOW][key]
-
     def __setitem__(self, key: int, value: int) -> None:
         self.parts[key & LOW][key] = value
 
@@ -40,11 +37,6 @@ class Table:
     def pop(self, key: int) -> int:
         """The value, which leaves."""
         return self.parts[key & LOW].pop(key)
-
-    def items(self) -> Iterator[tuple[int, int]]:
-        """All, in no order."""
-        for part in self.parts:
-            yield from part.items()
 
     def drain(self) -> Iterator[int]:
         """All values; each leaves as it is given."""
