@@ -132,6 +132,8 @@ METRIC_PREDICTION_ERROR: Final = "ttft_otel_router_prediction_mape"
 METRIC_PREDICTION_R2: Final = "ttft_otel_router_prediction_r2"
 METRIC_FIT: Final = "ttft_otel_router_prefill_fit"
 METRIC_FIT_SAMPLES: Final = "ttft_otel_router_prefill_samples"
+METRIC_CACHED_BLOCKS: Final = "ttft_otel_router_cached_blocks"
+METRIC_KV_EVENTS: Final = "ttft_otel_router_kv_events"
 
 # Environment.
 ENV_ON: Final = "TTFT_OTEL"

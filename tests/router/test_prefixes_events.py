@@ -18,12 +18,14 @@ import zmq.asyncio
 
 from tests.router.engine import Engine
 from tests.router.publisher import Publisher, published
+from ttft_otel import names
 from ttft_otel.router import prefixes
 from ttft_otel.router.choose import instance
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.blocks import numbers
 from ttft_otel.router.prefixes import Source, subscription
 from ttft_otel.router.prefixes.endpoints import Endpoint, given, reach, told
+from ttft_otel.router.prefixes.gauges import caches
 from ttft_otel.router.prefixes.slices import sliced
 
 SIZE = 4
@@ -41,6 +43,15 @@ async def followed(fleet: Fleet, source: Source | None = None) -> AsyncIterator[
             yield source
         finally:
             await source.close()
+
+
+def shown(source: Source, url: str, name: str, label: str) -> float | None:
+    """A value on /metrics; `label`: its last one's."""
+    for family in caches("mono", source):
+        for sample in family.samples:
+            if sample.name == name and tuple(sample.labels.values()) == ("mono", url, label):
+                return sample.value
+    return None
 
 
 def fleet(*urls: str) -> Fleet:
@@ -88,6 +99,9 @@ def test_follows(tmp_path: Path, old: bool) -> None:
                 told = source.status()[url]
                 assert told["connected"] and told["blocks"] == 7 and told["block_size"] == SIZE
                 assert told["counts"]["gaps"] == 1 and told["last"] == {0: 2}
+                assert shown(source, url, names.METRIC_CACHED_BLOCKS, "kv-events") == 7
+                for event, number in (("gaps", 1), ("messages", 3), ("replays", 2)):
+                    assert shown(source, url, f"{names.METRIC_KV_EVENTS}_total", event) == number
                 here.remove(here.find("mono", url) or instance(url, "mono"))
                 source.follow()
                 assert found(source, url, OTHER) == 0

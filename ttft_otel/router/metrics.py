@@ -14,6 +14,7 @@ from ttft_otel import guard, meter, names
 from ttft_otel.router.choose import State
 from ttft_otel.router.forward import Forward
 from ttft_otel.router.gauges import counter, routes
+from ttft_otel.router.prefixes.gauges import caches
 
 _BREAKER: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
@@ -36,7 +37,10 @@ class Metrics(Collector):
         yield from self._tracing()
         yield from self._requests()
         yield from self._instances()
-        yield from routes(self.forward.legs.routing)
+        routing = self.forward.legs.routing
+        yield from routes(routing)
+        if routing.source is not None:
+            yield from caches(routing.leg, routing.source)
 
     def _tracing(self) -> Iterator[Metric]:
         counts = self.counts()
