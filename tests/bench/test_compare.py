@@ -16,6 +16,7 @@ from bench.conftest import Bench
 from bench.server import Script, serving
 from ttft_otel import cli
 from ttft_otel.bench.compare import compare
+from ttft_otel.bench.document import FORMAT
 
 
 def request(queue: float, compute: float) -> dict[str, Any]:
@@ -151,7 +152,16 @@ def test_files(bench: Bench, tmp_path: Path) -> None:
     assert "prefill.queue mean" in shown.stdout
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "other"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": "other"}',
+        f'{{"format": "{FORMAT}"}}',
+        f'{{"format": "{FORMAT}", "targets": [{{"runs": [], "summary": {{"stages_ms": [1]}}}}]}}',
+    ],
+)
 def test_strange(tmp_path: Path, text: str) -> None:
     """A file that is no result of the benchmark is named, without a traceback."""
     file = tmp_path / "strange.json"

@@ -58,7 +58,7 @@ def compared(a: Path, b: Path, as_json: bool) -> None:
     try:
         found = compare(one["targets"][0], other["targets"][0], paired=False)
         differing = contrast(one, other)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise click.ClickException(f"{a} and {b} cannot be compared: {error}") from error
     if differing:
         click.echo(f"The loads differ in: {', '.join(differing)}", err=True)
