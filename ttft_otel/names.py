@@ -57,6 +57,7 @@ ROUTE_INSTANCES: Final = "ttft.route.instances"  # host:port of candidates, the 
 ROUTE_SCORES: Final = "ttft.route.scores"  # theirs, in the same order
 ROUTE_CACHED: Final = "ttft.route.cached_tokens"
 PREDICTED_MS: Final = "ttft.predicted_ms"
+PREDICTION_ERROR_MS: Final = "ttft.prediction_error_ms"
 FIRST_TOKEN: Final = "ttft.first_token"
 FIRST_TOKEN_REASON: Final = "ttft.first_token_reason"
 FIRST_TOKEN_MISMATCH: Final = "ttft.first_token_mismatch"

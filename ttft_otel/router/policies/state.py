@@ -97,25 +97,28 @@ class State:
         key: Key | None = None,
         tokens: int = 0,
         measured: bool = True,
-    ) -> None:
+    ) -> float | None:
         """Its first token came after a prefill of so many seconds, with so many tokens cached.
 
         seconds: None where nobody has measured them; tokens: the prompt's, if the engine told them;
-        measured: it is known when that token came.
+        measured: it is known when that token came. Returns how many seconds later than predicted that
+        was, if it counts as an outcome.
         """
         entry = self.left(request, now, key)
         if entry is None or self._gone(entry.url):
-            return
+            return None
         self.index.served(entry.url, request.blocks)
         if seconds is not None:
             tokens = tokens or request.tokens
             done = work(tokens, min(cached, tokens))
             self.models.add(request.model, entry.url, done, seconds)
-        if entry.predicted is not None and measured:
-            if entry.url not in self.outcomes and len(self.outcomes) >= MOST:
-                del self.outcomes[next(iter(self.outcomes))]
-            quality = self.outcomes.setdefault(entry.url, Quality())
-            quality.add(entry.predicted, (now - entry.sent) / SECOND)
+        if entry.predicted is None or not measured:
+            return None
+        if entry.url not in self.outcomes and len(self.outcomes) >= MOST:
+            del self.outcomes[next(iter(self.outcomes))]
+        took = (now - entry.sent) / SECOND
+        self.outcomes.setdefault(entry.url, Quality()).add(entry.predicted, took)
+        return took - entry.predicted
 
     def left(self, request: Asked, now: int, key: Key | None = None) -> Entry | None:
         """It ended, however; idempotent."""
