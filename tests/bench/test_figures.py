@@ -108,6 +108,17 @@ def test_blame(most: int, who: str) -> None:
     )
 
 
+def test_blame_beyond() -> None:
+    """A stage that takes more than the whole difference, others being quicker, is no share of it."""
+    every = [result(n, [50], {"prefill.queue": 40, "prefill.compute": 10}) for n in range(99)]
+    every.append(result(99, [60], {"prefill.queue": 10, "prefill.compute": 50}))
+
+    assert told(every)["summary"]["explanation"] == (
+        "The slowest request is 10.0 ms slower than the middle tenth on average; "
+        "prefill.compute alone takes 40.0 ms more."
+    )
+
+
 def test_few() -> None:
     """A handful of requests has no slowest hundredth to explain."""
     few = [result(n, [50], {"prefill.queue": 5}) for n in range(3)]

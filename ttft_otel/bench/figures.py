@@ -213,12 +213,12 @@ def blame(found: Sequence[Sample]) -> str:
     more = _mean(slow, "") - _mean(usual, "")
     excess = {name: _mean(slow, name) - _mean(usual, name) for name in order(told)}
     name = max(excess, key=lambda each: excess[each])
-    share = 100 * excess[name] / more if more > 0 else 0.0
     who = f"The slowest {len(slow)} requests are" if len(slow) > 1 else "The slowest request is"
-    return (
-        f"{who} {more:.1f} ms slower than the middle tenth on average, "
-        f"{excess[name]:.1f} ms of it ({share:.0f} %) in {name}."
-    )
+    said = f"{who} {more:.1f} ms slower than the middle tenth on average"
+    if excess[name] > more:  # no share of it: other stages were quicker
+        return f"{said}; {name} alone takes {excess[name]:.1f} ms more."
+    share = 100 * excess[name] / more if more > 0 else 0.0
+    return f"{said}, {excess[name]:.1f} ms of it ({share:.0f} %) in {name}."
 
 
 def _ends(told: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
