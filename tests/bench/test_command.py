@@ -142,7 +142,8 @@ def test_late(bench: Bench) -> None:
 
     gaps = [(b["came"] - a["came"]) / 1e6 for a, b in zip(notes, notes[1:], strict=False)]
     assert len(notes) == 4, "--requests ends it before --time"
-    assert gaps[0] >= 300 and all(gap >= 99 for gap in gaps[1:]), "lost rounds are not caught up"
+    # The question after a late one is due a gap after that one was due; it left when it was connected.
+    assert gaps[0] >= 300 and all(gap >= 90 for gap in gaps[1:]), "lost rounds are not caught up"
 
 
 def test_forgotten(bench: Bench) -> None:
