@@ -25,10 +25,11 @@ DELTA: Final = b'.delta"'
 class Account:
     """One entry. `idle`: the instance had nothing else to begin; `early`: its first token is to come.
 
-    `asks`: its breakdown is asked for by the policy and by nobody else.
+    `asks`: its breakdown is asked for by the policy and by nobody else. `error`: seconds that its first
+    token came later than predicted, once that is known.
     """
 
-    __slots__ = ("asked", "asks", "cached", "early", "idle", "key", "sent", "state", "url")
+    __slots__ = ("asked", "asks", "cached", "early", "error", "idle", "key", "sent", "state", "url")
 
     def __init__(self, state: State, asked: Asked, choice: Choice, attempt: str, now: int) -> None:
         self.state, self.asked, self.cached, self.sent = state, asked, choice.cached, now
@@ -36,6 +37,7 @@ class Account:
         self.url = choice.instance.url
         self.idle = not state.pending.at(self.url).entries
         self.asks = self.early = False
+        self.error: float | None = None
         state.sent(asked, choice, now, self.key)
 
     def first(self, at: int, told: Timing | None, streaming: bool) -> None:
@@ -56,7 +58,8 @@ class Account:
             if 0 < own < step:  # the rest of these steps was other requests'
                 seconds *= own / step
         known = "prefill.compute" in told.stages and tokens
-        self.state.first(self.asked, at, seconds if known else None, cached, self.key, tokens)
+        measured = seconds if known else None
+        self.error = self.state.first(self.asked, at, measured, cached, self.key, tokens)
 
     def _untold(self, at: int, streaming: bool) -> None:
         """Nobody measured the prefill: a request that had the instance to itself shows its length."""
@@ -65,7 +68,9 @@ class Account:
             return
         alone = self.idle and streaming and self.asked.tokens and not self.asked.guessed
         seconds = (at - self.sent) / SECOND if alone else None
-        self.state.first(self.asked, at, seconds, self.cached, self.key, measured=streaming)
+        self.error = self.state.first(
+            self.asked, at, seconds, self.cached, self.key, measured=streaming
+        )
 
     def heard(self, data: bytes) -> None:
         """More of an answer whose first events were none of the engine's: its tokens may have begun."""

@@ -127,6 +127,9 @@ def _how(exchange: Exchange) -> Attributes:
         predicted = chain[-1].predicted if chain else None
         if predicted is not None:
             found[names.PREDICTED_MS] = round(predicted * 1000)
+            error = chain[-1].account.error if chain[-1].account else None
+            if error is not None:
+                found[names.PREDICTION_ERROR_MS] = round(error * 1000)
     return found
 
 
