@@ -252,6 +252,25 @@ def test_kvaware(threshold: int, reason: str) -> None:
     assert reason == "session" or found.instance is C
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_kvaware_among_equals(shared: bool) -> None:
+    """What several have cached goes to each of them alike, or by session: never all to the first one."""
+    known = state(session="user", shared=shared)
+    for each in (A,) if shared else (A, C):
+        known.index.add(each.url, range(4))  # type: ignore[attr-defined]
+    policy, sent = POLICIES["kvaware"](known), Counter[str]()
+    for number in range(300):
+        request = asked(number, 80, range(4))
+        found = policy.choose(request, ABC, number, False)
+        assert (found.reason, found.cached, found.score) == ("kvaware", 64, 16)
+        known.sent(request, found, number)
+        sent[found.instance.url] += 1
+
+    assert sent == ({each.url: 100 for each in ABC} if shared else {A.url: 150, C.url: 150})
+    of = [asked(number, 80, range(4), user="ann") for number in range(300, 309)]
+    assert len({policy.choose(each, ABC, 300, False).instance.url for each in of}) == 1
+
+
 def test_calibrated() -> None:
     """What is waiting and what is new, in seconds; the running one's part that is done is taken off."""
     known = state()

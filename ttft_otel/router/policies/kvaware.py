@@ -22,11 +22,18 @@ class Kvaware(Policy):
     def choose(
         self, request: Asked, instances: Sequence[Instance], now: int, again: bool
     ) -> Choice:
-        """The longest; the first among equals. The score is tokens left to compute."""
+        """The longest; among equals by session or rate. The score is tokens left to compute."""
         cached = self._state.cached(request, instances)
         most = max(cached)
         if not most or most < request.tokens - self._state.options.threshold:
             return self._otherwise.choose(request, instances, now, again)
-        at = cached.index(most)
+        tied = [each for each, held in zip(instances, cached, strict=True) if held == most]
+        to = tied[0] if len(tied) == 1 else self._tell_apart(request, tied, now, again)
         left = [request.tokens - each for each in cached]
-        return Choice(instances[at], left[at], "kvaware", most, None, left, cached)
+        return Choice(to, request.tokens - most, "kvaware", most, None, left, cached)
+
+    def _tell_apart(
+        self, request: Asked, tied: Sequence[Instance], now: int, again: bool
+    ) -> Instance:
+        # Else the first would get all that every instance has: a common system prompt, a shared cache.
+        return self._otherwise.choose(request, tied, now, again).instance
