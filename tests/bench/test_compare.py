@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from bench.conftest import Bench
 from bench.server import Script, serving
+from bench.test_figures import result, told
 from ttft_otel import cli
 from ttft_otel.bench.compare import compare
 from ttft_otel.bench.document import FORMAT
@@ -83,6 +84,30 @@ def test_paired() -> None:
 
     assert rows(compare(one, other, paired=True))["ttft mean"]["clear"]
     assert not rows(compare(one, other, paired=False))["ttft mean"]["clear"]
+
+
+def test_figures() -> None:
+    """All figures of the report are compared, as the report has them: ITL over gaps, sums of stages."""
+    parts = {"mono.prefill.queue": 4, "mono.prefill.compute": 6}
+    one = told([result(0, [10, 20, 40], parts), result(1, [30, 40], parts)])
+    other = told([result(0, [10, 20, 40], parts), result(1, [30, 90], {"prefill.queue": 24})])
+    found = rows(compare(one, other, paired=False))
+
+    for name, line in other["summary"]["figures_ms"].items():
+        assert found[f"{name} mean"]["b"] == pytest.approx(line["mean"], abs=0.001), name
+    assert found["itl mean"]["a"] == pytest.approx(40 / 3, abs=0.001)
+    assert found["queue_wait mean"]["difference"] == 10
+    assert found["prefill_to_first_token mean"]["difference"] == -3
+
+
+def test_older() -> None:
+    """A file of an earlier version has no ITL of its requests: that row alone is left out."""
+    one, other = (told([result(0, [10, 20, 40])]) for _ in "ab")
+    for request in other["runs"][0]["requests"]:
+        del request["itl_ms"], request["itl_count"]
+
+    found = rows(compare(one, other, paired=False))
+    assert "itl mean" not in found and {"ttft mean", "tpot mean", "latency mean"} <= set(found)
 
 
 def test_untold() -> None:

@@ -14,13 +14,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ttft_otel.bench.figures import PREFILL, QUEUE, prefilled, queued
+
 DRAWS: Final = 1000
 ENOUGH: Final = 3  # rounds, to say something about how rounds differ
-OWN: Final = ("ttft_ms", "latency_ms", "tpot_ms")
+OWN: Final = ("ttft", "tpot", "itl", "latency")
+SUMS: Final = {QUEUE: queued, PREFILL: prefilled}  # of stages
 ALONE: Final = "mono."
 TAIL: Final = (50, 95, 99)  # percentiles of the TTFT
 
-Table = NDArray[np.float64]  # a row a request, a column a quantity; NaN where there is none
+# A row a request, a column a quantity: its sum and of how many; of none where nothing is known.
+Table = NDArray[np.float64]
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) -> dict[str, Any]:
@@ -69,13 +73,15 @@ def _requests(target: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
 
 def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What both sides have: the client's figures, then the stages of either if both were told."""
-    own = [name.removesuffix("_ms") for name in OWN if all(_has(each, name) for each in (a, b))]
+    own = [name for name in OWN if all(_has(each, name) for each in (a, b))]
     told = [[_bare(name) for name in each["summary"]["stages_ms"]] for each in (a, b)]
-    return own + (list(dict.fromkeys(told[0] + told[1])) if all(told) else [])
+    if not all(told):
+        return own
+    return [*own[:1], *SUMS, *own[1:], *dict.fromkeys(told[0] + told[1])]
 
 
 def _has(target: Mapping[str, Any], name: str) -> bool:
-    return any(each[name] is not None for run in _requests(target) for each in run)
+    return any(_cell(each, name)[1] for run in _requests(target) for each in run)
 
 
 def _tables(target: Mapping[str, Any], names: Sequence[str]) -> list[Table]:
@@ -86,15 +92,18 @@ def _tables(target: Mapping[str, Any], names: Sequence[str]) -> list[Table]:
     ]
 
 
-def _cell(request: Mapping[str, Any], name: str) -> float:
+def _cell(request: Mapping[str, Any], name: str) -> tuple[float, int]:
     """A stage that a breakdown lacks took 0; where there is no breakdown, nothing is known."""
-    if f"{name}_ms" in OWN:
-        value = request[f"{name}_ms"]
-        return float("nan") if value is None else value
+    if name in OWN:
+        value = request.get(f"{name}_ms")  # files of earlier versions have no ITL
+        count = request.get("itl_count", 0) if name == "itl" else 1
+        return (0.0, 0) if value is None else (value * count, count)
     parts = request["stages_ms"]
     if not parts:
-        return float("nan")
-    return float(parts.get(name, parts.get(f"{ALONE}{name}", 0.0)))
+        return 0.0, 0
+    if name in SUMS:
+        return SUMS[name](parts), 1
+    return float(parts.get(name, parts.get(f"{ALONE}{name}", 0.0))), 1
 
 
 def _bare(name: str) -> str:
@@ -107,9 +116,10 @@ def _measure(names: Sequence[str]) -> Callable[[Table], Table]:
     column = names.index("ttft")
 
     def measure(table: Table) -> Table:
-        known = ~np.isnan(table)
-        means = np.where(known, table, 0.0).sum(axis=0) / np.maximum(1, known.sum(axis=0))
-        return np.concatenate((means, np.percentile(table[:, column], TAIL)))
+        sums, counts = table.sum(axis=0).T
+        return np.concatenate(
+            (sums / np.maximum(1, counts), np.percentile(table[:, column, 0], TAIL))
+        )
 
     return measure
 

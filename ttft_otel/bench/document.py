@@ -106,6 +106,8 @@ def _request(found: Sample) -> dict[str, Any]:
         "ttft_ms": _round(found.ttft),
         "latency_ms": _round(found.latency),
         "tpot_ms": None if found.tpot is None else _round(found.tpot),
+        "itl_ms": _round(sum(found.gaps) / len(found.gaps)) if found.gaps else None,
+        "itl_count": len(found.gaps),
         "input_tokens": found.input,
         "output_tokens": found.output,
         "cached_tokens": found.cached,
