@@ -3,7 +3,8 @@
 
 Tests ask for `epd` (E, PD, router, receiver; V1 runner), `pd` (P and D over NIXL, router), `epd3` (E,
 P, D, router), `newer` (one server, V2 runner, async scheduling) or `newer_pd` (P and D like it). Each is
-started once; a test that needs another one stops the one that runs.
+started once; a test that needs another one stops the one that runs. Only `newer` starts beside another
+one, `small` (test_kv_events.py), which takes no times and leaves it a core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,9 +21,10 @@ import pytest
 
 from tests.live.bench import Bench
 from ttft_otel.lab import models
-from ttft_otel.lab.fleet import Plan, deployed
+from ttft_otel.lab.fleet import Fleet, Plan, deployed
 from ttft_otel.lab.injection import Control
 from ttft_otel.lab.recipes import Options
+from ttft_otel.lab.servers import terminable
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,7 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
 
 
-DECKS = ("", "epd", "pd", "epd3", "newer", "newer_pd", "other")
+DECKS = ("", "epd", "pd", "epd3", "small", "newer", "newer_pd", "other")
+NEWER = "v2-async"
 
 
 def deployment(item: pytest.Item) -> str:
@@ -58,6 +62,7 @@ class Deck:
         self.stack = ExitStack()
         self.shape = ""
         self.bench: Bench | None = None
+        self.coming: tuple[str, Future[tuple[Fleet, Control]]] | None = None
         self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
     def use(self, shape: str) -> Bench:
@@ -65,19 +70,34 @@ class Deck:
         if self.shape != shape or self.bench is None:
             if shape in self.broken:
                 raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
-            self.stop()
-            control = Control(self.folder / f"{shape}.json")
-            plan = plan_of(shape, self.folder / shape, control)
+            if self.coming is None or self.coming[0] != shape:
+                self.stop()
             try:
-                fleet = self.stack.enter_context(deployed(plan, progress=self.say))
+                fleet, control = self.coming[1].result() if self.coming else self.start(shape)
             except BaseException as error:
                 self.broken[shape] = error
                 raise
+            self.coming = None
             self.bench = Bench(fleet, control)
             self.shape = shape
             self.bench.warm()
         self.bench.control.set()
         return self.bench
+
+    def start(self, shape: str) -> tuple[Fleet, Control]:
+        """Start a deployment and wait for it."""
+        control = Control(self.folder / f"{shape}.json")
+        plan = plan_of(shape, self.folder / shape, control)
+        return self.stack.enter_context(deployed(plan, progress=self.say)), control
+
+    def begin(self, shape: str) -> None:
+        """Stop what runs and start a deployment without waiting for it: `use` does."""
+        self.stop()
+        models.build(models.VISION)  # seeds are the process's: not while another model is made
+        self.stack.enter_context(terminable())  # which only this thread can be
+        pool = ThreadPoolExecutor(1)
+        self.coming = shape, pool.submit(self.start, shape)
+        pool.shutdown(wait=False)
 
     def say(self, name: str, seconds: float, line: str) -> None:
         """Long starts are announced where -s or a terminal shows them."""
@@ -85,7 +105,10 @@ class Deck:
             sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
 
     def stop(self) -> None:
-        """Stop what runs."""
+        """Stop what runs, or what is about to."""
+        if self.coming:
+            wait([self.coming[1]])
+            self.coming = None
         self.stack.close()
         self.bench = None
         self.shape = ""
@@ -137,7 +160,7 @@ def epd3(deck: Deck) -> Bench:
 @pytest.fixture
 def newer(deck: Deck) -> Bench:
     """One server, V2 runner, async scheduling: CUDA's defaults."""
-    return deck.use("v2-async")
+    return deck.use(NEWER)
 
 
 @pytest.fixture

@@ -37,8 +37,10 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 @contextmanager
 def alone(deck: Deck, folder: Path, extra: tuple[str, ...] = (), **changes: Any) -> Iterator[Bench]:
-    """One server of the text model, nothing else running."""
+    """One server of the text model, nothing else running unless told what to start beside it."""
     deck.stop()
+    if beside := changes.pop("beside", ""):
+        deck.begin(beside)
     control = Control(folder / "control.json")
     traced = changes.pop("traced", True)
     chunk = changes.pop("chunk", 512)

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from tests.live.bench import Bench
-from tests.live.conftest import Deck
+from tests.live.conftest import NEWER, Deck, deployment
 from tests.live.test_alone import alone
 from ttft_otel.router import prefixes
 from ttft_otel.router.choose import instance
@@ -33,8 +33,10 @@ PROMPTS = 40
 
 
 @pytest.fixture(scope="module")
-def small(deck: Deck, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """A server that publishes KV events and whose cache may be reset."""
+def small(
+    deck: Deck, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Bench]:
+    """A server that publishes KV events and whose cache may be reset; it has the second core."""
     folder = tmp_path_factory.mktemp("kv")
     config = {
         "enable_kv_cache_events": True,
@@ -45,7 +47,9 @@ def small(deck: Deck, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
     }
     extra = ("--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details")
     more = ("--num-gpu-blocks-override", str(BLOCKS))
-    with alone(deck, folder, (*extra, *more), env={"VLLM_SERVER_DEV_MODE": "1"}) as bench:
+    wanted = any(deployment(item) == "newer" for item in request.session.items)
+    env, beside = {"VLLM_SERVER_DEV_MODE": "1"}, NEWER if wanted else ""
+    with alone(deck, folder, (*extra, *more), env=env, core=1, beside=beside) as bench:
         yield bench
 
 
