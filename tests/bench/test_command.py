@@ -323,6 +323,27 @@ def test_failures(bench: Bench) -> None:
     assert target["summary"]["goodput"]["share"] == 0.5
 
 
+def test_failure_traced(bench: Bench, tmp_path: Path) -> None:
+    """The first failures of each kind can be looked up: the JSON has the ids that the server was sent."""
+    page = tmp_path / "page.html"
+    words = ("--concurrency", "1", "--requests", "14")
+    with serving(Script(first=[5.0], tokens=1, fail={str(n): 503 for n in range(1, 13)})) as server:
+        found = bench("--url", server.url, *words, "--html", page)
+        sent = [note["headers"] for note in server.notes()]
+    with serving(Script(first=[5.0], tokens=1, fail={"0": "cut"})) as server:
+        shown = CliRunner().invoke(cli.main, ["bench", "--url", server.url, *words]).output
+        (cut, *_) = server.notes()
+
+    (failed,) = found["targets"][0]["runs"][0]["failed"].values()
+    traces = [headers[names.TRACEPARENT].split("-")[1] for headers in sent[1:11]]
+    assert [each["trace_id"] for each in failed] == traces
+    assert failed[3]["request_id"] == sent[4][names.REQUEST_HEADER]
+    assert failed[0]["sent_ms"] > 0
+    assert f"first trace {traces[0]}" in page.read_text("utf-8")
+    first = cut["headers"][names.TRACEPARENT].split("-")[1]
+    assert f"cut off: first trace {first}" in " ".join(shown.split())
+
+
 def test_plain(bench: Bench) -> None:
     """A server without ttft-otel: all client figures, no stage, and a sentence that says so."""
     with serving(Script(first=[5.0], traced=False, usage=False)) as server:

@@ -94,7 +94,24 @@ def _run(run: Run, found: Sequence[Sample]) -> dict[str, Any]:
         "held": run.held,
         "failures": figures.failures(run),
         "complaints": figures.complaints(run),
+        "failed": _failed(run),
         "requests": [_request(each) for each in found],
+    }
+
+
+def _failed(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """What finds the first failures of each kind in traces and logs."""
+    start = figures.began(run)
+    return {
+        kind: [
+            {
+                "request_id": each.request_id,
+                "trace_id": each.trace_id,
+                "sent_ms": _round((each.reply.sent_ns - start) / 1e6),
+            }
+            for each in first
+        ]
+        for kind, first in figures.failed(run).items()
     }
 
 

@@ -21,6 +21,7 @@ QUEUE: Final = "queue_wait"
 PREFILL: Final = "prefill_to_first_token"
 LIMIT_MS: Final = 5.0  # a generator that is later than this says nothing about the server
 FEW: Final = 20
+KEPT: Final = 10  # failures of a kind that are told one by one
 PREFILLS: Final = ("", "prefill", "prefill_decode", "mono")
 AFTER: Final = stages.NAMES[stages.NAMES.index("prefill.queue") + 1 :]
 
@@ -103,17 +104,21 @@ def _stages(result: Result) -> dict[str, float]:
 
 def samples(run: Run) -> list[Sample]:
     """All successful requests of a run, in the order in which they were sent."""
-    start = min((each.reply.sent_ns for each in run.results), default=0)
+    start = began(run)
     found = [sample(each, start) for each in run.results if not each.error]
     return sorted(found, key=lambda each: each.sent_ms)
+
+
+def began(run: Run) -> int:
+    """The first write."""
+    return min((each.reply.sent_ns for each in run.results), default=0)
 
 
 def seconds(run: Run) -> float:
     """From the first write to the last byte."""
     if not run.results:
         return 0.0
-    start = min(each.reply.sent_ns for each in run.results)
-    return (max(each.reply.end_ns for each in run.results) - start) / 1e9
+    return (max(each.reply.end_ns for each in run.results) - began(run)) / 1e9
 
 
 def failures(run: Run) -> dict[str, int]:
@@ -129,6 +134,15 @@ def complaints(run: Run) -> dict[str, str]:
         if each.error and each.says:
             said.setdefault(each.error, each.says)
     return said
+
+
+def failed(run: Run) -> dict[str, list[Result]]:
+    """The first failures of each kind, in the order in which they were sent."""
+    found: dict[str, list[Result]] = {kind: [] for kind in failures(run)}
+    for each in sorted(run.results, key=lambda each: each.reply.sent_ns):
+        if each.error and len(found[each.error]) < KEPT:
+            found[each.error].append(each)
+    return found
 
 
 def lag(run: Run) -> dict[str, float]:

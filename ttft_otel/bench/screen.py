@@ -69,8 +69,9 @@ def _target(target: Mapping[str, Any], out: Console) -> None:
     summary = target["summary"]
     for number, run in enumerate(target["runs"], 1):
         out.print(_headline(run, number if len(target["runs"]) > 1 else 0))
-        for kind, words in run["complaints"].items():
-            out.print(Text(f"  {kind}: {words}", style="red"))
+        for kind, first in run["failed"].items():
+            said = f"{words}; " if (words := run["complaints"].get(kind)) else ""
+            out.print(Text(f"  {kind}: {said}first trace {first[0]['trace_id']}", style="red"))
     out.print()
     named = {TITLES[name]: line for name, line in summary["figures_ms"].items()}
     if named:
