@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import zmq.asyncio
+from aiohttp import web
 
 from tests.router.engine import Engine
 from tests.router.publisher import Publisher, published
@@ -26,6 +27,7 @@ from ttft_otel.router.policies.blocks import numbers
 from ttft_otel.router.prefixes import Source, subscription
 from ttft_otel.router.prefixes.endpoints import Endpoint, given, reach, told
 from ttft_otel.router.prefixes.gauges import caches
+from ttft_otel.router.prefixes.reported import Reported
 from ttft_otel.router.prefixes.slices import sliced
 
 SIZE = 4
@@ -169,6 +171,47 @@ def test_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     run(test)
     assert "--kv-events-config" in caplog.text and "--kv-events-endpoint" in caplog.text
+
+
+def test_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An instance that answers something else is told to the operator with what to write."""
+
+    class Odd(Publisher):
+        async def sources(self, _: web.Request) -> web.Response:
+            """No map of ranks."""
+            return web.json_response([])
+
+    async def test() -> None:
+        async with published(Odd(tmp_path)) as url, followed(fleet(url)):
+            await until(lambda: "no map of ranks" in caplog.text)
+
+    caplog.set_level(logging.WARNING, "ttft_otel")
+    run(test)
+    assert "write --kv-events-endpoint INSTANCE_URL=ENDPOINT" in caplog.text
+
+
+def test_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the index cannot hold is counted for operators, and they are told what it means."""
+    monkeypatch.setattr(subscription, "AGAIN", 0.05)
+    caplog.set_level(logging.WARNING, "ttft_otel")
+
+    async def test() -> None:
+        publisher = Publisher(tmp_path, Engine(SIZE))
+        publisher.engine.serve(IDS)
+        source = prefixes.source("kv-events")
+        assert isinstance(source.index, Reported)
+        source.index.total = 3
+        async with published(publisher) as url, followed(fleet(url), source):
+            await publisher.say()
+            await until(lambda: found(source, url, IDS) == 3)
+            assert source.status()[url]["blocks"] == 3
+            assert source.status()[url]["counts"]["dropped"] == 2
+            assert shown(source, url, f"{names.METRIC_KV_EVENTS}_total", "dropped") == 2
+            await until(lambda: "counts as not cached" in caplog.text)
+
+    run(test)
 
 
 def test_reports_instead(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from collections import deque
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.router.engine import Engine, batch, removed, stored
 from ttft_otel.router.policies.blocks import extra, number, numbers
+from ttft_otel.router.prefixes.events import Stored
 from ttft_otel.router.prefixes.feed import Feed
 from ttft_otel.router.prefixes.ledger import Ledger
 from ttft_otel.router.prefixes.reported import Reported
@@ -103,7 +106,8 @@ def test_equal(steps: list[tuple[Any, ...]], arrays: bool) -> None:
     assert {tuple(ids): world.found(ids) for ids in prompts()} == {
         tuple(ids): world.engine.cached(ids) for ids in prompts()
     }
-    assert len(world.index) == len(world.feed.ledger) == len(world.engine.copies)
+    copies = len(world.engine.copies)
+    assert len(world.index) == len(world.feed.ledger) == world.index.held == copies
 
 
 @settings(max_examples=200, deadline=None)
@@ -301,3 +305,49 @@ def test_bounded() -> None:
     asyncio.run(hear())
     assert len(world.index) == len(world.feed.ledger) == 10
     assert world.feed.ledger.counts["dropped"] == 90
+
+
+def test_total() -> None:
+    """All caches together hold so many blocks; what one gives up another may have."""
+    index = Reported(SIZE, 100, total=10)
+    feeds = [Feed(Ledger(index, f"http://{number}", 0)) for number in range(3)]
+
+    def hear(at: int, number: int, *events: Any) -> list[int]:
+        asyncio.run(feeds[at].hear(number, batch(*events)))
+        return [len(feed.ledger) for feed in feeds]
+
+    for at in range(3):
+        known = hear(at, 0, stored(range(6), [*range(at, at + 6 * SIZE)]))
+    assert known == [6, 4, 0] and len(index) == index.held == 10
+    assert [feed.ledger.counts["dropped"] for feed in feeds] == [0, 2, 6]
+    hear(1, 1, removed(0, 1, 5))  # of which it never had the last
+    assert hear(2, 1, stored(range(6), [*range(6 * SIZE)])) == [6, 2, 2]
+    feeds[0].clear()
+    deque(index.tidy(), 0)
+    assert hear(2, 2, stored(range(10, 16), [*range(9, 9 + 6 * SIZE)])) == [0, 2, 8]
+    assert index.held == 10
+
+
+@pytest.mark.full
+def test_memory() -> None:
+    """A million blocks that instances report are held in 300 MB; of those that are gone their tables stay."""
+    index = Reported(16, 100)
+    tracemalloc.start()
+    try:
+        ledgers = [Ledger(index, f"http://{number}", 0) for number in range(64)]
+        for at, ledger in enumerate(ledgers):
+            for start in range(0, 1_000_000 // 64, 125):
+                # as long as an engine's, and no two prompts alike
+                hashes = tuple((1 << 62) + (at << 20) + start + number for number in range(125))
+                ids = [at, start, *range(16 * 125 - 2)]
+                deque(ledger.apply(Stored(hashes, None, ids, 16)), 0)
+        used, _ = tracemalloc.get_traced_memory()
+        assert len(index) == index.held == 1_000_000
+        assert used < 300e6
+        for ledger in ledgers:
+            ledger.clear()
+        deque(index.tidy(), 0)
+        assert tracemalloc.get_traced_memory()[0] < 0.3 * used
+        assert len(index) == index.held == 0
+    finally:
+        tracemalloc.stop()

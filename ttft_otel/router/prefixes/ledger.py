@@ -53,7 +53,7 @@ class Ledger:
 
     def clear(self) -> None:
         """Nothing is there, from now on; the index's memory is tidied later."""
-        self.index.retire(self.url, self.rank, self._held.drain())
+        self.index.retire(self.url, self.rank, self.index.freed(self._held.drain()))
         self._held, self._copies, self._again, self._size = Table(), {}, {}, 0
 
     def _store(self, event: Stored) -> Iterator[None]:
@@ -94,11 +94,12 @@ class Ledger:
     def _add(self, key: int, known: int) -> None:
         if key in self._held:
             self._copies[key] = self._copies.get(key, 0) + 1
-        elif self._size >= self.most:
+        elif self._size >= self.most or self.index.full:
             self.counts["dropped"] += 1
         else:
             self._held[key] = known
             self._size += 1
+            self.index.held += 1
             self.counts["stored"] += 1
             if self.index.has(self.url, known, self.rank):
                 self._again[known] = self._again.get(known, 0) + 1
@@ -114,6 +115,7 @@ class Ledger:
             if not _one_less(self._copies, key) and key in self._held:
                 self.counts["removed"] += 1
                 self._size -= 1
+                self.index.held -= 1
                 known = self._held.pop(key)
                 if not _one_less(self._again, known):
                     self.index.remove(self.url, (known,), self.rank)

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ttft_otel.router.policies.index import History
+
+TOTAL: Final = 4_000_000  # blocks that all caches may report: 1 GB
 
 
 class Reported(History):
     """Instances in `reporting` are known by their events; their block size is the index's.
 
     Numbers of blocks of another size would never match a prompt's: such instances are told off.
+    `held` counts the blocks of all ledgers, until their memory is freed; more than `total` are too many.
     """
 
-    def __init__(self, size: int, most: int) -> None:
+    def __init__(self, size: int, most: int, total: int = TOTAL) -> None:
         super().__init__(size, most)
+        self.total, self.held = total, 0
         self.reporting: set[str] = set()
         self.sizes: dict[str, int] = {}
 
@@ -28,6 +33,17 @@ class Reported(History):
         """What an instance says elsewhere; good until one reports."""
         if size and not self.sizes:
             self.size = size
+
+    @property
+    def full(self) -> bool:
+        """Whether ledgers may hold no more."""
+        return self.held >= self.total
+
+    def freed(self, blocks: Iterator[int]) -> Iterator[int]:
+        """What a ledger held, which leaves as it is given."""
+        for block in blocks:
+            self.held -= 1
+            yield block
 
     def learn(self, url: str, size: int) -> bool:
         """An instance's blocks are this long; whether the index can hold them."""

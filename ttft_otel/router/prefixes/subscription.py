@@ -19,10 +19,10 @@ from typing import Any, Final
 import aiohttp
 import zmq.asyncio
 
-from ttft_otel.router.prefixes.endpoints import Endpoint
+from ttft_otel.router.prefixes.endpoints import REMEDY, Endpoint
 from ttft_otel.router.prefixes.feed import Feed
-from ttft_otel.router.prefixes.ledger import Ledger
-from ttft_otel.router.prefixes.reported import Reported
+from ttft_otel.router.prefixes.ledger import MOST, Ledger
+from ttft_otel.router.prefixes.reported import TOTAL, Reported
 from ttft_otel.router.prefixes.slices import sliced
 from ttft_otel.router.prefixes.wire import listen, replay
 
@@ -30,6 +30,7 @@ AGAIN: Final = 10.0  # seconds between two questions where an instance publishes
 SOON: Final = 1.0  # after a publisher went away
 SILENCE: Final = 30.0  # seconds without any of its publishers until what they told counts no more
 log: Final = logging.getLogger("ttft_otel")
+_ODD: Final = (ValueError, aiohttp.ClientResponseError)  # it answers, and will not answer better
 _FAILED: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
 
 
@@ -79,7 +80,8 @@ class Subscription:
             try:
                 self._keep(await self._where(self.url))
             except _FAILED as error:
-                self._say(f"cannot be asked where it publishes KV events: {error!r:.200}")
+                remedy = f"; {REMEDY}" if isinstance(error, _ODD) else ""  # else it may be starting
+                self._say(f"cannot be asked where it publishes KV events: {error!r:.200}{remedy}")
             self._judge()
             await sliced(self._index.tidy())
             self._soon.clear()
@@ -149,6 +151,11 @@ class Subscription:
                     f"publishes no KV events at {rank.endpoint.events}; vLLM lets subscribers "
                     "connect only where its own endpoint has a wildcard, like tcp://*:5557"
                 )
+        if any(rank.feed.ledger.counts["dropped"] for rank in self._ranks.values()):
+            self._say(
+                f"has more blocks cached than the router keeps ({MOST} of a cache, {TOTAL} in all): "
+                "the rest counts as not cached; see `dropped` on /metrics"
+            )
         size = self._index.sizes.get(self.url, 0)
         if size not in (0, self._index.size):
             self._say(
