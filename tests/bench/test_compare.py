@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bench.conftest import Bench
+from bench.conftest import Bench, checked
 from bench.server import Script, serving
 from bench.test_figures import result, told
 from ttft_otel import cli
@@ -149,6 +149,30 @@ def test_ab(bench: Bench) -> None:
     assert queue["clear"] and queue["difference"] == pytest.approx(48.0, abs=0.01)
     assert [note["body"] for note in here[:1]] == [note["body"] for note in there[:1]]
     assert here[0]["came"] < there[0]["came"] and there[6]["came"] < here[6]["came"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        (("", "0123"), "B has no successful request"),
+        (("0123", ""), "A has no successful request"),
+        (("01", "23"), "A and B have no round in which both have a successful request"),
+    ],
+)
+def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
+    """--ab with a side that answers nothing says why there is no comparison, everywhere."""
+    one, other = (Script(first=[5.0], tokens=1, fail=dict.fromkeys(each, 503)) for each in fails)
+    files = tmp_path / "a.json", tmp_path / "a.html"
+    with serving(one) as a, serving(other) as b:
+        words = ("--concurrency", 1, "--requests", 2, "--repeat", 2)
+        out = ("--output", files[0], "--html", files[1])
+        given = ["bench", "--ab", a.url, b.url, *map(str, (*words, *out))]
+        shown = CliRunner().invoke(cli.main, given).output
+
+    found = checked(json.loads(files[0].read_text("utf-8")))
+    assert (found["comparison"], found["uncompared"]) == (None, says)
+    assert f"No comparison: {says}" in " ".join(shown.split())
+    assert f"No comparison: {says}" in files[1].read_text("utf-8")
 
 
 def test_apart(bench: Bench) -> None:

@@ -24,7 +24,12 @@ USUAL = {"prefill.queue": 5.0, "prefill.compute": 40.0}
 
 def document(target: Any) -> Any:
     """A document with one target."""
-    empty: dict[str, Any] = {"version": "1", "load": {"rate": 4.0}, "comparison": None}
+    empty: dict[str, Any] = {
+        "version": "1",
+        "load": {"rate": 4.0},
+        "comparison": None,
+        "uncompared": None,
+    }
     return {**empty, "targets": [target]}
 
 

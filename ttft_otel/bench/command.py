@@ -18,9 +18,9 @@ from rich.console import Console
 from ttft_otel.bench import data, learn, page, replay, rounds, screen
 from ttft_otel.bench.ask import Form
 from ttft_otel.bench.compare import compare
-from ttft_otel.bench.compare import differing as contrast
-from ttft_otel.bench.document import FORMAT, document
-from ttft_otel.bench.options import FILE, OUT, ROUNDS, WHAT, WHEN, WHERE, flags, misplaced
+from ttft_otel.bench.contrast import contrast
+from ttft_otel.bench.document import document
+from ttft_otel.bench.options import OUT, ROUNDS, WHAT, WHEN, WHERE, flags, misplaced
 from ttft_otel.bench.plan import TALKS, Plan, Unfit
 from ttft_otel.bench.session import Side, play
 from ttft_otel.bench.wire import Target
@@ -44,40 +44,8 @@ class Bench(click.Command):
     ) -> click.Context:
         """Give way to `compare` where it is the first word."""
         if args[:1] == ["compare"]:
-            return compared.make_context(f"{info_name} compare", args[1:], parent, **extra)
+            return contrast.make_context(f"{info_name} compare", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
-
-
-@click.command()
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
-def compared(a: Path, b: Path, as_json: bool) -> None:
-    """Compare two results of `ttft-otel bench --output`: B minus A, with 95 % intervals."""
-    one, other = _read(a), _read(b)
-    try:
-        found = compare(one["targets"][0], other["targets"][0], paired=False)
-        differing = contrast(one, other)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise click.ClickException(f"{a} and {b} cannot be compared: {error}") from error
-    if differing:
-        click.echo(f"The loads differ in: {', '.join(differing)}", err=True)
-    if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
-    else:
-        screen.compared(found, screen.console())
-
-
-def _read(path: Path) -> Any:
-    """A document. Raises ClickException."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-        known = found["format"] == FORMAT
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise click.ClickException(f"{path}: {error}") from error
-    if not known:
-        raise click.ClickException(f"{path} is not of this version's form, {FORMAT}")
-    return found
 
 
 @click.command(
@@ -110,7 +78,7 @@ def bench(**given: Any) -> None:
         progress.close()
     found = document(_load(given), sides, slo)
     if given["ab"]:
-        found["comparison"] = _paired(found)
+        _pair(found)
     _give(found, given)
     sys.exit(_status(found, finished))
 
@@ -131,6 +99,10 @@ def _plan(given: dict[str, Any]) -> Plan:
         raise click.UsageError(f"--dataset {name} needs --api chat")
     if strange := misplaced(click.get_current_context(), name):
         raise click.UsageError(f"{', '.join(strange)} would do nothing with --dataset {name}")
+    if any(paced) and given["speed"] != 1:
+        raise click.UsageError(
+            "--speed divides a trace's own times; with --rate or --concurrency it has none"
+        )
     if given["apart"] and not given["ab"]:
         raise click.UsageError("--apart needs --ab")
     return Plan(
@@ -253,12 +225,13 @@ def _load(given: dict[str, Any]) -> dict[str, Any]:
     return told | {"file": given["file"] and given["file"].name, "slos": list(given["slos"])}
 
 
-def _paired(found: Any) -> Any:
-    """Both sides of --ab compared; None where one has nothing to compare."""
+def _pair(found: Any) -> None:
+    """Compare both sides of --ab, or say why that cannot be done."""
     try:
-        return compare(found["targets"][0], found["targets"][1], paired=True)
-    except ValueError:
-        return None
+        a, b = found["targets"]
+        found["comparison"] = compare(a, b, paired=True)
+    except ValueError as error:
+        found["uncompared"] = str(error)
 
 
 def _writable(given: dict[str, Any]) -> None:

@@ -31,12 +31,15 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) -> dict[st
     """What B has more than A, in milliseconds. Raises ValueError when there is nothing to compare."""
     names = _names(a, b)
     left, right = _tables(a, names), _tables(b, names)
+    for name, tables in (("A", left), ("B", right)):
+        if not any(map(len, tables)):
+            raise ValueError(f"{name} has no successful request")
     if paired:
         both = [pair for pair in zip(left, right, strict=False) if all(map(len, pair))]
         left, right = [pair[0] for pair in both], [pair[1] for pair in both]
     left, right = [each for each in left if len(each)], [each for each in right if len(each)]
     if not left or not right:
-        raise ValueError("one side has no successful request")
+        raise ValueError("A and B have no round in which both have a successful request")
     measure = _measure(names)
     here, there = measure(np.concatenate(left)), measure(np.concatenate(right))
     drawn = _drawn(left, right, paired, measure)

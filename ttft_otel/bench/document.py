@@ -25,6 +25,7 @@ def document(load: Mapping[str, Any], sides: Sequence[Side], slo: Mapping[str, f
         "load": dict(load),
         "targets": [target(side, slo) for side in sides],
         "comparison": None,
+        "uncompared": None,
     }
 
 

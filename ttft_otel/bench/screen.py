@@ -63,6 +63,8 @@ def show(found: Mapping[str, Any], out: Console) -> None:
         out.print()
     if found["comparison"]:
         compared(found["comparison"], out)
+    if found["uncompared"]:
+        out.print(Text(f"✗ No comparison: {found['uncompared']}", style="bold red"))
 
 
 def _target(target: Mapping[str, Any], out: Console) -> None:
