@@ -39,13 +39,18 @@ class Target:
     def of(cls, url: str, headers: dict[str, str] | None = None) -> Target:
         """Take a URL apart. Raises ValueError."""
         parts = urlsplit(url)
+        if "@" in parts.netloc:
+            # Not quoted: it holds a password.
+            raise ValueError(
+                "a URL's user and password are not sent; "
+                "give --header 'Authorization: Basic ...' instead"
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http:// or https:// URL")
         tls = parts.scheme == "https"
         base = parts.path.rstrip("/").removesuffix("/v1")
         port = parts.port or (443 if tls else 80)
-        # Shown and written to files: without a user and a password that the URL may have.
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
+        shown = f"{parts.scheme}://{parts.netloc}{base}"
         return cls(shown, parts.hostname, port, base, tls, headers or {})
 
     def message(
