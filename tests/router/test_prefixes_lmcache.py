@@ -175,6 +175,27 @@ def test_address_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     assert len(told) == 1 and "--lmcache-instances" in told[0]
 
 
+def test_added(caplog: pytest.LogCaptureFixture) -> None:
+    """An instance that came later and has no name is told to the operator, once; one that has is known."""
+    caplog.set_level(logging.WARNING, "ttft_otel")
+    known, new = "http://127.0.0.1:3", "http://127.0.0.1:4"
+
+    async def test() -> None:
+        async with asking(Controller(), f"a={A}", f"b={B}", f"c={known}") as source:
+            assert isinstance(source, lmcache.LMCache) and source._fleet is not None
+            for url in (known, new):
+                source._fleet.add(instance(url, "mono"))
+                source.follow()
+            source.follow()
+            assert source.status()[known]["instance_id"] == "c"
+            assert source.status()[new]["instance_id"] is None
+
+    asyncio.run(test())
+    (told,) = (each.getMessage() for each in caplog.records)
+    assert f"{new} is not among --lmcache-instances" in told
+    assert "as ID=URL" in told and "restart" in told
+
+
 def test_names() -> None:
     """Names stand in the order of the instances, or with their URLs; anything else gets the remedy."""
     assert lmcache.named(["a", "b"], [A, B]) == {"a": A, "b": B}

@@ -34,6 +34,10 @@ PAUSE: Final = 1.0  # seconds without questions after one that failed
 AGAIN: Final = 10.0  # seconds between two questions which instance is where
 JSON: Final = {"Content-Type": "application/json"}
 REMEDY: Final = "name them with --lmcache-instances, in the order of the instances or as ID=URL"
+NAMELESS: Final = (
+    "is not among --lmcache-instances, so that only what it is sent counts as cached there; write all "
+    "as ID=URL, instances to come among them, and restart the router"
+)
 log: Final = logging.getLogger("ttft_otel")
 _FAILED: Final = (
     *(aiohttp.ClientError, OSError, asyncio.TimeoutError),
@@ -57,6 +61,7 @@ class LMCache(Sent):
         self.counts: Counter[str] = Counter()
         self._urls_of: dict[str, str] = {}  # an instance's URL by LMCache's id
         self._under_way = 0
+        self._nameless: set[str] = set()  # instances that are not among the names
         self._quiet = 0.0  # until then nothing is asked
         self._said = ""  # what is wrong with the addresses
         self._learning: asyncio.Future[None] | None = None
@@ -71,6 +76,14 @@ class LMCache(Sent):
         await super().start(session, fleet)
         if not self.names:
             self._learning = asyncio.ensure_future(self._learn())
+
+    def follow(self) -> None:
+        """Whoever came later than the names has none: say so, once."""
+        super().follow()
+        nameless = self._urls - set(self._urls_of.values()) if self.names else set()
+        for url in sorted(nameless - self._nameless):
+            log.warning("ttft-otel: %s %s", url, NAMELESS)
+        self._nameless = nameless
 
     async def close(self) -> None:
         """Ask nothing any more."""
