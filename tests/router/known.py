@@ -21,7 +21,10 @@ SIZE = 16
 
 
 class Reader:
-    """Prompts by the body's key `tokens`; a block's number is the key `from` and its place."""
+    """Prompts by the body's key `tokens`; a block's number is the key `from` and its place.
+
+    The key `items`: placeholders of each media part.
+    """
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
@@ -45,7 +48,8 @@ class Reader:
             return None
         self.counts["read"] += 1
         tokens, start = said["tokens"], said.get("from", 1) * 1_000_000
-        return Prompt(tokens, (), tuple(range(start, start + tokens // size)))
+        items = tuple(said.get("items", ()))
+        return Prompt(tokens, (), tuple(range(start, start + tokens // size)), items)
 
 
 class Source:
@@ -79,15 +83,18 @@ class Source:
 
 
 def routing(
-    logic: str = "ttft", reader: Reader | None = None, source: Source | None = None, **options: Any
+    logic: str = "ttft",
+    reader: Reader | None = None,
+    source: Source | None = None,
+    encoders: str = "",
+    **options: Any,
 ) -> Callable[[Fleet], Routing]:
     """What fakes.router takes: a policy with these."""
 
     def make(fleet: Fleet) -> Routing:
         given = Options(**options)
-        return Routing(
-            fleet, logic, given, 60, reader or Reader(), source or Source(), "round_robin"
-        )
+        known = (reader or Reader(), source or Source())
+        return Routing(fleet, logic, given, 60, *known, "round_robin", encoders)
 
     return make
 

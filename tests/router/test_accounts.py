@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,12 +24,13 @@ requests = st.lists(
         st.integers(0, 3000),  # tokens; 0: unknown
         st.integers(0, 2),  # which prompt
         st.sampled_from(LEAVES),
+        st.integers(0, 3),  # images, each of the prompt's length
         st.integers(0, 20),  # ms after the one before
     ),
     min_size=1,
     max_size=12,
 )
-Request = tuple[str, bool, int, int, int | None, int]
+Request = tuple[str, bool, int, int, int | None, int, int]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,8 +38,9 @@ Request = tuple[str, bool, int, int, int | None, int]
     requests,
     st.sampled_from([name for name, kind in POLICIES.items() if kind.books]),
     st.booleans(),
+    st.sampled_from(("", "ttft")),
 )
-def test_books_end_empty(sent: list[Request], logic: str, apart: bool) -> None:
+def test_books_end_empty(sent: list[Request], logic: str, apart: bool, encoders: str) -> None:
     """Answers, errors, retries, cut connections and clients that leave, at once and in any order."""
 
     async def scenario() -> None:
@@ -45,8 +48,9 @@ def test_books_end_empty(sent: list[Request], logic: str, apart: bool) -> None:
             legs = {"prefills": [a.url, b.url], "decodes": [b.url]} if apart else {}
             async with fakes.router(
                 [] if apart else [a.url, b.url],
+                [a.url, b.url] if encoders else [],
                 failures=test_soak.NEVER,
-                routing=known.routing(logic, session="prompt"),
+                routing=known.routing(logic, encoders=encoders, session="prompt"),
                 **legs,  # type: ignore[arg-type]
             ) as router:
                 tasks = []
@@ -60,9 +64,10 @@ def test_books_end_empty(sent: list[Request], logic: str, apart: bool) -> None:
                         break
                     await asyncio.sleep(0.02)
                 assert pending(routing) == 0
-                for each in (a, b):
-                    load = routing.desk.state.pending.at(each.url)
-                    assert (load.fresh, load.pairs, len(load.queued)) == (0, 0, 0)
+                for leg in routing.told:
+                    for each in (a, b):
+                        load = routing.at(leg).state.pending.at(each.url)
+                        assert (load.fresh, load.pairs, len(load.queued)) == (0, 0, 0)
                 assert not [each for each in router.fleet if each.in_flight]
 
     fakes.run(scenario, 60)
@@ -70,22 +75,28 @@ def test_books_end_empty(sent: list[Request], logic: str, apart: bool) -> None:
 
 async def one(url: str, request: Request) -> None:
     """Send it, and leave as it says."""
-    mood, stream, tokens, prompt, most, _ = request
+    mood, stream, tokens, prompt, most, images, _ = request
     length = f'"tokens": {tokens}, ' if tokens else ""
     word = "true" if stream else "false"
-    body = (
-        f'{{"model": "tiny", "stream": {word}, {length}"from": {prompt + 1}, "prompt": "{prompt}"}}'
-    )
-    data = rough.request(mood, body.encode(), "/v1/completions")
-    if most == 0 or mood == "late" or (mood == "endless" and most is None):
+    said, path = f'"prompt": "{prompt}"', "/v1/completions"
+    if images:
+        parts = [{"type": "image_url", "image_url": {"url": str(each)}} for each in range(images)]
+        said = f'"messages": {json.dumps([{"role": "user", "content": parts}])}'
+        said, path = f'{said}, "items": {[tokens] * images}', "/v1/chat/completions"
+    body = f'{{"model": "tiny", "stream": {word}, {length}"from": {prompt + 1}, {said}}}'
+    data = rough.request(mood, body.encode(), path)
+    never = mood == "endless" and (
+        most is None or images
+    )  # an encoder's answer is waited for whole
+    if most == 0 or mood == "late" or never:
         await test_soak.leave(url, data)
     else:
         await rough.ask(url, data, most, test_soak.PATIENCE)
 
 
 def pending(routing: Routing) -> int:
-    """Requests without a first token, as the policy believes."""
-    return len(routing.desk.state.pending)
+    """Requests without a first token, and items at encoders, as their policies believe."""
+    return sum(len(routing.at(leg).state.pending) for leg in routing.told)
 
 
 def test_the_same_id_twice() -> None:

@@ -161,7 +161,11 @@ def test_what_the_policy_believes_is_seen() -> None:
             task = asyncio.create_task(router.post("/v1/chat/completions", body))
             await known.until(lambda: len(one.seen) == 1)
             said = (await here.see())[1]
-            assert said["routing"] == {"leg": "prefill_decode", "logic": "ttft"}
+            assert said["routing"] == {
+                "leg": "prefill_decode",
+                "logic": "ttft",
+                "encoders": "round_robin",
+            }
             encoder, answering = said["instances"]
             assert answering["pending"] == {"requests": 1, "tokens": 800, "pairs": 320_400}
             assert (answering["fits"], answering["predictions"]) == ({}, None)

@@ -58,6 +58,7 @@ def books(router: fakes.Router) -> Routing:
     "flags",
     [
         ("--routing-logic", "session"),
+        ("--encoder-routing-logic", "ttft"),
         ("--slo-ttft-ms", "500"),
         ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
         ("--prefix-index", "lmcache"),

@@ -130,6 +130,8 @@ def test_10_000_requests_leave_no_trace(legs: tuple[str, ...], logic: str) -> No
         async with rough.instance() as one:
             flags = ["--reports", str(KEPT), "--breaker-failures", str(NEVER)]
             flags += ["--routing-logic", logic]
+            if logic == "ttft":
+                flags += ["--encoder-routing-logic", logic]
             flags += [word for leg in ("--encoder", *legs) for word in (leg, one.url)]
             traced = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": one.url}
             async with rough.process(*flags, **traced) as router:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import Final
 
 from ttft_otel import clock
-from ttft_otel.router.choose import Asked, Choice
+from ttft_otel.router.choose import ENCODE, Asked, Choice
 from ttft_otel.router.policies.pending import SECOND
 from ttft_otel.router.policies.state import State
 from ttft_otel.timing import Timing
 
-# What keeps the engine from the next prompt.
-SERVICE: Final = ("dispatch", "prefill.compute", "prefill.stall", "sample")
+# What keeps the engine from the next prompt, and an encoder from the next item; the work itself first.
+PREFILL: Final = ("prefill.compute", "dispatch", "prefill.stall", "sample")
+ENCODER: Final = ("encoder.compute", "dispatch", "ec.transfer")
+QUEUES: Final = ("encoder.queue", "prefill.queue")  # one wait with two names
 # Its streams begin with events that come before the engine is asked.
 EVENTS: Final = "/v1/responses"
 DELTA: Final = b'.delta"'
@@ -46,9 +48,12 @@ class Account:
             self._untold(at, streaming)
             return
         at -= told.rest or 0
-        service = sum(told.stages.get(name, 0) for name in SERVICE)
-        if "prefill.compute" in told.stages:
-            besides = at - self.sent - service - told.stages.get("prefill.queue", 0)
+        wanted = ENCODER if self.asked.leg == ENCODE else PREFILL
+        service = sum(told.stages.get(name, 0) for name in wanted)
+        computed = wanted[0] in told.stages
+        if computed:
+            queue = sum(told.stages.get(name, 0) for name in QUEUES)
+            besides = at - self.sent - service - queue
             self.state.beside(self.url, max(besides, 0) / SECOND)
         seconds = service / SECOND
         cached, tokens = self.cached, 0 if self.asked.guessed else self.asked.tokens
@@ -57,7 +62,7 @@ class Account:
             cached, tokens = told.tokens.cached, told.tokens.prompt
             if 0 < own < step:  # the rest of these steps was other requests'
                 seconds *= own / step
-        known = "prefill.compute" in told.stages and tokens
+        known = computed and tokens
         measured = seconds if known else None
         self.error = self.state.first(self.asked, at, measured, cached, self.key, tokens)
 

@@ -42,12 +42,15 @@ class Admin:
     async def get(self, _: web.Request) -> web.Response:
         """Every instance and how it is."""
         routing = self.legs.routing
-        told = routing.tell()
+        told = {leg: routing.tell(leg) for leg in routing.told}
+        how = {"leg": routing.leg, "logic": routing.desk.logic}
+        if self.legs.fleet.get(choose.ENCODE):
+            how["encoders"] = routing.at(choose.ENCODE).logic
         return web.json_response(
             {
-                "routing": {"leg": routing.leg, "logic": routing.desk.logic},
+                "routing": how,
                 "instances": [
-                    _tell(each) | (told[each.url] if each.leg == routing.leg else {})
+                    _tell(each) | told.get(each.leg, {}).get(each.url, {})
                     for each in self.legs.fleet
                 ],
             }

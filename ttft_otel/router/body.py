@@ -7,6 +7,7 @@ Media items stay the client's own bytes, so an encoder hashes what the backend w
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -75,6 +76,12 @@ class Body:
     parts: int = 0
     shared: dict[str, Raw] = field(default_factory=dict)
     valid: bool = True
+
+    def sizes(self, counted: Sequence[int]) -> list[int]:
+        """Of each item what was counted of it, every part in order; 0 where these are not its parts."""
+        if len(counted) != self.parts:
+            return [0] * len(self.media)
+        return [counted[place] for place in self.places]
 
 
 def read(data: bytes, media: bool) -> Body:

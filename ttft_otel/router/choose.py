@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
+ENCODE: Final = "encode"
 State = Literal["healthy", "failed", "draining"]
 Breaker = Literal["closed", "open", "half-open"]
 
@@ -63,6 +64,9 @@ class Asked:
     tokens, blocks: the prompt's length, and a number for each full block of it; 0 and none: unknown.
     guessed: nobody has counted these tokens.
     found: tokens of it that instances have cached, by URL; None: nobody has looked yet.
+    items: placeholders of each media part, in order; none: unknown.
+    arrived: when the router got it; 0: what has passed since does not count.
+    ahead: seconds until its leg can begin; queued: other requests' work among them.
     """
 
     leg: str
@@ -76,6 +80,10 @@ class Asked:
     guessed: bool = False
     blocks: tuple[int, ...] = ()
     found: Mapping[str, int] | None = None
+    items: tuple[int, ...] = ()
+    arrived: int = 0
+    ahead: float = 0.0
+    queued: bool = False
 
 
 class Policy(Protocol):

@@ -10,11 +10,15 @@ from typing import Final
 import aiohttp
 
 from ttft_otel import clock, context
-from ttft_otel.router import choose, headers
+from ttft_otel.router import body, choose, headers
 from ttft_otel.router.legs import Legs, down, learn
 from ttft_otel.router.path import Attempt
+from ttft_otel.router.plan import CHAT
 
 AT_ONCE: Final = 64  # calls of one request in flight
+GUESS: Final = (
+    576  # placeholders where nobody has counted them: the same for all, then numbers decide
+)
 
 
 class Refused(Exception):
@@ -23,6 +27,28 @@ class Refused(Exception):
     def __init__(self, status: int, raw: list[tuple[bytes, bytes]], body: bytes) -> None:
         super().__init__(f"encoder answered {status}")
         self.status, self.headers, self.body = status, raw, body
+
+
+def calls(request: body.Body, asked: choose.Asked) -> list[choose.Asked]:
+    """What to ask for each item of a request, the longest first: short ones even out what these do."""
+    passed = {**asked.headers, "content-type": "application/json"}
+    passed.pop("content-encoding", None)
+    found = [
+        choose.Asked(
+            choose.ENCODE,
+            CHAT,
+            request.model,
+            f"{asked.request_id}-encode-{number}",
+            passed,
+            body.encoder(request, item),
+            tokens=size or GUESS,
+            guessed=not size,
+        )
+        for number, (item, size) in enumerate(
+            zip(request.media, request.sizes(asked.items), strict=True)
+        )
+    ]
+    return sorted(found, key=lambda each: -each.tokens)
 
 
 async def prime(
@@ -57,7 +83,7 @@ async def _encode(
     while True:
         try:
             response = await legs.open(asked, trace, chain)
-            body = await response.read()  # closes its connection when it is cut short
+            answer = await response.read()  # closes its connection when it is cut short
             break
         except asyncio.CancelledError:
             if chain:
@@ -71,7 +97,7 @@ async def _encode(
     learn(chain[-1], response)
     legs.fleet.left(chain[-1])
     if response.status >= 400:
-        raise Refused(response.status, headers.down(response.raw_headers), body)
+        raise Refused(response.status, headers.down(response.raw_headers), answer)
 
 
 def critical(chains: Sequence[list[Attempt]]) -> list[Attempt]:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 import click
 
 from ttft_otel.router import routing
+from ttft_otel.router.choose import ENCODE
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies import pending
 from ttft_otel.router.policies import state as states
@@ -24,6 +25,7 @@ HISTORY: Final = INDEXES[-1]
 MODELS: Final = ("calibrated", "trapezoid")
 PLACES: Final = ("local", "engine")
 TTFT: Final = "ttft"
+ENCODERS: Final = (routing.OTHERS, TTFT)
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -33,6 +35,7 @@ class Flags:
     """What the operator wants of routing; a field for each flag, named as it is."""
 
     routing_logic: str
+    encoder_routing_logic: Literal["least_requests", "ttft"]
     ttft_model: Literal["calibrated", "trapezoid"]
     slo_ttft_ms: float | None
     session_key: str
@@ -49,6 +52,7 @@ class Flags:
     def routing(self, fleet: Fleet, key: str = "") -> routing.Routing:
         """Policies, and what they know prompts by; `key` is the instances'. Raises UsageError."""
         self._check()
+        encoders = self._encoders(fleet)
         options = states.Options(
             session=self.session_key,
             threshold=self.kv_aware_threshold,
@@ -58,11 +62,22 @@ class Flags:
         )
         logic, window = self.routing_logic, self.request_stats_window
         if not POLICIES[logic].prompts:
-            return routing.Routing(fleet, logic, options, window)
+            return routing.Routing(fleet, logic, options, window, encoders=encoders)
         from ttft_otel.router.prompts import reader  # only here: others need no tokenizer
 
         reads = reader(self.tokenizer or None, self.tokenize, fleet, key)
-        return routing.Routing(fleet, logic, options, window, reads, self._source(fleet))
+        known = (reads, self._source(fleet))
+        return routing.Routing(fleet, logic, options, window, *known, encoders=encoders)
+
+    def _encoders(self, fleet: Fleet) -> str:
+        """How encoders are chosen; items are counted where prompts are read."""
+        logic, flag = self.encoder_routing_logic, "--encoder-routing-logic ttft"
+        if logic == TTFT and not fleet.get(ENCODE):
+            raise click.UsageError(f"{flag} needs --encoder URL.")
+        if logic == TTFT and not POLICIES[self.routing_logic].prompts:
+            reading = " or ".join(name for name, each in POLICIES.items() if each.prompts)
+            raise click.UsageError(f"{flag} needs prompts: --routing-logic {reading}.")
+        return logic
 
     def _source(self, fleet: Fleet) -> Source:
         names = [each for each in self.lmcache_instances.split(",") if each]
@@ -105,6 +120,12 @@ def options(option: Callable[..., Callable[[Decorated], Decorated]]) -> Callable
             type=click.Choice(tuple(POLICIES)),
             default=routing.DEFAULT,
             help="How --backend or --prefill instances are chosen; see docs/router.md.",
+        ),
+        option(
+            "--encoder-routing-logic",
+            type=click.Choice(ENCODERS),
+            default=routing.OTHERS,
+            help="How --encoder instances are chosen: fewest requests, or least work.",
         ),
         option(
             "--ttft-model",

@@ -139,16 +139,7 @@ class Forward:
         if exchange.operation:
             key = found.passed.get("authorization", "")
             await self.gate.look(request, self.last, key)
-        query = scope.get("query_string", b"").decode("latin-1")
-        path = scope.get("raw_path", exchange.path.encode()).decode("latin-1")
-        asked = choose.Asked(
-            self.last,
-            f"{path}?{query}" if query else path,
-            request.model,
-            exchange.request_id,
-            found.passed,
-            request.data,
-        )
+        asked = self._asked(scope, found, request, exchange)
         made = None
         if self.last == plan.DECODE:
             made = plan.decide(
@@ -156,9 +147,12 @@ class Forward:
             )
             asked = replace(asked, leg=made.legs[0])
         if exchange.path in PROMPTS:
-            asked = await self.legs.routing.look(asked, exchange.path, exchange.trip)
+            media = bool(request.media)
+            asked = await self.legs.routing.look(asked, exchange.path, exchange.trip, media)
         if request.media:
-            await self._prime(request, found, exchange)
+            calls = fan.calls(request, asked)
+            self.legs.routing.foresee(asked, calls)
+            await self._prime(calls, exchange)
         client = Client(exchange, send, found.get(names.ASK) == "1", self._tell_first)
         if made is not None:
             if len(made.legs) > 1:
@@ -171,25 +165,27 @@ class Forward:
         response = await self.legs.open(asked, exchange.context, chain)
         await hand_on(response, chain[-1], client)
 
-    async def _prime(self, request: body.Body, found: headers.Incoming, exchange: Exchange) -> None:
+    def _asked(
+        self, scope: Scope, found: headers.Incoming, request: body.Body, exchange: Exchange
+    ) -> choose.Asked:
+        query = scope.get("query_string", b"").decode("latin-1")
+        path = scope.get("raw_path", exchange.path.encode()).decode("latin-1")
+        return choose.Asked(
+            self.last,
+            f"{path}?{query}" if query else path,
+            request.model,
+            exchange.request_id,
+            found.passed,
+            request.data,
+            arrived=exchange.trip.arrive,
+        )
+
+    async def _prime(self, calls: list[choose.Asked], exchange: Exchange) -> None:
         """Every item to an encoder, at once; the slowest is the one on the critical path."""
-        passed = {**found.passed, "content-type": "application/json"}
-        passed.pop("content-encoding", None)
-        asked = [
-            choose.Asked(
-                "encode",
-                CHAT,
-                request.model,
-                f"{exchange.request_id}-encode-{number}",
-                passed,
-                body.encoder(request, item),
-            )
-            for number, item in enumerate(request.media)
-        ]
-        chains: list[list[Attempt]] = [[] for _ in asked]
+        chains: list[list[Attempt]] = [[] for _ in calls]
         exchange.calls.extend(chains)
         try:
-            await fan.prime(self.legs, asked, exchange.context, chains)
+            await fan.prime(self.legs, calls, exchange.context, chains)
         finally:
             exchange.trip.path.append(critical(chains))
 

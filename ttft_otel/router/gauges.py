@@ -9,7 +9,9 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ttft_otel import names
+from ttft_otel.router.choose import Instance
 from ttft_otel.router.policies.model import Quality
+from ttft_otel.router.policies.state import State
 from ttft_otel.router.routing import Routing
 
 WHO: Final = ("leg", "instance")
@@ -24,7 +26,7 @@ def counter(name: str, says: str, label: str, values: Mapping[str, float]) -> Me
 
 
 def routes(routing: Routing) -> Iterator[Metric]:
-    """Of the leg that prefills; nothing where its policy keeps no books."""
+    """Of the leg that prefills, and of encoders with books; nothing where its policy keeps none."""
     if not routing.desk.policy.books:
         return
     refused = "Requests refused because no instance could have begun to answer in time."
@@ -37,11 +39,18 @@ def routes(routing: Routing) -> Iterator[Metric]:
     yield from _fits(routing)
 
 
+def _books(routing: Routing) -> Iterator[tuple[Instance, State]]:
+    """Each instance with what its leg's policy knows."""
+    for leg in routing.told:
+        for each in routing.fleet.get(leg):
+            yield each, routing.at(leg).state
+
+
 def _pending(routing: Routing) -> Iterator[Metric]:
     count = _gauge(names.METRIC_PENDING_PREFILLS, "Requests sent that have no first token yet.")
     tokens = _gauge(names.METRIC_PENDING_TOKENS, "Prompt tokens that these still need computed.")
-    for each in routing.fleet.get(routing.leg):
-        load = routing.desk.state.pending.at(each.url)
+    for each, state in _books(routing):
+        load = state.pending.at(each.url)
         count.add_metric([each.leg, each.url], len(load.entries))
         tokens.add_metric([each.leg, each.url], load.fresh)
     yield from (count, tokens)
@@ -50,8 +59,8 @@ def _pending(routing: Routing) -> Iterator[Metric]:
 def _predictions(routing: Routing) -> Iterator[Metric]:
     error = _gauge(names.METRIC_PREDICTION_ERROR, "Mean error of predicted TTFTs, as a share.")
     shared = _gauge(names.METRIC_PREDICTION_R2, "Share of the TTFTs' variance that was predicted.")
-    for each in routing.fleet.get(routing.leg):
-        quality = routing.desk.state.outcomes.get(each.url, Quality())
+    for each, state in _books(routing):
+        quality = state.outcomes.get(each.url, Quality())
         for family, value in ((error, quality.mape), (shared, quality.r2)):
             if value is not None:
                 family.add_metric([each.leg, each.url], value)
@@ -62,12 +71,13 @@ def _fits(routing: Routing) -> Iterator[Metric]:
     says = "Seconds of a prefill: once (a), per token computed (b), per pair (d)."
     lines = _gauge(names.METRIC_FIT, says, "model", "coefficient")
     samples = _gauge(names.METRIC_FIT_SAMPLES, "Prefills that these were learnt from.", "model")
-    for (model, url), fit in routing.desk.state.models.fits().items():
-        if url:
-            samples.add_metric([routing.leg, url, model], fit.samples)
-        if url and fit.line is not None:
-            for name, value in fit.line._asdict().items():
-                lines.add_metric([routing.leg, url, model, name], value)
+    for leg in routing.told:
+        for (model, url), fit in routing.at(leg).state.models.fits().items():
+            if url:
+                samples.add_metric([leg, url, model], fit.samples)
+            if url and fit.line is not None:
+                for name, value in fit.line._asdict().items():
+                    lines.add_metric([leg, url, model, name], value)
     yield from (lines, samples)
 
 

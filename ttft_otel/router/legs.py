@@ -12,13 +12,14 @@ from yarl import URL
 
 from ttft_otel import clock, context, names, timing
 from ttft_otel.router import choose, retry, wire
+from ttft_otel.router.choose import ENCODE
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.health import Health
 from ttft_otel.router.path import Attempt
 from ttft_otel.router.routing import Routing
 
-ENCODE: Final = "encode"
 PREFILL: Final = "prefill"
+WHOLE: Final = (ENCODE, PREFILL)  # their whole answer is what the next leg waits for
 CONNECT: Final = 10.0  # seconds; an answer itself may take as long as it takes
 IDLE: Final = 4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
 _AUTO: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
@@ -237,8 +238,7 @@ def learn(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
     """Read the server's breakdown, and tell the policy; after the first chunk: it is nobody's hop."""
     attempt.timing = timing.read(", ".join(response.headers.getall(names.TIMING, ())))
     if attempt.account is not None and attempt.status < 400:
-        # a prefill instance's whole answer is one token
-        streaming = attempt.leg == PREFILL or response.content_type == "text/event-stream"
+        streaming = attempt.leg in WHOLE or response.content_type == "text/event-stream"
         attempt.account.first(attempt.first, attempt.timing, streaming)
 
 

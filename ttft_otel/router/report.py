@@ -14,7 +14,7 @@ from ttft_otel.breakdown import Breakdown
 from ttft_otel.context import Context
 from ttft_otel.original import Sums, original
 from ttft_otel.record import VERSION, Attributes, Call, Piece, Record, Server, Ttft
-from ttft_otel.router.choose import Choice
+from ttft_otel.router.choose import ENCODE, Choice
 from ttft_otel.router.path import Attempt, Trip, partition
 from ttft_otel.router.plan import STRIP
 from ttft_otel.router.routing import DEFAULT
@@ -125,7 +125,7 @@ def _how(exchange: Exchange) -> Attributes:
         found[names.FIRST_TOKEN_REASON] = reason
     for chain in exchange.trip.path:
         predicted = chain[-1].predicted if chain else None
-        if predicted is not None:
+        if predicted is not None and chain[-1].leg != ENCODE:
             found[names.PREDICTED_MS] = round(predicted * 1000)
             error = chain[-1].account.error if chain[-1].account else None
             if error is not None:

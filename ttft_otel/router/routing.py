@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each leg's policy and what it decides by; legs.py asks it, forward.py has prompts looked up by it.
 
-The leg that prefills has the policy that the operator chose; encoders and decoders get requests by
-how many they have under way.
+The leg that prefills has the policy that the operator chose, and encoders another one; decoders get
+requests by how many they have under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,7 @@ import aiohttp
 from ttft_otel import clock
 from ttft_otel.guard import Guard
 from ttft_otel.router.account import Account
-from ttft_otel.router.choose import Asked, Choice, Policy
+from ttft_otel.router.choose import ENCODE, Asked, Choice, Policy
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.path import Attempt, Look, Trip
 from ttft_otel.router.policies.index import Holders
@@ -62,6 +62,7 @@ class Routing:
         reader: Reader | None = None,
         source: Source | None = None,
         others: str = OTHERS,
+        encoders: str = "",
     ) -> None:
         self.fleet, self.reader, self.source = fleet, reader, source
         self.leg = fleet.prefilling
@@ -69,7 +70,9 @@ class Routing:
         self._options, self._window = options or Options(), window
         self._desks = {self.leg: self._desk(logic)}
         self._others = others
-        self.desk.state.follow(self._known())
+        if fleet.get(ENCODE):
+            self._desks[ENCODE] = self._beside(encoders or others)
+        self._learn()
 
     def _desk(self, logic: str) -> Desk:
         index = Holders(1) if self.source is None else self.source.index
@@ -80,15 +83,25 @@ class Routing:
         """A leg's policy."""
         found = self._desks.get(leg)
         if found is None:
-            state = State(Holders(1))
-            policy = POLICIES[self._others](state)
-            found = self._desks[leg] = Desk(self._others, policy, state)
+            found = self._desks[leg] = self._beside(self._others)
         return found
+
+    def _beside(self, logic: str) -> Desk:
+        """A leg that has no prefixes, and nobody to refuse."""
+        options = replace(self._options, shared=False, slo=0.0)
+        state = State(Holders(1), options, Pending(window=self._window))
+        return Desk(logic, POLICIES[logic](state), state)
 
     @property
     def desk(self) -> Desk:
         """The leg that prefills."""
         return self._desks[self.leg]
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The legs of which there is something to tell: the one that prefills, encoders with books."""
+        encoders = self._desks.get(ENCODE)
+        return (self.leg, ENCODE) if encoders and encoders.policy.books else (self.leg,)
 
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Begin to learn what instances have cached."""
@@ -106,16 +119,24 @@ class Routing:
 
     def follow(self) -> None:
         """The fleet's instances are others now."""
-        self.desk.state.follow(self._known())
+        self._learn()
         if self.source is not None:
             self.source.follow()
 
-    def _known(self) -> set[str]:
-        return {each.url for each in self.fleet.get(self.leg)}
+    def _learn(self) -> None:
+        for leg, desk in self._desks.items():
+            desk.state.follow(self._known(leg))
 
-    async def look(self, asked: Asked, path: str, trip: Trip) -> Asked:
-        """The same request with its prompt's length and who has how much of it; marks the trip."""
-        if self.reader is None or asked.leg != self.leg:
+    def _known(self, leg: str) -> set[str]:
+        return {each.url for each in self.fleet.get(leg)}
+
+    async def look(self, asked: Asked, path: str, trip: Trip, media: bool = False) -> Asked:
+        """The same request with its prompt's length and who has how much of it; marks the trip.
+
+        media: it has items for encoders, whatever its leg is.
+        """
+        wanted = asked.leg == self.leg or (media and self.at(ENCODE).policy.prompts)
+        if self.reader is None or not wanted:
             return asked
         trip.look = Look(clock.now())
         with Guard("router.look"):
@@ -140,14 +161,44 @@ class Routing:
         if found is None:
             depths = index.match(prompt.blocks, urls)
             found = {url: depth * index.size for url, depth in zip(urls, depths, strict=True)}
-        return replace(asked, tokens=prompt.tokens, blocks=prompt.blocks, found=found)
+        return replace(
+            asked,
+            tokens=prompt.tokens,
+            blocks=prompt.blocks,
+            found=found,
+            items=prompt.encoder_items,
+        )
 
-    def tell(self) -> dict[str, dict[str, Any]]:
-        """What is known of each instance of the leg that prefills, by URL, for operators."""
-        state, status = self.desk.state, {} if self.source is None else self.source.status()
+    def foresee(self, asked: Asked, items: Sequence[Asked]) -> None:
+        """Before encoders get these items: can anybody begin to answer in time after that?
+
+        Books nothing. Raises Late.
+        """
+        offered = self.fleet.offered(asked.leg, asked.model)
+        if self._options.slo and asked.leg == self.leg and offered:
+            moment = clock.now()
+            ahead, queued = self._ahead(items, moment)
+            asked = replace(asked, ahead=ahead, queued=queued)
+            self.desk.policy.choose(asked, offered, moment, True)
+
+    def _ahead(self, items: Sequence[Asked], now: int) -> tuple[float, bool]:
+        """Seconds that the slowest item will take, and whether every encoder has others to do first."""
+        desk, known = self.at(ENCODE), [each for each in items if not each.guessed]
+        item = max(known, key=lambda each: each.tokens, default=None)
+        offered = () if item is None else self.fleet.offered(ENCODE, item.model)
+        if item is None or not offered or not desk.policy.learns:
+            return 0.0, False
+        seconds = desk.state.expected(desk.policy.choose(item, offered, now, True))
+        return seconds or 0.0, all(desk.state.pending.at(each.url).entries for each in offered)
+
+    def tell(self, leg: str = "") -> dict[str, dict[str, Any]]:
+        """What is known of each instance of a leg, by URL, for operators; of the one that prefills."""
+        leg = leg or self.leg
+        source = self.source if leg == self.leg else None
+        state, status = self.at(leg).state, {} if source is None else source.status()
         fits = state.models.fits()
         found: dict[str, dict[str, Any]] = {}
-        for url in sorted(self._known()):
+        for url in sorted(self._known(leg)):
             load, outcome = state.pending.at(url), state.outcomes.get(url)
             found[url] = {
                 "pending": {

@@ -83,7 +83,12 @@ class Ttft(Policy):
         ]
         at = self._freshest(loads, scores)
         if self._state.options.slo and request.tokens:
-            at = self._in_time(instances, loads, waits, owns, at)
+            spent = (now - request.arrived) / SECOND if request.arrived else 0.0
+            times = [
+                spent + max(wait, request.ahead) + own + self._state.besides.get(each.url, 0.0)
+                for wait, own, each in zip(waits, owns, instances, strict=True)
+            ]
+            at = self._in_time(request, loads, waits, times, at)
         predicted = waits[at] + owns[at]
         return Choice(
             instances[at], scores[at], "calibrated", cached[at], predicted, scores, cached
@@ -91,30 +96,27 @@ class Ttft(Policy):
 
     def _in_time(
         self,
-        instances: Sequence[Instance],
+        request: Asked,
         loads: Sequence[Load],
         waits: Sequence[float],
-        owns: Sequence[float],
+        times: Sequence[float],
         at: int,
     ) -> int:
         """This one if it makes it in time, else the soonest that does, else the soonest idle one.
 
-        Waiting makes nobody better who is idle, and only who is asked can show that it became fast.
+        Waiting makes nobody better who is idle, and only who is asked can show that it became fast;
+        but where the request has to queue before, waiting does.
         """
-        slo, besides = self._state.options.slo, self._state.besides
-        times = [
-            wait + own + besides.get(each.url, 0.0)
-            for wait, own, each in zip(waits, owns, instances, strict=True)
-        ]
+        slo, queue = self._state.options.slo, request.ahead if request.queued else 0.0
         if times[at] <= slo:
             return at
         at = self._state.least(times)
         if times[at] <= slo:
             return at
         idle = [place for place, load in enumerate(loads) if not load.entries]
-        if not idle:
+        if queue or not idle:
             ends = zip(times, waits, strict=True)
-            raise Late(min(min(time - slo, wait) for time, wait in ends))
+            raise Late(min(min(time - slo, max(wait, queue)) for time, wait in ends))
         return min(idle, key=times.__getitem__)
 
     def _freshest(self, loads: Sequence[Load], scores: Sequence[float]) -> int:
