@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from tests.live.bench import Bench, again, breakdown, moved
+from tests.live.test_routing import READ, metric
 from ttft_otel import names, stages
-from ttft_otel.lab import fleet
+from ttft_otel.lab import fleet, ports
 from ttft_otel.lab.client import Answer
 from ttft_otel.lab.proxy import Proxy
 from ttft_otel.lab.servers import Server
@@ -121,3 +125,29 @@ def test_the_report_speaks_the_original_names(epd: Bench) -> None:
     assert found["by_role"]["encode"]["enc_compute_time_ms"] > 0
     assert found["by_role"]["prefill_decode"]["prefill_compute_time_ms"] > 0
     assert found["combined"]["enc_compute_time_ms"] > 0
+
+
+def test_a_real_encoders_items_are_learnt_from(epd: Bench) -> None:
+    """With `--encoder-routing-logic ttft` GET /instances soon tells how long an item takes on E."""
+    legs = {name: [epd.fleet.url(name)] for name in ("encode", "prefill_decode")}
+    sink, port = {names.ENV_ENDPOINT: epd.fleet.url("receiver")}, ports.free()
+    flags = ("--routing-logic", "ttft", "--encoder-routing-logic", "ttft")
+    command = fleet.router(legs, sink, *flags, "--admin-port", str(port))
+    with Server(command) as router:
+        for _ in range(100):  # until the tokenizer is there
+            epd.ask(router.url, prompt=f"{epd.fresh()}", max_tokens=1)
+            if metric(router.url, READ):
+                break
+            time.sleep(1)
+        for _ in range(12):
+            found = breakdown(epd.ask(router.url, pictures=(epd.fresh(),), max_tokens=1))
+            assert found["router.tokenize"] > 0 and found["encode.encoder.compute"] > 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/instances", timeout=10) as answer:
+            told = json.loads(answer.read())
+
+    assert told["routing"]["encoders"] == "ttft"
+    encoder = next(each for each in told["instances"] if each["leg"] == "encode")
+    (fit,) = encoder["fits"].values()
+    assert fit["samples"] == 12 and max(fit["a"], fit["b"], fit["d"]) > 0
+    assert encoder["predictions"]["outcomes"] >= 4 and encoder["besides"] > 0
+    assert encoder["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}

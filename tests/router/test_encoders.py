@@ -324,3 +324,17 @@ def test_encoders_by_work_need_items_that_are_counted(flags: tuple[str, ...], re
         options.routing(Fleet(options.legs()))
     options = read("--backend", URL, "--encoder", URL, "--routing-logic", "ttft")
     assert options.routing(Fleet(options.legs())).at(ENCODE).logic == "least_requests"
+
+
+def test_an_encoder_that_is_gone_is_forgotten() -> None:
+    """What was learnt of it goes with it, at once."""
+    fleet = Fleet({ENCODE: [A, B], "prefill_decode": [instance(URL, "prefill_decode")]})
+    routing = known.routing(encoders="ttft")(fleet)
+    state = routing.at(ENCODE).state
+    for each in (A, B):
+        state.models.add("tiny", each.url, work(500, 0), 0.1)
+        state.beside(each.url, 0.01)
+    fleet.remove(B)
+    routing.follow()
+    assert set(state.besides) == set(routing.tell(ENCODE)) == {A.url}
+    assert ("tiny", B.url) not in state.models.fits()
