@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from draw import apart, paged, picture, table
-from loads import AT_ONCE, EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, SINGLE, WARM, Experiment, order
+from loads import AT_ONCE, EXPERIMENTS, POLICIES, ROUTERS, SINGLE, WARM, Experiment, order
 from stage import FIRST, Stage, staged
 from weigh import capacity, figures
 
@@ -261,7 +261,7 @@ def _nth(values: Sequence[float] | None, place: int) -> float | None:
 def perform(asked: argparse.Namespace) -> dict[str, Any]:
     """Start, measure, stop; what there is when it ends early."""
     clock = Clock(time.monotonic() + 60 * asked.minutes)
-    flags = {each: [*ROUTERS[each], *PREFIXES, *asked.router] for each in asked.policies}
+    flags = {each: [*ROUTERS[each], *asked.router] for each in asked.policies}
     found: dict[str, Any] = {
         "figures": {},
         "machine": {"processors": os.cpu_count(), "machine": platform.machine()},

@@ -6,17 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+PREFIXES: Final = ("--prefix-index", "kv-events")  # of every router that looks at prompts
 ROUTERS: Final[dict[str, tuple[str, ...]]] = {
-    "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid"),
-    "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated"),
-    "kvaware": ("--routing-logic", "kvaware"),
+    "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid", *PREFIXES),
+    "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated", *PREFIXES),
+    "kvaware": ("--routing-logic", "kvaware", *PREFIXES),
     "qps": ("--routing-logic", "qps"),
     "round_robin": ("--routing-logic", "round_robin"),
     "least_requests": ("--routing-logic", "least_requests"),
     # kvaware where no prompt is too long to follow its prefix
-    "kvaware-always": ("--routing-logic", "kvaware", "--kv-aware-threshold", "1000000"),
+    "kvaware-always": (
+        *("--routing-logic", "kvaware", *PREFIXES),
+        *("--kv-aware-threshold", "1000000"),
+    ),
 }
-PREFIXES: Final = ("--prefix-index", "kv-events")  # of every router
 POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
 
 

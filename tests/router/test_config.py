@@ -89,6 +89,27 @@ def test_one_value_is_no_list(file: Path) -> None:
             read("--config", str(file))
 
 
+def test_numbers(file: Path) -> None:
+    """What is no time, or no whole number, is refused, not rounded or kept as a bound that nothing meets."""
+    for word in ("nan", "inf", "-inf"):
+        with pytest.raises(click.BadParameter):
+            read("--routing-logic", "ttft", "--slo-ttft-ms", word)
+    for text in ("kv-aware-threshold: 1.5", "retries: 1.5", "slo-ttft-ms: .nan"):
+        file.write_text(text)
+        with pytest.raises(click.UsageError, match="no whole number|no number of milliseconds"):
+            read("--config", str(file))
+    file.write_text("kv-aware-threshold: 15\nslo-ttft-ms: 1.5\nrouting-logic: kvaware")
+    made = read("--config", str(file))
+    assert (made.kv_aware_threshold, made.slo_ttft_ms) == (15, 1.5)
+
+
+@pytest.mark.parametrize("name", ["a b", " a", "a\n", "a\r\nb", "a\0"])
+def test_a_session_key_is_a_name(name: str) -> None:
+    """No header can be called so: it is refused, else no request would ever have a session."""
+    with pytest.raises(click.BadParameter, match="leave out its blanks"):
+        read("--routing-logic", "session", "--session-key", name)
+
+
 def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router does not trust callers unless it is told to, by its own or the general variable."""
     assert not read().trust_trace_headers

@@ -22,7 +22,7 @@ ROUTING = ROOT / "benchmarks" / "routing"
 sys.path.insert(0, str(ROUTING))
 from draw import apart, paged, picture, table  # noqa: E402
 from experiments import Clock, options  # noqa: E402
-from loads import EXPERIMENTS, POLICIES, PREFIXES, ROUTERS, SINGLE, WARM, order  # noqa: E402
+from loads import EXPERIMENTS, POLICIES, ROUTERS, SINGLE, WARM, order  # noqa: E402
 from weigh import capacity, complete, draws, figures, mape, mapes, weigh, windows  # noqa: E402
 
 KEPT = ROUTING / "live.json"
@@ -264,8 +264,9 @@ def test_bench_takes_loads() -> None:
 def test_router_takes_policies() -> None:
     """`ttft-otel router` knows all flags of the policies."""
     for flags in ROUTERS.values():
-        words = ["--backend", "http://127.0.0.1:1", *flags, *PREFIXES]
-        assert router.make_context("router", words).params["prefix_index"] == "kv-events"
+        given = router.make_context("router", ["--backend", "http://127.0.0.1:1", *flags]).params
+        reads = given["routing_logic"] in ("ttft", "kvaware")
+        assert given["prefix_index"] == ("kv-events" if reads else "history")
 
 
 def test_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -61,16 +62,46 @@ def books(router: fakes.Router) -> Routing:
         ("--encoder-routing-logic", "ttft"),
         ("--slo-ttft-ms", "500"),
         ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
-        ("--prefix-index", "lmcache"),
+        ("--prefix-index", "lmcache", "--routing-logic", "ttft"),
         ("--lmcache-controller-url", "http://127.0.0.1:9"),
         ("--lmcache-instances", "a,b"),
         ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
+        ("--enable-shared-cache",),
+        ("--prefix-index", "kv-events"),
+        ("--prefix-index", "history", "--routing-logic", "qps"),
+        ("--tokenizer", "/m"),
+        ("--tokenize", "local"),
+        ("--ttft-model", "calibrated", "--routing-logic", "kvaware"),
+        ("--kv-aware-threshold", "0", "--routing-logic", "ttft"),
+        ("--session-key", "user", "--routing-logic", "qps"),
+        ("--request-stats-window", "60", "--routing-logic", "least_requests"),
     ],
 )
 def test_a_flag_that_needs_another_says_which(flags: tuple[str, ...]) -> None:
     """A combination that would do nothing is refused at start, with the remedy."""
     with pytest.raises(click.UsageError, match="needs|go together"):
         read("--backend", URL, *flags).routing(Fleet({}))
+
+
+def test_flags_without_effect_are_refused_wherever_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable or a line of the file is refused as a flag is; what is empty or false asks for nothing."""
+    file = tmp_path / "router.yaml"
+    file.write_text("tokenize: local")
+    with pytest.raises(
+        click.UsageError, match="--tokenize needs --routing-logic prefix or kvaware"
+    ):
+        read("--config", str(file))
+    assert read("--config", str(file), "--routing-logic", "prefix").tokenize == "local"
+    file.write_text("enable-shared-cache: false\ntokenizer: ''")
+    assert read("--config", str(file)).routing_logic == "round_robin"
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_KV_AWARE_THRESHOLD", "2000")
+    with pytest.raises(
+        click.UsageError, match="--kv-aware-threshold needs --routing-logic kvaware"
+    ):
+        read("--routing-logic", "ttft")
+    assert read("--routing-logic", "kvaware").kv_aware_threshold == 2000
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 
 from ttft_otel.router import plan
 from ttft_otel.router.choose import Instance, instance
-from ttft_otel.router.flags import Flags
+from ttft_otel.router.flags import Flags, heeded
 
 ENV: Final = "TTFT_OTEL_ROUTER_"
 ARGUMENTS: Final = "ttft_otel.arguments"  # where a context keeps what was typed
@@ -81,12 +81,15 @@ class Options(Flags):
 
 
 class Command(click.Command):
-    """A command that remembers its arguments, so that it can be read again."""
+    """A command that remembers its arguments, to be read again, and refuses those without effect."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does."""
         ctx.meta[ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            heeded(ctx)
+        return rest
 
 
 def option(flag: str, **more: Any) -> Callable[[Decorated], Decorated]:
@@ -160,6 +163,9 @@ def _load(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
             raise click.UsageError(f"--config {path}: {key} is a list; write `{key}: [{value}]`.")
         if not known[name].multiple and isinstance(value, list | dict):
             raise click.UsageError(f"--config {path}: {key} is one value; write `{key}: VALUE`.")
+        # int() would cut it off
+        if isinstance(value, float) and isinstance(known[name].type, click.types.IntParamType):
+            raise click.UsageError(f"--config {path}: {key}: {value} is no whole number.")
         # YAML reads a bare off as false
         word = value is False and isinstance(known[name].type, click.Choice)
         read[name] = plan.OFF if word else value

@@ -6,11 +6,13 @@ They are part of config.Options: environment and YAML file give them, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import click
+from click.core import ParameterSource
 
 from ttft_otel.router import routing
 from ttft_otel.router.choose import ENCODE
@@ -26,6 +28,15 @@ MODELS: Final = ("calibrated", "trapezoid")
 PLACES: Final = ("local", "engine")
 TTFT: Final = "ttft"
 ENCODERS: Final = (routing.OTHERS, TTFT)
+READING: Final = tuple(name for name, each in POLICIES.items() if each.prompts)
+# The logics that heed a flag, of those flags that not all heed.
+HEEDED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("tokenizer", "tokenize", "prefix_index", "enable_shared_cache"), READING),
+    "ttft_model": (TTFT,),
+    "kv_aware_threshold": ("kvaware",),
+    "session_key": ("session", "kvaware"),
+    "request_stats_window": tuple(name for name, each in POLICIES.items() if each.books),
+}
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -112,6 +123,31 @@ class Flags:
             raise click.UsageError("--kv-events-endpoint needs --prefix-index kv-events.")
 
 
+def heeded(ctx: click.Context) -> None:
+    """Refuse what was given, in whatever way, and would do nothing. Raises UsageError."""
+    chosen = {ctx.params["routing_logic"], ctx.params["encoder_routing_logic"]}
+    for name, logics in HEEDED.items():
+        value, source = ctx.params[name], ctx.get_parameter_source(name)
+        asked = value is not False and value != "" and source is not ParameterSource.DEFAULT
+        if asked and not chosen.intersection(logics):
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} needs --routing-logic {' or '.join(logics)}.")
+
+
+def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """Raises BadParameter for what no time is."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of milliseconds.")
+    return value
+
+
+def _name(_: click.Context, __: click.Parameter, value: str) -> str:
+    """Raises BadParameter for what no header can be called."""
+    if value and (value.split() != [value] or not value.isprintable()):
+        raise click.BadParameter(f"{value!r} is no name of a header or key: leave out its blanks.")
+    return value
+
+
 def options(option: Callable[..., Callable[[Decorated], Decorated]]) -> Callable[..., Any]:
     """All of them, as one decorator; `option` declares a flag with its variable."""
     declared = (
@@ -136,12 +172,14 @@ def options(option: Callable[..., Callable[[Decorated], Decorated]]) -> Callable
         option(
             "--slo-ttft-ms",
             type=click.FloatRange(min=0, min_open=True),
+            callback=_finite,
             metavar="MS",
             help="Refuse with 429 what no instance can begin to answer in this time.",
         ),
         option(
             "--session-key",
             default="",
+            callback=_name,
             metavar="NAME",
             help="The header, or key of the body, that names a session; for session and kvaware.",
         ),
@@ -178,8 +216,8 @@ def options(option: Callable[..., Callable[[Decorated], Decorated]]) -> Callable
         option(
             "--kv-events-endpoint",
             multiple=True,
-            metavar="URL=ENDPOINT",
-            help="Where an instance publishes KV events; without it, what it says of itself.",
+            metavar="URL=ENDPOINT[,REPLAY]",
+            help="KV events of an instance, URL=ENDPOINT[,REPLAY]; without it, where it says itself.",
         ),
         option(
             "--lmcache-controller-url",
@@ -190,8 +228,8 @@ def options(option: Callable[..., Callable[[Decorated], Decorated]]) -> Callable
         option(
             "--lmcache-instances",
             default="",
-            metavar="ID,ID",
-            help="LMCache's names of the instances, in their order.",
+            metavar="ID[=URL],ID[=URL]",
+            help="LMCache's names of the instances, in their order or as ID=URL.",
         ),
         option(
             "--enable-shared-cache",
