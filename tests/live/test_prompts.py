@@ -255,7 +255,7 @@ async def both(url: str) -> tuple[int, int]:
                     assert engine.counts["failed-refused"] > refusals
                     continue
                 ours = await patient(local, path, body)
-                assert (ours.tokens, ours.encoder_tokens) == (found.tokens, found.encoder_tokens)
+                assert (ours.tokens, ours.encoder_items) == (found.tokens, found.encoder_items)
                 assert list(ours.ids) == list(found.ids), body[:2000]
                 if not found.encoder_tokens:  # what stands for a picture is the engine's own
                     assert ours.blocks == found.blocks
