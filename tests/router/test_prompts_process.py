@@ -23,7 +23,7 @@ from ttft_otel.router.choose import instance
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.policies.blocks import extra, numbers
 from ttft_otel.router.prompts import Prompt, Reader, local, probe, reader, worker
-from ttft_otel.router.prompts.frames import Ask
+from ttft_otel.router.prompts.frames import IDS, Ask
 from ttft_otel.router.prompts.reason import Unreadable
 from ttft_otel.router.prompts.worker import Worker
 
@@ -185,6 +185,42 @@ def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     ]
     assert "'/nowhere/model'" in line
     assert "--tokenizer DIR" in line
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": [*range(1, 11)]},
+        {"prompt": [[1, 2, 3, 4, 5], [6, 7]]},
+        {"prompt": [*range(1, 11)], "truncate_prompt_tokens": 6, "cache_salt": "s"},
+    ],
+)
+def test_ids_need_no_tokenizer(folder: str, more: dict[str, Any]) -> None:
+    """Token ids are read while no tokenizer is there, as they are with it; text and odd ids are not."""
+    body = json.dumps({"model": "m", **more}).encode()
+    text, odd = (json.dumps({"prompt": each}).encode() for each in ("Hello", [1, "a"]))
+
+    async def test() -> None:
+        async with started(None, "local", fleet(root=folder)) as read:
+            await until(read)
+            known = await read.read(COMPLETION, "m", body, 4)
+            assert known is not None and known.blocks
+            assert IDS not in read._loads  # type: ignore[attr-defined]
+        async with started(None, "local", fleet(root="/nowhere/at/all")) as read:
+            while (found := await read.read(COMPLETION, "m", body, 4)) is None:
+                assert not read.counts["failed-load"]
+            assert found == known
+            await asyncio.sleep(1.5 * local.LOOK)  # it is not taken for one that nobody wants
+            assert await read.read(COMPLETION, "m", body, 4) == known
+            assert await read.read(COMPLETION, "m", text, 4) is None
+            assert await read.read(COMPLETION, "m", odd, 4) is None
+            assert read.counts["failed-malformed"] == 1
+            assert read.counts["failed-load"] + read.counts["failed-loading"] >= 1
+            pid = read._loads[IDS].worker.pid  # type: ignore[attr-defined]
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    run(test())
 
 
 def test_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

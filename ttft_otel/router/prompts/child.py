@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any, BinaryIO, Final
 
-from ttft_otel.router.prompts.frames import HEAD, Ask, Told, ask, frame
+from ttft_otel.router.prompts.frames import HEAD, IDS, Ask, Told, ask, frame
 from ttft_otel.router.prompts.reason import Unreadable
 
 # Nothing here needs them, and they cost seconds and hundreds of megabytes.
@@ -63,9 +63,10 @@ def answer(question: Ask, models: dict[str, Any]) -> Told:
 
 def _load(question: Ask, models: dict[str, Any]) -> Told:
     try:
-        from ttft_otel.router.prompts.model import Model
+        from ttft_otel.router.prompts.model import Ids, Model
 
-        models[question.source] = Model(question.source)
+        source = question.source
+        models[source] = Ids() if source == IDS else Model(source)
     except ImportError as error:
         missing = f"{error.name or error} is not here; pip install 'ttft-otel[router]'"
         return Told(question.number, "load", missing)

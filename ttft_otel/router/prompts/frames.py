@@ -8,10 +8,11 @@ from typing import Final
 import msgspec
 
 HEAD: Final = 4  # bytes of a frame's length
+IDS: Final = "\0"  # the source of who reads token ids without a tokenizer: no model's
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):
-    """Load a model's tokenizer, or with a path read this body's prompt.
+    """Load a model's tokenizer (IDS: none), or with a path read this body's prompt.
 
     adapter: the LoRA adapter asked for; limit: the longest prompt of the model, 0 unknown.
     """

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from ttft_otel.router.choose import Instance
 from ttft_otel.router.fleet import Fleet
 from ttft_otel.router.prompts import probe
-from ttft_otel.router.prompts.frames import Ask, Told
+from ttft_otel.router.prompts.frames import IDS, Ask, Told
 from ttft_otel.router.prompts.prompt import Prompt
 from ttft_otel.router.prompts.reason import Unreadable
 from ttft_otel.router.prompts.worker import PATIENCE, Worker
@@ -25,6 +26,7 @@ from ttft_otel.router.prompts.worker import PATIENCE, Worker
 PATHS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 PAUSE: Final = 60.0  # before a failed load is tried again
 LOOK: Final = 1.0  # between two looks for models nobody has asked for yet
+BEGINS: Final = 64  # bytes of a prompt that tell what it is
 MOST: Final = 8  # tokenizers at a time, about 100 MB each
 MORE: Final = (
     f"more than {MOST} tokenizers are wanted: prompts of the other models are routed without tokens; "
@@ -41,6 +43,13 @@ class Place:
     source: str
     adapter: str = ""
     limit: int = 0
+
+
+class _Body(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+
+
+_body: Final = msgspec.json.Decoder(_Body)
 
 
 @dataclass(slots=True)
@@ -102,10 +111,12 @@ class Local:
         place = self.place(model)
         if place is None:
             raise Unreadable("model")
-        load = self.load(place.source)
+        source, load = place.source, self.load(place.source)
+        if not (load and load.ready) and kind == PATHS["/v1/completions"] and _numbered(body):
+            source, load = IDS, await self._beside()
         if load is None or not load.ready:
             raise Unreadable("loading" if load and load.loading else "load")
-        ask = Ask(0, place.source, kind, body, size, place.adapter, place.limit)
+        ask = Ask(0, source, kind, body, size, place.adapter, place.limit)
         told = await asyncio.wait_for(load.worker.ask(ask), PATIENCE)
         if told.error:
             raise Unreadable(told.error)
@@ -115,6 +126,13 @@ class Local:
         ids = array("I")
         ids.frombytes(told.ids)
         return Prompt(told.tokens, ids, told.blocks, told.items)
+
+    async def _beside(self) -> Load | None:
+        """The child that reads token ids, beside one that loads a tokenizer or cannot."""
+        load = self.load(IDS)
+        if load and load.task and load.loading:
+            await asyncio.wait({load.task}, timeout=PATIENCE)
+        return load
 
     def place(self, model: str) -> Place | None:
         """Where this model's tokenizer is; None while no instance has named the model."""
@@ -127,7 +145,7 @@ class Local:
         """How it stands with this tokenizer; it is loaded if it was not, a failed one after a pause."""
         load = self._loads.get(source)
         if load is None:
-            if len(self._loads) >= MOST:
+            if source != IDS and len(self._loads.keys() - {IDS}) >= MOST:
                 self.say("", MORE)
                 return None
             load = self._loads[source] = Load(Worker())
@@ -193,7 +211,7 @@ class Local:
                 wanted = {self._tokenizer}
             for source in () if lazy else wanted:
                 self.load(source)
-            for source in set(self._loads) - wanted:  # its last instance is gone
+            for source in set(self._loads) - wanted - {IDS}:  # its last instance is gone
                 self._end(source)
             await asyncio.sleep(LOOK)
 
@@ -208,6 +226,15 @@ class Local:
         source = self._tokenizer or str(base.get("root") or base.get("id"))
         adapter = str(card.get("id")) if base is not card else ""
         return Place(source, adapter, limit if isinstance(limit, int) else 0)
+
+
+def _numbered(body: bytes) -> bool:
+    """Whether the prompt is token ids, or a list of such."""
+    try:
+        prompt = memoryview(_body.decode(body).prompt)[:BEGINS].tobytes()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return prompt[:1] == b"[" and prompt.lstrip(b"[ \t\r\n")[:1].isdigit()
 
 
 async def _closed(load: Load) -> None:

@@ -27,7 +27,59 @@ TEXT: Final = 1 << 22  # characters at most: more take longer than a request wai
 _NOT_VARIABLES: Final = frozenset(("chat_template", "tokenize", "tools", "conversation"))
 
 
-class Model:
+class Ids:
+    """Prompts that are token ids already, for which no tokenizer is needed."""
+
+    def read(self, ask: Ask) -> Told:
+        """The prompt of one body. Raises Unreadable, or what malformed bodies lead to."""
+        body = _decode(ask.body)
+        return self._completion(body, ask, body.get("cache_salt") or "")
+
+    def _completion(self, body: dict[str, Any], ask: Ask, salt: str) -> Told:
+        prompt = body.get("prompt")
+        if prompt is None or body.get("prompt_embeds") is not None:
+            raise Unreadable("unsupported")
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts = prompt if several else [prompt]
+        if sum(map(len, prompts)) > TEXT:
+            raise Unreadable("unsupported")
+        special = body.get("add_special_tokens", True)
+        found = [self._ids(each, body, ask.limit, special) for each in prompts]
+        first, cached = found[0]
+        told = _told(ask, first, [], salt, (), cached)
+        if (
+            len(found) > 1
+        ):  # as many requests in the engine; of all the work, the first one's blocks
+            told = msgspec.structs.replace(told, tokens=sum(len(ids) for ids, _ in found), ids=b"")
+        return told
+
+    def _ids(
+        self, prompt: str | list[int], body: dict[str, Any], limit: int, special: bool
+    ) -> tuple[array[int], int]:
+        """Tokenized, and truncated where the request says so."""
+        special = body.get("add_special_tokens", special)
+        most, side = body.get("truncate_prompt_tokens"), body.get("truncation_side")
+        if most is not None and most < 0:
+            if not limit:
+                raise Unreadable("unsupported")
+            most = limit - 1 if _output(body) else limit
+        if isinstance(prompt, str):
+            ids, cached = self._text(prompt, limit, special, most, side)
+        else:
+            ids, cached = array("I", prompt), 0
+        if not len(ids):
+            raise Unreadable("refused")
+        if most is None or most >= len(ids):
+            return ids, cached
+        return (ids[:most] if side == "right" else ids[len(ids) - most :]), cached
+
+    def _text(
+        self, prompt: str, limit: int, special: bool, most: int | None, side: Any
+    ) -> tuple[array[int], int]:
+        raise Unreadable("load")
+
+
+class Model(Ids):
     """Loads at once, from a folder or a hub's name. Raises whatever transformers raises."""
 
     def __init__(self, source: str) -> None:
@@ -63,49 +115,17 @@ class Model:
             return Told(ask.number, tokens=len(ids) + sum(counts) - len(items), items=counts)
         return _told(ask, *expanded, salt, counts, cached)
 
-    def _completion(self, body: dict[str, Any], ask: Ask, salt: str) -> Told:
-        prompt = body.get("prompt")
-        if prompt is None or body.get("prompt_embeds") is not None:
-            raise Unreadable("unsupported")
-        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = prompt if several else [prompt]
-        if sum(map(len, prompts)) > TEXT:
-            raise Unreadable("unsupported")
-        special = body.get("add_special_tokens", True)
-        found = [self._ids(each, body, ask.limit, special) for each in prompts]
-        first, cached = found[0]
-        told = _told(ask, first, [], salt, (), cached)
-        if (
-            len(found) > 1
-        ):  # as many requests in the engine; of all the work, the first one's blocks
-            told = msgspec.structs.replace(told, tokens=sum(len(ids) for ids, _ in found), ids=b"")
-        return told
-
-    def _ids(
-        self, prompt: str | list[int], body: dict[str, Any], limit: int, special: bool
+    def _text(
+        self, prompt: str, limit: int, special: bool, most: int | None, side: Any
     ) -> tuple[array[int], int]:
-        """Tokenized, and truncated where the request says so."""
-        special = body.get("add_special_tokens", special)
-        most, side = body.get("truncate_prompt_tokens"), body.get("truncation_side")
-        if most is not None and most < 0:
-            if not limit:
-                raise Unreadable("unsupported")
-            most = limit - 1 if _output(body) else limit
-        if isinstance(prompt, str):
-            if len(prompt) > TEXT or most is not None and _long(prompt, limit):
-                raise Unreadable("unsupported")
-            if _long(prompt, limit):
-                raise Unreadable("refused")
-            if most and side is None:
-                return self.encoder.truncated(prompt, special, most), 0
-            ids, cached = self.encoder.encode(prompt, special)
-        else:
-            ids, cached = array("I", prompt), 0
-        if not len(ids):
+        """Tokenized, and truncated where the tokenizer does that."""
+        if len(prompt) > TEXT or most is not None and _long(prompt, limit):
+            raise Unreadable("unsupported")
+        if _long(prompt, limit):
             raise Unreadable("refused")
-        if most is None or most >= len(ids):
-            return ids, cached
-        return (ids[:most] if side == "right" else ids[len(ids) - most :]), cached
+        if most and side is None:
+            return self.encoder.truncated(prompt, special, most), 0
+        return self.encoder.encode(prompt, special)
 
     def _chat(self, body: dict[str, Any]) -> tuple[str, list[chat.Item]]:
         """The rendered text, and the media in it."""
