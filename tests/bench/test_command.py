@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from click.testing import CliRunner
 from bench.conftest import Bench, checked
 from bench.server import Script, serving
 from ttft_otel import cli, names
+from ttft_otel.bench.ask import Ask
 
 QUICK = Script(first=[5.0], queue=[2.0], tokens=2, gap=2.0)
 
@@ -146,6 +151,23 @@ def test_late(bench: Bench) -> None:
     assert gaps[0] >= 300 and all(gap >= 90 for gap in gaps[1:]), "lost rounds are not caught up"
 
 
+def test_warm_rounds(bench: Bench) -> None:
+    """multi-round: a warm-up asks first questions of its kind, as other users than the run's."""
+    words = ("--num-users", 1, "--num-rounds", 2, "--qps", 20, "--requests", 1)
+    lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 30, "--question-len", 7)
+    with serving(Script(first=[5.0], tokens=1, context=500)) as server:
+        more = ("--answer-len", 11, "--warmup", 3)
+        bench("--url", server.url, "--dataset", "multi-round", *words, *lengths, *more)
+        *warm, own = server.notes()
+
+    said = [note["body"]["messages"][0]["content"] for note in (*warm, own)]
+    assert [len(each.split()) for each in said] == [87] * 4
+    assert {note["body"]["max_tokens"] for note in warm} == {11}
+    assert len(set(said)) == 4
+    users = [note["headers"]["x-user-id"] for note in warm]
+    assert len(set(users)) == 3 and own["headers"]["x-user-id"] not in users
+
+
 def test_forgotten(bench: Bench) -> None:
     """multi-round: a question that failed is in no later one."""
     words = ("--num-users", 1, "--num-rounds", 9, "--qps", 20, "--requests", 3)
@@ -210,10 +232,15 @@ def test_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--input-len", "480"], ["--input-len", "400", "--spread", "0.2", "--repeat", "30"]]
+    "words",
+    [
+        ["--input-len", "480"],
+        ["--input-len", "400", "--spread", "0.2", "--repeat", "30"],
+        ["--input-len", "410", "--spread", "0.2", "--warmup", "200"],
+    ],
 )
 def test_context_first(words: list[str]) -> None:
-    """All targets and rounds are checked before the first warm-up: B's context and a later round's."""
+    """All targets and rounds are checked before the first warm-up: B's, a later round, a warm-up."""
     load = ["--concurrency", "1", "--requests", "1", "--warmup", "2", "--output-len", "30", *words]
     with serving(QUICK) as big, serving(Script(context=500)) as small:
         result = CliRunner().invoke(cli.main, ["bench", "--ab", big.url, small.url, *load])
@@ -375,12 +402,15 @@ def test_progress() -> None:
     with serving(Script(first=[700.0], tokens=1)) as server:
         words = ["--url", server.url, "--concurrency", "1", "--requests", "1"]
         command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
-        shown = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, "TERM": "xterm"}
+        shown = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True, env=env)
         quiet = subprocess.run(command, capture_output=True, text=True)
     os.close(terminal)
 
-    assert "0 done, 1 under way, 0 failed" in os.read(told, 65536).decode()
+    said = os.read(told, 65536).decode()
     os.close(told)
+    assert "0 done, 1 under way, 0 failed" in said
+    assert said.rindex("\x1b[?25l") < said.rindex("\x1b[?25h"), "the cursor is there again"
     assert "under way" not in shown.stdout + quiet.stdout + quiet.stderr
 
 
@@ -408,6 +438,97 @@ def test_interrupt(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert run["stopped"] and run["succeeded"] >= 1 and run["unfinished"] == 2
     assert "stopped" in said and "TTFT" in said
+
+
+def test_interrupt_results(tmp_path: Path) -> None:
+    """A second Ctrl-C while results are printed loses none of them, there and in the file."""
+    output = tmp_path / "out.json"
+    many = 300
+    script = Script(first=[1.0] * many + [60_000.0] * many, tokens=1)
+    with serving(script) as server:
+        words = ("--concurrency", "8", "--requests", "600", "--input-len", "1", "--json")
+        command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", server.url, *words]
+        command += ["--output", str(output)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            while len(server.notes()) < many + 8:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.stdout
+            full(process.stdout.fileno())
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=30)[0]
+
+    assert process.returncode == 130
+    printed, written = json.loads(said), json.loads(output.read_text("utf-8"))
+    assert printed == written
+    assert checked(printed)["targets"][0]["runs"][0]["succeeded"] == many
+
+
+def full(pipe: int) -> None:
+    """Wait until nothing more goes into a pipe that nobody reads."""
+    before, held = -1, array("i", [0])
+    while not held[0] or held[0] != before:
+        before = held[0]
+        time.sleep(0.5)
+        fcntl.ioctl(pipe, termios.FIONREAD, held)
+    assert held[0] >= 65536 - 4096
+
+
+def test_interrupt_making() -> None:
+    """Prompts that take long to make are counted on the terminal, and Ctrl-C ends their making."""
+    told, terminal = os.openpty()
+    with serving(QUICK) as server:
+        words = ("--concurrency", "1", "--requests", "4000", "--input-len", "50000")
+        command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", server.url, *words]
+        env = {**os.environ, "TERM": "xterm"}
+        with subprocess.Popen(
+            command, stderr=terminal, stdout=subprocess.PIPE, text=True, env=env
+        ) as process:
+            said = ""
+            while "of 4000 prompts made" not in said:
+                assert select.select([told], [], [], 30)[0], "nothing on the terminal"
+                said += os.read(told, 65536).decode()
+            process.send_signal(signal.SIGINT)
+            printed = process.communicate(timeout=30)[0]
+        assert server.notes() == []
+    os.close(terminal)
+    os.close(told)
+
+    assert process.returncode == 130 and "nothing to explain" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (("--dataset", "replay"), 3),
+        (("--dataset", "replay", "--repeat", "2"), 6),
+        (("--requests", "4", "--concurrency", "1"), 4),
+    ],
+)
+def test_made_once(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, made: int
+) -> None:
+    """No body is made only to know its length: each is made once, for the round that sends it."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [1]}
+    trace.write_text("\n".join([json.dumps(row)] * 3), "utf-8")
+    bodies: list[Any] = []
+    monkeypatch.setattr(Ask, "__init__", noting(Ask.__init__, bodies))
+    with serving(QUICK) as server:
+        bench("--url", server.url, *words, *([trace] if "replay" in words else []))
+        sent = len(server.notes())
+
+    assert (len(bodies), sent) == (made, made)
+
+
+def noting(method: Any, calls: list[Any]) -> Any:
+    """The same method, whose calls are noted."""
+
+    def noted(*given: Any, **more: Any) -> None:
+        calls.append(given)
+        method(*given, **more)
+
+    return noted
 
 
 def test_refused() -> None:

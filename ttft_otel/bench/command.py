@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from ttft_otel.bench.contrast import contrast
 from ttft_otel.bench.document import document
 from ttft_otel.bench.options import OUT, ROUNDS, WHAT, WHEN, WHERE, flags, misplaced
 from ttft_otel.bench.plan import TALKS, Plan, Unfit
-from ttft_otel.bench.session import Side, play
+from ttft_otel.bench.session import Interrupts, Side, check, play
 from ttft_otel.bench.wire import Target
 
 LIMITS: Final = ("ttft", "tpot", "latency")
@@ -70,17 +71,20 @@ def bench(**given: Any) -> None:
     _writable(given)
     sides = _sides(given)
     progress = screen.Progress(Console(stderr=True))
+    interrupts = Interrupts()
     try:
-        finished = play(plan, sides, progress)
+        check(plan, sides)
+        with interrupts.noted():
+            with closing(progress):
+                play(plan, sides, progress, interrupts)
+            interrupts.ignore()
+            found = document(_load(given), sides, slo)
+            if given["ab"]:
+                _pair(found)
+            _give(found, given)
     except (replay.Unreadable, Unfit) as error:
         raise click.ClickException(str(error)) from error
-    finally:
-        progress.close()
-    found = document(_load(given), sides, slo)
-    if given["ab"]:
-        _pair(found)
-    _give(found, given)
-    sys.exit(_status(found, finished))
+    sys.exit(INTERRUPTED if interrupts.count else _status(found))
 
 
 def _plan(given: dict[str, Any]) -> Plan:
@@ -258,10 +262,8 @@ def _give(found: Any, given: dict[str, Any]) -> None:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 
 
-def _status(found: Any, finished: bool) -> int:
+def _status(found: Any) -> int:
     runs = [run for target in found["targets"] for run in target["runs"]]
-    if not finished:
-        return INTERRUPTED
     if not any(run["succeeded"] for run in runs):
         return 1
     return 0 if all(run["valid"] for run in runs) else INVALID

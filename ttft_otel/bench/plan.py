@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -53,11 +53,10 @@ class Plan:
     timeout: float = 600.0
     apart: bool = False
 
-    def load(self, form: Form, seed: int) -> Load:
-        """One run's load, every body of it made beforehand (a conversation's are made as it goes)."""
+    def load(self, form: Form, seed: int, asks: Sequence[Ask]) -> Load:
+        """One run's load, of the bodies that were made of `asks`."""
         if self.dataset == "multi-round":
             return lambda driver: rounds.conversations(driver, form, self.rounds, seed)
-        asks = list(self._asks(form, seed))
         if self.concurrency:
             count = self.concurrency
             return lambda driver: closed_loop(driver, asks, count)
@@ -67,8 +66,7 @@ class Plan:
 
     def warm(self, form: Form, seed: int) -> Load:
         """Requests before the run that nothing counts: prompts of its kind, none of its own."""
-        other = -1 - seed
-        asks = list(itertools.islice(self._asks(form, other), self.warmup))
+        asks = list(itertools.islice(self._warming(form, seed), self.warmup))
         return lambda driver: closed_loop(driver, asks, min(4, self.warmup))
 
     def seed_of(self, number: int, place: int) -> int:
@@ -77,7 +75,7 @@ class Plan:
 
     def check(self, form: Form, place: int) -> None:
         """Raises Unfit when requests of a target's rounds are longer than its context, as far as known."""
-        # Without --spread all rounds have the lengths of the first.
+        # Without --spread all rounds and warm-ups have the lengths of the first.
         for number in range(self.repeat if self.shape.spread else 1):
             self._fit(form, self._rooms(form, self.seed_of(number, place)))
 
@@ -85,9 +83,15 @@ class Plan:
         """Tokens of each request of a round, as far as they can be counted here."""
         if self.dataset == "multi-round":
             return [self.rounds.longest]
-        if self.dataset == "images":
+        if form.chat and self.dataset != "replay":
             return []
-        return [ask.room for ask in self._asks(form, seed)]
+        if self.dataset == "replay":
+            return list(replay.rooms(form, self.trace))
+        if self.shape.spread:
+            warm = itertools.islice(self._warming(form, seed), self.warmup)
+            return [ask.room for ask in itertools.chain(self.asks(form, seed), warm)]
+        prefix = self.shape.prefix if self.dataset == "shared-prefix" else 0
+        return [prefix + self.shape.input + self.shape.output] * self.shape.requests
 
     def _fit(self, form: Form, rooms: Sequence[int]) -> None:
         context = form.known.context
@@ -101,7 +105,23 @@ class Plan:
                 f"{context}. {REMEDIES.get(self.dataset, REMEDY)}"
             )
 
-    def _asks(self, form: Form, seed: int) -> Iterator[Ask]:
+    def count(self) -> int:
+        """How many requests `asks` has."""
+        if self.dataset == "multi-round":
+            return 0
+        return replay.count(self.trace) if self.dataset == "replay" else self.shape.requests
+
+    def _warming(self, form: Form, seed: int) -> Iterator[Ask]:
+        other = -1 - seed
+        if self.dataset == "multi-round":
+            return rounds.openings(form, self.rounds, other)
+        own = replace(self.shape, requests=self.warmup)
+        return replace(self, shape=own).asks(form, other)
+
+    def asks(self, form: Form, seed: int) -> Iterator[Ask]:
+        """A run's requests; none where bodies are made as it goes, as a conversation's are."""
+        if self.dataset == "multi-round":
+            return iter(())
         if self.dataset == "shared-prefix":
             return data.related(form, self.shape, seed)
         if self.dataset == "images":

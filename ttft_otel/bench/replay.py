@@ -7,6 +7,7 @@ prefix cache sees what the trace's did.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -19,6 +20,7 @@ from typing import Any, Final
 from ttft_otel.bench.ask import Ask, Form
 
 BLOCK: Final = 512
+KEPT: Final = 10_000  # blocks that need not be drawn again; 4 KB each
 
 
 class Unreadable(ValueError):
@@ -41,22 +43,41 @@ class Trace:
     most_output: int | None = None
 
 
+def rooms(form: Form, trace: Trace) -> Iterator[int]:
+    """Tokens of each prompt and its answer, as `replayed` makes them; 0 where only the server knows."""
+    for row in _rows(trace):
+        prompt, answer = _lengths(row, trace)
+        yield 0 if form.chat else prompt + answer
+
+
+def count(trace: Trace) -> int:
+    """How many requests there are."""
+    with trace.path.open("rb") as lines:
+        return sum(1 for _ in itertools.islice(lines, trace.requests))
+
+
 def replayed(form: Form, trace: Trace, seed: int) -> Iterator[Ask]:
     """The trace's requests in its order; `at` counts from its first one."""
     size = BLOCK // trace.shrink
 
-    @lru_cache(maxsize=100_000)
+    @lru_cache(maxsize=KEPT)
     def block(number: int) -> tuple[int, ...]:
         return tuple(form.draw(random.Random(f"replay/{seed}/{number}"), size))
 
     start: float | None = None
     for row in _rows(trace):
         start = row["timestamp"] if start is None else start
-        length = _cut(row["input_length"] // trace.shrink, trace.most_input)
+        length, answer = _lengths(row, trace)
         blocks = row["hash_ids"][: math.ceil(length / size)]
         prompt = [each for number in blocks for each in block(number)][: form.units(length)]
         at = (row["timestamp"] - start) / 1000 / trace.speed
-        yield form.ask(prompt, _cut(row["output_length"], trace.most_output), at)
+        yield form.ask(prompt, answer, at)
+
+
+def _lengths(row: dict[str, Any], trace: Trace) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer."""
+    prompt = _cut(row["input_length"] // trace.shrink, trace.most_input)
+    return prompt, _cut(row["output_length"], trace.most_output)
 
 
 def _cut(length: int, most: int | None) -> int:

@@ -10,14 +10,16 @@ their conversations, so that not all of them end at once; what they said before 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, Final
 
-from ttft_otel.bench.ask import Form, text
+from ttft_otel.bench.ask import Ask, Form, text
 from ttft_otel.bench.drive import LEAD_NS, Driver, drop
 
 USER: Final = "x-user-id"  # what a router's session affinity may go by
@@ -78,6 +80,24 @@ async def conversations(driver: Driver, form: Form, rounds: Rounds, seed: int) -
         await drop(tasks)
 
 
+def openings(form: Form, rounds: Rounds, seed: int) -> Iterator[Ask]:
+    """First questions, without end, of users that no conversation has; for a warm-up."""
+    system = text(form.draw(random.Random(f"rounds/{seed}"), rounds.system))
+    for number in itertools.count(1):
+        asked = _question(form, rounds, random.Random(f"user/{seed}/{number}"), system)
+        headers = {USER: f"warmup-{number}"}
+        yield form.talk([{"role": "user", "content": asked}], rounds.answer, headers=headers)
+
+
+def _question(form: Form, rounds: Rounds, chance: random.Random, system: str | None) -> str:
+    """What a user asks; the first time after the system prompt and the user's history."""
+    asked = text(form.draw(chance, rounds.question))
+    if system is None:
+        return asked
+    own = text(form.draw(chance, rounds.history))
+    return f"{system} {own} {asked}"
+
+
 class _Left:
     """How many requests may still be sent; nobody waits for a time once there is none."""
 
@@ -130,10 +150,8 @@ class _User:
 
     async def _ask(self, due: int) -> int:
         """One round; when it ended. A question that failed is forgotten."""
-        asked = text(self.form.draw(self.chance, self.rounds.question))
-        if not self.said:
-            own = text(self.form.draw(self.chance, self.rounds.history))
-            asked = f"{self.system} {own} {asked}"
+        system = None if self.said else self.system
+        asked = _question(self.form, self.rounds, self.chance, system)
         turn = [*self.said, {"role": "user", "content": asked}]
         headers = {USER: str(self.number)}
         result = await self.driver.fire(

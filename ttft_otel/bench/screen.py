@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -31,28 +32,41 @@ def console() -> Console:
 
 
 class Progress:
-    """One line on a terminal, drawn anew in the benchmark's own thread; nothing elsewhere."""
+    """One line on a terminal; nothing elsewhere.
+
+    Drawn when the benchmark's own loop asks for it, since a thread that draws would delay sends.
+    """
 
     def __init__(self, console: Console) -> None:
         """Nothing is drawn yet."""
-        self.console = console
+        self.live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
-    def __call__(self, title: str, run: Run) -> None:
+    def made(self, title: str, count: int, of: int) -> None:
+        """Draw how many prompts there are."""
+        self._draw(f"{count} of {of} prompts made · {title}")
+
+    def sent(self, title: str, run: Run) -> None:
         """Draw how far a run is."""
-        if not self.console.is_terminal:
-            return
         done = len(run.results)
         ttft = [each.ttft_us / 1000 for each in run.results[-100:] if not each.error]
         failed = sum(bool(each.error) for each in run.results)
         middle = f" · TTFT p50 {sorted(ttft)[len(ttft) // 2]:.1f} ms" if ttft else ""
-        text = f"{done} done, {run.unfinished} under way, {failed} failed{middle} · {title}"
-        self.console.file.write(f"\r\x1b[K{text[: self.console.width - 1]}")
-        self.console.file.flush()
+        self._draw(f"{done} done, {run.unfinished} under way, {failed} failed{middle} · {title}")
 
     def close(self) -> None:
         """Take the line away."""
-        if self.console.is_terminal:
-            self.console.file.write("\r\x1b[K")
+        self.live.stop()
+
+    def _draw(self, text: str) -> None:
+        if self.live.console.is_terminal:
+            self.live.start()
+            self.live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def show(found: Mapping[str, Any], out: Console) -> None:

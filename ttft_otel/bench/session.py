@@ -12,19 +12,33 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from time import monotonic
+from types import FrameType
+from typing import Final, Protocol
 
 from ttft_otel.bench import arrival, lookup
-from ttft_otel.bench.ask import Form
+from ttft_otel.bench.ask import Ask, Form
 from ttft_otel.bench.drive import Driver, Run
 from ttft_otel.bench.plan import Load, Plan
 from ttft_otel.bench.wire import Target
 
 SHOWN: Final = 0.5  # seconds between two looks at the progress
+HEARD: Final = 0.001  # seconds in which a stop is heard
 PATIENCE: Final = 60.0  # for breakdowns that have to be looked up after a run
 HURRY: Final = 3.0
 
-Watch = Callable[[str, Run], None]
+
+class Watch(Protocol):
+    """Who shows how far it is."""
+
+    def made(self, title: str, count: int, of: int) -> None:
+        """So many of a run's prompts are made."""
+        ...
+
+    def sent(self, title: str, run: Run) -> None:
+        """A run is so far."""
+        ...
 
 
 @dataclass(slots=True)
@@ -36,39 +50,101 @@ class Side:
     runs: list[Run] = field(default_factory=list)
 
 
-def play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
-    """Fill each side's runs; False when Ctrl-C ended it early (what there is stays).
+class Interrupts:
+    """Ctrl-C, counted while a block runs; it breaks off nothing by itself."""
 
-    Raises Unfit and Unreadable before anything is sent to any side.
-    """
+    def __init__(self) -> None:
+        """None has come yet."""
+        self.count = 0
+        self.tell: Callable[[], object] = _silent
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Count them for as long as the block runs."""
+        before = signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def ignore(self) -> None:
+        """From here to the block's end they do nothing: one may cut off what is being written."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.tell()
+
+
+def check(plan: Plan, sides: Sequence[Side]) -> None:
+    """Raises Unfit and Unreadable before anything is sent to any side."""
     for place, side in enumerate(sides):
         plan.check(side.form, place)
-    return asyncio.run(_play(plan, sides, watch))
 
 
-async def _play(plan: Plan, sides: Sequence[Side], watch: Watch) -> bool:
+def play(plan: Plan, sides: Sequence[Side], watch: Watch, interrupts: Interrupts) -> None:
+    """Fill each side's runs, those of a plan that was checked; Ctrl-C ends it early."""
+    asyncio.run(_told(plan, sides, watch, interrupts))
+
+
+async def _told(plan: Plan, sides: Sequence[Side], watch: Watch, interrupts: Interrupts) -> None:
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    interrupts.tell = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
+    try:
+        await _play(plan, sides, watch, stop)
+    finally:
+        interrupts.tell = _silent  # the loop closes
+
+
+async def _play(plan: Plan, sides: Sequence[Side], watch: Watch, stop: asyncio.Event) -> None:
     for number in range(plan.repeat):
         # Turn about, so that neither side always comes first.
         for side in sides if number % 2 == 0 else reversed(sides):
             seed = plan.seed_of(number, sides.index(side))
-            if plan.warmup:
-                warm = Driver(side.target, plan.timeout, plan.most)
-                await _run(plan.warm(side.form, seed), warm, stop, _silent, "")
-            if stop.is_set():
-                return False
-            driver = Driver(side.target, plan.timeout, plan.most)
-            side.runs.append(driver.run)
             title = f"round {number + 1}/{plan.repeat} {side.target.url}"
-            await _run(plan.load(side.form, seed), driver, stop, watch, title)
-            with suppress(asyncio.TimeoutError):
-                wanted = lookup.complete(side.target, driver.run.results)
-                await asyncio.wait_for(wanted, HURRY if stop.is_set() else PATIENCE)
-    return not stop.is_set()
+            await _round(plan, side, seed, stop, watch, title)
+            if stop.is_set():
+                return
 
 
-async def _run(load: Load, driver: Driver, stop: asyncio.Event, watch: Watch, title: str) -> None:
+async def _round(
+    plan: Plan, side: Side, seed: int, stop: asyncio.Event, watch: Watch, title: str
+) -> None:
+    """A warm-up and a run on one side."""
+    if plan.warmup:
+        warm = Driver(side.target, plan.timeout, plan.most)
+        await _run(plan.warm(side.form, seed), warm, stop)
+    asks = await _made(plan, side.form, seed, stop, partial(watch.made, title))
+    if stop.is_set():
+        return
+    driver = Driver(side.target, plan.timeout, plan.most)
+    side.runs.append(driver.run)
+    await _run(plan.load(side.form, seed, asks), driver, stop, partial(watch.sent, title))
+    with suppress(asyncio.TimeoutError):
+        wanted = lookup.complete(side.target, driver.run.results)
+        await asyncio.wait_for(wanted, HURRY if stop.is_set() else PATIENCE)
+
+
+async def _made(
+    plan: Plan, form: Form, seed: int, stop: asyncio.Event, show: Callable[[int, int], None]
+) -> list[Ask]:
+    """A run's bodies; those of a long trace take a minute. A stop leaves out the rest."""
+    found: list[Ask] = []
+    whole, next_look = plan.count(), monotonic() + SHOWN
+    for ask in plan.asks(form, seed):
+        found.append(ask)
+        if monotonic() >= next_look:
+            show(len(found), whole)
+            await asyncio.sleep(HEARD)
+            if stop.is_set():
+                break
+            next_look = monotonic() + SHOWN
+    return found
+
+
+async def _run(
+    load: Load, driver: Driver, stop: asyncio.Event, show: Callable[[Run], None] | None = None
+) -> None:
     """One run; a stop cancels it."""
     with _quiet(), arrival.noting():
         async with driver.beating():
@@ -76,7 +152,8 @@ async def _run(load: Load, driver: Driver, stop: asyncio.Event, watch: Watch, ti
             end = asyncio.create_task(stop.wait())
             while not (work.done() or end.done()):
                 await asyncio.wait({work, end}, timeout=SHOWN, return_when=asyncio.FIRST_COMPLETED)
-                watch(title, driver.run)
+                if show:
+                    show(driver.run)
             end.cancel()
             driver.run.stopped = work.cancel()
             await asyncio.gather(work, return_exceptions=driver.run.stopped)
@@ -95,5 +172,5 @@ def _quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _silent(title: str, run: Run) -> None:
-    """Show nothing."""
+def _silent() -> None:
+    """Tell nobody."""
