@@ -97,7 +97,7 @@ class Local:
     async def read(self, path: str, model: str, body: bytes, size: int) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, the reason counted."""
         try:
-            return await self._read(path, model, body, size)
+            return await asyncio.wait_for(self._read(path, model, body, size), PATIENCE)
         except asyncio.TimeoutError:
             self.counts["failed-late"] += 1
         except Unreadable as error:
@@ -117,7 +117,7 @@ class Local:
         if load is None or not load.ready:
             raise Unreadable("loading" if load and load.loading else "load")
         ask = Ask(0, source, kind, body, size, place.adapter, place.limit)
-        told = await asyncio.wait_for(load.worker.ask(ask), PATIENCE)
+        told = await load.worker.ask(ask)
         if told.error:
             raise Unreadable(told.error)
         self.counts["read"] += 1
@@ -131,7 +131,7 @@ class Local:
         """The child that reads token ids, beside one that loads a tokenizer or cannot."""
         load = self.load(IDS)
         if load and load.task and load.loading:
-            await asyncio.wait({load.task}, timeout=PATIENCE)
+            await asyncio.wait({load.task})
         return load
 
     def place(self, model: str) -> Place | None:
