@@ -196,3 +196,20 @@ def test_engine_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 os.kill(load.worker.pid, 0)
 
     run(test())
+
+
+def test_a_client_that_leaves_as_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request ends there: the cancellation is never taken for the answer that came with it."""
+
+    async def test() -> None:
+        reader = Local("m", fleet())
+
+        async def read(*_: object) -> None:
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+        monkeypatch.setattr(reader, "_read", read)
+        task = asyncio.create_task(reader.read("/v1/completions", "m", b"{}", 16))
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    run(test())

@@ -96,12 +96,17 @@ class Local:
 
     async def read(self, path: str, model: str, body: bytes, size: int) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, the reason counted."""
+        task = asyncio.create_task(self._read(path, model, body, size))
         try:
-            return await asyncio.wait_for(self._read(path, model, body, size), PATIENCE)
-        except asyncio.TimeoutError:
+            # wait_for of Python 3.10 and 3.11 swallows the cancellation of a client that leaves just now
+            await asyncio.wait({task}, timeout=PATIENCE)
+            if task.done():
+                return task.result()
             self.counts["failed-late"] += 1
         except Unreadable as error:
             self.counts[f"failed-{error.reason}"] += 1
+        finally:
+            task.cancel()
         return None
 
     async def _read(self, path: str, model: str, body: bytes, size: int) -> Prompt:
