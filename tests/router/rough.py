@@ -152,13 +152,13 @@ def request(
 
 
 async def ask(url: str, data: bytes, most: int | None = None, patience: float = 10.0) -> bytes:
-    """Send these bytes; read one whole answer, or leave after `most` bytes of it, with a reset."""
+    """Send these bytes; read one whole answer, or leave after at most `most` bytes, with a reset."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     got = b""
     try:
         writer.write(data)
-        while not (whole(got) if most is None else len(got) >= most):
+        while not (whole(got) or (most is not None and len(got) >= most)):
             more = await asyncio.wait_for(reader.read(65536), patience)
             if not more:
                 break
