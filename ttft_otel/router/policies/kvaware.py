@@ -28,12 +28,8 @@ class Kvaware(Policy):
         if not most or most < request.tokens - self._state.options.threshold:
             return self._otherwise.choose(request, instances, now, again)
         tied = [each for each, held in zip(instances, cached, strict=True) if held == most]
-        to = tied[0] if len(tied) == 1 else self._tell_apart(request, tied, now, again)
+        to = tied[0]
+        if len(tied) > 1:  # else the first would get what all have: a system prompt, a shared cache
+            to = self._otherwise.choose(request, tied, now, again).instance
         left = [request.tokens - each for each in cached]
         return Choice(to, request.tokens - most, "kvaware", most, None, left, cached)
-
-    def _tell_apart(
-        self, request: Asked, tied: Sequence[Instance], now: int, again: bool
-    ) -> Instance:
-        # Else the first would get all that every instance has: a common system prompt, a shared cache.
-        return self._otherwise.choose(request, tied, now, again).instance
