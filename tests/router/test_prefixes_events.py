@@ -23,10 +23,10 @@ from ttft_otel import names
 from ttft_otel.router import prefixes
 from ttft_otel.router.choose import instance
 from ttft_otel.router.fleet import Fleet
+from ttft_otel.router.gauges import caches
 from ttft_otel.router.policies.blocks import numbers
 from ttft_otel.router.prefixes import Source, subscription
 from ttft_otel.router.prefixes.endpoints import Endpoint, given, reach, told
-from ttft_otel.router.prefixes.gauges import caches
 from ttft_otel.router.prefixes.reported import Reported
 from ttft_otel.router.prefixes.slices import sliced
 

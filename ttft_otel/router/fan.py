@@ -16,9 +16,8 @@ from ttft_otel.router.path import Attempt
 from ttft_otel.router.plan import CHAT
 
 AT_ONCE: Final = 64  # calls of one request in flight
-GUESS: Final = (
-    576  # placeholders where nobody has counted them: the same for all, then numbers decide
-)
+# Placeholders where nobody has counted them: the same for all, then numbers decide.
+GUESS: Final = 576
 
 
 class Refused(Exception):

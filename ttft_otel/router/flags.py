@@ -86,8 +86,7 @@ class Flags:
         if logic == TTFT and not fleet.get(ENCODE):
             raise click.UsageError(f"{flag} needs --encoder URL.")
         if logic == TTFT and not POLICIES[self.routing_logic].prompts:
-            reading = " or ".join(name for name, each in POLICIES.items() if each.prompts)
-            raise click.UsageError(f"{flag} needs prompts: --routing-logic {reading}.")
+            raise click.UsageError(f"{flag} needs prompts: --routing-logic {' or '.join(READING)}.")
         return logic
 
     def _source(self, fleet: Fleet) -> Source:

@@ -24,6 +24,7 @@ from ttft_otel.router.gate import Gate
 from ttft_otel.router.legs import Down, Legs
 from ttft_otel.router.pair import Pair
 from ttft_otel.router.path import Attempt, Trip, partition
+from ttft_otel.router.plan import CHAT
 from ttft_otel.router.policies.ttft import Late
 from ttft_otel.router.report import Exchange, Reports, tell
 from ttft_otel.router.stream import Client, hand_on
@@ -32,7 +33,6 @@ from ttft_otel.settings import Settings
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-CHAT: Final = "/v1/chat/completions"
 OPERATIONS: Final[Mapping[str, str]] = {
     CHAT: "chat",
     "/v1/completions": "text_completion",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What policies know and how well they predict, read off routing.py; metrics.py shows it."""
+"""What policies know, how well they predict, and what is cached, read off routing.py; metrics.py shows it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ttft_otel import names
 from ttft_otel.router.choose import Instance
 from ttft_otel.router.policies.model import Quality
 from ttft_otel.router.policies.state import State
+from ttft_otel.router.prefixes.source import Source
 from ttft_otel.router.routing import Routing
 
 WHO: Final = ("leg", "instance")
+EVENTS: Final = "kv-events"
 
 
 def counter(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -79,6 +81,19 @@ def _fits(routing: Routing) -> Iterator[Metric]:
                 for name, value in fit.line._asdict().items():
                     lines.add_metric([leg, url, model, name], value)
     yield from (lines, samples)
+
+
+def caches(leg: str, source: Source) -> Iterator[Metric]:
+    """Of the leg that prefills, what GET /instances says of each instance's index."""
+    blocks = _gauge(names.METRIC_CACHED_BLOCKS, "Blocks that it is known to have cached.", "source")
+    said = "What became of its KV events."
+    events = CounterMetricFamily(names.METRIC_KV_EVENTS, said, labels=[*WHO, "event"])
+    for url, told in sorted(source.status().items()):
+        blocks.add_metric([leg, url, told["source"]], told["blocks"])
+        if told["source"] == EVENTS:  # an LMCache controller's answers are no instance's own
+            for event, number in told["counts"].items():
+                events.add_metric([leg, url, event], number)
+    yield from (blocks, events)
 
 
 def _gauge(name: str, says: str, *labels: str) -> GaugeMetricFamily:

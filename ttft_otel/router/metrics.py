@@ -13,8 +13,7 @@ from prometheus_client.registry import Collector
 from ttft_otel import guard, meter, names
 from ttft_otel.router.choose import State
 from ttft_otel.router.forward import Forward
-from ttft_otel.router.gauges import counter, routes
-from ttft_otel.router.prefixes.gauges import caches
+from ttft_otel.router.gauges import caches, counter, routes
 
 _BREAKER: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
