@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the tables of flags and limits into the reference pages: run it after one has changed.
+
+Tables stand between `<!-- flags NAME -->` and `<!-- end of flags NAME -->`, where NAME is a subcommand of
+`ttft-otel`, and between `<!-- limits -->` and `<!-- end of limits -->`. tests/test_docs.py fails when a
+page is not what this script makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import click
+
+from ttft_otel import cli
+from ttft_otel.router.limits import RouterLimits
+
+FOLDER = Path(__file__).parent / "reference"
+PAGES = (FOLDER / "commands.md", FOLDER / "router-flags.md", FOLDER / "limits.md")
+IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
+TABLE = re.compile(r"(<!-- flags ([a-z]+) -->\n).*?(<!-- end of flags \2 -->)", re.DOTALL)
+LIMITS = re.compile(r"(<!-- limits -->\n).*?(<!-- end of limits -->)", re.DOTALL)
+
+
+def describe_default(option: click.Option) -> str:
+    """Write an option's default as a table cell; a dash where there is none.
+
+    A default that depends on something is text: click's `show_default`, or in brackets in the help.
+    """
+    in_help = IN_HELP.search(option.help or "")
+    if in_help or isinstance(option.show_default, str):
+        return in_help[1] if in_help else str(option.show_default)
+    value = option.default() if callable(option.default) else option.default
+    if value is None or isinstance(value, bool) or value in ((), "") or "UNSET" in repr(value):
+        return "–"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def describe_option(option: click.Option) -> str:
+    """Make an option's table row: names, default, meaning with the words that it accepts."""
+    flags = ", ".join(f"`{flag}`" for flag in option.opts)
+    text = IN_HELP.sub("", option.help or "").replace("; see docs/router.md", "")
+    meaning = [text] if text else []
+    if isinstance(option.type, click.Choice):
+        meaning.append("One of " + ", ".join(f"`{word}`" for word in option.type.choices) + ".")
+    if option.multiple and "repeat" not in text.lower():
+        meaning.append("Repeatable.")
+    return f"| {flags} | {describe_default(option)} | {' '.join(meaning)} |\n"
+
+
+def render_flags(name: str) -> str:
+    """Make the table of a command's flags, without --help."""
+    command = cli.load_subcommand(name, cli.SUBCOMMANDS[name])
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    head = "| flag | default | meaning |\n|---|---|---|\n"
+    return head + "".join(describe_option(each) for each in options if not each.hidden)
+
+
+def render_limits() -> str:
+    """Make the table of the router's limits."""
+    rows = [
+        f"| `--{each.name.replace('_', '-')}` | `{each.default:.10g}` | {each.metadata['answer']} "
+        f"| {each.metadata['text']} |\n"
+        for each in dataclasses.fields(RouterLimits)
+    ]
+    return "| limit | default | beyond it | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def render_page(text: str) -> str:
+    """Replace every table between marks in a page's text."""
+    text = TABLE.sub(lambda found: found[1] + render_flags(found[2]) + found[3], text)
+    return LIMITS.sub(lambda found: found[1] + render_limits() + found[2], text)
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(render_page(page.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
