@@ -2,7 +2,7 @@
 """The dashboards as code: `python -m grafana.build` writes grafana/dashboards/*.json from this folder.
 
 Input are the vocabulary (ttft_otel/stages.py, names.py), its colours (palette.py) and the
-metrics that the collector makes (queries.py, counters.py); Grafana's provisioning reads the JSON.
+metrics that the collector makes (ttft_queries.py, pipeline_queries.py); Grafana reads the JSON.
 """
 
 import warnings

@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from grafana.build.boards import render
+from grafana.build.all_dashboards import render_dashboards
 
-FOLDER = Path(__file__).parents[1] / "dashboards"
+DASHBOARDS_FOLDER = Path(__file__).parents[1] / "dashboards"
 
-for uid, text in render().items():
-    (FOLDER / f"{uid}.json").write_text(text, "utf-8")
+for uid, text in render_dashboards().items():
+    (DASHBOARDS_FOLDER / f"{uid}.json").write_text(text, "utf-8")
     sys.stdout.write(f"{uid}.json\n")

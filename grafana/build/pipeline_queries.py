@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromQL over the pipeline's own counters: our processes' (names.py), the collector's, Tempo's.
 
-health.py draws them, grafana/prometheus/alerts compares them with limits.
+health_dashboard.py draws them, grafana/prometheus/alerts compares them with limits.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from grafana.build import queries
+from grafana.build import ttft_queries
 from ttft_otel import names
 
-RECORDS: Final = f"{names.METRIC_RECORDS}_total"
-DROPPED: Final = f"{names.METRIC_DROPPED}_total"
-LOST: Final = f"{names.METRIC_LOST}_total"
-ERRORS: Final = f"{names.METRIC_ERRORS}_total"
+RECORDS_TOTAL: Final = f"{names.METRIC_RECORDS}_total"
+DROPPED_TOTAL: Final = f"{names.METRIC_DROPPED}_total"
+LOST_TOTAL: Final = f"{names.METRIC_LOST}_total"
+ERRORS_TOTAL: Final = f"{names.METRIC_ERRORS}_total"
 PENDING: Final = names.METRIC_PENDING
 
 # Of routers. Prometheus calls the instance behind one `exported_instance`: `instance` is the router.
@@ -23,7 +23,7 @@ BREAKER: Final = names.METRIC_BREAKER
 IN_FLIGHT: Final = names.METRIC_IN_FLIGHT
 ATTEMPTS: Final = f"{names.METRIC_ATTEMPTS}_total"
 RETRIES: Final = f"{names.METRIC_RETRIES}_total"
-BEHIND: Final = "instance, leg, exported_instance"
+INSTANCE_LABELS: Final = "instance, leg, exported_instance"
 
 ACCEPTED: Final = "otelcol_receiver_accepted_spans_total"
 REFUSED: Final = "otelcol_receiver_refused_spans_total"
@@ -48,9 +48,9 @@ DISCARDED: Final = "tempo_discarded_spans_total"
 RATIO: Final = "ttft:unattributed:ratio5m"
 
 # Every hop of a span: what is lost there, and a counter that is there when the hop is.
-HOPS: Final[dict[str, tuple[str, str]]] = {
-    "server, before its exporter": (DROPPED, RECORDS),
-    "exporter of a server": (LOST, RECORDS),
+LOSSES_BY_HOP: Final[dict[str, tuple[str, str]]] = {
+    "server, before its exporter": (DROPPED_TOTAL, RECORDS_TOTAL),
+    "exporter of a server": (LOST_TOTAL, RECORDS_TOTAL),
     "collector refused": (REFUSED, ACCEPTED),
     "collector failed": (FAILED, ACCEPTED),
     "collector's queue full": (ENQUEUE_FAILED, ACCEPTED),
@@ -60,60 +60,63 @@ HOPS: Final[dict[str, tuple[str, str]]] = {
 }
 
 
-def rate(metric: str, window: str, by: str = "") -> str:
-    """Counted per second, over all instances or by a label."""
+def rate_of_counter(metric: str, window: str, by: str = "") -> str:
+    """Rate per second of a counter, over all instances or by a label."""
     over = f" by ({by})" if by else ""
     return f"sum{over} (rate({metric}[{window}]))"
 
 
-def counted(counter: str, base: str, window: str, by: str = "") -> str:
+def rate_or_zero(counter: str, base: str, window: str, by: str = "") -> str:
     """Counted per second; 0 where nothing was counted yet, absent where `base` is, as its hop is."""
-    return f"({rate(counter, window, by)} or 0 * {rate(base, window, by)})"
+    return f"({rate_of_counter(counter, window, by)} or 0 * {rate_of_counter(base, window, by)})"
 
 
-def all_lost(window: str) -> str:
-    """What all hops lost in a window; hops that are not there add nothing."""
-    parts = [f"sum (increase({counter}[{window}]))" for counter, _ in HOPS.values()]
-    return f"sum ({' or '.join(_told_apart(parts))} or 0 * sum (increase({ACCEPTED}[{window}])))"
+def sum_all_losses(window: str) -> str:
+    """Losses of all hops in a window; absent hops count as 0."""
+    parts = [f"sum (increase({counter}[{window}]))" for counter, _ in LOSSES_BY_HOP.values()]
+    return f"sum ({' or '.join(_add_distinct_labels(parts))} or 0 * sum (increase({ACCEPTED}[{window}])))"
 
 
-def _told_apart(parts: list[str]) -> list[str]:
-    """With a label each: `or` drops series whose labels are alike."""
+def _add_distinct_labels(parts: list[str]) -> list[str]:
+    """Add a distinct label to each query: PromQL's `or` drops series with equal labels."""
     return [
         f'label_replace({part}, "hop", "{number}", "", "")' for number, part in enumerate(parts)
     ]
 
 
-def fill(by: str) -> str:
+def share_of_queue_used(by: str) -> str:
     """How full the fullest queue is, as a share."""
     return f"max by ({by}) ({QUEUED} / {CAPACITY})"
 
 
-def kept(window: str) -> str:
+def share_of_traces_kept(window: str) -> str:
     """The share of traces that sampling keeps; all of them without sampling."""
-    yes = rate(f'{SAMPLED}{{sampled="true"}}', window)
-    return f"({yes} / {rate(SAMPLED, window)} >= 0) or 1 + 0 * {rate(ACCEPTED, window)}"
+    yes = rate_of_counter(f'{SAMPLED}{{sampled="true"}}', window)
+    return f"({yes} / {rate_of_counter(SAMPLED, window)} >= 0) or 1 + 0 * {rate_of_counter(ACCEPTED, window)}"
 
 
-def unattributed(window: str, by: str = "") -> str:
-    """The share of time that no mark accounts for."""
+def share_unattributed(window: str, by: str = "") -> str:
+    """The share of TTFT that is unattributed."""
     over = f" by ({by})" if by else ""
-    found = f'{queries.OF_STAGE}=~"{queries.kind("")}"'
+    rate_by_stage = f'{ttft_queries.STAGE_LABEL}=~"{ttft_queries.match_stage_kind("")}"'
     part, whole = (
-        f"sum{over} (histogram_sum(rate({queries.STAGE}{chosen}[{window}])))"
-        for chosen in (f"{{{found}}}", "")
+        f"sum{over} (histogram_sum(rate({ttft_queries.STAGE_METRIC}{chosen}[{window}])))"
+        for chosen in (f"{{{rate_by_stage}}}", "")
     )
-    return queries.real(f"({part} or 0 * {whole}) / {whole}")
+    return ttft_queries.drop_nan(f"({part} or 0 * {whole}) / {whole}")
 
 
-def failing(window: str, by: str) -> str:
+def share_of_failed_attempts(window: str, by: str) -> str:
     """The share of attempts at each instance behind routers that failed."""
     bad = f'{ATTEMPTS}{{result!~"[1234]xx"}}'
-    return queries.real(f"{counted(bad, ATTEMPTS, window, by)} / {rate(ATTEMPTS, window, by)}")
+    return ttft_queries.drop_nan(
+        f"{rate_or_zero(bad, ATTEMPTS, window, by)} / {rate_of_counter(ATTEMPTS, window, by)}"
+    )
 
 
-def routed(window: str) -> str:
+def rate_of_routed_requests(window: str) -> str:
     """Requests per second that routers gave to each instance, by leg."""
-    found = f'{queries.INSTANCE}!="",{queries.OF_STAGE}=~"{queries.legs(["receive"])}"'
-    count = f"histogram_count(rate({queries.STAGE}{{{found}}}[{window}]))"
-    return f"sum by ({queries.LEG}, {queries.INSTANCE}) ({count})"
+    stages = ttft_queries.match_legs(["receive"])
+    found = f'{ttft_queries.INSTANCE_LABEL}!="",{ttft_queries.STAGE_LABEL}=~"{stages}"'
+    count = f"histogram_count(rate({ttft_queries.STAGE_METRIC}{{{found}}}[{window}]))"
+    return f"sum by ({ttft_queries.LEG_LABEL}, {ttft_queries.INSTANCE_LABEL}) ({count})"

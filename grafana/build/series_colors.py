@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's colours (palette.py) as field overrides: a stage looks the same everywhere."""
+"""The colours of palette.py as field overrides, so that a stage looks the same everywhere."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from ttft_otel import palette, stages
 Override = tuple[str, list[DynamicConfigValue]]
 
 # Lines that are no stage's: percentiles from calm to loud, and the SLO.
-CALM: Final = palette.COLORS["ipc"]
-MIDDLE: Final = palette.COLORS["prefill.compute"]
-LOUD: Final = palette.COLORS["prefill.stall"]
-LIMIT: Final = palette.COLORS["router.retry"]
-GOOD: Final = palette.COLORS["output"]
-NEUTRAL: Final = palette.COLORS["dispatch"]
+CALM_COLOR: Final = palette.STAGE_COLORS["ipc"]
+MIDDLE_COLOR: Final = palette.STAGE_COLORS["prefill.compute"]
+LOUD_COLOR: Final = palette.STAGE_COLORS["prefill.stall"]
+LIMIT_COLOR: Final = palette.STAGE_COLORS["router.retry"]
+GOOD_COLOR: Final = palette.STAGE_COLORS["output"]
+NEUTRAL_COLOR: Final = palette.STAGE_COLORS["dispatch"]
 
 
-def fixed(hue: str) -> DynamicConfigValue:
+def fix_color(hue: str) -> DynamicConfigValue:
     """One colour, whatever the value."""
     return DynamicConfigValue("color", {"mode": "fixed", "fixedColor": hue})
 
 
-def set_to(name: str, value: Any) -> DynamicConfigValue:
+def set_property(name: str, value: Any) -> DynamicConfigValue:
     """Any other property of an override."""
     return DynamicConfigValue(name, value)
 
 
-def stage_colors() -> list[Override]:
+def list_stage_colors() -> list[Override]:
     """One override per word of the vocabulary, for every leg that has it."""
-    return [(_pattern(word), [fixed(hue)]) for word, hue in palette.COLORS.items()]
+    return [
+        (_build_name_pattern(word), [fix_color(hue)]) for word, hue in palette.STAGE_COLORS.items()
+    ]
 
 
-def role_colors() -> list[Override]:
+def list_role_colors() -> list[Override]:
     """One override per role."""
-    return [(f"^{role}$", [fixed(hue)]) for role, hue in palette.ROLE_COLORS.items()]
+    return [(f"^{role}$", [fix_color(hue)]) for role, hue in palette.ROLE_COLORS.items()]
 
 
-def _pattern(word: str) -> str:
+def _build_name_pattern(word: str) -> str:
     """A regular expression (JavaScript's) for a word's full names."""
     name = word.replace(".", "\\.")
     if word == "router.hop":
         return f"^{name}\\..+$"
-    if word in stages.ROUTER:
+    if word in stages.ROUTER_STAGES:
         return f"^{name}$"
     legs = "|".join(role for role in stages.ROLES if role != "router")
     return f"^(({legs})\\.)?{name}$"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of panel that our dashboards are made of; ttft.py and health.py say what is in them.
+"""Builders for every kind of panel; ttft_dashboard.py and health_dashboard.py fill them with queries.
 
 Everything here is drawn by Grafana from 10.1 on. A panel that needs a newer one goes through
-`newer`, which says so in its description and in NEWER, where the tests look.
+`require_newer_grafana`, which notes it in the description and in REQUIRED_GRAFANA_VERSION, where the
+tests look.
 """
 
 from __future__ import annotations
@@ -28,109 +29,129 @@ from grafana_foundation_sdk.models import heatmap as shades
 from grafana_foundation_sdk.models import prometheus as formats
 from grafana_foundation_sdk.models import tempo as tables
 
-from grafana.build import colors
+from grafana.build import series_colors
 
 PROMETHEUS: Final = shapes.DataSourceRef("prometheus", "${prometheus}")
 TEMPO: Final = shapes.DataSourceRef("tempo", "${tempo}")
-NEWER: Final[dict[str, str]] = {}  # title of a panel: the Grafana that it needs
+REQUIRED_GRAFANA_VERSION: Final[dict[str, str]] = {}  # title of a panel: the Grafana that it needs
 
 # No red in an idle system: an empty answer reads "–".
-EMPTY: Final = "–"
+EMPTY_TEXT: Final = "–"
 
 
-def instant(query: str, ref: str = "A", legend: str = "", as_table: bool = False) -> Any:
+def build_instant_target(
+    query: str, ref: str = "A", legend: str = "", as_table: bool = False
+) -> Any:
     """A number now, over the dashboard's whole range."""
     made = prometheus.Dataquery().expr(query).ref_id(ref).instant().datasource(PROMETHEUS)
     shape = formats.PromQueryFormat.TABLE if as_table else formats.PromQueryFormat.TIME_SERIES
     return made.legend_format(legend or "__auto").format(shape)
 
 
-def line(query: str, legend: str, ref: str = "A", exemplars: bool = False) -> Any:
+def build_range_target(query: str, legend: str, ref: str = "A", exemplars: bool = False) -> Any:
     """A series over time, with points of single requests where they are wanted."""
     made = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(ref)
     return made.range().exemplar(exemplars).datasource(PROMETHEUS)
 
 
-def traces(query: str, limit: int = 100) -> Any:
+def build_traceql_target(query: str, limit: int = 100) -> Any:
     """A TraceQL search, or one trace where the query is an id."""
     made = tempo.Dataquery().query(query).query_type("traceql").ref_id("A").limit(limit)
     return made.table_type(tables.SearchTableType.SPANS).datasource(TEMPO)
 
 
-def number(title: str, says: str, query: str, unit: str, hue: str = "", steps: Any = None) -> Any:
+def build_number_panel(
+    title: str, says: str, query: str, unit: str, hue: str = "", steps: Any = None
+) -> Any:
     """One big number; its colour is fixed, or by thresholds `steps` (value, colour)."""
-    made = stat.Panel().title(title).description(says).unit(unit).with_target(instant(query))
-    made.datasource(PROMETHEUS).no_value(EMPTY).graph_mode(shapes.BigValueGraphMode.NONE)
+    made = (
+        stat.Panel()
+        .title(title)
+        .description(says)
+        .unit(unit)
+        .with_target(build_instant_target(query))
+    )
+    made.datasource(PROMETHEUS).no_value(EMPTY_TEXT).graph_mode(shapes.BigValueGraphMode.NONE)
     made.color_mode(shapes.BigValueColorMode.VALUE).height(4).span(4)
     made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     if steps:
-        return made.color_scheme(_by_threshold()).thresholds(thresholds(steps))
-    return made.color_scheme(_one(hue or colors.NEUTRAL))
+        return made.color_scheme(_use_threshold_colors()).thresholds(build_thresholds(steps))
+    return made.color_scheme(_use_fixed_color(hue or series_colors.NEUTRAL_COLOR))
 
 
-def lines(title: str, says: str, unit: str, *targets: Any, legend: bool = True) -> Any:
+def build_lines_panel(title: str, says: str, unit: str, *targets: Any, legend: bool = True) -> Any:
     """Lines over time, with the last and the highest value in the legend."""
     made = timeseries.Panel().title(title).description(says).unit(unit).min(0)
     made.targets(list(targets)).datasource(PROMETHEUS).line_width(2).fill_opacity(0)
-    made.show_points(shapes.VisibilityMode.AUTO).height(9).span(12).no_value(EMPTY)
+    made.show_points(shapes.VisibilityMode.AUTO).height(9).span(12).no_value(EMPTY_TEXT)
     shown = common.VizLegendOptions().placement(shapes.LegendPlacement.BOTTOM)
     shown.display_mode(shapes.LegendDisplayMode.LIST).show_legend(legend)
     tip = common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI)
     return made.legend(shown).tooltip(tip.sort(shapes.SortOrder.DESCENDING))
 
 
-def stacked(title: str, says: str, unit: str, *targets: Any) -> Any:
+def build_stacked_panel(title: str, says: str, unit: str, *targets: Any) -> Any:
     """Areas that add up; the legend beside them lists the means."""
-    made = ranked(lines(title, says, unit, *targets), "mean").fill_opacity(75).line_width(0)
+    made = (
+        rank_series(build_lines_panel(title, says, unit, *targets), "mean")
+        .fill_opacity(75)
+        .line_width(0)
+    )
     made.show_points(shapes.VisibilityMode.NEVER)
     return made.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
 
 
-def ranked(panel: Any, by: str) -> Any:
+def rank_series(panel: Any, by: str) -> Any:
     """Many series: a table beside them, highest first."""
     shown = common.VizLegendOptions().placement(shapes.LegendPlacement.RIGHT).show_legend(True)
     shown.display_mode(shapes.LegendDisplayMode.TABLE).calcs([by])
     return panel.legend(shown.sort_by(by.capitalize()).sort_desc(True))
 
 
-def bars(title: str, says: str, unit: str, query: str, legend: str) -> Any:
+def build_bars_panel(title: str, says: str, unit: str, query: str, legend: str) -> Any:
     """Horizontal bars, longest first."""
-    made = bargauge.Panel().title(title).description(says).unit(unit).min(0).no_value(EMPTY)
-    made.with_target(instant(query, legend=legend)).datasource(PROMETHEUS).height(11).span(8)
+    made = bargauge.Panel().title(title).description(says).unit(unit).min(0).no_value(EMPTY_TEXT)
+    made.with_target(build_instant_target(query, legend=legend)).datasource(PROMETHEUS).height(
+        11
+    ).span(8)
     made.orientation(shapes.VizOrientation.HORIZONTAL).show_unfilled(False)
     made.display_mode(shapes.BarGaugeDisplayMode.BASIC)
     return made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
 
 
-def heat(title: str, says: str, query: str, hue: str) -> Any:
+def build_heatmap_panel(title: str, says: str, query: str, hue: str) -> Any:
     """A histogram's buckets over time."""
-    target = line(query, "{{le}}").format(formats.PromQueryFormat.HEATMAP)
+    target = build_range_target(query, "{{le}}").format(formats.PromQueryFormat.HEATMAP)
     made = heatmap.Panel().title(title).description(says).unit("s").with_target(target)
     made.datasource(PROMETHEUS).calculate(False).cell_gap(1).hide_legend().height(9).span(12)
     made.y_axis(heatmap.YAxisConfig().unit("s").axis_placement(shapes.AxisPlacement.LEFT))
-    made.filter_values(heatmap.FilterValueRange().le(1e-9)).no_value(EMPTY)
+    # Empty buckets are not drawn: they would colour the whole panel.
+    made.filter_values(heatmap.FilterValueRange().le(1e-9)).no_value(EMPTY_TEXT)
     shade = heatmap.HeatmapColorOptions().mode(shades.HeatmapColorMode.OPACITY).fill(hue).steps(64)
     return made.color(shade.scale(shades.HeatmapColorScale.EXPONENTIAL).exponent(0.5))
 
 
-def rows(title: str, says: str, unit: str, *targets: Any) -> Any:
+def build_table_panel(title: str, says: str, unit: str, *targets: Any) -> Any:
     """A table of instant queries, or of a search, one row per thing."""
-    made = table.Panel().title(title).description(says).unit(unit).no_value(EMPTY)
+    made = table.Panel().title(title).description(says).unit(unit).no_value(EMPTY_TEXT)
     return made.targets(list(targets)).height(8).span(24).filterable(True)
 
 
-def joined(
+def build_joined_table(
     title: str, says: str, by: str, labels: dict[str, str], *columns: tuple[str, str, str]
 ) -> Any:
     """A table with one row per combination of labels, and a column (title, unit, query) per number."""
-    refs = "ABCDEFGH"[: len(columns)]
+    # Grafana names the column of query A "Value #A" once tables are merged.
+    refs = "ABCDEFGHIJ"[: len(columns)]
     targets = [
-        instant(query, ref, as_table=True) for ref, (_, _, query) in zip(refs, columns, strict=True)
+        build_instant_target(query, ref, as_table=True)
+        for ref, (_, _, query) in zip(refs, columns, strict=True)
     ]
-    made = rows(title, says, columns[0][1], *targets).datasource(PROMETHEUS)
+    made = build_table_panel(title, says, columns[0][1], *targets).datasource(PROMETHEUS)
     order = [*labels, *(f"Value #{ref}" for ref in refs)]
     places = {name: place for place, name in enumerate(order)}
     for id_val, options in (
+        # `merge` joins the queries' rows by their labels; `organize` hides the time and orders the columns.
         ("merge", {}),
         ("organize", {"excludeByName": {"Time": True}, "indexByName": places}),
     ):
@@ -144,59 +165,60 @@ def joined(
     return made.sort_by([common.TableSortByFieldState().display_name(by).desc(True)]).height(7)
 
 
-def foreign(kind: str, title: str, says: str, target: Any) -> Any:
+def build_plugin_panel(kind: str, title: str, says: str, target: Any) -> Any:
     """A panel that the SDK has no builder for; `kind` is its plug-in's id."""
     made = dashboard.Panel().type(kind).title(title).description(says).with_target(target)
     return made.unit("ns").height(18).span(24)
 
 
-def nodes(title: str, says: str, target: Any) -> Any:
+def build_node_graph(title: str, says: str, target: Any) -> Any:
     """A graph of who called whom."""
     made = nodegraph.Panel().title(title).description(says).with_target(target)
     return made.unit("ns").datasource(TEMPO).height(11).span(24)
 
 
-def newer(panel: Any, version: str) -> Any:
+def require_newer_grafana(panel: Any, version: str) -> Any:
     """Mark a panel that Grafana 10.1 cannot draw."""
     built = panel.build()
-    NEWER[built.title] = version
+    REQUIRED_GRAFANA_VERSION[built.title] = version
     return panel.description(f"{built.description} Needs Grafana {version} or newer.")
 
 
-def tinted(panel: Any, overrides: Iterable[colors.Override]) -> Any:
+def color_series(panel: Any, overrides: Iterable[series_colors.Override]) -> Any:
     """Give series their colours, by regular expressions on their names."""
     for pattern, properties in overrides:
         panel.override_by_regexp(pattern, properties)
     return panel
 
 
-def thresholds(steps: Iterable[tuple[float | None, str]]) -> Any:
+def build_thresholds(steps: Iterable[tuple[float | None, str]]) -> Any:
     """Colours from a value on; the first has no value."""
     found = [models.Threshold(value=value, color=hue) for value, hue in steps]
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(found)
 
 
-def row(title: str) -> Any:
+def build_row(title: str) -> Any:
     """A heading: the question that the panels below it answer."""
     return dashboard.Row(title)
 
 
-def source(name: str, plugin: str, label: str) -> Any:
+def build_datasource_variable(name: str, plugin: str, label: str) -> Any:
     """A variable to choose a data source by; ours is the one with the same uid."""
     chosen = models.VariableOption(text=label, value=name, selected=True)
     return dashboard.DatasourceVariable(name).label(label).type(plugin).current(chosen)
 
 
-def chosen(name: str, label: str, query: str) -> Any:
+def build_label_variable(name: str, label: str, query: str) -> Any:
     """A variable with the values of a label; All is the default."""
     made = dashboard.QueryVariable(name).label(label).datasource(PROMETHEUS)
     made.query({"query": query, "refId": name}).definition(query)
+    # Values of the visible range only: instances that are long gone are not offered.
     made.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
     made.sort(models.VariableSort.ALPHABETICAL_ASC).multi(True).include_all(True).all_value(".*")
     return made.current(models.VariableOption(text="All", value="$__all", selected=True))
 
 
-def board(title: str, uid: str, says: str, other: tuple[str, str]) -> Any:
+def build_empty_dashboard(title: str, uid: str, says: str, other: tuple[str, str]) -> Any:
     """An empty dashboard with what both have: time, refresh, and a link to the other."""
     made = dashboard.Dashboard(title).uid(uid).description(says).tags(["ttft-otel"]).readonly()
     made.time("now-1h", "now").refresh("30s").timezone("browser")
@@ -205,9 +227,9 @@ def board(title: str, uid: str, says: str, other: tuple[str, str]) -> Any:
     return made.link(link.url(f"/d/{other[1]}").keep_time(True).icon("dashboard"))
 
 
-def _one(hue: str) -> Any:
+def _use_fixed_color(hue: str) -> Any:
     return dashboard.FieldColor().mode(models.FieldColorModeId.FIXED).fixed_color(hue)
 
 
-def _by_threshold() -> Any:
+def _use_threshold_colors() -> Any:
     return dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS)

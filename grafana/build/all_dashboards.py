@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All dashboards by uid, and their text; __main__.py writes it, the tests compare it."""
+"""All dashboards by uid, and their JSON, which __main__.py writes and tests compare."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ import json
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from grafana.build import health, ttft
+from grafana.build import health_dashboard, ttft_dashboard
 
 
-def boards() -> dict[str, Dashboard]:
+def build_dashboards() -> dict[str, Dashboard]:
     """Every dashboard by its uid, which is also its file's name."""
-    built = [board.build() for board in (ttft.board(), health.board())]
+    built = [
+        board.build()
+        for board in (
+            ttft_dashboard.build_ttft_dashboard(),
+            health_dashboard.build_health_dashboard(),
+        )
+    ]
     for board in built:
-        _number(board)
+        _number_panels(board)
     return {board.uid or "": board for board in built}
 
 
-def _number(board: Dashboard) -> None:
+def _number_panels(board: Dashboard) -> None:
     """Give every panel an id, folded ones included: links and tests need one."""
     ids = itertools.count(1)
     for panel in board.panels or []:
@@ -29,9 +35,9 @@ def _number(board: Dashboard) -> None:
             folded.id_val = next(ids)
 
 
-def render() -> dict[str, str]:
+def render_dashboards() -> dict[str, str]:
     """Every dashboard's JSON, stable: the same code gives the same bytes."""
     return {
         uid: json.dumps(board, cls=JSONEncoder, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-        for uid, board in boards().items()
+        for uid, board in build_dashboards().items()
     }

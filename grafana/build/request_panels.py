@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second half of the TTFT dashboard: which requests were slow, show me one, what have they in common.
 
-ttft.py puts these panels below its own; the searches are in queries.py.
+ttft_dashboard.py puts these panels below its own; the searches are in ttft_queries.py.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from typing import Any, Final
 from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.models import common as shapes
 
-from grafana.build import colors, panels, queries
+from grafana.build import panel_kinds, series_colors, ttft_queries
 from ttft_otel import names
 
-UID: Final = "ttft"
+TTFT_UID: Final = "ttft"
 
 
-def slow(made: Any) -> None:
-    requests = panels.rows(
+def add_slow_requests(dashboard_builder: Any) -> None:
+    requests = panel_kinds.build_table_panel(
         "Requests over the SLO",
         "Up to 100 outermost requests whose TTFT is over the SLO (raise it to find the slowest). "
         "Click one: the trace below shows it.",
         "ns",
-        panels.traces(queries.slow()),
+        panel_kinds.build_traceql_target(ttft_queries.find_slow_requests()),
     )
-    requests.datasource(panels.TEMPO)
+    requests.datasource(panel_kinds.TEMPO)
     for field, value in (
         ("traceID", "${__value.raw}"),
         ("spanID", "${__data.fields.traceIdHidden}"),
     ):
-        requests.override_by_name(field, [colors.set_to("links", [_to(value)])])
+        requests.override_by_name(
+            field, [series_colors.set_property("links", [_link_to_trace(value)])]
+        )
     named = (
         ("duration", "TTFT"),
         (names.MODEL, "Model"),
@@ -41,49 +43,53 @@ def slow(made: Any) -> None:
         ("traceService", "Service"),
     )
     for field, title in named:
-        requests.override_by_name(field, [colors.set_to("displayName", title)])
+        requests.override_by_name(field, [series_colors.set_property("displayName", title)])
     # Grafana 10 lists traces, without TTFT: the longest first.
     columns = (common.TableSortByFieldState().display_name(each) for each in ("TTFT", "Duration"))
     requests.sort_by([column.desc(True) for column in columns])
-    made.with_panel(requests)
+    dashboard_builder.with_panel(requests)
 
 
-def _to(trace: str) -> dict[str, object]:
+def _link_to_trace(trace: str) -> dict[str, object]:
     """A link to this dashboard with a trace in it, filters and time kept."""
     kept = "${prometheus:queryparam}&${tempo:queryparam}&${model:queryparam}&${role:queryparam}"
     kept += "&${instance:queryparam}&${slo:queryparam}&${__url_time_range}"
-    return {"title": "Show this request", "url": f"/d/{UID}?var-trace={trace}&{kept}"}
+    return {"title": "Show this request", "url": f"/d/{TTFT_UID}?var-trace={trace}&{kept}"}
 
 
-def one(made: Any) -> None:
-    made.with_panel(
-        panels.foreign(
+def add_request_trace(dashboard_builder: Any) -> None:
+    dashboard_builder.with_panel(
+        panel_kinds.build_plugin_panel(
             "traces",
             "Trace",
             "The spans of the request in the variable Trace: click a request above, or paste a "
             "trace id there. The stages are the children of the span `ttft`.",
-            panels.traces("$trace", limit=1),
-        ).datasource(panels.TEMPO)
+            panel_kinds.build_traceql_target("$trace", limit=1),
+        ).datasource(panel_kinds.TEMPO)
     )
-    made.with_panel(
-        panels.nodes(
+    dashboard_builder.with_panel(
+        panel_kinds.build_node_graph(
             "Calls",
             "The same trace as a graph: who called whom, and how long each took.",
-            panels.traces("$trace", limit=1),
+            panel_kinds.build_traceql_target("$trace", limit=1),
         )
     )
 
 
-def more() -> Any:
+def build_common_stages_row() -> Any:
     """What older Grafanas cannot draw, folded away."""
-    common_stages = panels.lines(
+    common_stages = panel_kinds.build_lines_panel(
         "Stages of the slow requests",
         "Time per stage in the traces of requests over the SLO only, from Tempo: what the slow ones "
         "have in common, where the means above show the many fast ones.",
         "s",
-        panels.traces(queries.slow_stages()),
-    ).datasource(panels.TEMPO)
+        panel_kinds.build_traceql_target(ttft_queries.sum_slow_stages()),
+    ).datasource(panel_kinds.TEMPO)
     common_stages.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
     common_stages.draw_style(shapes.GraphDrawStyle.BARS).fill_opacity(75).span(24)
-    tinted = panels.newer(panels.tinted(common_stages, colors.stage_colors()), "11.0")
-    return panels.row("What do the slow ones have in common? (Grafana 11)").with_panel(tinted)
+    tinted = panel_kinds.require_newer_grafana(
+        panel_kinds.color_series(common_stages, series_colors.list_stage_colors()), "11.0"
+    )
+    return panel_kinds.build_row("What do the slow ones have in common? (Grafana 11)").with_panel(
+        tinted
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The panels of the TTFT dashboard about stages: their means, shares and percentiles, and media items
+that were encoded twice; ttft_dashboard.py adds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana.build import panel_kinds, series_colors, ttft_queries
+from grafana.build.ttft_queries import RANGE, RATE
+from ttft_otel import palette
+
+
+def add_stages(dashboard_builder: Any) -> None:
+    sums = "Colours say the kind: " + ", ".join(
+        f"{hue} {palette.KIND_LABELS[kind]}"
+        for kind, hue in (
+            ("wait", "yellow"),
+            ("work", "violet"),
+            ("move", "green"),
+            ("host", "grey"),
+        )
+    )
+    longest = panel_kinds.build_bars_panel(
+        "Longest stages",
+        f"Mean time per request of the ten longest stages, in the chosen time range. {sums}.",
+        "s",
+        f"sort_desc(topk(10, {ttft_queries.stage_mean(RANGE)}))",
+        "{{ttft_stage}}",
+    )
+    dashboard_builder.with_panel(
+        panel_kinds.color_series(longest, series_colors.list_stage_colors())
+    )
+    for title, says, unit, query, width in (
+        (
+            "Mean TTFT by stage",
+            f"Mean time per request in every stage. They add up to the mean TTFT. {sums}.",
+            "s",
+            ttft_queries.stage_mean,
+            16,
+        ),
+        (
+            "Share of TTFT by stage",
+            f"Each stage's share of the mean TTFT; together 100 %. {sums}.",
+            "percentunit",
+            ttft_queries.stage_share,
+            12,
+        ),
+    ):
+        targets = [
+            panel_kinds.build_range_target(query(RATE, kind), "{{ttft_stage}}", kind or "rest")
+            for kind in ttft_queries.STAGE_KINDS
+        ]
+        panel = panel_kinds.build_stacked_panel(title, says, unit, *targets).height(11).span(width)
+        if unit == "percentunit":
+            panel.max(1)
+        dashboard_builder.with_panel(
+            panel_kinds.color_series(panel, series_colors.list_stage_colors())
+        )
+    tails = panel_kinds.build_lines_panel(
+        "Stages, p99",
+        "The slowest hundredth of every stage's spans; a stage in several pieces counts several "
+        "times. Percentiles of stages do not add up to a percentile of TTFT.",
+        "s",
+        panel_kinds.build_range_target(
+            ttft_queries.stage_quantile(0.99, RATE), "{{ttft_stage}}", exemplars=True
+        ),
+    )
+    dashboard_builder.with_panel(
+        panel_kinds.color_series(
+            panel_kinds.rank_series(tails, "max"), series_colors.list_stage_colors()
+        ).height(11)
+    )
+    dashboard_builder.with_panel(_build_recomputed_panel().height(6).span(24))
+
+
+def _build_recomputed_panel() -> Any:
+    """Why encoder.compute shows where encodings should have come from an encoder."""
+    return panel_kinds.build_lines_panel(
+        "Media encoded twice",
+        "Images and other media that an instance encoded although an encoder had encoded them for the "
+        "same request: 0 where encoders work. Otherwise encoder.compute on that instance is time lost; "
+        "docs/router.md, 'Encoder-cache parameters', says what to check. Filtered by model alone.",
+        "none",
+        panel_kinds.build_range_target(
+            ttft_queries.recomputed_items(RATE), "{{ttft_role}} {{instance}}"
+        ),
+    )

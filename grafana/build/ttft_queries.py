@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromQL and TraceQL of the dashboards, built from the names in names.py and stages.py.
+
+All metrics but RECOMPUTED_METRIC come from outermost spans only (the collector sees to that), so a request
+that crosses router, encoder and decoder counts once. `$__rate_interval` is for lines, `$__range` for numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import names, palette, stages
+
+
+def format_label(name: str) -> str:
+    """An attribute's or metric's name as Prometheus writes it."""
+    return name.replace(".", "_")
+
+
+DURATION_METRIC: Final = f"{format_label(names.METRIC_TTFT)}_seconds"
+STAGE_METRIC: Final = f"{format_label(names.METRIC_STAGE)}_seconds"
+RECOMPUTED_METRIC: Final = f"{format_label(names.METRIC_RECOMPUTED)}_total"
+CONVENTION_METRIC: Final = f"{format_label(names.METRIC_CONVENTION)}_seconds_bucket"
+
+MODEL_LABEL: Final = format_label(names.MODEL)
+ROLE_LABEL: Final = format_label(names.ROLE)
+LEG_LABEL: Final = format_label(names.LEG)
+STAGE_LABEL: Final = format_label(names.STAGE)
+INSTANCE_LABEL: Final = format_label(names.INSTANCE)
+ERROR_LABEL: Final = format_label(names.ERROR_TYPE)
+
+RANGE: Final = "$__range"
+RATE: Final = "$__rate_interval"
+
+# Encoders answer no client; their own histogram would mix image encoding into TTFT.
+NOT_ENCODE_SELECTOR: Final = f'{ROLE_LABEL}!="encode"'
+CHOSEN_SELECTOR: Final = (
+    f'{NOT_ENCODE_SELECTOR},{MODEL_LABEL}=~"$model",{ROLE_LABEL}=~"$role",instance=~"$instance"'
+)
+# A request that failed has no first token; its span says how long it lived.
+ANSWERED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=""'
+# The others by whose doing it was. A client that left, or sent what was refused, says nothing of servers.
+LEFT_ERRORS: Final = f"{names.ERROR_CANCELLED}|{names.ERROR_DISCONNECTED}"
+REFUSED_ERRORS: Final = "4.."
+LEFT_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"{LEFT_ERRORS}"'
+REFUSED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"{REFUSED_ERRORS}"'
+FAILED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}!~"|{LEFT_ERRORS}|{REFUSED_ERRORS}"'
+# What the SLO judges by time; what failed has missed it at any time.
+WAITED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"|{LEFT_ERRORS}"'
+JUDGED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}!~"{REFUSED_ERRORS}"'
+
+# In the order in which the breakdown stacks them; "" is what no mark accounts for.
+STAGE_KINDS: Final = ("wait", "work", "move", "host", "")
+
+
+def escape_alternatives(words: list[str]) -> str:
+    """An alternation of words as a regular expression inside a PromQL string."""
+    return "|".join(word.replace(".", "[.]") for word in words)
+
+
+def match_legs(words: list[str]) -> str:
+    """Alternatives for the stages `words`, with and without a leg's prefix."""
+    servers = "|".join(role for role in stages.ROLES if role != "router")
+    return f"(({servers})[.])?({escape_alternatives(words)})"
+
+
+def match_stage_kind(name: str) -> str:
+    """A regular expression for the full names of all stages of one kind."""
+    if not name:
+        return match_legs([stages.UNATTRIBUTED])
+    own = [stage.name for stage in stages.STAGES if stage.kind == name]
+    router = [word for word, its in palette.ROUTER_KINDS.items() if its == name]
+    alone = [word for word in router if word != "router.hop"]
+    parts = [match_legs(own), *([escape_alternatives(alone)] if alone else [])]
+    return "|".join(parts + (["router[.]hop[.].+"] if "router.hop" in router else []))
+
+
+def histogram_rate(metric: str, chosen: str, window: str) -> str:
+    """The histogram's rate over a window."""
+    return f"rate({metric}{{{chosen}}}[{window}])"
+
+
+def drop_nan(query: str) -> str:
+    """Drop NaN of times without requests, which would make the means in legends NaN."""
+    return f"{query} >= 0"
+
+
+def per_request(query: str, window: str) -> str:
+    """Seconds per second of time as seconds per answered request."""
+    return f"{query} / on () group_left () ({request_rate(window, ANSWERED_SELECTOR)} > 0)"
+
+
+def ttft_quantile(part: float, window: str, by: str = "") -> str:
+    """A quantile of TTFT among answered requests, of all together or by a label."""
+    over = f" by ({by})" if by else ""
+    return drop_nan(
+        f"histogram_quantile({part}, sum{over} "
+        f"({histogram_rate(DURATION_METRIC, ANSWERED_SELECTOR, window)}))"
+    )
+
+
+def share_over_slo(window: str, by: str = "") -> str:
+    """The share of requests that were without a first token at the SLO, or failed, however soon.
+
+    As grafana/prometheus/rules records it. Refused requests are not among them.
+    """
+    over = f" by ({by})" if by else ""
+    waited = f"sum{over} ({histogram_rate(DURATION_METRIC, WAITED_SELECTOR, window)})"
+    late = f"histogram_fraction($slo / 1000, +Inf, {waited}) * histogram_count({waited})"
+    failed = request_rate(window, FAILED_SELECTOR, by)
+    # Apart by a label, so that either may be missing.
+    missed = (
+        f'sum{over} (label_replace({drop_nan(late)}, "end", "late", "", "") '
+        f'or label_replace({failed}, "end", "failed", "", ""))'
+    )
+    return drop_nan(f"{missed} / {request_rate(window, JUDGED_SELECTOR, by)}")
+
+
+def request_rate(window: str, chosen: str = CHOSEN_SELECTOR, by: str = "") -> str:
+    """Requests per second."""
+    over = f" by ({by})" if by else ""
+    return f"sum{over} (histogram_count({histogram_rate(DURATION_METRIC, chosen, window)}))"
+
+
+def share_ended(chosen: str, window: str, by: str = "") -> str:
+    """The share of requests that ended without a first token as `chosen` says; 0 if none did."""
+    total = request_rate(window, by=by)
+    return drop_nan(f"(({request_rate(window, chosen, by)}) or 0 * {total}) / {total}")
+
+
+def stage_time(window: str, chosen: str = "", by: str = STAGE_LABEL) -> str:
+    """Seconds that answered requests spent in stages, per second."""
+    found = f"{ANSWERED_SELECTOR},{chosen}" if chosen else ANSWERED_SELECTOR
+    return f"sum by ({by}) (histogram_sum({histogram_rate(STAGE_METRIC, found, window)}))"
+
+
+def stage_mean(window: str, name: str | None = None) -> str:
+    """Mean time of each stage per request: these add up to the mean TTFT. `name` is a kind."""
+    chosen = "" if name is None else f'{STAGE_LABEL}=~"{match_stage_kind(name)}"'
+    return per_request(stage_time(window, chosen), window)
+
+
+def stage_share(window: str, name: str) -> str:
+    """Each stage's share of the mean TTFT; the shares add up to one."""
+    own = f'{STAGE_LABEL}=~"{match_stage_kind(name)}"'
+    whole = f"sum (histogram_sum({histogram_rate(STAGE_METRIC, ANSWERED_SELECTOR, window)}))"
+    return f"{stage_time(window, own)} / on () group_left () ({whole} > 0)"
+
+
+def stage_quantile(part: float, window: str) -> str:
+    """A quantile of every stage's spans."""
+    return drop_nan(
+        f"histogram_quantile({part}, sum by ({STAGE_LABEL}) "
+        f"({histogram_rate(STAGE_METRIC, ANSWERED_SELECTOR, window)}))"
+    )
+
+
+def _sum_by_place(place: str, inner: str, outer: str, window: str, what: str, chosen: str) -> str:
+    """A label `place`: the leg's own label where there is one, else the outermost server's."""
+    parts = []
+    for test, label_ in ((f'{inner}!=""', inner), (f'{inner}=""', outer)):
+        value = f"{what}({histogram_rate(STAGE_METRIC, f'{chosen},{test}', window)})"
+        parts.append(f'label_join({value}, "{place}", "", "{label_}")')
+    return f"sum by ({place}) ({' or '.join(parts)})"
+
+
+def mean_by_role(window: str) -> str:
+    """Mean time per request spent in each role, router and legs; these add up to the mean TTFT."""
+    return per_request(
+        _sum_by_place("role", LEG_LABEL, ROLE_LABEL, window, "histogram_sum", ANSWERED_SELECTOR),
+        window,
+    )
+
+
+def mean_by_instance(window: str) -> str:
+    """Mean time that each instance took per request that it served."""
+    first = f'{ANSWERED_SELECTOR},{STAGE_LABEL}=~"{match_legs(["receive"])}|router[.]receive"'
+    place = ("server", INSTANCE_LABEL, "instance", window)
+    time = _sum_by_place(*place, "histogram_sum", ANSWERED_SELECTOR)
+    return drop_nan(f"{time} / {_sum_by_place(*place, 'histogram_count', first)}")
+
+
+def recomputed_items(window: str) -> str:
+    """Media items that each encoder-cache consumer encoded again; behind routers, so not by `$instance`."""
+    return (
+        f"sum by ({ROLE_LABEL}, instance) "
+        f'(increase({RECOMPUTED_METRIC}{{{MODEL_LABEL}=~"$model"}}[{window}]))'
+    )
+
+
+def ttft_heatmap(window: str) -> str:
+    """The convention's histogram as counts per bucket, for a heatmap.
+
+    Never without a series: Grafana 10 reports an error where a newer one draws nothing. And all of
+    one length, as it subtracts them by position: the stand-in is there only if nothing else is.
+    """
+    found = f'{CONVENTION_METRIC}{{{MODEL_LABEL}=~"$model",instance=~"$instance"}}'
+    nothing = f"0 * absent_over_time({found}[{RANGE}] @ end())"
+    empty = f'label_replace({nothing}, "le", "+Inf", "", "")'
+    return f"sum by (le) (increase({found}[{window}])) or {empty}"
+
+
+def select_outermost_spans(*conditions: str) -> str:
+    """Outermost `ttft` spans of what is chosen, with further conditions."""
+    own = (
+        f'span:name = "{names.TTFT}"',
+        f"span.{names.OUTERMOST} = true",
+        f'span.{names.MODEL} =~ "${{model:pipe}}"',
+        f'span.{names.ROLE} =~ "${{role:pipe}}"',
+        'resource.service.instance.id =~ "${instance:pipe}"',
+    )
+    return "{ " + " && ".join((*own, *conditions)) + " }"
+
+
+def find_slow_requests() -> str:
+    """The requests over the SLO, with what a reader asks next."""
+    shown = (
+        f"span.{names.MODEL}",
+        f"span.{names.ROLE}",
+        f"span.{names.INPUT_TOKENS}",
+        f"span.{names.ERROR_TYPE}",
+        f"span.{names.REQUEST_ID}",
+    )
+    return select_outermost_spans("span.ttft_ms >= $slo") + f" | select({', '.join(shown)})"
+
+
+def sum_slow_stages() -> str:
+    """Where the slow requests' time went, by stage, from their traces."""
+    return (
+        select_outermost_spans("span.ttft_ms >= $slo")
+        + f" > {{ span.{names.STAGE} != nil }} | sum_over_time(span:duration) by (span.{names.STAGE})"
+    )
