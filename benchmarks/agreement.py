@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `ttft-otel bench` measure the TTFT of `vllm bench serve`? Short rounds in turn, compared in pairs.
+"""Compare the TTFT of `ttft-otel bench` with that of `vllm bench serve`, in alternating short rounds.
 
-    python benchmarks/agreement.py --url http://127.0.0.1:8000 --model NAME --tokenizer MODEL_OR_DIR
+    python -m benchmarks.agreement --url http://127.0.0.1:8000 --model NAME --tokenizer MODEL_OR_DIR
 
 A round is one request of each, one after the other, to the same server: random token ids that no cache
 knows, of the same number; who comes first changes from round to round. (vllm bench serve is given its
@@ -32,37 +32,37 @@ import numpy as np
 from click.testing import CliRunner
 
 from ttft_otel import cli
-from ttft_otel.bench.ask import EVERYWHERE
+from ttft_otel.bench.request_factory import UNIVERSAL_TOKEN_IDS
 
-SPARE = 4  # tokens of an answer: enough for a second event, too few to matter
-DRAWS = 2000
-FEWEST = 40
+SPARE_ANSWER_TOKENS = 4  # tokens of an answer: enough for a second event, too few to matter
+BOOTSTRAP_DRAWS = 2000
+MIN_REQUESTS = 40
 
 
 def main() -> None:
-    """Play the rounds and print what came out."""
-    wanted = arguments()
-    if wanted.peer:
-        serve()
+    """Run the rounds and print the result."""
+    options = parse_agreement_arguments()
+    if options.peer:
+        serve_vllm_bench()
         return
-    pairs: list[dict[str, float]] = []
-    with peer() as theirs:
-        theirs(wanted, wanted.seed)  # both meet a warm server
-        ours(wanted, wanted.seed)
-        for number in range(wanted.rounds):
-            order = (ours, theirs) if number % 2 == 0 else (theirs, ours)
-            found = {play: play(wanted, wanted.seed + number + 1) for play in order}
-            pairs.append({"ours": found[ours], "theirs": found[theirs]})
-            sys.stderr.write(f"round {number + 1}: {told(pairs[-1])}\n")
-            low, high = summary(pairs)["paired_interval"]
-            if number + 1 >= FEWEST and high - low <= 2 * wanted.within:
+    rounds: list[dict[str, float]] = []
+    with start_vllm_bench_peer() as theirs:
+        theirs(options, options.seed)  # both meet a warm server
+        run_ttft_bench(options, options.seed)
+        for number in range(options.rounds):
+            order = (run_ttft_bench, theirs) if number % 2 == 0 else (theirs, run_ttft_bench)
+            ttfts = {play: play(options, options.seed + number + 1) for play in order}
+            rounds.append({"ours": ttfts[run_ttft_bench], "theirs": ttfts[theirs]})
+            sys.stderr.write(f"round {number + 1}: {format_pair(rounds[-1])}\n")
+            low, high = summarize_ratios(rounds)["paired_interval"]
+            if number + 1 >= MIN_REQUESTS and high - low <= 2 * options.within:
                 break
-    json.dump(summary(pairs), sys.stdout, indent=1)
+    json.dump(summarize_ratios(rounds), sys.stdout, indent=1)
     sys.stdout.write("\n")
 
 
-def arguments() -> argparse.Namespace:
-    """What people type."""
+def parse_agreement_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="tiny", help="its name on the server")
@@ -70,30 +70,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=400, help="at most")
     parser.add_argument("--within", type=float, default=0.01, help="half the interval to reach")
-    new = (
+    default_seed = (
         time.time_ns() // 10**6 % 10**9
     )  # a server's prefix cache knows the prompts of the last time
-    parser.add_argument("--seed", type=int, default=new)
+    parser.add_argument("--seed", type=int, default=default_seed)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
-    wanted = parser.parse_args()
-    if not (wanted.peer or wanted.tokenizer):
+    options = parser.parse_args()
+    if not (options.peer or options.tokenizer):
         parser.error(
             "vllm bench serve needs --tokenizer: the folder of the served model, or its name on the hub"
         )
-    return wanted
+    return options
 
 
-def told(pair: dict[str, float]) -> str:
-    """One round for the eye."""
-    return ", ".join(f"{who} {ttft:.1f} ms" for who, ttft in pair.items())
+def format_pair(ttfts: dict[str, float]) -> str:
+    """One round as a line of text."""
+    return ", ".join(f"{tool} {ttft:.1f} ms" for tool, ttft in ttfts.items())
 
 
-def summary(pairs: list[dict[str, float]]) -> dict[str, Any]:
+def summarize_ratios(pairs: list[dict[str, float]]) -> dict[str, Any]:
     """Ratios ours/theirs: of the medians of all requests, of the means, and the rounds' median one."""
-    ours_, theirs_ = ([pair[who] for pair in pairs] for who in ("ours", "theirs"))
+    ours_, theirs_ = ([pair[tool] for pair in pairs] for tool in ("ours", "theirs"))
     ratios = [pair["ours"] / pair["theirs"] for pair in pairs]
     chance = np.random.default_rng(0)
-    drawn = np.median(chance.choice(ratios, (DRAWS, len(ratios))), axis=1)
+    medians = np.median(chance.choice(ratios, (BOOTSTRAP_DRAWS, len(ratios))), axis=1)
     return {
         "rounds": len(pairs),
         "ours_ms": {"median": statistics.median(ours_), "mean": statistics.mean(ours_)},
@@ -101,24 +101,24 @@ def summary(pairs: list[dict[str, float]]) -> dict[str, Any]:
         "ratio_of_medians": statistics.median(ours_) / statistics.median(theirs_),
         "ratio_of_means": statistics.mean(ours_) / statistics.mean(theirs_),
         "paired_ratio": statistics.median(ratios),
-        "paired_interval": [float(each) for each in np.percentile(drawn, (2.5, 97.5))],
+        "paired_interval": [float(each) for each in np.percentile(medians, (2.5, 97.5))],
         "pairs": pairs,
     }
 
 
-def ours(wanted: argparse.Namespace, seed: int) -> float:
+def run_ttft_bench(options: argparse.Namespace, seed: int) -> float:
     """One round of `ttft-otel bench`."""
-    words = ["bench", "--url", wanted.url, "--json", "--model", wanted.model]
-    words += ["--seed", str(seed), "--output-len", str(SPARE)]
-    words += ["--input-len", str(wanted.input_len), "--requests", "1", "--concurrency", "1"]
-    said = CliRunner().invoke(cli.main, words).stdout
-    rows = json.loads(said)["targets"][0]["runs"][0]["requests"]
-    assert [row["input_tokens"] for row in rows] == [wanted.input_len], said
+    command_line = ["bench", "--url", options.url, "--json", "--model", options.model]
+    command_line += ["--seed", str(seed), "--output-len", str(SPARE_ANSWER_TOKENS)]
+    command_line += ["--input-len", str(options.input_len), "--requests", "1", "--concurrency", "1"]
+    output = CliRunner().invoke(cli.main, command_line).stdout
+    rows = json.loads(output)["targets"][0]["runs"][0]["requests"]
+    assert [row["input_tokens"] for row in rows] == [options.input_len], output
     return float(rows[0]["ttft_ms"])
 
 
 @contextlib.contextmanager
-def peer() -> Iterator[Any]:
+def start_vllm_bench_peer() -> Iterator[Any]:
     """A process with vLLM in it; call the value for one round of `vllm bench serve`."""
     words = [sys.executable, __file__, "--peer"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -127,39 +127,39 @@ def peer() -> Iterator[Any]:
         assert process.stdin and process.stdout
         asked, answers = process.stdin, process.stdout
 
-        def theirs(wanted: argparse.Namespace, seed: int) -> float:
-            asked.write(json.dumps(flags(wanted, seed)) + "\n")
+        def run_vllm_bench(options: argparse.Namespace, seed: int) -> float:
+            asked.write(json.dumps(build_vllm_bench_flags(options, seed)) + "\n")
             asked.flush()
             return float(answers.readline())
 
         try:
-            yield theirs
+            yield run_vllm_bench
         finally:
             asked.close()
 
 
-def flags(wanted: argparse.Namespace, seed: int) -> list[str]:
+def build_vllm_bench_flags(options: argparse.Namespace, seed: int) -> list[str]:
     """The command line of `vllm bench serve` for the same load; no request before the first counted one."""
-    # The pool of ids that every vocabulary has; the seeds of `ours` are not these.
-    ids = random.Random(f"theirs/{seed}").choices(EVERYWHERE, k=wanted.input_len)
+    # The pool of ids that every vocabulary has; the seeds of `run_ttft_bench` are not these.
+    ids = random.Random(f"theirs/{seed}").choices(UNIVERSAL_TOKEN_IDS, k=options.input_len)
     named = {
         "backend": "openai",
-        "base-url": wanted.url,
-        "model": wanted.model,
-        "tokenizer": wanted.tokenizer,
+        "base-url": options.url,
+        "model": options.model,
+        "tokenizer": options.tokenizer,
         "dataset-name": "random",
-        "random-output-len": SPARE,
+        "random-output-len": SPARE_ANSWER_TOKENS,
         "extra-body": json.dumps({"prompt": ids}),
         "num-prompts": 1,
         "max-concurrency": 1,
         "ready-check-timeout-sec": 0,
         "temperature": 0,
     }
-    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
-    return [*words, "--ignore-eos", "--disable-tqdm"]
+    command_line = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+    return [*command_line, "--ignore-eos", "--disable-tqdm"]
 
 
-def serve() -> None:
+def serve_vllm_bench() -> None:
     """The peer's side: command lines come in, TTFTs in milliseconds go out, its own talk to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -172,8 +172,8 @@ def serve() -> None:
     kept = ["--save-result", "--save-detailed", "--result-filename", "last.json"]
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
-            wanted = parser.parse_args([*json.loads(line), *kept, "--result-dir", folder])
-            (ttft,) = asyncio.run(main_async(wanted))["ttfts"]
+            options = parser.parse_args([*json.loads(line), *kept, "--result-dir", folder])
+            (ttft,) = asyncio.run(main_async(options))["ttfts"]
             out.write(f"{1000 * ttft}\n")
             out.flush()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy that one would write first: a FastAPI route, an aiohttp client, a StreamingResponse.
+"""A minimal proxy as a baseline: a FastAPI route, an aiohttp client, a StreamingResponse.
 
-`python benchmarks/bare.py PORT BACKEND` serves it; router.py measures it beside the router.
+`python -m benchmarks.bare PORT BACKEND` serves it; router.py measures it beside the router.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-BACKEND = sys.argv[2]
+BACKEND_URL = sys.argv[2]
 
 
 @asynccontextmanager
-async def lifespan(served: FastAPI) -> AsyncIterator[None]:
+async def open_client_session(served: FastAPI) -> AsyncIterator[None]:
     """One client session for all requests."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
@@ -27,30 +27,32 @@ async def lifespan(served: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-app = FastAPI(lifespan=lifespan)
+app = FastAPI(lifespan=open_client_session)
 
 
 @app.get("/health")
-async def health() -> dict[str, str]:
-    """It runs."""
+async def get_health() -> dict[str, str]:
+    """Health check."""
     return {"status": "ok"}
 
 
 @app.post("/v1/chat/completions")
-async def chat(request: Request) -> StreamingResponse:
-    """Hand the body on and the answer back."""
+async def forward_chat(request: Request) -> StreamingResponse:
+    """Forward the body, and relay the response."""
     response = await app.state.session.post(
-        f"{BACKEND}/v1/chat/completions",
+        f"{BACKEND_URL}/v1/chat/completions",
         data=await request.body(),
         headers={"Content-Type": "application/json"},
     )
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def relay_chunks() -> AsyncIterator[bytes]:
         async with response:
             async for chunk in response.content.iter_any():
                 yield chunk
 
-    return StreamingResponse(chunks(), response.status, media_type=response.headers["Content-Type"])
+    return StreamingResponse(
+        relay_chunks(), response.status, media_type=response.headers["Content-Type"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,245 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks cost where they run: per traced request in the API server and the engine core, per
-pure-decode step in core and worker, with a KV connector too. Host objects are plain stand-ins with empty
-methods; the cost of the same calls without our wrappers is taken off, in turn (A B A B), median of the
-rounds.
+"""CPU time of the hooks: per traced request in the API server and the engine core, per
+pure-decode step in core and worker, with connectors of KV blocks and of the encoder cache too, and
+per marked step with a device's events.
 
-    python benchmarks/hooks.py [--json FILE]
+Host objects are stand-ins with empty methods; the time of the same calls without our wrappers
+is subtracted. Goals are for ratios to a reference in the same round: for a request, one span of the
+OpenTelemetry SDK; for a step, wrappers around the same methods that only pass the call on.
+
+    python -m benchmarks.hooks [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import process_time_ns
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
-from ttft_otel import carrier, clock, handoff, meter, names, recorder
-from ttft_otel.asgi import Middleware
-from ttft_otel.carrier import Journey
-from ttft_otel.hooks import engine, frontend, kv, scheduler, worker, wrap
-from ttft_otel.hooks.targets import BY_NAME
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import SpanKind, Tracer
+
+from benchmarks import fake_vllm
+from benchmarks.fake_vllm import REQUESTS_PER_ROUND, STEPS_PER_ROUND, FakeVllmHost
+from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from ttft_otel import carrier, clock, handoff, meter, names, roles
+from ttft_otel.asgi import TracingMiddleware
+from ttft_otel.carrier import EngineTimeline
+from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.hooks import api_server
 from ttft_otel.settings import Settings
 
-ROUNDS = 15
-REQUESTS = 400
-STEPS = 2000
+ROUNDS: Final = 15
+SERVER_SPAN_NAME: Final = f"POST {CHAT_PATH}"
+SERVER_SPAN_ATTRIBUTES: Final = {
+    "http.request.method": "POST",
+    "http.route": CHAT_PATH,
+    "url.scheme": "http",
+    "url.path": CHAT_PATH,
+    "server.address": "127.0.0.1",
+    "network.protocol.version": "1.1",
+}
+
+Loop = Callable[[], int]  # runs a round, returns its CPU time in ns
 
 
-class Sink:
-    """Takes records and forgets them."""
+class DiscardingSink:
+    """A record sink that discards records."""
 
     def send(self, data: bytes) -> bool:
-        """Always room."""
+        """Accept and discard `data`."""
         return True
 
 
-class Host:
-    """The methods of vLLM that we wrap, with nothing in them."""
+@dataclass(frozen=True, slots=True)
+class HookCase:
+    """One thing that hooks cost. Loops without and with hooks, and the reference of both.
 
-    requests: dict[str, Any] = {}
+    reference: a loop whose cost, less that of `reference_base` if there is one, is the unit.
+    count: how many units of work each loop does.
+    """
 
-    def schedule(self, output: Any) -> Any:
-        return output
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        return model_runner_output.outputs
-
-    def preprocess_add_request(self, request: Any) -> Any:
-        return (request.made, 0)
-
-    def _free_request(self, request: Any) -> None:
-        return None
-
-    def execute_model(self, scheduler_output: Any) -> None:
-        self._execute_mm_encoder(scheduler_output)
-        self._model_forward()
-
-    def _execute_mm_encoder(self, scheduler_output: Any) -> None:
-        return None
-
-    def _model_forward(self) -> None:
-        return None
-
-    def _sample(self) -> None:
-        return None
-
-    def sample_tokens(self, result: Any) -> Any:
-        self._sample()
-        return result
-
-    def start_load_kv(self, context: Any) -> None:
-        return None
-
-    def wait_for_save(self) -> None:
-        return None
-
-    def _update_from_kv_xfer_finished(self, output: Any) -> None:
-        return None
+    name: str
+    plain: Loop
+    hooked: Loop
+    reference_name: str
+    reference: Loop
+    reference_base: Loop | None
+    count: int
+    goal: float
 
 
-def wrapped() -> type[Host]:
-    """Host with our hooks in, as wrap.py puts them into vLLM."""
-
-    class Wrapped(Host):
-        pass
-
-    for target, name in (
-        ("scheduler.schedule", "schedule"),
-        ("scheduler.update", "update_from_output"),
-        ("scheduler.free", "_free_request"),
-        ("engine.input", "preprocess_add_request"),
-        ("worker.execute", "execute_model"),
-        ("worker.encoder", "_execute_mm_encoder"),
-        ("worker.forward", "_model_forward"),
-        ("worker.sample", "_sample"),
-        ("worker.tokens", "sample_tokens"),
-        ("kv.load", "start_load_kv"),
-        ("kv.save", "wait_for_save"),
-        ("kv.arrive", "_update_from_kv_xfer_finished"),
-    ):
-        hooks = {**scheduler.HOOKS, **engine.HOOKS, **worker.HOOKS, **kv.HOOKS}
-        wrap.put(BY_NAME[target], Wrapped, name, hooks[target])
-    return Wrapped
-
-
-def paired(plain: Callable[[], int], ours: Callable[[], int], count: int) -> float:
-    """Microseconds per unit that `ours` takes more than `plain`: median over A B A B rounds."""
-    plain(), ours()
-    return statistics.median((ours() - plain()) / count / 1000 for _ in range(ROUNDS))
-
-
-def step(new: list[Any], ids: dict[str, int]) -> Any:
-    """A SchedulerOutput as the hooks read it."""
-    return SimpleNamespace(
-        scheduled_new_reqs=new,
-        num_scheduled_tokens=ids,
-        scheduled_encoder_inputs={},
-        total_num_scheduled_tokens=sum(ids.values()),
-        preempted_req_ids=None,
-        ec_connector_metadata=None,
-    )
-
-
-def decode_steps(kind: type[Host]) -> int:
-    """Pure decode: a batch of 64, nobody awaits a first token. CPU ns for STEPS steps."""
-    host = kind()
-    output = step([], {f"r{n}": 1 for n in range(64)})
-    result = SimpleNamespace(outputs={}, req_ids=["r0"])
-    began = process_time_ns()
-    for _ in range(STEPS):
-        host.schedule(output)
-        host.execute_model(output)
-        host.sample_tokens(result)
-        host.update_from_output(output, result)
-    return process_time_ns() - began
-
-
-def connector_steps(kind: type[Host]) -> int:
-    """What a KV connector's hooks add to such a step. CPU ns for STEPS steps."""
-    host = kind()
-    began = process_time_ns()
-    for _ in range(STEPS):
-        host.start_load_kv(None)
-        host.wait_for_save()
-        host._update_from_kv_xfer_finished(None)
-    return process_time_ns() - began
-
-
-def core_requests(kind: type[Host]) -> int:
-    """One text request of one chunk through the engine core. CPU ns for REQUESTS requests."""
-    host = kind()
-    made = []
-    for n in range(REQUESTS):
-        name = f"r{n}"
-        request = SimpleNamespace(
-            request_id=name,
-            trace_headers={names.CARRIER: "1", names.TRACEPARENT: "x"},
-            num_computed_tokens=100,
-            num_prompt_tokens=100,
-            num_tokens=100,
-            mm_features=None,
-            kv_transfer_params=None,
-        )
-        entered = SimpleNamespace(trace_headers=request.trace_headers, made=request)
-        new = step([SimpleNamespace(req_id=name)], {name: 100})
-        first = SimpleNamespace(request_id=name, trace_headers=request.trace_headers)
-        outputs = {0: SimpleNamespace(outputs=[first])}
-        result = SimpleNamespace(outputs=outputs, _ttft=(1, 9, 0, 10, 5, 8))
-        made.append((name, request, entered, new, result))
-    Host.requests = {name: request for name, request, *_ in made}
-    began = process_time_ns()
-    for _, request, entered, new, result in made:
-        host.preprocess_add_request(entered)
-        host.schedule(new)
-        host.update_from_output(new, result)
-        host._free_request(request)
-    return process_time_ns() - began
-
-
-async def app(scope: Any, receive: Any, send: Any) -> None:
-    """A stream of one chunk; `marks` tells whether our front-end hooks run inside it."""
+async def serve_one_chunk(scope: Any, receive: Any, send: Any) -> None:
+    """An ASGI app that streams one chunk; `marks`: whether our API server hooks run inside it."""
     if scope["marks"]:
-        trip_marks(scope["id"])
-    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        mark_trip(scope["id"])
+    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
     await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-CARRIED = carrier.fold(
-    Journey(
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+CARRIED_JOURNEY = carrier.encode_timeline(
+    EngineTimeline(
         added=10**9,
         scheduled=10**9 + 1,
         entered=10**9 + 5,
         prompt=9,
-        steps=[(clock.boot_once(), 10**9 + 4, 0, 10, 10**9 + 2, 10**9 + 3)],
+        steps=[(clock.get_boot_number(), 10**9 + 4, 0, 10, 10**9 + 2, 10**9 + 3)],
     )
 )
-REQUEST = SimpleNamespace(request_id="", trace_headers=None, sampling_params=True)
-OUTPUT = SimpleNamespace(request_id="", trace_headers={names.CARRIER: CARRIED})
+ENGINE_REQUEST = SimpleNamespace(request_id="", trace_headers=None, sampling_params=True)
+ENGINE_OUTPUT = SimpleNamespace(request_id="", trace_headers={names.CARRIER: CARRIED_JOURNEY})
 
 
-def trip_marks(name: str) -> None:
+def mark_trip(name: str) -> None:
     """The front-end hooks of one text request."""
-    frontend.rendering()
-    token = frontend.starting()
-    frontend.HOOKS["frontend.tokenize"].after(token)  # type: ignore[misc]
-    REQUEST.request_id = OUTPUT.request_id = name
-    frontend.assigned(None, None, REQUEST)
-    frontend.registering(None, REQUEST)
-    frontend.received(frontend.receiving(), None, None, [OUTPUT])
+    api_server.stamp_render()
+    token = api_server.stamp_part_start()
+    api_server.HOOKS["frontend.tokenize"].after(token)  # type: ignore[misc]
+    ENGINE_REQUEST.request_id = ENGINE_OUTPUT.request_id = name
+    api_server.stamp_assigned(None, None, ENGINE_REQUEST)
+    api_server.register_request(None, ENGINE_REQUEST)
+    api_server.record_outputs(api_server.stamp_outputs_received(), None, None, [ENGINE_OUTPUT])
 
 
-def api_requests(handler: Any, marks: bool) -> int:
-    """REQUESTS requests through the ASGI app. CPU ns."""
+def run_api_requests(handler: Any, marks: bool) -> int:
+    """REQUESTS_PER_ROUND requests through the ASGI app. CPU ns."""
 
-    async def run() -> int:
+    async def run_requests() -> int:
         headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"accept", b"*/*")]
         scopes = [
             {
                 "type": "http",
                 "method": "POST",
-                "path": "/v1/chat/completions",
+                "path": CHAT_PATH,
                 "headers": headers,
                 "app": None,
                 "marks": marks,
                 "id": f"r{n}",
             }
-            for n in range(REQUESTS)
+            for n in range(REQUESTS_PER_ROUND)
         ]
         began = process_time_ns()
         for scope in scopes:
             await handler(scope, receive, send)
         return process_time_ns() - began
 
-    return asyncio.run(run())
+    return asyncio.run(run_requests())
 
 
 async def receive() -> dict[str, Any]:
@@ -250,56 +144,113 @@ async def send(message: Any) -> None:
     return None
 
 
-def figures() -> dict[str, dict[str, Any]]:
-    """All figures, in microseconds of CPU time."""
-    kind = wrapped()
-    handoff.sender = Sink  # type: ignore[assignment]
-    meter.sent()
+def run_sdk_spans(tracer: Tracer) -> int:
+    """A server span of the OpenTelemetry SDK for each of REQUESTS_PER_ROUND requests. CPU ns."""
+    began_ns = process_time_ns()
+    for _ in range(REQUESTS_PER_ROUND):
+        with tracer.start_as_current_span(
+            SERVER_SPAN_NAME, kind=SpanKind.SERVER, attributes=SERVER_SPAN_ATTRIBUTES
+        ) as span:
+            span.set_attribute("http.response.status_code", 200)
+    return process_time_ns() - began_ns
 
-    def middle(sampler: str) -> Middleware:
+
+def create_tracer() -> Tracer:
+    """A tracer that records all spans and discards them when they end."""
+    provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
+    provider.add_span_processor(SpanProcessor())
+    return provider.get_tracer("benchmark")
+
+
+def list_cases() -> list[HookCase]:
+    """All cases. Goals are 10 to 50 % above what an idle machine needed."""
+    hooked, passing = fake_vllm.wrap_fake_host(), fake_vllm.wrap_fake_host_empty()
+    sdk_spans = partial(run_sdk_spans, create_tracer())
+
+    def build_request_case(name: str, plain: Loop, ours: Loop, goal: float) -> HookCase:
+        return HookCase(name, plain, ours, "sdk_span", sdk_spans, None, REQUESTS_PER_ROUND, goal)
+
+    def build_api_case(name: str, sampler: str, marks: bool, goal: float) -> HookCase:
         settings = Settings(on=True, sampler=sampler)
-        return Middleware(app, settings, lambda _: None, None)  # type: ignore[arg-type]
-
-    def api(sampler: str, marks: bool) -> float:
-        traced = middle(sampler)
-        return paired(
-            lambda: api_requests(app, False), lambda: api_requests(traced, marks), REQUESTS
+        traced = TracingMiddleware(serve_one_chunk, settings, lambda _: None, None)  # type: ignore[arg-type]
+        return build_request_case(
+            name,
+            partial(run_api_requests, serve_one_chunk, False),
+            partial(run_api_requests, traced, marks),
+            goal,
         )
 
-    recorder.identity.role = "mono"
-    found = {
-        "api_request_us": (api("always_on", True), 60),
-        "api_request_unsampled_us": (api("always_off", False), 10),
-        "core_request_us": (
-            paired(lambda: core_requests(Host), lambda: core_requests(kind), REQUESTS),
-            5,
-        ),
-        "decode_step_us": (
-            paired(lambda: decode_steps(Host), lambda: decode_steps(kind), STEPS),
-            1,
-        ),
-        "decode_step_connector_us": (
-            paired(lambda: connector_steps(Host), lambda: connector_steps(kind), STEPS),
-            0.5,
-        ),
-    }
+    def build_core_case(name: str, items: int, goal: float) -> HookCase:
+        run = fake_vllm.run_core_requests
+        return build_request_case(
+            name, partial(run, FakeVllmHost, items), partial(run, hooked, items), goal
+        )
+
+    def build_step_case(
+        name: str, run: Callable[[type[FakeVllmHost]], int], goal: float
+    ) -> HookCase:
+        plain = partial(run, FakeVllmHost)
+        return HookCase(
+            name,
+            plain,
+            partial(run, hooked),
+            "empty_wrappers",
+            partial(run, passing),
+            plain,
+            STEPS_PER_ROUND,
+            goal,
+        )
+
+    return [
+        build_api_case("api_request", "always_on", True, 3.0),
+        build_api_case("api_request_unsampled", "always_off", False, 0.3),
+        build_core_case("core_request", 0, 0.4),
+        build_core_case("core_request_image", 1, 0.9),
+        build_step_case("decode_step", fake_vllm.run_decode_steps, 1.7),
+        build_step_case("decode_step_connector", fake_vllm.run_connector_steps, 1.5),
+        build_step_case("prefill_step_device", fake_vllm.run_device_steps, 26.0),
+    ]
+
+
+def measure_case(case: HookCase, rounds: int = ROUNDS) -> dict[str, Figure]:
+    """The ratio, and beside it what hooks and reference cost in microseconds."""
+    case.plain(), case.hooked(), case.reference()  # warm-up
+    costs_us: list[float] = []
+    references_us: list[float] = []
+    for _ in range(rounds):
+        plain, hooked, reference = case.plain(), case.hooked(), case.reference()
+        base = case.reference_base() if case.reference_base else 0
+        costs_us.append((hooked - plain) / case.count / 1000)
+        references_us.append((reference - base) / case.count / 1000)
     return {
-        name: {"value": round(value, 3), "goal": goal, "met": value <= goal}
-        for name, (value, goal) in found.items()
+        f"{case.name}_per_{case.reference_name}": build_figure(
+            divide_rounds(costs_us, references_us), case.goal
+        ),
+        f"{case.name}_us": build_figure(costs_us, digits=3),
+        f"{case.name}_reference_us": build_figure(references_us, digits=3),
     }
 
 
-def main() -> None:
-    """Measure, print, and write the file that was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def measure_hook_figures(rounds: int = ROUNDS) -> dict[str, Figure]:
+    """All figures of all cases."""
+    handoff.get_sender = DiscardingSink  # type: ignore[assignment]
+    meter.count_sent()
+    roles.identity.role = "mono"
+    figures: dict[str, Figure] = {}
+    for case in list_cases():
+        figures.update(measure_case(case, rounds))
+    return figures
+
+
+def main() -> int:
+    """Measure, print, and write the file that was asked for; 1 when a goal is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
-    wanted = parser.parse_args()
-    found = figures()
-    for name, figure in found.items():
-        sys.stdout.write(f"{name:28} {figure['value']:8.2f}   goal {figure['goal']}\n")
-    if wanted.json:
-        wanted.json.write_text(json.dumps(found, indent=2) + "\n")
+    options = parser.parse_args()
+    return report_figures(measure_hook_figures(), options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request costs the router: CPU time of its process, with tracing on and off, and of others.
+"""CPU time per request of the router, with tracing on and off, and of other routers.
 
 Beside it, in the same rounds: `vllm-router` (Rust, from PyPI, in an environment of its own in the
 user's cache) and a bare FastAPI proxy. 16 connections in a closed loop against an instance that
-answers at once (wire.py): plain answers, streams of 16 events, streams of 200 tokens 5 ms apart.
+answers at once (bare_transport.py): plain answers, streams of 16 events, streams of 200 tokens 5 ms apart.
+Goals are for ratios of the same rounds: tracing on to the FastAPI proxy, tracing off to `vllm-router`.
 
-    python benchmarks/router.py [--rounds 8] [--requests 4000] [--json FILE]
+    python -m benchmarks.router [--rounds 8] [--requests 4000] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -23,39 +23,54 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import uvloop
-import wire
 
-from ttft_otel.lab.models import cache_root
-from ttft_otel.lab.ports import free
-from ttft_otel.lab.releases import uv
+from benchmarks import bare_transport
+from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from lab.free_ports import find_free_port
+from lab.tiny_models import get_cache_root
+from lab.vllm_releases import run_uv
 
 CONNECTIONS: Final = 16
-HERE: Final = Path(__file__).parent
-RUST: Final = "vllm-router==0.1.17"
-ROUTER: Final = (
+BENCHMARKS_FOLDER: Final = Path(__file__).parent
+RUST_ROUTER_PACKAGE: Final = "vllm-router==0.1.17"
+ROUTER_COMMAND: Final = (
     sys.executable,
     "-c",
-    "from ttft_otel.router.command import command; command()",
+    "from ttft_otel.router.cli.command import command; command()",
 )
-QUESTION: Final = [{"role": "user", "content": "How long until the first token?"}]
-EVENTS: Final = {"plain": 0, "stream": wire.EVENTS - 1, "paced": wire.TOKENS - 1}  # with words
-GOALS: Final = {"plain traced": 300.0, "stream traced": 350.0, "records dropped": 0.0}
+CHAT_MESSAGES: Final = [{"role": "user", "content": "How long until the first token?"}]
+EVENTS_BY_CASE: Final = {
+    "plain": 0,
+    "stream": bare_transport.EVENTS_PER_STREAM - 1,
+    "paced": bare_transport.TOKENS_PER_STREAM - 1,
+}  # with words
+# (case, router, reference) -> at most so many times the reference's CPU time of the same round.
+RATIO_GOALS: Final = {
+    ("plain", "traced", "fastapi"): 1.0,
+    ("stream", "traced", "fastapi"): 1.0,
+    ("stream", "untraced", "rust"): 1.0,
+    ("plain", "traced", "untraced"): None,
+    ("stream", "traced", "untraced"): None,
+}
+MAX_RECORDS_DROPPED: Final = 0.0
 
 
 @dataclass
-class Subject:
-    """A router under test: how it is started, where it listens, what each round of a case cost."""
+class RouterSubject:
+    """A router under test: its command, its port, and CPU time of each round of each case."""
 
     name: str
     command: Sequence[str]
     port: int
     env: Mapping[str, str] = field(default_factory=dict)
-    only: tuple[str, ...] = tuple(EVENTS)
+    cases: tuple[str, ...] = tuple(EVENTS_BY_CASE)
     pid: int = 0
-    used: dict[str, list[float]] = field(default_factory=lambda: {case: [] for case in EVENTS})
+    cpu_us_by_case: dict[str, list[float]] = field(
+        default_factory=lambda: {case: [] for case in EVENTS_BY_CASE}
+    )
 
     @property
     def url(self) -> str:
@@ -63,50 +78,61 @@ class Subject:
         return f"http://127.0.0.1:{self.port}"
 
 
-def subjects(backend: str) -> list[Subject]:
+def list_subjects(backend: str) -> list[RouterSubject]:
     """Everything that is measured; without vllm-router when it cannot be had."""
-    found = []
+    router_list = []
     for name, on in (("traced", "1"), ("untraced", "0")):
-        port = free()
+        port = find_free_port()
         env = {"TTFT_OTEL": on, "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
-        command = (*ROUTER, "--backend", backend, "--port", str(port))
-        found.append(Subject(name, command, port, env))
-    port = free()
-    pair = (*ROUTER, "--prefill", backend, "--decode", backend, "--port", str(port))
+        command = (*ROUTER_COMMAND, "--backend", backend, "--port", str(port))
+        router_list.append(RouterSubject(name, command, port, env))
+    port = find_free_port()
+    pair = (*ROUTER_COMMAND, "--prefill", backend, "--decode", backend, "--port", str(port))
     env = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
-    found.append(Subject("traced P/D", pair, port, env, ("stream", "paced")))
-    if program := rust():
-        port = free()
-        address = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free()))
+    router_list.append(RouterSubject("traced P/D", pair, port, env, ("stream", "paced")))
+    if program := install_rust_router():
+        port = find_free_port()
+        address = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--prometheus-port",
+            str(find_free_port()),
+        )
         quiet = ("--policy", "round_robin", "--log-level", "error")
-        found.append(Subject("rust", (program, "--worker-urls", backend, *address, *quiet), port))
-    port = free()
-    bare = (sys.executable, str(HERE / "bare.py"), str(port), backend)
-    found.append(Subject("fastapi", bare, port))
-    return found
+        router_list.append(
+            RouterSubject("rust", (program, "--worker-urls", backend, *address, *quiet), port)
+        )
+    port = find_free_port()
+    bare = (sys.executable, str(BENCHMARKS_FOLDER / "bare.py"), str(port), backend)
+    router_list.append(RouterSubject("fastapi", bare, port))
+    return router_list
 
 
-def rust() -> str:
+def install_rust_router() -> str:
     """vllm-router's program, installed at the first use; "" when it cannot be had, and says why."""
-    folder = cache_root() / "peers" / RUST
+    folder = get_cache_root() / "peers" / RUST_ROUTER_PACKAGE
     program = folder / "bin" / "vllm-router"
     if not program.exists():
         try:
-            uv("venv", "--quiet", "--clear", "--python", "3.11", str(folder))
-            uv("pip", "install", "--quiet", "--python", str(folder), RUST)
+            run_uv("venv", "--quiet", "--clear", "--python", "3.11", str(folder))
+            run_uv("pip", "install", "--quiet", "--python", str(folder), RUST_ROUTER_PACKAGE)
         except (OSError, subprocess.CalledProcessError) as error:
-            say(f"Without {RUST}: it could not be installed into {folder} ({error}).\n")
+            print_progress(
+                f"Without {RUST_ROUTER_PACKAGE}: it could not be installed into {folder} ({error}).\n"
+            )
             return ""
     return str(program)
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], url: str, env: Mapping[str, str]) -> Iterator[int]:
-    """A process that is terminated in the end; its pid, once its /health answers."""
+def run_process(command: Sequence[str], url: str, env: Mapping[str, str]) -> Iterator[int]:
+    """Run a process while the block runs; gives its pid once its /health answers."""
     process = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 60
-        while not answers(f"{url}/health"):
+        while not is_answering(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{' '.join(command)} did not start ({process.poll()})")
             time.sleep(0.1)
@@ -120,7 +146,7 @@ def running(command: Sequence[str], url: str, env: Mapping[str, str]) -> Iterato
             process.wait()
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     """Whether a GET is answered with 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
@@ -129,34 +155,40 @@ def answers(url: str) -> bool:
         return False
 
 
-def cpu(pid: int) -> float:
+def read_process_cpu_s(pid: int) -> float:
     """Seconds of CPU that a process has used, to the nanosecond; /proc's stat counts 10 ms."""
     return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
 
 
-def measure(rounds: int, requests: int, asked: Sequence[Subject]) -> None:
-    """Every case with every subject, round by round: the machine's mood hits all alike."""
+def measure_cases(rounds: int, requests: int, routers: Sequence[RouterSubject]) -> None:
+    """Run every case with every subject, round by round, so that disturbances affect all alike."""
     for number in range(rounds + 1):  # the first one warms up
-        for case, events in EVENTS.items():
+        for case, events in EVENTS_BY_CASE.items():
             count = CONNECTIONS if case == "paced" else requests // rounds
-            for each in asked:
-                if case not in each.only:
+            for router in routers:
+                if case not in router.cases:
                     continue
-                say(f"\rround {number}/{rounds}: {case} {each.name}{' ' * 20}")
-                before = cpu(each.pid)
-                uvloop.run(wire.load(each.url, body(case), events, count, CONNECTIONS))
+                print_progress(f"\rround {number}/{rounds}: {case} {router.name}{' ' * 20}")
+                before = read_process_cpu_s(router.pid)
+                uvloop.run(
+                    bare_transport.run_client_loop(
+                        router.url, build_chat_body(case), events, count, CONNECTIONS
+                    )
+                )
                 if number:
-                    each.used[case].append((cpu(each.pid) - before) / count * 1e6)
-    say("\r" + " " * 60 + "\r")
+                    router.cpu_us_by_case[case].append(
+                        (read_process_cpu_s(router.pid) - before) / count * 1e6
+                    )
+    print_progress("\r" + " " * 60 + "\r")
 
 
-def body(case: str) -> bytes:
-    """The request of a case, compact: the Rust router writes it so whatever it got."""
-    asked = {"model": "tiny", "messages": QUESTION, "stream": case != "plain", "user": case}
-    return json.dumps(asked, separators=(",", ":")).encode()
+def build_chat_body(case: str) -> bytes:
+    """The request body of a case in compact JSON, as the Rust router writes it in any case."""
+    document = {"model": "tiny", "messages": CHAT_MESSAGES, "stream": case != "plain", "user": case}
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
-def dropped(url: str) -> float:
+def read_dropped_records(url: str) -> float:
     """The records that the router dropped, by its own count; waits until the last one is out."""
     time.sleep(1)
     with urllib.request.urlopen(f"{url}/metrics") as response:
@@ -164,40 +196,30 @@ def dropped(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("ttft_otel_dropped"))
 
 
-def figures(asked: Sequence[Subject], lost: float) -> dict[str, dict[str, Any]]:
-    """Medians and ranges in microseconds; per token where it is paced."""
-    found: dict[str, dict[str, Any]] = {}
-    by_name = {each.name: each for each in asked}
-    for each in asked:
-        for case, rounds in each.used.items():
+def compute_router_figures(
+    routers: Sequence[RouterSubject], dropped_records: float
+) -> dict[str, Figure]:
+    """Ratios with their goals; then microseconds, per token where it is paced."""
+    figures: dict[str, Figure] = {}
+    rounds_by_name = {router.name: router.cpu_us_by_case for router in routers}
+    for (case, name, reference), goal in RATIO_GOALS.items():
+        if reference in rounds_by_name:
+            ratios = divide_rounds(rounds_by_name[name][case], rounds_by_name[reference][case])
+            figures[f"{case} {name} / {reference}"] = build_figure(ratios, goal)
+    for router in routers:
+        for case, rounds in router.cpu_us_by_case.items():
             if rounds:
-                per = wire.TOKENS if case == "paced" else 1
-                name = f"{case} {each.name}" + (", per token" if per > 1 else "")
-                found[name] = figure([one / per for one in rounds], GOALS.get(name))
-    if "rust" in by_name:
-        found["stream untraced"]["goal"] = goal = found["stream rust"]["value"]
-        found["stream untraced"]["met"] = found["stream untraced"]["value"] <= goal
-    pairs = zip(by_name["traced"].used["stream"], by_name["untraced"].used["stream"], strict=True)
-    found["stream, tracing adds"] = figure([on - off for on, off in pairs], None)
-    pairs = zip(by_name["traced"].used["plain"], by_name["untraced"].used["plain"], strict=True)
-    found["plain, tracing adds"] = figure([on - off for on, off in pairs], None)
-    found["records dropped"] = figure([lost], GOALS["records dropped"])
-    return found
+                tokens = bare_transport.TOKENS_PER_STREAM if case == "paced" else 1
+                unit = "us a token" if tokens > 1 else "us"
+                figures[f"{case} {router.name}, {unit}"] = build_figure(
+                    [cpu_us / tokens for cpu_us in rounds], digits=1
+                )
+    figures["records dropped"] = build_figure([dropped_records], MAX_RECORDS_DROPPED)
+    return figures
 
 
-def figure(values: Sequence[float], goal: float | None) -> dict[str, Any]:
-    """One line of the result; without a goal it is there to compare with."""
-    value = statistics.median(values)
-    return {
-        "value": round(value, 1),
-        "spread": [round(min(values), 1), round(max(values), 1)],
-        "goal": goal,
-        "met": goal is None or value <= goal,
-    }
-
-
-def say(text: str) -> None:
-    """Progress on stderr."""
+def print_progress(text: str) -> None:
+    """Print progress to stderr."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
@@ -210,26 +232,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--requests", type=int, default=4000, help="per router and case")
-    wanted = parser.parse_args()
-    port = free()
+    options = parser.parse_args()
+    port = find_free_port()
     backend = f"http://127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
-        instance = (sys.executable, str(HERE / "wire.py"), str(port))
-        stack.enter_context(running(instance, backend, {}))
-        asked = subjects(backend)
-        for each in asked:
-            each.pid = stack.enter_context(running(each.command, each.url, each.env))
-        measure(wanted.rounds, wanted.requests, asked)
-        found = figures(asked, dropped(asked[0].url))
-    for name, one in found.items():
-        low, high = one["spread"]
-        goal = (
-            "" if one["goal"] is None else f"  goal {one['goal']}{'' if one['met'] else ' MISSED'}"
-        )
-        sys.stdout.write(f"{name:28} {one['value']:8.1f} [{low:.1f}, {high:.1f}]{goal}\n")
-    if wanted.json:
-        wanted.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if all(one["met"] for one in found.values()) else 1
+        instance = (sys.executable, str(BENCHMARKS_FOLDER / "bare_transport.py"), str(port))
+        stack.enter_context(run_process(instance, backend, {}))
+        routers = list_subjects(backend)
+        for router in routers:
+            router.pid = stack.enter_context(run_process(router.command, router.url, router.env))
+        measure_cases(options.rounds, options.requests, routers)
+        figures = compute_router_figures(routers, read_dropped_records(routers[0].url))
+    return report_figures(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
 Three servers of the tiny text model, loaded in turn (off, on, own, off, on, own, ...); figures are
 ratios to `off` of the same round, their median and spread. Needs about 12 GB of memory.
 
-    python benchmarks/serving.py [--rounds 5] [--requests 240] [--json FILE]
+    python -m benchmarks.serving [--rounds 5] [--requests 240] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -18,52 +17,55 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
+from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from lab import local_deployment, server_commands, tiny_models, ttft_client
+from lab.local_servers import run_servers
+from lab.ttft_client import TimedRequest, TimedResponse
 from ttft_otel import names
-from ttft_otel.lab import client, fleet, models, recipes
-from ttft_otel.lab.client import Answer, Question
-from ttft_otel.lab.servers import running
 
-AT_ONCE = 12
-TOKENS = 48
+CONCURRENT_CLIENTS: Final = 12
+TOKENS_PER_ANSWER: Final = 48
+# Of each round, to the server without tracing in the same round.
+RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.05, "itl_median": 1.02}
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadResult:
     """One round on one server: requests per second, p99 and median inter-token latency in us."""
 
     throughput: float
-    p99: float
-    median: float
+    itl_p99: float
+    itl_median: float
 
 
-def load(url: str, requests: int) -> Load:
-    """AT_ONCE clients in a closed loop, streamed answers of TOKENS tokens."""
-    answers: list[Answer] = []
-    left = iter(range(requests))
+def run_load(url: str, requests: int) -> LoadResult:
+    """CONCURRENT_CLIENTS in a closed loop, streamed answers of TOKENS_PER_ANSWER tokens."""
+    answers: list[TimedResponse] = []
+    request_numbers = iter(range(requests))
     lock = threading.Lock()
 
-    def work() -> None:
+    def run_client() -> None:
         while True:
             with lock:
-                number = next(left, None)
+                number = next(request_numbers, None)
             if number is None:
                 return
-            question = Question(
-                prompt=f"request {number}", max_tokens=TOKENS, extra={"ignore_eos": True}
+            question = TimedRequest(
+                prompt=f"request {number}", max_tokens=TOKENS_PER_ANSWER, extra={"ignore_eos": True}
             )
-            answer = client.ask(url, question)
+            answer = ttft_client.send_timed_request(url, question)
             with lock:
                 answers.append(answer)
 
-    began = time.monotonic()
-    threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
+    started = time.monotonic()
+    threads = [threading.Thread(target=run_client) for _ in range(CONCURRENT_CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    spent = time.monotonic() - began
+    elapsed_s = time.monotonic() - started
     gaps = sorted(
         later.at_us - earlier.at_us
         for answer in answers
@@ -71,82 +73,88 @@ def load(url: str, requests: int) -> Load:
     )
     if any(answer.status != 200 for answer in answers):
         raise SystemExit("a request failed; see the servers' logs")
-    return Load(len(answers) / spent, gaps[int(len(gaps) * 0.99)], statistics.median(gaps))
+    return LoadResult(
+        len(answers) / elapsed_s, gaps[int(len(gaps) * 0.99)], statistics.median(gaps)
+    )
 
 
-def measure(rounds: int, requests: int) -> dict[str, list[Load]]:
+def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResult]]:
     """All rounds on all three servers."""
     with tempfile.TemporaryDirectory(prefix="ttft-otel-") as scratch:
-        sink = fleet.receiver(Path(scratch) / "spans.db")
+        sink = local_deployment.build_receiver_command(Path(scratch) / "spans.db")
         endpoint = f"http://{sink.host}:{sink.port}"
-        base = recipes.Options(model=models.build(models.TEXT))
-        own = ("--otlp-traces-endpoint", f"{endpoint}/v1/traces")
+        base = server_commands.VllmOptions(model=tiny_models.build_model(tiny_models.TEXT_RECIPE))
+        own_tracing_flags = ("--otlp-traces-endpoint", f"{endpoint}/v1/traces")
         env = {names.ENV_ON: "1", names.ENV_ENDPOINT: endpoint}
         protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
         plans = {
             "off": base,
             "on": replace(base, env=env),
-            "own": replace(base, extra=own, env=protocol),
+            "own": replace(base, extra=own_tracing_flags, env=protocol),
         }
-        commands = [sink, *(recipes.mono(options) for options in plans.values())]
-        found: dict[str, list[Load]] = {name: [] for name in plans}
-        with running(*commands, timeout=900, progress=say, logs=Path(scratch)) as servers:
+        commands = [
+            sink,
+            *(server_commands.build_mono_command(options) for options in plans.values()),
+        ]
+        results: dict[str, list[LoadResult]] = {name: [] for name in plans}
+        with run_servers(
+            *commands, timeout=900, progress=report_server_start, logs=Path(scratch)
+        ) as servers:
             urls = dict(zip(plans, (server.url for server in servers[1:]), strict=True))
             for url in urls.values():
-                load(url, AT_ONCE * 4)
+                run_load(url, CONCURRENT_CLIENTS * 4)
             for number in range(rounds):
                 for name, url in urls.items():
-                    found[name].append(load(url, requests))
-                    say(name, number + 1, f"{found[name][-1].throughput:.1f} requests/s")
-        return found
+                    results[name].append(run_load(url, requests))
+                    report_server_start(
+                        name, number + 1, f"{results[name][-1].throughput:.1f} requests/s"
+                    )
+        return results
 
 
-def say(name: str, seconds: float, line: str) -> None:
-    """Progress on stderr."""
+def report_server_start(name: str, seconds: float, line: str) -> None:
+    """Print progress to stderr."""
     sys.stderr.write(f"\r{name} {seconds:.0f} {line[-80:]:80}")
     sys.stderr.flush()
 
 
-def figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
-    """Ratios to `off`, round by round: throughput should not fall, latency should not rise."""
-    result: dict[str, dict[str, Any]] = {}
+def compute_serving_figures(results: dict[str, list[LoadResult]]) -> dict[str, Figure]:
+    """Ratios to `off`, round by round: throughput should not fall, latency should not rise.
+
+    After them what was measured on each server.
+    """
+    figures: dict[str, Figure] = {}
     for name in ("on", "own"):
-        pairs = list(zip(found[name], found["off"], strict=True))
-        for figure, ratios, goal in (
-            ("throughput_ratio", [a.throughput / b.throughput for a, b in pairs], 0.98),
-            ("itl_p99_ratio", [a.p99 / b.p99 for a, b in pairs], 1.05),
-            ("itl_median_ratio", [a.median / b.median for a, b in pairs], 1.02),
-        ):
-            value = statistics.median(ratios)
-            met = value >= goal if figure == "throughput_ratio" else value <= goal
-            result[f"{name}_{figure}"] = {
-                "value": round(value, 4),
-                "spread": [round(min(ratios), 4), round(max(ratios), 4)],
-                "goal": goal,
-                "met": met,
-            }
-    return result
+        for figure, goal in RATIO_GOALS.items():
+            ratios = divide_rounds(
+                [getattr(result, figure) for result in results[name]],
+                [getattr(result, figure) for result in results["off"]],
+            )
+            figures[f"{name}_{figure}_ratio"] = build_figure(
+                ratios, goal, at_least=figure == "throughput", digits=4
+            )
+    for name, rounds in results.items():
+        figures[f"{name}_requests_per_s"] = build_figure([result.throughput for result in rounds])
+        for figure in ("itl_p99", "itl_median"):
+            figures[f"{name}_{figure}_us"] = build_figure(
+                [getattr(result, figure) for result in rounds], digits=1
+            )
+    return figures
 
 
-def main() -> None:
-    """Measure, print, write."""
+def main() -> int:
+    """Measure, print, write; 1 when a goal is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=240, help="per server and round")
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
-    wanted = parser.parse_args()
-    found = figures(measure(wanted.rounds, wanted.requests))
+    arguments = parser.parse_args()
+    figures = compute_serving_figures(measure_tracing_modes(arguments.rounds, arguments.requests))
     sys.stderr.write("\n")
-    for name, figure in found.items():
-        low, high = figure["spread"]
-        sys.stdout.write(
-            f"{name:24} {figure['value']:.3f} [{low:.3f}, {high:.3f}]  goal {figure['goal']}\n"
-        )
-    if wanted.json:
-        wanted.json.write_text(json.dumps(found, indent=2) + "\n")
+    return report_figures(figures, arguments.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ends of the router's benchmark, on bare transports: an instance that answers at once, and a
-closed loop of clients. router.py loads with the one; every router under test calls the other.
+"""Both ends of the router's benchmark, on asyncio transports: an instance that answers at once, and a
+closed loop of clients that loads the router under test.
 
-`python benchmarks/wire.py PORT` serves the instance, which swallows OTLP too.
+`python -m benchmarks.bare_transport PORT` serves the instance, which swallows OTLP too.
 """
 
 from __future__ import annotations
@@ -11,50 +11,51 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Final, cast
 
 import uvloop
 
-EVENTS: Final = 16
-TOKENS: Final = 200
-PACE: Final = 0.005  # seconds between two tokens of a paced stream
-TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
+EVENTS_PER_STREAM: Final = 16
+TOKENS_PER_STREAM: Final = 200
+TOKEN_INTERVAL_S: Final = 0.005  # seconds between two tokens of a paced stream
+SERVER_TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
 # What vLLM's answers look like: 240 bytes an event, one HTTP chunk each.
 EVENT: Final = (
     b'data: {"id":"chatcmpl-b5a8d2f1c37e4f7c9d3a6e1b2c4d5e6f","object":"chat.completion.chunk",'
     b'"created":1700000000,"model":"tiny","choices":[{"index":0,"delta":{"content":" word"},'
     b'"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
-FIRST: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant","content":""}')
-CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
-DONE: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-PLAIN: Final = (
+FIRST_EVENT: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant","content":""}')
+EVENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+DONE_CHUNK: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+PLAIN_BODY: Final = (
     b'{"id":"chatcmpl-b5a8d2f1c37e4f7c9d3a6e1b2c4d5e6f","object":"chat.completion","created":1700000000,'
     b'"model":"tiny","choices":[{"index":0,"message":{"role":"assistant","content":" word"},'
     b'"finish_reason":"length"}],"usage":{"prompt_tokens":9,"total_tokens":10,"completion_tokens":1},'
     b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"e",'
     b'"remote_block_ids":[[1]],"remote_host":"127.0.0.1","remote_port":5600,"tp_size":1}}'
 )
-HEALTH: Final = b'{"object":"list","status":"ok","data":[{"id":"tiny","object":"model"}]}'
+HEALTH_BODY: Final = b'{"object":"list","status":"ok","data":[{"id":"tiny","object":"model"}]}'
 
 
-def head(kind: str, length: int | None) -> bytes:
-    """An answer's head as vLLM's own servers write it, with the timing a traced leg gives."""
+def build_response_head(kind: str, length: int | None) -> bytes:
+    """Headers of a response as vLLM sends them, with the Server-Timing of a traced leg."""
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
     return (
         f"HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 1970 00:00:00 GMT\r\nserver: uvicorn\r\n"
-        f"Server-Timing: {TIMING}\r\nContent-Type: {kind}\r\n{size}\r\n\r\n"
+        f"Server-Timing: {SERVER_TIMING}\r\nContent-Type: {kind}\r\n{size}\r\n\r\n"
     ).encode()
 
 
-ANSWER: Final = head("application/json", len(PLAIN)) + PLAIN
-ALIVE: Final = head("application/json", len(HEALTH)) + HEALTH
-OPEN: Final = head("text/event-stream; charset=utf-8", None)
-OPENED: Final = OPEN + b"%x\r\n%b\r\n" % (len(FIRST), FIRST)
-STREAM: Final = OPENED + CHUNK * (EVENTS - 1) + DONE
+PLAIN_RESPONSE: Final = build_response_head("application/json", len(PLAIN_BODY)) + PLAIN_BODY
+HEALTH_RESPONSE: Final = build_response_head("application/json", len(HEALTH_BODY)) + HEALTH_BODY
+STREAM_HEAD: Final = build_response_head("text/event-stream; charset=utf-8", None)
+STREAM_START: Final = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(FIRST_EVENT), FIRST_EVENT)
+STREAM_RESPONSE: Final = STREAM_START + EVENT_CHUNK * (EVENTS_PER_STREAM - 1) + DONE_CHUNK
 
 
-class Instance(asyncio.Protocol):
+class InstantInstance(asyncio.Protocol):
     """Answers each request at once: plain, 16 events in one write, or a token every 5 ms."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -64,57 +65,66 @@ class Instance(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Answer each complete request."""
         self.data += data
-        front, found, rest = self.data.partition(b"\r\n\r\n")
+        front, match, rest = self.data.partition(b"\r\n\r\n")
         length = int(front.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-        if not found or len(rest) < length:
+        if not match or len(rest) < length:
             return
         body, self.data = rest[:length], rest[length:]
         if front.startswith(b"GET"):
-            self.transport.write(ALIVE)
+            self.transport.write(HEALTH_RESPONSE)
         elif b'"paced"' in body:
-            self.transport.write(OPENED)
-            PACED[self] = TOKENS - 1
+            self.transport.write(STREAM_START)
+            PACED_STREAMS[self] = TOKENS_PER_STREAM - 1
         else:
-            self.transport.write(STREAM if b'"stream":true' in body else ANSWER)
+            self.transport.write(STREAM_RESPONSE if b'"stream":true' in body else PLAIN_RESPONSE)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Nobody waits for its tokens any more."""
-        PACED.pop(self, None)
+        """Stop sending tokens on this connection."""
+        PACED_STREAMS.pop(self, None)
 
 
-PACED: Final[dict[Instance, int]] = {}  # tokens that each paced stream still has to get
+PACED_STREAMS: Final[
+    dict[InstantInstance, int]
+] = {}  # tokens that each paced stream still has to get
 
 
-def step() -> None:
+def send_next_tokens() -> None:
     """One engine step: every running stream gets its token, as a batch of a real engine does."""
-    asyncio.get_running_loop().call_later(PACE, step)
-    for one, left in list(PACED.items()):
-        one.transport.write(CHUNK if left else DONE)
-        PACED[one] = left - 1
+    # First: the pace does not depend on how long the writes below take.
+    asyncio.get_running_loop().call_later(TOKEN_INTERVAL_S, send_next_tokens)
+    for one, left in list(PACED_STREAMS.items()):
+        one.transport.write(EVENT_CHUNK if left else DONE_CHUNK)
+        PACED_STREAMS[one] = left - 1
         if not left:
-            del PACED[one]
+            del PACED_STREAMS[one]
 
 
-class Client(asyncio.Protocol):
-    """One connection that asks again as soon as it has the whole answer."""
+class LoopingClient(asyncio.Protocol):
+    """A connection that sends the next request as soon as a response is complete."""
 
-    def __init__(self, asked: bytes, events: int, left: Iterator[int]) -> None:
-        self.asked, self.events, self.left, self.data = asked, events, left, b""
+    def __init__(self, request_bytes: bytes, events: int, remaining: Iterator[int]) -> None:
+        self.request_bytes, self.events, self.remaining, self.data = (
+            request_bytes,
+            events,
+            remaining,
+            b"",
+        )
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask for the first time."""
         self.transport = cast(asyncio.Transport, transport)
-        self.ask()
+        self.send_next_request()
 
-    def ask(self) -> None:
+    def send_next_request(self) -> None:
         """Send one more request, while there are any."""
-        if next(self.left, None) is None:
+        if next(self.remaining, None) is None:
             self.ended.set_result(None)
             self.transport.close()
             return
+        # A trace ID per request: with the same for all, sampling and storage would see a single trace.
         parent = f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01".encode()
-        self.transport.write(self.asked.replace(b"PARENT", parent))
+        self.transport.write(self.request_bytes.replace(b"PARENT", parent))
 
     def data_received(self, data: bytes) -> None:
         """Look for the answer's end only: the client must cost little."""
@@ -126,13 +136,15 @@ class Client(asyncio.Protocol):
         length = lower.partition(b"content-length:")[2].split(b"\r\n")[0]
         if not (len(rest) >= int(length) if length else rest.endswith(b"0\r\n\r\n")):
             return
-        whole = rest.count(EVENT) == self.events and (b"[DONE]" if self.events else PLAIN) in rest
+        whole = (
+            rest.count(EVENT) == self.events and (b"[DONE]" if self.events else PLAIN_BODY) in rest
+        )
         if b" 200 " not in front[:16] or not whole:
             self.ended.set_exception(RuntimeError(f"not an answer: {self.data[:2000]!r}"))
             self.transport.abort()
             return
         self.data = b""
-        self.ask()
+        self.send_next_request()
 
     def connection_lost(self, error: Exception | None) -> None:
         """A router may not close what it has not answered."""
@@ -140,29 +152,35 @@ class Client(asyncio.Protocol):
             self.ended.set_exception(RuntimeError(f"the connection was cut: {error}"))
 
 
-async def load(url: str, body: bytes, events: int, number: int, connections: int) -> None:
+async def run_client_loop(
+    url: str, body: bytes, events: int, number: int, connections: int
+) -> None:
     """A closed loop of `number` requests, each answered with `events`, over `connections`."""
     host, _, port = url.removeprefix("http://").partition(":")
-    asked = (
+    request_bytes = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nAccept: */*\r\n"
         f"User-Agent: bench\r\nContent-Type: application/json\r\ntraceparent: PARENT\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode() + body
-    left = iter(range(number))
+    remaining = iter(range(number))
     loop = asyncio.get_running_loop()
-    clients = [Client(asked, events, left) for _ in range(connections)]
+    clients = [LoopingClient(request_bytes, events, remaining) for _ in range(connections)]
     for client in clients:
-        await loop.create_connection(lambda client=client: client, host, int(port))
+        await loop.create_connection(partial(_return_client, client), host, int(port))
     await asyncio.gather(*(client.ended for client in clients))
 
 
-async def serve(port: int) -> None:
-    """Be the instance until terminated."""
+def _return_client(client: LoopingClient) -> LoopingClient:
+    return client
+
+
+async def serve_instance(port: int) -> None:
+    """Run the instance until terminated."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Instance, "127.0.0.1", port)
-    step()
+    server = await loop.create_server(InstantInstance, "127.0.0.1", port)
+    send_next_tokens()
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve_instance(int(sys.argv[1])))

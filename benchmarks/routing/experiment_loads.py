@@ -6,21 +6,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-PREFIXES: Final = ("--prefix-index", "kv-events")  # of every router that looks at prompts
-ROUTERS: Final[dict[str, tuple[str, ...]]] = {
-    "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid", *PREFIXES),
-    "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated", *PREFIXES),
-    "kvaware": ("--routing-logic", "kvaware", *PREFIXES),
+PREFIX_INDEX_FLAGS: Final = ("--prefix-index", "kv-events")  # of every router that looks at prompts
+ROUTER_FLAGS_BY_POLICY: Final[dict[str, tuple[str, ...]]] = {
+    "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid", *PREFIX_INDEX_FLAGS),
+    "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated", *PREFIX_INDEX_FLAGS),
+    "kvaware": ("--routing-logic", "kvaware", *PREFIX_INDEX_FLAGS),
     "qps": ("--routing-logic", "qps"),
     "round_robin": ("--routing-logic", "round_robin"),
     "least_requests": ("--routing-logic", "least_requests"),
     # kvaware where no prompt is too long to follow its prefix
     "kvaware-always": (
-        *("--routing-logic", "kvaware", *PREFIXES),
+        *("--routing-logic", "kvaware", *PREFIX_INDEX_FLAGS),
         *("--kv-aware-threshold", "1000000"),
     ),
 }
-POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
+MEASURED_POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Experiment:
     rate: float = 0.0
     share: float = 0.0
 
-    def load(self, seed: int) -> list[str]:
+    def build_load_flags(self, seed: int) -> list[str]:
         """Flags of one run."""
         paced = (
             ("--qps", f"{self.rate:g}", "--time", f"{self.seconds:g}")
@@ -45,22 +45,34 @@ class Experiment:
         )
         return [*self.flags, "--seed", str(seed), *paced]
 
-    def full(self, seed: int) -> list[str]:
+    def build_saturation_flags(self, seed: int) -> list[str]:
         """Flags of a run in which both servers always have something to do."""
-        closed = ("--concurrency", str(AT_ONCE), "--requests", str(4 * AT_ONCE))
+        closed = (
+            "--concurrency",
+            str(SATURATION_CONCURRENCY),
+            "--requests",
+            str(4 * SATURATION_CONCURRENCY),
+        )
         return [*self.flags, "--seed", str(seed), *closed]
 
 
-AT_ONCE: Final = 8
-USERS: Final = (
+SATURATION_CONCURRENCY: Final = 8
+MULTI_ROUND_FLAGS: Final = (
     *("--dataset", "multi-round", "--num-users", "5", "--num-rounds", "10"),
     *("--max-unfinished", "20", "--answer-len", "100"),
 )
 EXPERIMENTS: Final = {
     each.name: each
     for each in (
-        Experiment("multi-round", (*USERS, "--user-history-prompt", "200"), 22.0, rate=2.5),
-        Experiment("multi-round-long", (*USERS, "--user-history-prompt", "2000"), 22.0, rate=1.5),
+        Experiment(
+            "multi-round", (*MULTI_ROUND_FLAGS, "--user-history-prompt", "200"), 22.0, rate=2.5
+        ),
+        Experiment(
+            "multi-round-long",
+            (*MULTI_ROUND_FLAGS, "--user-history-prompt", "2000"),
+            22.0,
+            rate=1.5,
+        ),
         Experiment(
             "shared-prefix",
             (
@@ -73,21 +85,21 @@ EXPERIMENTS: Final = {
     )
 }
 # Before the first round each router gets the same requests; `calibrated` learns from them.
-WARM: Final = (
+WARMUP_FLAGS: Final = (
     *("--dataset", "random", "--api", "completions"),
     *("--input-len", "1500", "--spread", "0.9", "--output-len", "8"),
     *("--requests", "20", "--concurrency", "2"),
 )
 
 # One prompt after the other, to see how far two servers disturb each other.
-SINGLE: Final = (
+SINGLE_PROMPT_FLAGS: Final = (
     *("--dataset", "random", "--api", "completions"),
     *("--input-len", "2600", "--output-len", "1", "--requests", "5", "--concurrency", "1"),
 )
 
 
-def order(policies: tuple[str, ...], number: int) -> list[str]:
-    """Who comes when in this round: forwards, then backwards, each pair one place further."""
+def order_policies(policies: tuple[str, ...], number: int) -> list[str]:
+    """The order of the policies in round `number`: forwards, then backwards, rotated by two per pair."""
     start = number // 2 * 2 % len(policies)
     turned = [*policies[start:], *policies[:start]]
     return turned if number % 2 == 0 else turned[::-1]

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for benchmarks/exporter.py: a streamed request's two Records, and the 15 spans of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from benchmarks.otlp_bodies import LAST_STAGES, TEXT_STAGES, build_benchmark_record
+from ttft_otel.exporter.span_builder import build_spans
+from ttft_otel.record import Piece, Record, encode_record
+
+STAGE_US: Final = 1000
+PARTS: Final = ("tokenize", "collect", "detokenize")
+SPANS_PER_REQUEST: Final = 15  # server, ttft, 9 stages, unattributed, 3 parts
+
+
+def build_request_halves(number: int) -> list[Record]:
+    """The `ttft` half, which is sent with the first token, and the `server` half of its end."""
+    lengths_us = {stage: STAGE_US + number % 97 for stage in (*TEXT_STAGES, *LAST_STAGES)}
+    whole = build_benchmark_record("mono", lengths_us, number, True, ())
+    assert whole.ttft is not None
+    parts = tuple(
+        Piece("part", name, place * STAGE_US + 1, place * STAGE_US + 900)
+        for place, name in enumerate(PARTS)
+    )
+    ttft = msgspec.structs.replace(whole.ttft, pieces=whole.ttft.pieces + parts)
+    return [
+        msgspec.structs.replace(whole, ttft=ttft, server=None),
+        msgspec.structs.replace(whole, ttft=None),
+    ]
+
+
+def encode_request(number: int) -> list[bytes]:
+    """The halves as they travel to the exporter."""
+    return [encode_record(half) for half in build_request_halves(number)]
+
+
+def build_request_spans(number: int) -> list[ReadableSpan]:
+    """The request's spans, parents before their children."""
+    resource = Resource({})
+    ttft, server = build_request_halves(number)
+    spans = build_spans(server, resource) + build_spans(ttft, resource)
+    assert len(spans) == SPANS_PER_REQUEST
+    return spans

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine without work in it, for hooks.py: empty methods, hooked as wrap.py does it, and loops
+that call them as an engine would. Each loop returns the CPU time that it took, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from time import process_time_ns
+from types import SimpleNamespace
+from typing import Any, Final
+
+from ttft_otel import names
+from ttft_otel.hooks import device, ec_connectors, engine_core, kv, model_runners, scheduler, wrap
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+
+REQUESTS_PER_ROUND: Final = 400
+STEPS_PER_ROUND: Final = 2000
+DECODE_BATCH: Final = 64  # requests in each step
+# Target -> the method of FakeVllmHost that stands for it.
+METHOD_BY_TARGET: Final = {
+    "scheduler.schedule": "schedule",
+    "scheduler.update": "update_from_output",
+    "scheduler.free": "_free_request",
+    "engine.input": "preprocess_add_request",
+    "worker.execute": "execute_model",
+    "worker.encoder": "_execute_mm_encoder",
+    "worker.forward": "_model_forward",
+    "worker.sample": "_sample",
+    "worker.tokens": "sample_tokens",
+    "worker.output": "get_output",
+    "transfer.wait": "ensure_cache_available",
+    "transfer.place": "update_state_after_alloc",
+    "transfer.keep": "request_finished",
+    "kv.load": "start_load_kv",
+    "kv.save": "wait_for_save",
+    "kv.arrive": "_update_from_kv_xfer_finished",
+}
+
+
+PREFILL_RESULT: Final = SimpleNamespace(outputs={}, req_ids=["r0"])
+
+
+class FakeEvent:
+    """A timing event without a device: what is measured is our code around it."""
+
+    def record(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1.5
+
+
+class FakeVllmHost:
+    """The methods of vLLM that we wrap, with nothing in them."""
+
+    requests: dict[str, Any] = {}
+    is_producer, is_consumer = False, True
+
+    def ensure_cache_available(self, request: Any, computed: int) -> bool:
+        return True
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        return None
+
+    def request_finished(self, request: Any) -> tuple[bool, None]:
+        return False, None
+
+    def schedule(self, output: Any) -> Any:
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        return model_runner_output.outputs
+
+    def preprocess_add_request(self, request: Any) -> Any:
+        return (request.made, 0)
+
+    def _free_request(self, request: Any) -> None:
+        return None
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self._execute_mm_encoder(scheduler_output)
+        self._model_forward()
+
+    def _execute_mm_encoder(self, scheduler_output: Any) -> None:
+        return None
+
+    def _model_forward(self) -> None:
+        return None
+
+    def _sample(self) -> None:
+        return None
+
+    def sample_tokens(self, result: Any) -> Any:
+        self._sample()
+        return result
+
+    def get_output(self) -> Any:
+        return PREFILL_RESULT
+
+    def start_load_kv(self, context: Any) -> None:
+        return None
+
+    def wait_for_save(self) -> None:
+        return None
+
+    def _update_from_kv_xfer_finished(self, output: Any) -> None:
+        return None
+
+
+def wrap_fake_host() -> type[FakeVllmHost]:
+    """FakeVllmHost with our hooks in, as wrap.py puts them into vLLM."""
+
+    class HookedHost(FakeVllmHost):
+        pass
+
+    hooks = {
+        **scheduler.HOOKS,
+        **engine_core.HOOKS,
+        **model_runners.HOOKS,
+        **kv.HOOKS,
+        **ec_connectors.HOOKS,
+    }
+    for target, name in METHOD_BY_TARGET.items():
+        wrap.patch_attribute(TARGETS_BY_NAME[target], HookedHost, name, hooks[target])
+    return HookedHost
+
+
+def wrap_fake_host_empty() -> type[FakeVllmHost]:
+    """FakeVllmHost with wrappers that only forward the call: the reference for a step."""
+
+    class PassingHost(FakeVllmHost):
+        pass
+
+    for name in METHOD_BY_TARGET.values():
+        setattr(PassingHost, name, _wrap_empty(getattr(FakeVllmHost, name)))
+    return PassingHost
+
+
+def _wrap_empty(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def pass_on(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return pass_on
+
+
+def build_scheduler_output(new: list[Any], ids: dict[str, int]) -> Any:
+    """A stand-in for SchedulerOutput with the fields that the hooks read."""
+    return SimpleNamespace(
+        scheduled_new_reqs=new,
+        num_scheduled_tokens=ids,
+        scheduled_encoder_inputs={},
+        total_num_scheduled_tokens=sum(ids.values()),
+        preempted_req_ids=None,
+        ec_connector_metadata=None,
+    )
+
+
+def run_decode_steps(kind: type[FakeVllmHost]) -> int:
+    """Decode steps with DECODE_BATCH requests, none without a first token; CPU ns of STEPS_PER_ROUND."""
+    host = kind()
+    output = build_scheduler_output([], {f"r{n}": 1 for n in range(DECODE_BATCH)})
+    result = SimpleNamespace(outputs={}, req_ids=["r0"])
+    began_ns = process_time_ns()
+    for _ in range(STEPS_PER_ROUND):
+        host.schedule(output)
+        host.execute_model(output)
+        host.sample_tokens(result)
+        host.update_from_output(output, result)
+    return process_time_ns() - began_ns
+
+
+def run_device_steps(kind: type[FakeVllmHost]) -> int:
+    """Steps that the scheduler has marked, on a device; CPU ns of STEPS_PER_ROUND steps."""
+    host = kind()
+    output = build_scheduler_output([], {"r0": 100})
+    output._ttft = True
+    model_runners._step_clocks[:] = [device.DeviceClock(FakeEvent, lambda: True)]
+    began_ns = process_time_ns()
+    for _ in range(STEPS_PER_ROUND):
+        host.execute_model(output)
+        host.sample_tokens(host).get_output()
+    spent_ns = process_time_ns() - began_ns
+    model_runners._step_clocks.clear()
+    return spent_ns
+
+
+def run_connector_steps(kind: type[FakeVllmHost]) -> int:
+    """The calls that a KV connector adds to such a step; CPU ns of STEPS_PER_ROUND steps."""
+    host = kind()
+    began = process_time_ns()
+    for _ in range(STEPS_PER_ROUND):
+        host.start_load_kv(None)
+        host.wait_for_save()
+        host._update_from_kv_xfer_finished(None)
+    return process_time_ns() - began
+
+
+def run_core_requests(kind: type[FakeVllmHost], items: int = 0) -> int:
+    """One request of one chunk through the engine core, with so many images that an encoder has
+    announced. CPU ns for REQUESTS_PER_ROUND requests.
+    """
+    host: Any = kind()
+    host.ec_connector = host if items else None
+    made = []
+    for n in range(REQUESTS_PER_ROUND):
+        name = f"r{n}"
+        request = SimpleNamespace(
+            request_id=name,
+            trace_headers={names.CARRIER: "1", names.TRACEPARENT: "x"},
+            num_computed_tokens=100,
+            num_prompt_tokens=100,
+            num_tokens=100,
+            mm_features=[build_media_item(f"{name}-{number}") for number in range(items)],
+            kv_transfer_params=None,
+        )
+        params = {each.identifier: {"size_bytes": 4096} for each in request.mm_features}
+        request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": params})
+        entered = SimpleNamespace(trace_headers=request.trace_headers, made=request)
+        new = build_scheduler_output([SimpleNamespace(req_id=name)], {name: 100})
+        first = SimpleNamespace(request_id=name, trace_headers=request.trace_headers)
+        outputs = {0: SimpleNamespace(outputs=[first])}
+        result = SimpleNamespace(outputs=outputs, _ttft=(1, 9, 0, 10, 5, 8))
+        made.append((name, request, entered, new, result))
+    FakeVllmHost.requests = {name: request for name, request, *_ in made}
+    began_ns = process_time_ns()
+    for _, request, entered, new, result in made:
+        host.preprocess_add_request(entered)
+        if items:
+            host.ensure_cache_available(request, 0)
+            for index in range(items):
+                host.update_state_after_alloc(request, index)
+        host.schedule(new)
+        host.update_from_output(new, result)
+        if items:
+            host.request_finished(request)
+        host._free_request(request)
+    return process_time_ns() - began_ns
+
+
+def build_media_item(name: str) -> Any:
+    """A media item as vLLM describes it."""
+    return SimpleNamespace(identifier=name * 8, mm_position=SimpleNamespace(offset=0, length=64))

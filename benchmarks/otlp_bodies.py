@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export requests for benchmarks/collector.py, with span trees as routers and servers export them."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from ttft_otel import names, stages
+from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.exporter import span_builder as exporter
+from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
+
+SPANS_PER_BATCH: Final = 512  # spans of one request, as our exporter sends them
+BATCH_COUNT: Final = 24  # different ones, sent in turn with new trace ids
+TEXT_STAGES: Final = (
+    "receive",
+    "preprocess",
+    "ipc",
+    "prefill.queue",
+    "dispatch",
+    "prefill.compute",
+)
+LAST_STAGES: Final = ("sample", "output", "egress")
+ENCODE_STAGES: Final = (
+    "receive",
+    "preprocess",
+    "ipc",
+    "encoder.queue",
+    "dispatch",
+    "encoder.compute",
+)
+
+
+def draw_stage_lengths(names_: tuple[str, ...], draw: random.Random) -> dict[str, int]:
+    """Random lengths of stages in microseconds."""
+    return {name: 1 + round(draw.lognormvariate(9, 1)) for name in names_}
+
+
+def build_benchmark_record(
+    role: stages.Role,
+    stages_us: dict[str, int],
+    number: int,
+    outermost: bool,
+    calls: tuple[Call, ...],
+) -> Record:
+    """One process's record of a request; the trace id's first half is `number`, the rest is put in later."""
+    pieces, offset_us = [], 0
+    for name, us in stages_us.items():
+        leg = stages.split_stage(name)[0]
+        where: Attributes = {names.INSTANCE: f"10.0.0.{number % 4}:8000"} if leg else {}
+        pieces.append(Piece("stage", name, offset_us, offset_us + us, where))
+        offset_us += us
+    pieces.append(Piece("stage", stages.UNATTRIBUTED, offset_us, offset_us + 7))
+    span = f"{number * 8 + stages.ROLES.index(role) + 1:016x}"
+    return Record(
+        version=RECORD_VERSION,
+        trace_id=f"{number:016x}" + "f" * 16,
+        span_id=span,
+        parent_id="",
+        flags=1,
+        state="",
+        start_ns=time.time_ns() - offset_us * 1000,
+        role=role,
+        outermost=outermost,
+        service=stages.SERVICE_NAMES[role],
+        request_id=f"{number:032x}",
+        attributes={
+            names.OPERATION: "chat",
+            names.PROVIDER: names.PROVIDER_VLLM,
+            names.MODEL: "Qwen/Qwen2.5-VL-7B-Instruct",
+            names.STREAM: True,
+        },
+        ttft=Ttft(
+            span_id=f"f{span[1:]}",
+            name=names.ENCODE if role == "encode" else names.TTFT,
+            start=0,
+            end=offset_us + 7,
+            stages=stages_us,
+            unattributed=7,
+            clamped=0,
+            pieces=tuple(pieces),
+            attributes={names.STREAMING: True, names.INPUT_TOKENS: 512, names.CHUNKS: 1},
+        ),
+        server=Server(
+            f"POST {CHAT_PATH}",
+            offset_us + 90_000,
+            200,
+            {names.HTTP_METHOD: "POST", names.HTTP_ROUTE: CHAT_PATH},
+        ),
+        calls=calls,
+    )
+
+
+def build_request_records(number: int, draw: random.Random) -> list[Record]:
+    """One request: every other one text on a single server, else through a router, E and PD."""
+    if number % 2:
+        return [
+            build_benchmark_record(
+                "mono", draw_stage_lengths((*TEXT_STAGES, *LAST_STAGES), draw), number, True, ()
+            )
+        ]
+    encode_stages = draw_stage_lengths((*ENCODE_STAGES, "ec.transfer", "output", "egress"), draw)
+    decode_stages = draw_stage_lengths((*TEXT_STAGES, "ec.transfer", *LAST_STAGES), draw)
+    own_stages = draw_stage_lengths(("router.receive", "router.route", "router.hop.encode"), draw)
+    router_stages = own_stages | {f"encode.{name}": us for name, us in encode_stages.items()}
+    router_stages |= draw_stage_lengths(("router.hop.prefill_decode",), draw)
+    router_stages |= {f"prefill_decode.{name}": us for name, us in decode_stages.items()}
+    router_stages |= draw_stage_lengths(("router.egress",), draw)
+    calls = tuple(
+        Call(f"c{number * 2 + place:015x}", f"POST {CHAT_PATH}", leg, 0, 100_000, 200)
+        for place, leg in enumerate(("encode", "prefill_decode"))
+    )
+    return [
+        build_benchmark_record("encode", encode_stages, number, False, ()),
+        build_benchmark_record("prefill_decode", decode_stages, number, False, ()),
+        build_benchmark_record("router", router_stages, number, True, calls),
+    ]
+
+
+@dataclass
+class OtlpBody:
+    """A serialized export request, and the offsets of its trace IDs."""
+
+    data: bytearray
+    id_offsets: list[tuple[int, int]]  # offset, number
+    spans: int
+
+    def renew_trace_ids(self, turn: int) -> None:
+        """Other trace ids: the halves that the generator left open."""
+        for offset, number in self.id_offsets:
+            # Odd constants spread the IDs over all bits: samplers and shards decide by some of them.
+            mixed = (number * 0x9E3779B97F4A7C15 + turn * 0xC2B2AE3D27D4EB4F) & (2**64 - 1)
+            self.data[offset : offset + 8] = mixed.to_bytes(8, "big")
+
+
+def build_otlp_bodies() -> list[OtlpBody]:
+    """BATCH_COUNT requests of about SPANS_PER_BATCH spans, service by service as separate exporters would."""
+    draw = random.Random(5)
+    resources = {
+        service: Resource({"service.name": service, "service.instance.id": f"{service}:1"})
+        for service in stages.SERVICE_NAMES.values()
+    }
+    waiting: dict[str, list[ReadableSpan]] = {}
+    requests: list[OtlpBody] = []
+    number = 0
+    while len(requests) < BATCH_COUNT:
+        number += 1
+        for each in build_request_records(number, draw):
+            spans = waiting.setdefault(each.service, [])
+            spans += exporter.build_spans(each, resources[each.service])
+            if len(spans) >= SPANS_PER_BATCH:
+                requests.append(pack_spans(spans))
+                waiting[each.service] = []
+    return requests
+
+
+def pack_spans(spans: list[ReadableSpan]) -> OtlpBody:
+    """Serialize spans, and find the offsets of their trace IDs."""
+    data = bytearray(encode_spans(spans).SerializeToString())
+    # The generated trace IDs end with eight bytes 0xff, which occur nowhere else in the message.
+    places, at = [], data.find(b"\xff" * 8)
+    while at >= 0:
+        places.append((at, int.from_bytes(data[at - 8 : at], "big")))
+        at = data.find(b"\xff" * 8, at + 8)
+    assert len(places) == len(spans)
+    return OtlpBody(data, places, len(spans))

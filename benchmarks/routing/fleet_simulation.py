@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A discrete-event simulation of instances behind the router's own policies, for simulate.py."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.routing.mooncake_traces import (
+    PREFILL_COST,
+    TRACE_BLOCK_TOKENS,
+    TraceRow,
+    compute_speedup,
+)
+from benchmarks.routing.oracle_policy import OraclePolicy
+from benchmarks.routing.peer_policies import PEER_POLICIES
+from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.router import types
+from ttft_otel.router.routing.policies.block_index import BlockHolders, RecentBlocks, SentHistory
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.prefill_work import compute_work
+
+MODEL_NAME = "model"
+SESSION_HEADER = "x-session"
+
+
+@dataclass(slots=True)
+class SimulatedInstance:
+    """One simulated instance; `speed` 1 is PREFILL_COST."""
+
+    instance: types.Instance
+    speed: float
+    cache: RecentBlocks
+    waiting: deque[types.RoutingRequest] = field(default_factory=deque)
+    busy: float = 0.0
+    free: bool = True
+    running: types.RoutingRequest | None = None
+    prefill_ends_us: int = 0
+
+
+class Simulation:
+    """The simulation of one case with one policy."""
+
+    def __init__(self, case: dict[str, Any], policy: str, seed: int) -> None:
+        size, slow = case["instances"], round(case["instances"] * case["slow"])
+        self.lag, self.noise = round(case["lag"] * US_PER_SECOND), case["noise"]
+        self.random = random.Random(f"noise {seed}")
+        self.servers = [
+            SimulatedInstance(
+                types.parse_instance_url(f"http://127.0.0.1:{9000 + n}", "prefill"),
+                0.5 if n < slow else 1.0,
+                RecentBlocks(case["cache"]),
+            )
+            for n in range(size)
+        ]
+        self.by_url = {each.instance.url: each for each in self.servers}
+        index = (
+            BlockHolders(TRACE_BLOCK_TOKENS)
+            if case["index"] == "events"
+            else SentHistory(TRACE_BLOCK_TOKENS, case["cache"])
+        )
+        self.index = index
+        score: Literal["trapezoid", "calibrated"] = (
+            "trapezoid" if policy == "trapezoid" else "calibrated"
+        )
+        options = PolicyOptions(session_key=SESSION_HEADER, ttft_model=score)
+        self.state = PolicyState(index, options, tie_breaker=random.Random(f"ties {seed}"))
+        policy_classes: dict[str, Callable[[PolicyState], types.RoutingPolicy]] = {
+            **POLICIES,
+            **PEER_POLICIES,
+        }
+        name = "ttft" if policy in ("trapezoid", "calibrated") else policy
+        self.policy = OraclePolicy(self) if policy == "oracle" else policy_classes[name](self.state)
+        self.events: list[tuple[int, int, Callable[[int], None]]] = []
+        self.event_order = itertools.count()
+        self.sent_at_us: dict[str, int] = {}
+        self.ttfts_s: list[float] = []
+        self.cached_tokens = 0
+
+    def schedule_event(self, when_us: int, action: Callable[[int], None]) -> None:
+        """Call `action` at the time `when_us` of the simulation."""
+        heapq.heappush(self.events, (when_us, next(self.event_order), action))
+
+    def run(self, rows: Iterable[TraceRow], speed: float) -> None:
+        """From the first arrival to the last first token; arrivals are only looked at when due."""
+        for number, row in enumerate(rows):
+            when = round(row.arrival_s / speed * US_PER_SECOND)
+            while self.events and self.events[0][0] <= when:
+                self._run_next_event()
+            self.handle_arrival(number, row, when)
+        while self.events:
+            self._run_next_event()
+
+    def _run_next_event(self) -> None:
+        when, _, do = heapq.heappop(self.events)
+        do(when)
+
+    def handle_arrival(self, number: int, row: TraceRow, now_us: int) -> None:
+        """The router chooses an instance for a request and sends it there."""
+        request = types.RoutingRequest(
+            "prefill",
+            COMPLETIONS_PATH,
+            MODEL_NAME,
+            str(number),
+            {SESSION_HEADER: row.session},
+            b"",
+            prompt_tokens=row.tokens,
+            block_keys=row.blocks,
+        )
+        choice = self.policy.choose_instance(
+            request, [each.instance for each in self.servers], now_us, False
+        )
+        self.state.record_sent(request, choice, now_us)
+        self.sent_at_us[request.request_id] = now_us
+        choice.instance.in_flight += 1
+        server = self.by_url[choice.instance.url]
+        server.waiting.append(request)
+        if server.free:
+            self.start_prefill(server, now_us)
+
+    def start_prefill(self, server: SimulatedInstance, now_us: int) -> None:
+        """Start the next prefill in the instance's queue."""
+        server.free = not server.waiting
+        if server.free:
+            return
+        request = server.waiting.popleft()
+        cached = self.count_cached_tokens(server, request, ())
+        seconds = self.compute_prefill_s(server, request, cached)
+        seconds *= self.random.lognormvariate(0, self.noise)
+        server.running, server.prefill_ends_us = request, now_us + round(seconds * US_PER_SECOND)
+        server.busy += seconds
+        self.cached_tokens += cached
+        self.schedule_event(
+            server.prefill_ends_us,
+            lambda then: self.finish_prefill(server, request, then, seconds, cached),
+        )
+
+    def count_cached_tokens(
+        self,
+        server: SimulatedInstance,
+        request: types.RoutingRequest,
+        coming_blocks: Collection[int],
+    ) -> int:
+        """Tokens that the instance need not compute, if it gets these blocks before."""
+        depth, blocks = server.cache.match_blocks(request.block_keys), request.block_keys
+        while depth < len(blocks) and blocks[depth] in coming_blocks:
+            depth += 1
+        return min(depth, (request.prompt_tokens - 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
+
+    def compute_prefill_s(
+        self, server: SimulatedInstance, request: types.RoutingRequest, cached: int
+    ) -> float:
+        """What the prefill takes there, without noise."""
+        return (
+            PREFILL_COST.predict_seconds(compute_work(request.prompt_tokens, cached)) / server.speed
+        )
+
+    def finish_prefill(
+        self,
+        server: SimulatedInstance,
+        request: types.RoutingRequest,
+        now_us: int,
+        seconds: float,
+        cached: int,
+    ) -> None:
+        """The first token; the cache changes now, and the router hears of it later."""
+        new, gone = server.cache.record_use(request.block_keys)
+        url = server.instance.url
+        if isinstance(self.index, BlockHolders) and not isinstance(self.index, SentHistory):
+            self.schedule_event(
+                now_us + self.lag, lambda _: self.report_cache_change(url, new, gone)
+            )
+        self.state.record_first_token(request, now_us, seconds, cached)
+        server.instance.in_flight -= 1
+        self.ttfts_s.append((now_us - self.sent_at_us.pop(request.request_id)) / US_PER_SECOND)
+        self.start_prefill(server, now_us)
+
+    def report_cache_change(self, url: str, new: list[int], gone: list[int]) -> None:
+        """Apply the KV events of a prefill to the router's index."""
+        self.index.add_blocks(url, new)
+        self.index.remove_blocks(url, gone)
+
+
+def simulate_case(
+    case: dict[str, Any], policy: str, rows: tuple[TraceRow, ...], seed: int
+) -> dict[str, Any]:
+    """Simulate one case with one policy; returns its figures, in seconds."""
+    simulation = Simulation(case, policy, seed)
+    capacity = sum(each.speed for each in simulation.servers)
+    speed = compute_speedup(rows, case["load"], capacity)
+    started = time.process_time()
+    simulation.run(rows, speed)
+    cpu_s = time.process_time() - started
+    assert len(simulation.ttfts_s) == len(rows) and not len(simulation.state.pending)
+    cuts = statistics.quantiles(simulation.ttfts_s, n=100)
+    span = (rows[-1].arrival_s - rows[0].arrival_s) / speed
+    figures = {
+        "mean": statistics.fmean(simulation.ttfts_s),
+        "p50": cuts[49],
+        "p90": cuts[89],
+        "p99": cuts[98],
+        "hit": simulation.cached_tokens / sum(row.tokens for row in rows),
+        "busy": sum(each.busy for each in simulation.servers) / len(simulation.servers) / span,
+        "cpu": cpu_s,
+    }
+    if policy == "calibrated":
+        fits = [fit for (_, url), fit in simulation.state.models.list_fits().items() if url]
+        figures["prefill_mape"] = compute_known_mean(fit.quality.mape for fit in fits)
+        figures["prefill_r2"] = compute_known_mean(fit.quality.r2 for fit in fits)
+        figures["ttft_mape"] = compute_known_mean(
+            each.mape for each in simulation.state.outcomes.values()
+        )
+        figures["ttft_r2"] = compute_known_mean(
+            each.r2 for each in simulation.state.outcomes.values()
+        )
+    return {name: round(value, 5) for name, value in figures.items()}
+
+
+def compute_known_mean(values: Iterable[float | None]) -> float:
+    """The mean of the values that are not None."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else 0.0

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's traces as rows, as they are or resampled; simulate.py replays them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine
+from ttft_otel.router.routing.policies.prefill_work import compute_work
+
+TRACE_BLOCK_TOKENS = 512
+PREFILL_COST = PrefillLine(0.005, 40e-6, 1.3e-9)
+MAX_SESSION_SHIFT_S = 30.0  # seconds that a session drawn anew may begin sooner or later
+COPY_BLOCK_OFFSET = 10**9  # added to the block numbers of a session's further copies
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a trace; `arrival_s` counts from its beginning."""
+
+    arrival_s: float
+    tokens: int
+    blocks: tuple[int, ...]
+    session: str
+
+
+@lru_cache(maxsize=4)
+def read_trace(path: Path, seed: int) -> tuple[TraceRow, ...]:
+    """Read a trace; seed 1: as it is, others: as many sessions, drawn with replacement."""
+    rows = []
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        ids = row["hash_ids"]
+        full = tuple(ids[: row["input_length"] // TRACE_BLOCK_TOKENS])
+        # The second block stands for a session: the first is the same for nearly all.
+        rows.append(TraceRow(row["timestamp"] / 1e3, row["input_length"], full, str(ids[:2][-1])))
+    return tuple(rows if seed == 1 else _resample_sessions(rows, random.Random(f"rows {seed}")))
+
+
+def _resample_sessions(rows: list[TraceRow], chance: random.Random) -> list[TraceRow]:
+    """A session's requests keep their distances; a second copy shares only what sessions share."""
+    sessions: dict[str, list[TraceRow]] = {}
+    for row in rows:
+        sessions.setdefault(row.session, []).append(row)
+    owners = Counter(
+        block for each in sessions.values() for block in {b for row in each for b in row.blocks}
+    )
+    begin, span = rows[0].arrival_s, rows[-1].arrival_s - rows[0].arrival_s
+    copies: Counter[str] = Counter()
+    resampled = []
+    for name in chance.choices(list(sessions), k=len(sessions)):
+        copy, shift = copies[name], chance.uniform(-MAX_SESSION_SHIFT_S, MAX_SESSION_SHIFT_S)
+        copies[name] += 1
+        for row in sessions[name]:
+            blocks = tuple(b if owners[b] > 1 else b + copy * COPY_BLOCK_OFFSET for b in row.blocks)
+            start_s = begin + (row.arrival_s - begin + shift) % (span or 1)
+            resampled.append(
+                replace(row, arrival_s=start_s, blocks=blocks, session=f"{name} {copy}")
+            )
+    return sorted(resampled, key=lambda row: row.arrival_s)
+
+
+def compute_speedup(rows: tuple[TraceRow, ...], load: float, capacity: float) -> float:
+    """The factor by which the trace's times are divided for this load."""
+    span = rows[-1].arrival_s - rows[0].arrival_s
+    return (
+        load
+        * capacity
+        * span
+        / sum(PREFILL_COST.predict_seconds(compute_work(row.tokens, 0)) for row in rows)
+    )
+
+
+def compute_ideal_mean_s(rows: tuple[TraceRow, ...]) -> float:
+    """Mean seconds of a prefill that never waits and hits all blocks of all earlier requests."""
+    seen: set[int] = set()
+    total = 0.0
+    for row in rows:
+        depth = next((at for at, block in enumerate(row.blocks) if block not in seen), None)
+        found = len(row.blocks) if depth is None else depth
+        total += PREFILL_COST.predict_seconds(
+            compute_work(
+                row.tokens, min(found, (row.tokens - 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
+            )
+        )
+        seen.update(row.blocks)
+    return total / len(rows)

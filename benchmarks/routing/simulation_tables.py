@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Format results of simulate.py as Markdown tables for docs/routing.md."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+Case = Mapping[str, Any]
+T_QUANTILES_95: Final = (
+    0,
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+)  # Student's, 95 %, by freedom
+
+
+def format_short_seconds(seconds: float) -> str:
+    """Three digits or a little more."""
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def format_gains_table(cases: Sequence[Case]) -> str:
+    """Mean TTFT of every case and policy in seconds, and what calibrated gains on trapezoid."""
+    policies = list(dict.fromkeys(p for case in cases for p in case["results"]))
+    lines = [
+        "| case | stable | " + " | ".join(policies) + " | calibrated to trapezoid |",
+        "|" + "---|" * (len(policies) + 3),
+    ]
+    for case in cases:
+        mean_by_policy = {name: found["mean"] for name, found in case["results"].items()}
+        least = min(mean_by_policy.values())
+        cells = [
+            f"**{format_short_seconds(mean_by_policy[name])}**"
+            if mean_by_policy[name] == least
+            else format_short_seconds(mean_by_policy[name])
+            for name in policies
+        ]
+        gain = f"{mean_by_policy['calibrated'] / mean_by_policy['trapezoid'] - 1:+.0%}"
+        stable = "yes" if case["stable"] else "no"
+        lines.append(f"| {case['name']} | {stable} | {' | '.join(cells)} | {gain} |")
+    return "\n".join(lines)
+
+
+def compute_gains(case: Case, policy: str, baseline: str = "trapezoid") -> list[float]:
+    """What a policy's mean TTFT is above the other's, as a share, for each seed that has both."""
+    every = case["seeds"].values()
+    return [
+        each[policy] / each[baseline] - 1 for each in every if policy in each and baseline in each
+    ]
+
+
+def compute_half_interval(values: list[float]) -> float:
+    """Half of the interval that has the true mean with 95 %."""
+    return T_QUANTILES_95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def format_interval(values: list[float]) -> str:
+    """The mean and its interval."""
+    middle = f"{statistics.fmean(values):+.0%}"
+    return middle if len(values) < 2 else f"{middle} ± {100 * compute_half_interval(values):.0f}"
+
+
+def format_seeds_table(cases: Sequence[Case]) -> str:
+    """Every case: calibrated over all seeds; with the first the most that could be. Each to trapezoid."""
+    lines = [
+        "| case | seeds | `calibrated`, all seeds | as listed | `oracle` | no waiting, all cached |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        cells = [format_interval(compute_gains(case, "calibrated"))]
+        for name in ("calibrated", "oracle", "alone"):
+            first = compute_gains({"seeds": {"1": case["seeds"]["1"]}}, name)
+            cells.append(format_interval(first) if first else "not run")
+        lines.append(
+            f"| {case['name']} | {len(compute_gains(case, 'calibrated'))} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+def is_equal_speed_case(case: Case) -> bool:
+    """A stable case of the conversation trace with instances of one speed."""
+    return bool(case["stable"] and case["trace"] == "conversation" and not case["slow"])
+
+
+def is_mixed_speed_case(case: Case) -> bool:
+    """A stable case with slow instances."""
+    return bool(case["stable"] and case["slow"])
+
+
+def format_goals_table(cases: Sequence[Case]) -> str:
+    """What comes of each goal, in the one run of each case as listed."""
+    lines = ["| goal, mean TTFT of `calibrated` | outcome |", "|---|---|"]
+    for says, which, goal in (
+        (
+            "20 % below `trapezoid` on average, stable conversation cases, equal speeds",
+            is_equal_speed_case,
+            0.2,
+        ),
+        (
+            "30 % below `trapezoid` on average, stable cases, half of them at half speed",
+            is_mixed_speed_case,
+            0.3,
+        ),
+    ):
+        case_gains = [_get_calibrated_gain(case, "trapezoid") for case in cases if which(case)]
+        middle = statistics.fmean(case_gains)
+        gain_over_seeds = statistics.fmean(
+            x for case in cases if which(case) for x in compute_gains(case, "calibrated")
+        )
+        outcome = f"{_format_outcome(middle <= -goal)}: {middle:+.1%} over {len(case_gains)} cases"
+        lines.append(f"| {says} | {outcome}; {gain_over_seeds:+.1%} over all seeds |")
+    equal_speed_cases = [case for case in cases if is_equal_speed_case(case)]
+    once = _format_exceeding_cases(
+        equal_speed_cases, lambda case: _get_calibrated_gain(case, "trapezoid"), -0.1
+    )
+    lines.append(f"| in none of the former less than 10 % below | {once} |")
+    worse = _format_exceeding_cases(
+        cases, lambda case: _get_calibrated_gain(case, "least_requests"), 0
+    )
+    lines.append(
+        f"| never worse than `least_requests` | {worse}: {_format_range(cases, 'least_requests')} |"
+    )
+    comparisons = [
+        f"`{name}` {_format_range(cases, name)}" for name in ("tokens", "batch", "decay")
+    ]
+    lines.append(f"| against `tokens`, `batch` and `decay` | {', '.join(comparisons)} |")
+    return "\n".join(lines)
+
+
+def _format_exceeding_cases(
+    cases: Sequence[Case], get_value: Callable[[Case], float], limit: float
+) -> str:
+    over = [f"`{case['name']}` {get_value(case):+.0%}" for case in cases if get_value(case) > limit]
+    return f"**missed** in {', '.join(over)}" if over else "met"
+
+
+def _get_calibrated_gain(case: Case, baseline: str) -> float:
+    of = case["results"]
+    return float(of["calibrated"]["mean"] / of[baseline]["mean"] - 1)
+
+
+def _format_range(cases: Iterable[Case], baseline: str) -> str:
+    every = [_get_calibrated_gain(case, baseline) for case in cases]
+    return f"{statistics.fmean(every):+.0%} ({min(every):+.0%} to {max(every):+.0%})"
+
+
+def _format_outcome(yes: bool) -> str:
+    return "met" if yes else "**missed**"

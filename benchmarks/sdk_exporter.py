@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of benchmarks/exporter.py: the SDK's tracer and BatchSpanProcessor, for the same spans.
+
+    python -m benchmarks.sdk_exporter
+
+A process of its own, with the OTEL_* variables of the exporter. It reads commands from standard input and
+answers each on standard output with one line: "start" when the first span is exported, "requests N" when so
+many requests are; the answer is the number of spans so far. Spans are prepared as plain data before the first
+command is read, so that the reference pays for making and exporting them only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import Status, Tracer, set_span_in_context
+
+from benchmarks.exporter_records import build_request_spans
+from ttft_otel import names
+from ttft_otel.otlp_exporter import build_span_exporter
+
+REQUESTS_PER_FLUSH: Final = 64  # then wait: more than 2,048 spans would be dropped from its queue
+
+
+def make_spans(tracer: Tracer, templates: list[ReadableSpan]) -> None:
+    """Make one request's spans as instrumentation would: start, attributes, end; parents by context."""
+    contexts: dict[int, Context] = {}
+    for template in templates:
+        parent = contexts.get(template.parent.span_id) if template.parent else None
+        span = tracer.start_span(
+            template.name,
+            context=parent or Context(),
+            kind=template.kind,
+            attributes=template.attributes,
+            start_time=template.start_time,
+        )
+        if not template.status.is_unset:
+            span.set_status(Status(template.status.status_code))
+        contexts[template.context.span_id] = set_span_in_context(span, Context())
+        span.end(template.end_time)
+
+
+def build_provider(exporter: SpanExporter) -> TracerProvider:
+    """A provider that samples everything and exports in the background, as the SDK does by default."""
+    provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def serve_commands() -> None:
+    """Answer commands until standard input ends."""
+    protocol = os.environ.get(names.ENV_TRACES_PROTOCOL, "http/protobuf")
+    provider = build_provider(build_span_exporter(protocol))
+    tracer = provider.get_tracer(names.SCOPE)
+    templates = build_request_spans(0)
+    made = 0
+    for line in sys.stdin:
+        word, _, number = line.partition(" ")
+        for count in range(1, int(number or 1) + 1):
+            make_spans(tracer, templates if word == "requests" else templates[:1])
+            made += len(templates) if word == "requests" else 1
+            if count % REQUESTS_PER_FLUSH == 0:
+                provider.force_flush()
+        provider.force_flush()
+        sys.stdout.write(f"{made}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve_commands()
