@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each vLLM request's time to first token went: read the package in this order.
+"""Measure where each vLLM request's time to first token (TTFT) went.
 
-words    stages  names  clock  settings  guard     what everything is called, and who may fail
-shape    record                                    the only thing that crosses a process boundary
-hot      context  carrier  trip  recorder          runs inside vLLM and the router, microseconds
-         asgi  meter  handoff
-pure     breakdown  timing  original  palette      marks -> stages that add up; Server-Timing text; colours
-vLLM     hooks/                                    what knows vLLM and torch (the laboratory apart)
-spans    exporter/                                 a process of its own: records -> OTLP
-clients  router/  report/                          before and behind the servers
-load     bench/                                    sends requests, joins its TTFT with breakdowns
-doors    plugin  cli  doctor  testing              what people call
-lab/     tiny models, local servers, injected delays, the stack: for demo, tests and benchmarks
+The modules, in the order in which to read them:
+
+vocabulary    stages names endpoints clock           names of everything; clock; settings; error handling
+              settings guard otlp_exporter child_command
+record        record                                 the data that crosses the process boundary
+hot path      context carrier clock_offsets          runs per request inside vLLM and the router
+              media_items request_trace roles
+              record_parts recorder kept_spans
+              asgi meter handoff
+pure          breakdown failed_stage timing          marks -> stages; Server-Timing; JSON report; colours
+              ttft_report palette
+vLLM          hooks/                                 the only package that knows vLLM and torch
+spans         exporter/                              child process: records -> OTLP
+HTTP          router/ report/                        in front of the servers; receiver and pages for spans
+load          bench/                                 sends requests, joins their TTFT with breakdowns
+entry points  plugin cli doctor doctor_clock doctor_media testing
 """
 
 __version__ = "0.1.0"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware around a vLLM server: arrival, first chunk, end; Server-Timing for those who ask.
+"""ASGI middleware around a vLLM server: marks arrival, first chunk and end; adds Server-Timing.
 
-hooks/frontend.py puts it outermost; recorder.py keeps what it sees. It holds `http.response.start`
-only for a caller that asked (and early events of a stream, until its first token).
+hooks/api_server.py installs it as the outermost one; recorder.py stores its marks. It delays
+`http.response.start` (and early events of a stream) until the first token only for a caller that
+asked for Server-Timing, because the header has to be complete before the start is sent.
 """
 
 from __future__ import annotations
@@ -11,182 +12,273 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from ttft_otel import carrier, clock, handoff, meter, names, recorder
+from ttft_otel import (
+    carrier,
+    clock,
+    endpoints,
+    handoff,
+    kept_spans,
+    meter,
+    names,
+    recorder,
+    roles,
+    stages,
+)
 from ttft_otel.guard import Guard
+from ttft_otel.request_trace import RequestTrace
 from ttft_otel.settings import Settings
-from ttft_otel.trip import Trip
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-Ask: TypeAlias = Callable[[Any, Trip, str], Awaitable[str]]
+EngineQuery: TypeAlias = Callable[[Any, RequestTrace, str], Awaitable[str]]
 
-HOLD_LIMIT: Final = 65536  # bytes of early events held back for a caller that asked
-ASK_LIMIT: Final = 256  # questions to the engine core under way at once
-ASK_SECONDS: Final = 5.0
-KEPT_LIMIT: Final = 1024  # answered requests whose blocks another instance has not fetched yet
-PLAIN_WITH_EGRESS: Final = ("encode", "prefill")
+MAX_HELD_BYTES: Final = 65536  # bytes of early events held back for a caller that asked
+MAX_ENGINE_QUERIES: Final = 256  # concurrent queries about aborted requests
+ENGINE_QUERY_TIMEOUT_S: Final = 5.0
+MAX_KEPT_SPAN_TASKS: Final = 1024  # concurrent queries that wait until kept data is freed
+_BACKGROUND: Final = (
+    b'"background":true'  # in an answer of /v1/responses; quotes of texts are escaped
+)
 
 
-class Middleware:
-    """Traces POST requests that reach the engine, and those that fail on the way to it."""
+class TracingMiddleware:
+    """Traces POST requests that reach the engine, and those that fail on the way to it.
 
-    def __init__(self, app: App, settings: Settings, know: Callable[[Any], None], ask: Ask) -> None:
+    identify_server: called with the app at its start. query_engine: an engine core utility call.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: Settings,
+        identify_server: Callable[[Any], None],
+        query_engine: EngineQuery,
+    ) -> None:
         self.app = app
         self.settings = settings
-        self.know = know
-        self.ask = ask
-        self.late: set[asyncio.Task[None]] = set()
-        self.kept: set[asyncio.Task[None]] = set()
-        meter.watch(recorder.awaiting, handoff.counts)
+        self.identify_server = identify_server
+        self.query_engine = query_engine
+        self.abort_tasks: set[asyncio.Task[None]] = set()
+        self.kept_span_tasks: set[asyncio.Task[None]] = set()
+        meter.register_collector(recorder.awaiting_traces, handoff.get_counts)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one ASGI event."""
-        trip = None
+        """Serve one ASGI scope: an HTTP request, or the lifespan."""
+        trace = None
         if scope["type"] == "lifespan":
             with Guard("asgi know"):
-                self.know(scope["app"])
+                self.identify_server(scope["app"])
         if scope["type"] == "http" and scope["method"] == "POST":
             with Guard("asgi begin"):
-                trip = self._begin(scope)
-        # Also when there is none: a pipelined request starts in the context of the one before it.
-        recorder.current.set(trip)
-        if trip is None:
+                trace = self._begin_trace(scope)
+        # Set it also when it is None: on a keep-alive connection a pipelined request can start in the
+        # context of the one before it, and would add its marks to that one's trace.
+        recorder.current_trace.set(trace)
+        if trace is None:
             await self.app(scope, receive, send)
             return
-        error = "error"
+        error = names.ERROR_ENGINE
         try:
-            await self.app(scope, receive, Sending(trip, send).send)
+            await self.app(scope, receive, FirstChunkSender(trace, send).send)
             error = ""
         except asyncio.CancelledError:
-            error = "cancelled"
+            error = names.ERROR_CANCELLED
+            raise
+        except Exception as failure:
+            if type(failure).__name__ == "ClientDisconnect":  # Starlette's, from ASGI 2.4 on
+                error = names.ERROR_CANCELLED
             raise
         finally:
             with Guard("asgi end"):
-                self._end(scope, trip, error)
+                self._end_trace(scope, trace, error)
 
-    def _begin(self, scope: MutableMapping[str, Any]) -> Trip | None:
-        trip = recorder.begin(scope["headers"], self.settings)
-        if trip is not None:
-            trip.method, trip.path = scope["method"], scope["path"]
-            trip.scheme = scope.get("scheme", "http")
-        return trip
+    def _begin_trace(self, scope: MutableMapping[str, Any]) -> RequestTrace | None:
+        trace = recorder.begin_trace(scope["headers"], self.settings)
+        if trace is not None:
+            trace.method, trace.path = scope["method"], scope["path"]
+            trace.scheme = scope.get("scheme", "http")
+        return trace
 
-    def _end(self, scope: MutableMapping[str, Any], trip: Trip, error: str) -> None:
-        trip.end = clock.now()
-        trip.route = getattr(scope.get("route"), "path", "")
-        recorder.forget(trip)
-        if not trip.engines and trip.path not in recorder.OPERATIONS:
-            return  # not a generating endpoint
-        if trip.status >= 500 or (error and trip.cut is None):
-            trip.error = str(trip.status) if trip.status >= 400 else error
-        if trip.cut is None and trip.first is not None:
-            recorder.close(trip, 0)
-        if trip.cut is not None:
-            recorder.hand(trip, handoff.sender(), server=True)
-            if recorder.keeps(trip) and len(self.kept) < KEPT_LIMIT:
-                self._later(self._fetched(scope["app"], trip), self.kept)
+    def _end_trace(self, scope: MutableMapping[str, Any], trace: RequestTrace, error: str) -> None:
+        trace.end = clock.now_us()
+        trace.route = getattr(scope.get("route"), "path", "")
+        recorder.forget_trace(trace)
+        if not trace.engine_requests and trace.path not in endpoints.OPERATION_BY_PATH:
+            return  # an endpoint that does not generate, such as /tokenize
+        # Its engine core is alive, and may know how far the request got.
+        is_ended_by_engine = trace.error == names.ERROR_ENGINE
+        if trace.status >= 500 or (error and trace.breakdown is None):
+            trace.error = str(trace.status) if trace.status >= 400 else error
+        if trace.is_background and not error:  # it has no TTFT
+            recorder.send_known_halves(trace, handoff.get_sender(), server=True)
             return
-        trip.error = str(trip.status) if trip.status >= 400 else error or "cancelled"
-        if trip.engines and trip.status < 400 and len(self.late) < ASK_LIMIT:
-            self._later(self._buried(scope["app"], trip), self.late)
+        # A first token was computed, but no chunk was sent: the TTFT ends with `output`.
+        if trace.breakdown is None and trace.has_first_token:
+            recorder.close_ttft(trace, 0)
+        if trace.breakdown is not None:
+            recorder.send_known_halves(trace, handoff.get_sender(), server=True)
+            for query in kept_spans.list_queries(trace):
+                if len(self.kept_span_tasks) < MAX_KEPT_SPAN_TASKS:
+                    self._start_task(
+                        self._send_kept_span(scope["app"], trace, query), self.kept_span_tasks
+                    )
+                else:
+                    meter.count_dropped("kept")
             return
-        recorder.fail(trip, trip.end)
-        recorder.hand(trip, handoff.sender(), server=True)
+        trace.error = (
+            str(trace.status)
+            if trace.status >= 400
+            else error or trace.error or names.ERROR_CANCELLED
+        )
+        # The request reached the engine and was aborted there: only the engine core knows how far it
+        # got. Beyond the bound the record is sent without that.
+        if (
+            trace.engine_requests
+            and (trace.status < 400 or is_ended_by_engine)
+            and not any(engine.marks for engine in trace.engine_requests.values())
+            and len(self.abort_tasks) < MAX_ENGINE_QUERIES
+        ):
+            self._start_task(self._send_aborted(scope["app"], trace), self.abort_tasks)
+            return
+        recorder.fail_trace(trace, trace.end)
+        recorder.send_known_halves(trace, handoff.get_sender(), server=True)
 
-    def _later(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = asyncio.ensure_future(work)
+    def _start_task(
+        self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
+    ) -> None:
+        task = asyncio.ensure_future(coroutine)
+        # The set keeps a reference, because the event loop holds tasks only weakly; its size is the
+        # bound.
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def _fetched(self, app: Any, trip: Trip) -> None:
-        """Blocks are kept for another instance: the record has gone, a span of their own follows it."""
+    async def _send_kept_span(self, app: Any, trace: RequestTrace, query: str) -> None:
+        """Wait until the data kept for another instance is freed, then send a span of its own."""
         with Guard("asgi kept"):
-            found = carrier.kept(await self.ask(app, trip, carrier.SENT))
-            if found is not None:
-                recorder.follow(trip, found, handoff.sender())
+            answer = await self.query_engine(app, trace, query)
+            for pause_s in kept_spans.PENDING_PAUSES_S:
+                if answer != carrier.PENDING_ANSWER:
+                    break
+                await asyncio.sleep(pause_s)
+                answer = await self.query_engine(app, trace, query)
+            if not kept_spans.send_kept_span(trace, query, answer, handoff.get_sender()):
+                meter.count_dropped("kept")
 
-    async def _buried(self, app: Any, trip: Trip) -> None:
-        """Aborted before its first token: ask the engine core where it was, then send the record."""
+    async def _send_aborted(self, app: Any, trace: RequestTrace) -> None:
+        """Ask the engine core in which stage an aborted request was, then send its record."""
         marks = ""
         with Guard("asgi ask"):
             try:
-                marks = await asyncio.wait_for(self.ask(app, trip, carrier.DIED), ASK_SECONDS)
+                marks = await asyncio.wait_for(
+                    self.query_engine(app, trace, carrier.ABORTED_QUERY), ENGINE_QUERY_TIMEOUT_S
+                )
             except asyncio.TimeoutError:
                 marks = ""
         with Guard("asgi end"):
-            recorder.fail(trip, trip.end, marks)
-            recorder.hand(trip, handoff.sender(), server=True)
+            recorder.fail_trace(trace, trace.end, marks)
+            recorder.send_known_halves(trace, handoff.get_sender(), server=True)
 
 
-class Sending:
-    """Stands in for `send` until the first chunk is out; after that it only passes on."""
+class FirstChunkSender:
+    """Replaces ASGI's `send`: observes messages until the first chunk, then only forwards them."""
 
-    __slots__ = ("held", "out", "past", "size", "trip")
+    __slots__ = ("held_messages", "send_downstream", "first_chunk_sent", "held_bytes", "trace")
 
-    def __init__(self, trip: Trip, out: Send) -> None:
-        self.trip = trip
-        self.out = out
-        self.held: list[Message] = []
-        self.size = 0
-        self.past = False
+    def __init__(self, trace: RequestTrace, send_downstream: Send) -> None:
+        self.trace = trace
+        self.send_downstream = send_downstream
+        self.held_messages: list[Message] = []
+        self.held_bytes = 0
+        self.first_chunk_sent = False
 
     async def send(self, message: Message) -> None:
-        """Pass a message on; notice the start and the first chunk."""
-        if self.past:
-            await self.out(message)
+        """Forward `message`, or hold it back until the Server-Timing header can be written."""
+        if self.first_chunk_sent:
+            await self.send_downstream(message)
             return
         wait = False
         with Guard("asgi send"):
-            wait = self._notice(message)
+            wait = self._observe_message(message)
         if wait:
-            self.held.append(message)
+            self.held_messages.append(message)
             return
-        held, self.held = self.held, []
+        # Cleared first: if sending one fails, a later call must not send them again.
+        held, self.held_messages = self.held_messages, []
         for early in held:
-            await self.out(early)
-        await self.out(message)
-        if self._told():
+            await self.send_downstream(early)
+        await self.send_downstream(message)
+        # After the chunk was sent, so that encoding the record does not delay it.
+        if self._is_stream_started():
             with Guard("asgi hand"):
-                recorder.hand(self.trip, handoff.sender(), server=False)
+                recorder.send_known_halves(self.trace, handoff.get_sender(), server=False)
 
-    def _told(self) -> bool:
-        return self.past and self.trip.streamed
+    def _is_stream_started(self) -> bool:
+        return self.first_chunk_sent and self.trace.streamed
 
-    def _notice(self, message: Message) -> bool:
-        """Tell whether the message has to wait."""
-        trip = self.trip
+    def _observe_message(self, message: Message) -> bool:
+        """Note start and first chunk; True when the message has to be held back."""
+        trace = self.trace
         if message["type"] == "http.response.start":
-            trip.status = message["status"]
+            trace.status = message["status"]
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            trip.streamed = trip.status < 400 and kind.startswith(b"text/event-stream")
-            return trip.asked and trip.status < 400
+            trace.streamed = trace.status < 400 and kind.startswith(b"text/event-stream")
+            return trace.timing_requested and trace.status < 400
         if message["type"] != "http.response.body":
             return False
         body = message.get("body", b"")
         last = not message.get("more_body", False)
-        if trip.streamed and trip.first is None and not last and recorder.identity.sees():
-            # Keep-alive comments and opening events come before the first token.
-            self.size += len(body)
-            return bool(self.held) and self.size <= HOLD_LIMIT
+        # vLLM answers "null" to a plain request whose client has left.
+        if trace.status < 400 and (last if trace.streamed else body not in (b"", b"null")):
+            trace.is_answered = True
+        if (
+            trace.streamed
+            and trace.first_output is None
+            and not last
+            and roles.identity.can_see_outputs()
+        ):
+            # Keep-alive comments and opening events come before the first token. Beyond MAX_HELD_BYTES
+            # they are sent, without the header: the caller should not wait for an unbounded buffer.
+            self.held_bytes += len(body)
+            return bool(self.held_messages) and self.held_bytes <= MAX_HELD_BYTES
         if not body and not last:
-            return bool(self.held)
-        if trip.streamed and body.startswith(b":") and not last:
-            return bool(self.held)
-        self.past = True
-        self._first()
+            return bool(self.held_messages)
+        if trace.streamed and body.startswith(b":") and not last:  # an SSE comment is not a token
+            return bool(self.held_messages)
+        self.first_chunk_sent = True
+        trace.is_background = (
+            trace.path == endpoints.RESPONSES_PATH and not trace.streamed and _BACKGROUND in body
+        )
+        if not trace.is_background:
+            self._record_first_chunk()
         return False
 
-    def _first(self) -> None:
-        trip = self.trip
-        now = clock.now()
-        egress = trip.streamed or recorder.role(trip) in PLAIN_WITH_EGRESS
-        blind = egress and trip.status < 400 and not recorder.identity.sees()
-        if trip.first is None and not blind:
+    def _record_first_chunk(self) -> None:
+        trace = self.trace
+        now = clock.now_us()
+        # `egress` ends at a stream's first chunk. Encoders and prefill instances answer in one piece,
+        # which is their first result; other plain responses carry later tokens, so they end at `output`.
+        egress = trace.streamed or roles.resolve_role(trace) in stages.INTERMEDIATE_ROLES
+        unseen = egress and trace.status < 400 and not roles.identity.can_see_outputs()
+        if (
+            trace.is_answered
+            and trace.engine_requests
+            and trace.first_output is None
+            and roles.identity.can_see_outputs()
+        ):
+            # The application has answered to the end, so the client was there: the engine ended it.
+            trace.error = trace.error or names.ERROR_ENGINE
+        if trace.has_first_token or unseen:
+            recorder.close_ttft(trace, now if egress else 0)
+            text = recorder.format_timing_header(trace, now)
+        elif trace.error:  # the engine ended it: a router must not take this chunk for a token
+            text = names.TIMING_NO_TOKEN
+        else:
             return
-        recorder.close(trip, now if egress else 0)
-        if self.held:
-            text = recorder.header(trip, now)
-            headers = [*self.held[0].get("headers", ()), (names.TIMING.encode(), text.encode())]
-            self.held[0]["headers"] = headers
+        if self.held_messages:
+            headers = [
+                *self.held_messages[0].get("headers", ()),
+                (names.TIMING.encode(), text.encode()),
+            ]
+            self.held_messages[0]["headers"] = headers

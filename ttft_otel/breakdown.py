@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks -> stages: cut one request's way to its first token into pieces that add up, exactly.
+"""Partition a request's time to first token into stages that add up to it exactly. Pure.
 
-recorder.py gives the Marks it collected, and gets the Breakdown it puts into the Record. Pure.
-A cursor walks the marks in the vocabulary's order. A mark that is missing leaves its interval open;
-the next one closes both as `unattributed`, so a lost hook never fattens a neighbour.
+recorder.py passes the Marks it collected and puts the Breakdown into the Record. A cursor walks the
+marks in the order of stages.STAGES. A missing mark leaves its interval open, and the next mark closes
+both as `unattributed`: a missing hook never makes a neighbouring stage longer.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ from typing import Final
 
 from ttft_otel.stages import UNATTRIBUTED
 
-ENCODER: Final = 9  # carrier codes of the worker's pairs: stages.BY_CODE
-FORWARD: Final = 10
-CACHE: Final = 8
-BLOCKS: Final = 6
+CODE_ENCODER: Final = 9  # codes of the worker's intervals, keys of stages.STAGES_BY_CODE
+CODE_FORWARD: Final = 10
+CODE_EC_TRANSFER: Final = 8
+CODE_KV_TRANSFER: Final = 6
 
-LOST_ENCODER: Final = 1  # the step encoded, but no pair says when
+# Bits: a hook is missing, so that an interval of this kind may exist without having been recorded.
+LOST_ENCODER: Final = 1  # the step ran the encoder, but has no interval for it
 LOST_FORWARD: Final = 2
 LOST_LOAD: Final = 4
 LOST_SAVE: Final = 8
-LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward (on V2: inside it)
-LOST_AFTER: Final = 32  # ... or loaded or saved after it (on V2: after sampling)
+LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward, or others computed
+LOST_AFTER: Final = 32  # KV blocks may have been loaded or saved after it (on V2: after sampling)
 
-_LABEL: Final = {
-    ENCODER: "encoder.compute",
-    FORWARD: "prefill.compute",
-    CACHE: "ec.transfer",
-    BLOCKS: "kv.transfer",
+_STAGE_BY_CODE: Final = {
+    CODE_ENCODER: "encoder.compute",
+    CODE_FORWARD: "prefill.compute",
+    CODE_EC_TRANSFER: "ec.transfer",
+    CODE_KV_TRANSFER: "kv.transfer",
 }
-MOST: Final = 96  # pieces kept one by one; what follows is merged per stage
+MAX_PIECES: Final = 96  # pieces (spans) kept one by one; later ones are merged per stage
 
 
 @dataclass(slots=True)
-class Step:
-    """One engine step that held the request: the worker's pairs (code, start, end) in microseconds."""
+class EngineStep:
+    """One engine step of a request; times in microseconds, `sampled` 0 if unseen, `lost` LOST_* bits.
+
+    pairs: the worker's intervals (code, start, end).
+    """
 
     pairs: list[tuple[int, int, int]]
     sampled: int = 0
@@ -45,10 +49,15 @@ class Step:
 
 @dataclass(slots=True)
 class Marks:
-    """Absolute CLOCK_MONOTONIC microseconds; 0 is a mark that never came.
+    """The marks of one request: CLOCK_MONOTONIC in microseconds, 0 for a mark that is missing.
 
-    `waits` are (stage, start, end) cut out of the queue. `foreign`: the worker ran on another host,
-    only its lengths count. `egress` 0 and `streamed` False: the TTFT ends with `output`.
+    waits: (stage, start, end) intervals inside the queue that belong to connectors.
+    foreign: the worker's clock is not the engine core's, or it gives lengths only: the places of its
+        intervals are not usable.
+    clock_offset, clock_error: what was subtracted from the engine core's times because its clock is
+        another one, and by how much that may be wrong; see clock_offsets.py.
+    egress: 0 when the TTFT ends with `output`. encode_only: the language model does not run.
+    truncated: steps were dropped. queue_lost: a wait whose hook is missing may hide in the queue.
     """
 
     arrive: int
@@ -56,10 +65,11 @@ class Marks:
     assign: int = 0
     added: int = 0
     scheduled: int = 0
-    moving: int = 0  # KV blocks are on their way since then, still
+    moving: int = 0  # since then KV blocks have been in transfer; 0 once they have arrived
+    asking: int = 0  # since then an encoder-cache connector has been answering "not yet"
     encoder_first: bool = False
     waits: list[tuple[str, int, int]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[EngineStep] = field(default_factory=list)
     entered: int = 0
     received: int = 0
     output: int = 0
@@ -68,12 +78,18 @@ class Marks:
     foreign: bool = False
     truncated: bool = False
     queue_lost: bool = False
-    partial: bool = False  # it died before its last chunk: no step of it sampled its first token
+    clock_offset: int = 0
+    clock_error: int = 0
+    partial: bool = False  # it ended before its last chunk: none of its steps sampled a first token
 
 
 @dataclass(slots=True)
 class Breakdown:
-    """Pieces in time order, contiguous from start to end, and their totals per stage."""
+    """Result of a partition; microseconds. sum(stages.values()) + unattributed == end - start.
+
+    pieces: (stage, start, end) in time order, contiguous from start to end.
+    clamped: how far marks lay before their predecessor, in total; such marks are moved forward.
+    """
 
     start: int
     end: int
@@ -83,133 +99,141 @@ class Breakdown:
     clamped: int
 
 
-class Cursor:
-    """Walks from mark to mark; whatever lies behind it is already attributed."""
+class PartitionCursor:
+    """Walks from mark to mark; all time before `position` is already attributed to a stage."""
 
-    __slots__ = ("at", "clamped", "open", "pieces")
+    __slots__ = ("position", "clamped", "is_open", "pieces", "limit")
 
-    def __init__(self, start: int) -> None:
-        self.at = start
-        self.open = False
+    def __init__(self, start: int, limit: int = 0) -> None:
+        """`limit`: no mark can lie after it; 0: unknown."""
+        self.position = start
+        self.limit = limit
+        self.is_open = False
         self.clamped = 0
         self.pieces: list[tuple[str, int, int]] = []
 
-    def to(self, stage: str, mark: int) -> None:
-        """Close a stage at its mark; 0 leaves it open for the next mark to close as unattributed."""
-        if not mark:
-            self.open = True
-            return
-        if mark < self.at:
-            self.clamped += self.at - mark
-            mark = self.at
-        self._add(UNATTRIBUTED if self.open else stage, mark)
-        self.open = False
+    def close_stage(self, stage: str, mark: int) -> None:
+        """End `stage` at `mark`; with 0 the interval stays open until the next mark (unattributed).
 
-    def _add(self, label: str, end: int) -> None:
-        if end > self.at:
+        A mark after the limit is treated as missing: it is of a clock that is not ours.
+        """
+        if not mark or 0 < self.limit < mark:
+            self.is_open = True
+            return
+        if mark < self.position:
+            self.clamped += self.position - mark
+            mark = self.position
+        self._append_piece(UNATTRIBUTED if self.is_open else stage, mark)
+        self.is_open = False
+
+    def _append_piece(self, label: str, end: int) -> None:
+        if end > self.position:
             last = self.pieces[-1] if self.pieces else None
             if last and last[0] == label:
                 self.pieces[-1] = (label, last[1], end)
             else:
-                self.pieces.append((label, self.at, end))
-        self.at = end
+                self.pieces.append((label, self.position, end))
+        self.position = end
 
 
-def partition(marks: Marks, end: int = 0, died: str = "") -> Breakdown:
-    """Cut [marks.arrive, last mark] into stages.
+def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Breakdown:
+    """Partition [marks.arrive, last mark] into stages.
 
-    `end` cuts a request short that died then, in the stage `died` ("" when nobody can tell).
+    end: of a request without a first token; time up to it is `failed_stage`'s, "" unattributed.
     """
-    cursor = Cursor(marks.arrive)
-    cursor.to("receive", marks.render)
-    cursor.to("preprocess", marks.assign)
-    cursor.to("ipc", marks.added)
-    _queue(cursor, marks)
+    # Taken in this process, and nothing that another process did can be later.
+    cursor = PartitionCursor(marks.arrive, marks.output or marks.egress or end)
+    cursor.close_stage("receive", marks.render)
+    cursor.close_stage("preprocess", marks.assign)
+    cursor.close_stage("ipc", marks.added)
+    _close_queue(cursor, marks)
     if marks.foreign:
-        _lengths(cursor, marks)
+        _add_remote_lengths(cursor, marks)
     else:
-        _worker(cursor, marks)
-    cursor.to("output", marks.output)
+        _close_worker_stages(cursor, marks)
+    cursor.limit = 0
+    cursor.close_stage("output", marks.output)
     if marks.egress:
-        cursor.to("egress", marks.egress)
+        cursor.close_stage("egress", marks.egress)
     if end:
-        cursor.open = False
-        cursor.to(died or UNATTRIBUTED, max(end, cursor.at))
-    return _sum(cursor, marks.arrive)
+        cursor.is_open = False
+        cursor.close_stage(failed_stage or UNATTRIBUTED, max(end, cursor.position))
+    return _build_breakdown(cursor, marks.arrive)
 
 
-def _queue(cursor: Cursor, marks: Marks) -> None:
-    """Close the queue, with the connectors' waits cut out of it."""
-    name = "encoder.queue" if marks.encoder_first else "prefill.queue"
+def _close_queue(cursor: PartitionCursor, marks: Marks) -> None:
+    """The queue's stage, with the connectors' waits cut out of it."""
+    queue_stage = "encoder.queue" if marks.encoder_first else "prefill.queue"
     if marks.scheduled:
         for stage, start, stop in sorted(marks.waits, key=lambda wait: wait[1]):
-            low, high = max(start, cursor.at), min(stop, marks.scheduled)
+            low, high = max(start, cursor.position), min(stop, marks.scheduled)
             if high > low:
-                cursor.open = cursor.open or marks.queue_lost
-                cursor.to(name, low)
-                cursor.to(stage, high)
-    elif marks.moving:
-        cursor.to(name, marks.moving)
-    cursor.open = cursor.open or marks.queue_lost
-    cursor.to(name, marks.scheduled)
+                cursor.is_open = cursor.is_open or marks.queue_lost
+                cursor.close_stage(queue_stage, low)
+                cursor.close_stage(stage, high)
+    elif marks.moving or marks.asking:
+        cursor.close_stage(queue_stage, marks.moving or marks.asking)
+    cursor.is_open = cursor.is_open or marks.queue_lost
+    cursor.close_stage(queue_stage, marks.scheduled)
 
 
-def _worker(cursor: Cursor, marks: Marks) -> None:
-    """From the first worker mark to the last forward's end: by intervals, gaps named by their place."""
+def _close_worker_stages(cursor: PartitionCursor, marks: Marks) -> None:
+    """Worker intervals from the first mark to the last forward; gaps take the stage of their place."""
     last = len(marks.steps) - 1
     for number, step in enumerate(marks.steps):
         if number == last and marks.truncated:
-            cursor.open = True  # steps were dropped before this one
+            cursor.is_open = True  # steps were dropped before this one
         first = "prefill.stall" if number else "dispatch"
         end, later = 0, "prefill.stall"
         if number == last and not marks.partial:
             end, later = step.sampled, "sample" if step.sampled else UNATTRIBUTED
-        _step(cursor, step, (first, later), end, marks.encode_only)
-        cursor.open = cursor.open or bool(step.lost & LOST_AFTER)
+        _close_step(cursor, step, (first, later), end, marks.encode_only)
+        cursor.is_open = cursor.is_open or bool(step.lost & LOST_AFTER)
     if not marks.steps:
-        cursor.open = True
+        cursor.is_open = True
     elif not marks.encode_only and not marks.partial:
-        _after(cursor, marks.steps[last])
+        _close_sampling(cursor, marks.steps[last])
 
 
-def _after(cursor: Cursor, step: Step) -> None:
-    """Sampling, and what a KV connector does between that and the output."""
-    cursor.to("sample", step.sampled)
-    for code, start, stop in _flat(step.pairs):
+def _close_sampling(cursor: PartitionCursor, step: EngineStep) -> None:
+    """The `sample` stage, and KV transfers between sampling and the output."""
+    cursor.close_stage("sample", step.sampled)
+    for code, start, stop in _flatten_intervals(step.pairs):
         if step.sampled and start >= step.sampled:
-            cursor.to("output", start)
-            cursor.to(_LABEL[code], stop)
-    cursor.open = cursor.open or bool(step.lost & LOST_AFTER)
+            cursor.close_stage("output", start)
+            cursor.close_stage(_STAGE_BY_CODE[code], stop)
+    cursor.is_open = cursor.is_open or bool(step.lost & LOST_AFTER)
 
 
-def _step(cursor: Cursor, step: Step, gaps: tuple[str, str], end: int, encode_only: bool) -> None:
-    """One step's pairs up to `end`; a gap in which a lost pair may lie is left open.
-
-    gaps: what lies before its first pair, and between those after its forward.
-    """
-    blind = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE))
-    save = bool(step.lost & LOST_SAVE)
+def _close_step(
+    cursor: PartitionCursor, step: EngineStep, gaps: tuple[str, str], end: int, encode_only: bool
+) -> None:
+    """One step's intervals up to `end` (0: all); a gap that may hide a lost interval is left open."""
+    may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE))
+    save_lost = bool(step.lost & LOST_SAVE)
     forward = False
-    gap, later = gaps
-    for code, start, stop in _flat(step.pairs):
+    gap, later = gaps  # stage before the step's first interval, and stage of gaps after its forward
+    for code, start, stop in _flatten_intervals(step.pairs):
         if end and start >= end:
             break
-        cursor.open = cursor.open or blind
-        cursor.to(gap, start)
-        cursor.open = cursor.open or (save and code == ENCODER)
-        cursor.open = cursor.open or (code == FORWARD and bool(step.lost & LOST_BEFORE))
-        cursor.to(_LABEL[code], stop)
-        forward = forward or code == FORWARD
+        cursor.is_open = cursor.is_open or may_hide_interval
+        cursor.close_stage(gap, start)
+        cursor.is_open = cursor.is_open or (save_lost and code == CODE_ENCODER)
+        cursor.is_open = cursor.is_open or (code == CODE_FORWARD and bool(step.lost & LOST_BEFORE))
+        cursor.close_stage(_STAGE_BY_CODE[code], stop)
+        forward = forward or code == CODE_FORWARD
         gap = later if forward else "dispatch"
-        blind = not forward and (blind or (save and code == ENCODER))
+        may_hide_interval = not forward and (
+            may_hide_interval or (save_lost and code == CODE_ENCODER)
+        )
     if encode_only:
-        cursor.open = cursor.open or blind or not step.pairs
+        cursor.is_open = cursor.is_open or may_hide_interval or not step.pairs
     elif not forward:
-        cursor.open = True  # this step's forward went by unseen
+        cursor.is_open = True  # this step's forward was not recorded
 
 
-def _flat(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Make nested pairs disjoint, the inner one wins (vLLM's V1 runner saves inside the encoder)."""
+def _flatten_intervals(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Make nested intervals disjoint; the inner one wins (V1's runner saves inside the encoder call)."""
     flat: list[tuple[int, int, int]] = []
     for code, start, stop in sorted(pairs, key=lambda pair: (pair[1], -pair[2])):
         if flat and start < flat[-1][2]:
@@ -224,53 +248,39 @@ def _flat(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return flat
 
 
-def _lengths(cursor: Cursor, marks: Marks) -> None:
-    """Another host's worker: its lengths count, their place does not; gaps are unattributed."""
-    base = cursor.at
-    limit = marks.output or base
-    for step in marks.steps:
-        for code, start, stop in _flat(step.pairs):
-            if not cursor.open:
-                base = min(base + stop - start, limit)
-                cursor.to(_LABEL[code], base)
-    cursor.open = True
+def _add_remote_lengths(cursor: PartitionCursor, marks: Marks) -> None:
+    """A worker on another host: use its lengths, not its clock; gaps become unattributed.
+
+    Lengths that are longer than the time until the output are wrong: the worker's clock has stepped.
+    """
+    intervals = [pair for step in marks.steps for pair in _flatten_intervals(step.pairs)]
+    available = marks.output - cursor.position
+    if not cursor.is_open and sum(stop - start for _, start, stop in intervals) <= available:
+        for code, start, stop in intervals:
+            cursor.close_stage(_STAGE_BY_CODE[code], cursor.position + stop - start)
+    cursor.is_open = True
 
 
-def _sum(cursor: Cursor, start: int) -> Breakdown:
+def _build_breakdown(cursor: PartitionCursor, start: int) -> Breakdown:
     totals: dict[str, int] = {}
     for label, low, high in cursor.pieces:
         totals[label] = totals.get(label, 0) + high - low
     lost = totals.pop(UNATTRIBUTED, 0)
-    return Breakdown(start, cursor.at, _merge(cursor.pieces), totals, lost, cursor.clamped)
+    return Breakdown(
+        start, cursor.position, _merge_tail_pieces(cursor.pieces), totals, lost, cursor.clamped
+    )
 
 
-def _merge(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Bound the number of spans: pieces past MOST are laid end to end, one per stage."""
-    if len(pieces) <= MOST:
+def _merge_tail_pieces(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Bound the number of spans: pieces after MAX_PIECES are merged to one per stage, end to end."""
+    if len(pieces) <= MAX_PIECES:
         return pieces
-    kept, tail = pieces[:MOST], pieces[MOST:]
+    merged, tail = pieces[:MAX_PIECES], pieces[MAX_PIECES:]
     lengths: dict[str, int] = {}
     for label, low, high in tail:
         lengths[label] = lengths.get(label, 0) + high - low
-    at = tail[0][1]
+    position = tail[0][1]
     for label, length in lengths.items():
-        kept.append((label, at, at + length))
-        at += length
-    return kept
-
-
-def where(marks: Marks) -> str:
-    """The stage in which a request without a first token was; "" when a lost mark hides it."""
-    if not marks.render:
-        return "receive"
-    if not marks.assign:
-        return "preprocess"
-    if not marks.added:
-        return ""
-    if not marks.scheduled:
-        return "kv.transfer" if marks.moving else "prefill.queue"
-    if not marks.steps:
-        return "dispatch"
-    if marks.encode_only:
-        return "encoder.compute" if not marks.entered else "output"
-    return "output" if marks.steps[-1].sampled and not marks.partial else "prefill.compute"
+        merged.append((label, position, position + length))
+        position += length
+    return merged

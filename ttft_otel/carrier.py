@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's way through the engine as one string: the engine core folds, the API server unfolds.
+"""Serialize what the engine core measured of a request, for the API server.
 
-It rides in vLLM's own trace_headers of the first output. A Journey is the string: a JSON
-array of integers, flags and such arrays, which msgspec writes in 0.5 us (json takes 25-44 us).
+The engine core writes an EngineTimeline as one string into vLLM's own trace_headers of the request's
+first output; the API server reads it back. The string is a JSON array of integers, flags and arrays
+of them, which msgspec writes in 0.5 us (the standard library's json takes 25-44 us).
 """
 
 from __future__ import annotations
@@ -11,33 +12,64 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel import clock, names
-from ttft_otel.breakdown import LOST_FORWARD, Marks, Step
-from ttft_otel.stages import BY_CODE
+from ttft_otel import clock, media_items, names
+from ttft_otel.breakdown import LOST_FORWARD, EngineStep, Marks
+from ttft_otel.stages import STAGES_BY_CODE
+from ttft_otel.timing import ClockNote
 
-VERSION: Final = 3
-# Questions to the engine core, as utility calls of vLLM: where an aborted request was, and how long
-# blocks were kept.
-DIED: Final = "ttft_otel_died"
-SENT: Final = "ttft_otel_sent"
-KV: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)  # Journey.blocks
-STEPS: Final = (
-    512  # of a prompt with more chunks the first and the last stay; between: unattributed
+TIMELINE_VERSION: Final = 5
+# Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
+# tells which clock placed its intervals. Without it they are the host's times.
+CODE_CLOCK: Final = 0
+# Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
+ENCODER_UNFINISHED: Final = 64
+# Names of methods that hooks/engine_core.py adds to the engine core, called through vLLM's utility
+# channel: in which stage an aborted request was; how long KV blocks, or encodings, were kept.
+ABORTED_QUERY: Final = "ttft_otel_died"
+KEPT_BLOCKS_QUERY: Final = "ttft_otel_sent"
+KEPT_ITEMS_QUERY: Final = "ttft_otel_fetched"
+ENCODER_QUERY: Final = "ttft_otel_encoded"  # ... or for how long the encoder ran
+PENDING_ANSWER: Final = "pending"  # to ENCODER_QUERY while it runs: ask again
+KEPT_BLOCKS_BIT: Final = 1  # bits of EngineTimeline.kept
+KEPT_ITEMS_BIT: Final = 2
+ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
+# Span attributes of the numbers in EngineTimeline.blocks, in their order.
+KV_ATTRIBUTES: Final = (
+    names.KV_TOKENS,
+    names.KV_BLOCKS,
+    names.KV_BYTES,
+    names.KV_MOVE,
 )
+# Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
+# the time between them becomes unattributed.
+MAX_STEPS: Final = 512
 
 
-class Journey(msgspec.Struct, array_like=True, gc=False):
-    """One engine request between the engine core's input and its first output; times in microseconds.
+class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
+    """One engine request between the engine core's input and its first output.
 
-    asked: since when a connector has been saying "not yet". looking, moving: since when a KV connector
-    has been looking for blocks, and they have been on their way; blocks: tokens, blocks, bytes and
-    microseconds of what came (0: nobody tells). kept: its own are kept for another instance. high: how
-    many tokens were computed at most, to tell recomputed ones. waits: (stage code, start, end) one
-    after another. steps: worker records (boot, sampled, lost, code, start, end, code, ...), shared by
-    all requests of a step.
+    Times are microseconds of CLOCK_MONOTONIC; 0 is a time that was not (or is not yet) reached.
+    boot: clock.get_boot_number() of the engine core; set when it is serialized.
+    added: it reached the engine core. scheduled: its first chunk was scheduled. entered: the output
+        of its latest step entered the scheduler.
+    encoder_first: its first step ran the encoder. wait_lost: it may have waited for a connector
+        whose hook is missing. truncated: steps were dropped (MAX_STEPS). complete: its whole prompt is
+        scheduled. sent: it was serialized.
+    chunks, cached, preempted, recomputed: prefill chunks, cached tokens at the start, preemptions,
+        tokens computed again. own_tokens, step_tokens: its tokens, and all tokens, in its steps.
+    asked: since when an encoder-cache connector has been answering "not yet".
+    looking, moving: since when a KV connector has been looking for blocks, or transferring them.
+    blocks: tokens, blocks, bytes and microseconds of that transfer (0: unknown).
+    kept: what this instance keeps of it for another instance (KEPT_*_BIT), ENCODER_RUN_BIT.
+    high: largest number of computed tokens so far; below it, tokens are recomputed.
+    media: its media items and where their encodings came from (media_items.py); empty without any.
+    waits: stage code, start, end, repeated.
+    steps: worker records (boot, sampled, lost, code, start, end, code, ...); one tuple is shared by
+        all requests of a step. A last entry of code CODE_CLOCK tells which clock placed the others.
     """
 
-    version: int = VERSION
+    version: int = TIMELINE_VERSION
+    boot: int = 0
     added: int = 0
     scheduled: int = 0
     entered: int = 0
@@ -50,116 +82,212 @@ class Journey(msgspec.Struct, array_like=True, gc=False):
     cached: int = 0
     preempted: int = 0
     recomputed: int = 0
-    own_items: int = 0
-    step_items: int = 0
     own_tokens: int = 0
     step_tokens: int = 0
-    items: int = 0
     prompt: int = 0
     rank: int = -1
     asked: int = 0
     looking: int = 0
     moving: int = 0
     high: int = 0
-    kept: bool = False
+    kept: int = 0
     blocks: list[int] = []
+    media: list[int] = []
     waits: list[int] = []
     steps: list[tuple[int, ...]] = []
 
-    def step(self, record: tuple[int, ...] | None) -> None:
-        """Add one step's worker record; without one, nobody knows what happened in it."""
-        if len(self.steps) >= STEPS:
+    def add_step(self, record: tuple[int, ...] | None) -> None:
+        """Add the worker's record of one step; None makes the step's time unattributed."""
+        if len(self.steps) >= MAX_STEPS:
+            # Drop the step before: the latest one holds the first token's sampling.
             self.steps.pop()
             self.truncated = True
         self.steps.append(record or ())
 
 
-class Kept(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Blocks that were kept for another instance: from the answer until they were free, microseconds.
+class KeptBlocks(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """KV blocks that were kept for another instance after the answer.
 
-    over: nobody came for them in time.
+    since, until: from the answer until the blocks were freed, microseconds of CLOCK_MONOTONIC.
+    expired: the lease ran out, no instance fetched them.
     """
 
     since: int
     until: int
     tokens: int
     blocks: int
-    over: bool
+    expired: bool
 
-    def fold(self) -> str:
+    def to_json(self) -> str:
+        """As a string, for the utility channel."""
+        return _encoder.encode(self).decode()
+
+
+class KeptItems(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Encodings that were kept for another instance after the answer.
+
+    since, until: from the answer until all were fetched, microseconds of CLOCK_MONOTONIC.
+    ready_at: when the last of them became readable; 0 where that was not seen.
+    end_reason: "expired" or "evicted" where they can no longer be fetched, else "".
+    """
+
+    since: int
+    until: int
+    items: int
+    bytes: int
+    ready_at: int
+    end_reason: str
+
+    def to_json(self) -> str:
+        """As a string, for the utility channel."""
+        return _encoder.encode(self).decode()
+
+
+class EncoderRun(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """When an encoder ran that had not ended when the answer left; microseconds of CLOCK_MONOTONIC."""
+
+    start: int
+    end: int
+
+    def to_json(self) -> str:
         """As a string, for the utility channel."""
         return _encoder.encode(self).decode()
 
 
 _encoder: Final = msgspec.json.Encoder()
-_decoder: Final = msgspec.json.Decoder(Journey)
-_kept: Final = msgspec.json.Decoder(Kept)
+_decoder: Final = msgspec.json.Decoder(EngineTimeline)
+_kept_blocks_decoder: Final = msgspec.json.Decoder(KeptBlocks)
+_kept_items_decoder: Final = msgspec.json.Decoder(KeptItems)
+_encoder_run_decoder: Final = msgspec.json.Decoder(EncoderRun)
 
 
-def fold(journey: Journey) -> str:
-    """Journey -> string; it counts as sent from now on."""
-    journey.sent = True
-    return _encoder.encode(journey).decode()
+def encode_timeline(timeline: EngineTimeline) -> str:
+    """Serialize `timeline`; hooks leave it alone from now on (`sent`)."""
+    timeline.sent, timeline.boot = True, clock.get_boot_number()
+    return _encoder.encode(timeline).decode()
 
 
-def kept(text: str) -> Kept | None:
-    """The Kept of a string; None when it is empty or not ours."""
+def decode_kept_blocks(text: str) -> KeptBlocks | None:
+    """Parse the engine core's answer about kept KV blocks; None when it is empty or malformed."""
     try:
-        return _kept.decode(text)
+        return _kept_blocks_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
 
 
-def unfold(text: str, marks: Marks) -> Journey | None:
-    """Put the string's times into `marks` and give the Journey back; None when it is not ours."""
+def decode_kept_items(text: str) -> KeptItems | None:
+    """Parse the engine core's answer about kept encodings; None when it is empty or malformed."""
     try:
-        journey = _decoder.decode(text)
+        return _kept_items_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    if journey.version != VERSION:
+
+
+def decode_encoder_run(text: str) -> EncoderRun | None:
+    """Parse the engine core's answer about an encoder; None when it is not known (yet)."""
+    try:
+        return _encoder_run_decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    waits = journey.waits
+
+
+def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
+    """Parse what encode_timeline() wrote, and copy its times, by the engine core's clock, into `marks`.
+
+    None when `text` is malformed or of another version; `marks` is unchanged then.
+    """
+    try:
+        timeline = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return None
+    if timeline.version != TIMELINE_VERSION or 0 < len(timeline.media) < media_items.HEADER_LENGTH:
+        return None
+    waits = timeline.waits
     for code, start, end in zip(waits[::3], waits[1::3], waits[2::3], strict=False):
-        if code in BY_CODE:
-            marks.waits.append((BY_CODE[code].name, start, end))
-    here = clock.boot_once()
-    for record in journey.steps:
-        marks.foreign = marks.foreign or bool(record and record[0] != here)
-        marks.steps.append(_step(record))
-    marks.added = journey.added
-    marks.scheduled = journey.scheduled
-    marks.encoder_first = journey.encoder_first
-    marks.entered = journey.entered
-    marks.queue_lost = journey.wait_lost
-    marks.moving = journey.looking or journey.moving
-    marks.truncated = journey.truncated
-    return journey
+        if code in STAGES_BY_CODE:
+            marks.waits.append((STAGES_BY_CODE[code].name, start, end))
+    for record in timeline.steps:
+        # A worker on another host (multi-node) has another boot: its times are not comparable.
+        marks.foreign = marks.foreign or bool(record and record[0] != timeline.boot)
+        marks.foreign = marks.foreign or _decode_clock(record)[0] == clock.CLOCK_LENGTHS
+        marks.steps.append(_decode_step(record))
+    marks.added = timeline.added
+    marks.scheduled = timeline.scheduled
+    marks.encoder_first = timeline.encoder_first
+    marks.entered = timeline.entered
+    marks.queue_lost = timeline.wait_lost
+    marks.moving = timeline.looking or timeline.moving
+    marks.asking = timeline.asked
+    marks.truncated = timeline.truncated
+    return timeline
 
 
-def counts(journey: Journey) -> dict[str, int | bool]:
-    """What a Journey says besides times, as span attributes."""
-    found: dict[str, int | bool] = {}
-    found[names.INPUT_TOKENS] = journey.prompt
-    found[names.CACHED_TOKENS] = journey.cached
-    found[names.CHUNKS] = journey.chunks
-    found[names.OWN_TOKENS] = journey.own_tokens
-    found[names.STEP_TOKENS] = journey.step_tokens
-    found[names.PREEMPTIONS] = journey.preempted
-    found[names.RECOMPUTED_TOKENS] = journey.recomputed
-    if journey.items:
-        found[names.OWN_ITEMS] = journey.own_items
-        found[names.STEP_ITEMS] = journey.step_items
-        found[names.CACHED_ITEMS] = max(0, journey.items - journey.own_items)
-    if journey.blocks:
-        told = zip(KV, journey.blocks, strict=False)
-        found |= {name: value for name, value in told if value}
-    if journey.truncated:
-        found[names.TRUNCATED] = True
-    return found
+def list_timeline_attributes(
+    timeline: EngineTimeline, clock_error: int = 0
+) -> dict[str, int | bool | str]:
+    """Span attributes for everything in `timeline` that is not a time.
+
+    clock_error: of the offset between the engine core's clock and ours, in microseconds.
+    """
+    attributes: dict[str, int | bool | str] = {}
+    attributes[names.INPUT_TOKENS] = timeline.prompt
+    attributes[names.CACHED_TOKENS] = timeline.cached
+    attributes[names.CHUNKS] = timeline.chunks
+    attributes[names.OWN_TOKENS] = timeline.own_tokens
+    attributes[names.STEP_TOKENS] = timeline.step_tokens
+    attributes[names.PREEMPTIONS] = timeline.preempted
+    attributes[names.RECOMPUTED_TOKENS] = timeline.recomputed
+    if timeline.media:
+        attributes[names.OWN_ITEMS] = timeline.media[media_items.INDEX_OWN]
+        attributes[names.STEP_ITEMS] = timeline.media[media_items.INDEX_STEP]
+    if timeline.blocks:
+        values = zip(KV_ATTRIBUTES, timeline.blocks, strict=False)
+        attributes |= {name: value for name, value in values if value}
+    if timeline.truncated:
+        attributes[names.TRUNCATED] = True
+    return attributes | _list_clock_attributes(timeline, clock_error)
 
 
-def _step(record: tuple[int, ...]) -> Step:
+def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
+    """Which clock placed the worker's marks; of several steps the greatest error counts.
+
+    None without a worker's record.
+    """
+    records = timeline.steps if timeline is not None else []
+    clocks = [_decode_clock(record) for record in records if len(record) >= 3]
+    if not clocks:
+        return None
+    used_clock, error_us = max(clocks)
+    return ClockNote(names.CLOCK_WORDS[used_clock], error_us)
+
+
+def _list_clock_attributes(
+    timeline: EngineTimeline, clock_error: int
+) -> dict[str, int | bool | str]:
+    attributes: dict[str, int | bool | str] = {}
+    if clock_error:
+        attributes[names.CLOCK_ERROR_US] = clock_error
+    if note := read_clock(timeline):
+        attributes[names.CLOCK] = note.word
+        if note.word == names.CLOCK_WORDS[clock.CLOCK_DEVICE]:
+            # one boundary can have both errors
+            attributes[names.CLOCK_ERROR_US] = note.error_us + clock_error
+    if any(len(record) >= 3 and record[2] & ENCODER_UNFINISHED for record in timeline.steps):
+        attributes[names.ENCODER_UNFINISHED] = True
+    return attributes
+
+
+def _decode_step(record: tuple[int, ...]) -> EngineStep:
     if len(record) < 3:
-        return Step([], 0, LOST_FORWARD)
+        return EngineStep([], 0, LOST_FORWARD)
     pairs = list(zip(record[3::3], record[4::3], record[5::3], strict=False))
-    return Step(pairs, record[1], record[2])
+    if pairs and pairs[-1][0] == CODE_CLOCK:
+        pairs.pop()
+    return EngineStep(pairs, record[1], record[2])
+
+
+def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:
+    """Which clock placed the record's intervals, and the estimated error of that."""
+    if len(record) >= 6 and record[-3] == CODE_CLOCK and 0 <= record[-2] < len(names.CLOCK_WORDS):
+        return record[-2], record[-1]
+    return clock.CLOCK_HOST, 0

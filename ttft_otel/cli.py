@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ttft-otel`: operators type it; each subcommand is imported when it is called.
+"""The command `ttft-otel`. A subcommand's module is imported only when that subcommand is called.
 
-A subcommand is a click command named `command` in the module that this table names.
+That keeps --help fast, and lets it work without the subcommands' optional dependencies.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ from ttft_otel import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Where a subcommand lives, the extra that brings its dependencies, and its one-line help."""
+class Subcommand:
+    """A row of the subcommands: its module, the pip extra it needs, its help, its click command."""
 
     module: str
     extra: str
-    says: str
+    help_text: str
     command: str = "command"
 
 
-DOORS: Final[dict[str, Door]] = {
-    "serve": Door("ttft_otel.report.serve", "serve", "Receive, keep and show spans.", "serve"),
-    "report": Door("ttft_otel.report.command", "", "Print where the time went.", "report"),
-    "router": Door("ttft_otel.router.command", "router", "Route requests to vLLM servers, traced."),
-    "bench": Door("ttft_otel.bench.command", "bench", "Send load, explain its TTFT.", "bench"),
-    "doctor": Door("ttft_otel.doctor", "", "Say which hop is not traced, and how to mend it."),
+SUBCOMMANDS: Final[dict[str, Subcommand]] = {
+    "serve": Subcommand(
+        "ttft_otel.report.serve", "serve", "Receive, keep and show spans.", "serve"
+    ),
+    "report": Subcommand("ttft_otel.report.command", "", "Print where the time went.", "report"),
+    "router": Subcommand(
+        "ttft_otel.router.cli.command", "router", "Route requests to vLLM servers, traced."
+    ),
+    "bench": Subcommand(
+        "ttft_otel.bench.command", "bench", "Send load and break its TTFT down.", "bench"
+    ),
+    "doctor": Subcommand(
+        "ttft_otel.doctor", "", "Check the setup; say what is not traced, and how to fix it."
+    ),
 }
 
 EPILOG: Final = """\b
@@ -42,28 +50,31 @@ Examples:
 """
 
 
-class Lazy(click.Group):
-    """A group that imports a subcommand only when it is called, never to print the help."""
+class LazyGroup(click.Group):
+    """A click group whose help comes from SUBCOMMANDS, without importing the subcommands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All subcommands, in the table's order."""
-        return list(DOORS)
+        """All subcommands, in the order of SUBCOMMANDS."""
+        return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one subcommand, or say what to install."""
-        door = DOORS.get(cmd_name)
-        return load(cmd_name, door) if door else None
+        """Import the subcommand `cmd_name`; None when there is none of this name."""
+        subcommand = SUBCOMMANDS.get(cmd_name)
+        return load_subcommand(cmd_name, subcommand) if subcommand else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table's lines, so that --help works whatever is installed."""
+        """Write the subcommands' help, whatever is installed."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, door.says) for name, door in DOORS.items()])
+            formatter.write_dl([(name, door.help_text) for name, door in SUBCOMMANDS.items()])
 
 
-def load(name: str, door: Door) -> click.Command:
-    """Import a subcommand. Raises ClickException, with the remedy, when something is missing."""
+def load_subcommand(name: str, subcommand: Subcommand) -> click.Command:
+    """Import the subcommand `name`.
+
+    Raises click.ClickException, with the command that installs it, when a package is missing.
+    """
     try:
-        module = importlib.import_module(door.module)
+        module = importlib.import_module(subcommand.module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.partition(".")[0] == "ttft_otel":
@@ -71,19 +82,21 @@ def load(name: str, door: Door) -> click.Command:
                 f"ttft-otel {name} is not in this version ({__version__}); "
                 "upgrade it: pip install --upgrade ttft-otel"
             ) from error
-        raise click.ClickException(missing_text(name, door.extra, missing)) from error
-    command = getattr(module, door.command)
+        raise click.ClickException(
+            describe_missing_package(name, subcommand.extra, missing)
+        ) from error
+    command = getattr(module, subcommand.command)
     assert isinstance(command, click.Command)
     return command
 
 
-def missing_text(name: str, extra: str, module: str) -> str:
-    """Say which package is missing and the one line that installs it."""
+def describe_missing_package(name: str, extra: str, module: str) -> str:
+    """Name the missing `module`, and the pip command that installs it with `extra`."""
     package = f"ttft-otel[{extra}]" if extra else "ttft-otel"
     return f"ttft-otel {name} needs {module}, which is not installed: pip install '{package}'"
 
 
-@click.group(cls=Lazy, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ttft-otel")
 def main() -> None:
     """Say where each vLLM request's time to first token went."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One clock for all marks: CLOCK_MONOTONIC in integer microseconds, and its wall time with its error."""
+"""The clock of all marks: CLOCK_MONOTONIC in integer microseconds, and its conversion to wall time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,33 @@ import time
 import zlib
 from typing import Final
 
+# Nanoseconds between the two monotonic reads around a wall-clock read, at most; 100 ns when the
+# process is not preempted in between.
+MAX_BRACKET_NS: Final = 20_000
+# Error bound of to_wall_ns(): half a bracket, plus the rounding of a mark to one microsecond. A read
+# that was preempted is repeated; on an overloaded machine one of five was always undisturbed.
+WALL_ERROR_US: Final = MAX_BRACKET_NS // 2000 + 1
+# Which clock placed a worker's marks; the words for them are names.CLOCK_WORDS.
+CLOCK_HOST: Final = 0
+CLOCK_DEVICE: Final = 1  # the device's events, placed on the host's time
+CLOCK_LENGTHS: Final = 2  # the device's events, of which only the lengths are known
+CLOCK_NONE: Final = 3  # the platform has no timing events
 _BOOT_FILE: Final = "/proc/sys/kernel/random/boot_id"
+_OFFSETS_FILE: Final = "/proc/self/timens_offsets"  # of this process's time namespace
 
 
-def now() -> int:
-    """Microseconds of CLOCK_MONOTONIC, the same in every process of this host."""
+def now_us() -> int:
+    """CLOCK_MONOTONIC in microseconds; comparable between all processes of this host."""
     return time.monotonic_ns() // 1000
 
 
-def calibrate(tries: int = 5) -> tuple[int, int]:
-    """Offset (wall - monotonic) and its error bound, both in ns; the tightest of some bracketed reads."""
+def measure_wall_offset(tries: int = 5, tight_enough_ns: int = 0) -> tuple[int, int]:
+    """Measure wall clock minus monotonic clock; returns the offset and its error bound, both in ns.
+
+    Reads the wall clock between two monotonic reads and keeps the tightest of these brackets.
+    tries: number of brackets at most.
+    tight_enough_ns: stop at the first bracket that is no longer than this.
+    """
     best = (0, 1 << 62)
     for _ in range(tries):
         before = time.monotonic_ns()
@@ -25,24 +42,39 @@ def calibrate(tries: int = 5) -> tuple[int, int]:
         after = time.monotonic_ns()
         if after - before < best[1]:
             best = (wall - (before + after) // 2, after - before)
+        if best[1] <= tight_enough_ns:
+            break
     return best
 
 
-def wall_ns(mark: int) -> int:
-    """Unix nanoseconds of a mark; calibrated at each call, so a stepped wall clock is followed."""
-    return mark * 1000 + calibrate(1)[0]
+def to_wall_ns(mark: int) -> int:
+    """Unix time in nanoseconds of `mark` (microseconds of now_us()).
+
+    The offset is measured at each call, so that steps of the wall clock (NTP) are followed.
+    """
+    return mark * 1000 + measure_wall_offset(tight_enough_ns=MAX_BRACKET_NS)[0]
 
 
-def boot() -> int:
-    """32-bit number of this host's boot: marks of processes with another one are not comparable."""
+def read_boot_number() -> int:
+    """A 32-bit number that identifies this boot of this host, and the offset of this process's time
+    namespace; 0 where the kernel does not tell.
+
+    Marks of processes with different boot numbers are not comparable: CLOCK_MONOTONIC starts at boot.
+    """
     try:
         with open(_BOOT_FILE, "rb") as file:
-            return zlib.crc32(file.read().strip())
+            boot = file.read().strip()
     except OSError:
         return 0
+    try:
+        with open(_OFFSETS_FILE, "rb") as file:
+            offsets = b" ".join(file.readline().split())  # "monotonic <seconds> <nanoseconds>"
+    except OSError:  # a kernel without time namespaces
+        offsets = b""
+    return zlib.crc32(boot + (b"" if offsets in (b"", b"monotonic 0 0") else offsets))
 
 
 @functools.lru_cache(maxsize=1)
-def boot_once() -> int:
-    """boot(), read once: a boot does not change under a process, its fork children included."""
-    return boot()
+def get_boot_number() -> int:
+    """read_boot_number(), cached: it stays the same for this process and the children it forks."""
+    return read_boot_number()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel doctor`: is every hop set up, patched, sending and answering? cli.py offers it.
+"""`ttft-otel doctor`: check settings, plugin, vLLM's patch targets, the OTLP endpoint, and servers.
 
-It looks at this environment as a server started from it would, and at running servers by --url.
+It checks this environment as a server started from it would see it, and running servers by --url.
 """
 
 from __future__ import annotations
@@ -24,20 +24,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel import __version__, context, names, record, settings, stages, timing
-from ttft_otel.hooks import ledger
-from ttft_otel.hooks.targets import BY_NAME
+from ttft_otel import (
+    __version__,
+    context,
+    doctor_clock,
+    doctor_media,
+    names,
+    record,
+    settings,
+    stages,
+    timing,
+)
+from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
+from ttft_otel.hooks import target_check
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
-State = Literal["ok", "note", "fail"]
+CheckState = Literal["ok", "note", "fail"]
 
-GROUP: Final = "vllm.general_plugins"
-ENV_PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own: which plugins it may load
-SERVICE: Final = "ttft-otel-doctor"
-STYLES: Final[dict[State, str]] = {"ok": "green", "note": "yellow", "fail": "bold red"}
-RECEIVER: Final = f"start a receiver there (ttft-otel serve) or set {names.ENV_ENDPOINT}"
-ANSWERS: Final = {
-    "401": "the endpoint wants credentials: set OTEL_EXPORTER_OTLP_HEADERS",
-    "403": "the endpoint refuses these credentials: mend OTEL_EXPORTER_OTLP_HEADERS",
+PLUGIN_GROUP: Final = "vllm.general_plugins"
+ENV_PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's variable: comma-separated plugins that it may load
+DOCTOR_SERVICE: Final = "ttft-otel-doctor"
+STATE_STYLES: Final[dict[CheckState, str]] = {"ok": "green", "note": "yellow", "fail": "bold red"}
+NO_RECEIVER_REMEDY: Final = f"start a receiver there (ttft-otel serve) or set {names.ENV_ENDPOINT}"
+ENDPOINT_REMEDIES: Final = {
+    "401": "the endpoint requires credentials: set OTEL_EXPORTER_OTLP_HEADERS",
+    "403": "the endpoint refuses these credentials: correct OTEL_EXPORTER_OTLP_HEADERS",
     "404": "no OTLP receiver at this path: http/protobuf is port 4318 as a rule; for port 4317 "
     f"set {names.ENV_PROTOCOL}=grpc",
     "UNIMPLEMENTED": f"no OTLP receiver there: set {names.ENV_PROTOCOL}=http/protobuf for port 4318",
@@ -54,30 +65,30 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, how it is, and what to do where that is not well."""
+    """Result of one check: what was checked, its state, a message, and what to do if it is not ok."""
 
     name: str
-    state: State
+    state: CheckState
     says: str
     remedy: str = ""
 
 
-def switched(now: settings.Settings) -> Iterator[Check]:
-    """The environment's own words."""
-    for line in settings.validate(now):
-        says, _, remedy = line.partition("; ")
-        yield Check("settings", "fail", says, remedy)
-    if now.on:
-        yield Check("settings", "ok", f"{names.ENV_ON} is on, sampler {now.sampler}")
+def check_settings(chosen: settings.Settings) -> Iterator[Check]:
+    """Check the environment variables, as read into `chosen`."""
+    for line in settings.list_problems(chosen):
+        message, _, remedy = line.partition("; ")
+        yield Check("settings", "fail", message, remedy)
+    if chosen.on:
+        yield Check("settings", "ok", f"{names.ENV_ON} is on, sampler {chosen.sampler}")
     else:
         remedy = f"set {names.ENV_ON}=1 where vllm serve is started"
         yield Check("settings", "note", f"{names.ENV_ON} is off in this environment", remedy)
 
 
-def loaded() -> Iterator[Check]:
-    """Will vLLM call our plugin?"""
-    found = importlib.metadata.entry_points(group=GROUP)
-    ours = [point.name for point in found if point.value.startswith("ttft_otel.")]
+def check_plugin() -> Iterator[Check]:
+    """Check that vLLM will find our plugin and may load it."""
+    entry_points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    ours = [point.name for point in entry_points if point.value.startswith("ttft_otel.")]
     allowed = os.environ.get(ENV_PLUGINS)
     if not ours:
         remedy = f"install it into vLLM's Python: {sys.executable} -m pip install ttft-otel"
@@ -89,16 +100,16 @@ def loaded() -> Iterator[Check]:
         yield Check("plugin", "ok", f"ttft-otel {__version__}, found by its entry point")
 
 
-def targets() -> Iterator[Check]:
-    """Has the vLLM that is installed here what we hang into? Read, not imported."""
-    root = ledger.root()
+def check_vllm() -> Iterator[Check]:
+    """Check that the installed vLLM has the functions that we patch; its sources are only parsed."""
+    root = target_check.find_vllm_folder()
     if root is None:
         yield Check("vllm", "note", "not installed here, which is right for a router alone")
         return
-    states = ledger.check(root)
+    states = target_check.check_targets(root)
     for name, what in states.items():
         if what:
-            target = BY_NAME[name]
+            target = TARGETS_BY_NAME[name]
             lost = ", ".join(target.lost) or f"no stage ({target.marks})"
             remedy = "upgrade ttft-otel; until then the time of these stages is unattributed"
             yield Check("vllm", "fail", f"{name}: {what} is gone; costs {lost}", remedy)
@@ -106,52 +117,62 @@ def targets() -> Iterator[Check]:
         yield Check("vllm", "ok", f"all {len(states)} targets are there")
 
 
-def endpoint(now: settings.Settings) -> Iterator[Check]:
-    """Send one span over the exporter's own code and tell what the endpoint answered."""
+def check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
+    """Send one span with the exporter's own code, to the endpoint and protocol of `chosen`."""
     from opentelemetry.sdk.trace.export import SpanExporter  # 0.3 s that --help need not take
 
-    from ttft_otel.exporter import health, identity, ship, spans
+    from ttft_otel.exporter import batch_exporter, exporter_counters, resource_cache, span_batch
 
     logging.getLogger("ttft_otel").addHandler(logging.NullHandler())
-    made = _record()
-    hurry = threading.Event()
-    hurry.set()  # one try
-    exporter: SpanExporter = ship.exporter(now)
-    sending = ship.Ship(exporter, health.Health(), now.endpoint, hurry)
-    sending.send(spans.build(made, identity.Resources(os.getpid()).get(SERVICE)))
+    probe = _make_probe_record()
+    stop_retrying = threading.Event()
+    stop_retrying.set()  # a single attempt
+    exporter: SpanExporter = batch_exporter.create_span_exporter(chosen)
+    sending = batch_exporter.BatchExporter(
+        exporter, exporter_counters.ExporterCounters(), chosen.endpoint, stop_retrying
+    )
+    builder = span_batch.BatchBuilder(resource_cache.ResourceCache(os.getpid()))
+    builder.add_record(probe)
+    for batch in builder.take_batches():
+        sending.export_batch(batch)
     exporter.shutdown()
-    where = f"{now.protocol} to {now.endpoint}"
-    if sending.health.counts()["exported"]:
-        yield Check("endpoint", "ok", f"{where}: accepted, trace {made.trace_id}")
+    destination = f"{chosen.protocol} to {chosen.endpoint}"
+    if sending.counters.get_counts()["exported"]:
+        yield Check("endpoint", "ok", f"{destination}: accepted, trace {probe.trace_id}")
         return
-    reason = sending.reason.text or "no answer"
-    remedy = next((text for code, text in ANSWERS.items() if code in reason), RECEIVER)
-    yield Check("endpoint", "fail", f"{where}: {reason}", remedy)
+    reason = sending.failure_log.text or "no answer"
+    remedy = next(
+        (text for code, text in ENDPOINT_REMEDIES.items() if code in reason), NO_RECEIVER_REMEDY
+    )
+    yield Check("endpoint", "fail", f"{destination}: {reason}", remedy)
 
 
-def _record() -> record.Record:
-    made = context.start("", "", settings.Settings(sampler="always_on"))
+def _make_probe_record() -> record.Record:
+    trace_context = context.start_context("", "", settings.Settings(sampler="always_on"))
     return record.Record(
-        version=record.VERSION,
-        trace_id=made.trace_id,
-        span_id=made.span_id,
+        version=record.RECORD_VERSION,
+        trace_id=trace_context.trace_id,
+        span_id=trace_context.span_id,
         parent_id="",
-        flags=made.flags,
+        flags=trace_context.flags,
         state="",
         start_ns=time.time_ns(),
         role="mono",
         outermost=False,
-        service=SERVICE,
+        service=DOCTOR_SERVICE,
         request_id="",
         server=record.Server("ttft-otel doctor", 1, 0),
     )
 
 
-def server(url: str, timeout: float) -> Iterator[Check]:
-    """Does a running server or router answer with timings? One request of one token."""
+def check_server(url: str, timeout: float) -> Iterator[Check]:
+    """Check that a running server or router answers a request of one token with Server-Timing.
+
+    url: base URL, with or without /v1. timeout: seconds to wait for each answer.
+    """
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        told = _first_token(base, timeout)
+        header = _request_first_token(base, timeout)
     except HTTPError as error:
         remedy = "the server's log says why; doctor needs one request of one token to succeed"
         yield Check(base, "fail", f"{error.url} answers {error.code}", remedy)
@@ -160,66 +181,81 @@ def server(url: str, timeout: float) -> Iterator[Check]:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         yield Check(base, "fail", f"no answer: {reason}", f"is it up? curl {base}/v1/models")
         return
-    found = timing.read(told)
-    if found is None:
+    parsed = timing.parse_server_timing(header)
+    if parsed is None:
         remedy = (
             f"start it with {names.ENV_ON}=1 and ttft-otel in its Python; its log has one line "
             "that begins with 'ttft-otel'"
         )
         yield Check(base, "fail", "answers without timings: it is not traced", remedy)
         return
-    lost = found.unattributed
-    says = f"first token after {found.ttft / 1000:.1f} ms in {len(found.stages)} stages"
-    if lost * 20 > found.ttft:
+    unattributed = parsed.unattributed
+    # More than 5 % (a twentieth) unattributed: a patch target is probably missing.
+    message = f"first token after {parsed.ttft / 1000:.1f} ms in {len(parsed.stages)} stages"
+    if unattributed * 20 > parsed.ttft:
         remedy = "its log names the targets that are missing"
-        yield Check(base, "note", f"{says}, {lost / 1000:.1f} ms {stages.UNATTRIBUTED}", remedy)
+        yield Check(
+            base, "note", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}", remedy
+        )
     else:
-        yield Check(base, "ok", f"{says}, {lost / 1000:.1f} ms {stages.UNATTRIBUTED}")
+        yield Check(base, "ok", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}")
+    if parsed.clock is not None:
+        well, description, remedy = doctor_clock.describe_clock(parsed.clock)
+        yield Check(f"{base} worker", "ok" if well else "note", description, remedy)
+    items = doctor_media.read_recomputed_items(base, timeout)
+    if items is not None:
+        description, any_twice = doctor_media.describe_recomputed_items(items), any(items.values())
+        remedy = doctor_media.RECOMPUTED_REMEDY if any_twice else ""
+        yield Check(f"{base}/metrics", "note" if any_twice else "ok", description, remedy)
 
 
-def _first_token(base: str, timeout: float) -> str:
+def _request_first_token(base: str, timeout: float) -> str:
     """The Server-Timing of a request of one token: chat, or a completion where there is no chat."""
-    _, models = _ask(f"{base}/v1/models", None, timeout)
+    _, models = _request_json(f"{base}{MODELS_PATH}", None, timeout)
     model = models["data"][0]["id"]
     body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": "1"}]}
     try:
-        return _ask(f"{base}/v1/chat/completions", body, timeout)[0]
+        return _request_json(f"{base}{CHAT_PATH}", body, timeout)[0]
     except HTTPError as error:
+        # 400 and 404: a base model without a chat template, or a server without this API.
         if error.code not in (400, 404):
             raise
     prompt = {"model": model, "max_tokens": 1, "prompt": "1"}
-    return _ask(f"{base}/v1/completions", prompt, timeout)[0]
+    return _request_json(f"{base}{COMPLETIONS_PATH}", prompt, timeout)[0]
 
 
-def _ask(url: str, body: Any, timeout: float) -> tuple[str, Any]:
+def _request_json(url: str, body: Any, timeout: float) -> tuple[str, Any]:
     headers = {names.ASK: "1", "content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     with urlopen(Request(url, data, headers), timeout=timeout) as answer:
         return answer.headers.get(names.TIMING, ""), json.load(answer)
 
 
-def checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
-    """Everything, in the order in which a request passes."""
-    now = settings.read()
-    yield from switched(now)
-    yield from loaded()
-    yield from targets()
-    yield from endpoint(now)
+def run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
+    """All checks, in the order in which a request passes what they check.
+
+    urls: servers and routers to send a request to. timeout: seconds to wait for each answer.
+    """
+    chosen = settings.read_settings()
+    yield from check_settings(chosen)
+    yield from check_plugin()
+    yield from check_vllm()
+    yield from check_endpoint(chosen)
     for url in urls:
-        yield from server(url, timeout)
+        yield from check_server(url, timeout)
 
 
-def show(found: list[Check]) -> None:
-    """A line each, its remedy below it."""
+def print_checks(checks: list[Check]) -> None:
+    """Print a line for each of `checks`, with its remedy below it."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for check in found:
-        says = Text(check.says)
+    for check in checks:
+        message = Text(check.says)
         if check.remedy:
-            says.append(f"\n-> {check.remedy}", style="bold" if check.state == "fail" else "dim")
-        table.add_row(Text(check.state, style=STYLES[check.state]), Text(check.name), says)
+            message.append(f"\n-> {check.remedy}", style="bold" if check.state == "fail" else "dim")
+        table.add_row(Text(check.state, style=STATE_STYLES[check.state]), Text(check.name), message)
     Console(highlight=False).print(table)
 
 
@@ -229,7 +265,7 @@ def show(found: list[Check]) -> None:
     "urls",
     multiple=True,
     metavar="URL",
-    help="A running server or router to ask too; repeatable. It is sent ONE REQUEST OF ONE TOKEN "
+    help="A running server or router to check too; repeatable. It is sent ONE REQUEST OF ONE TOKEN "
     "(model taken from /v1/models), with the header that asks for timings.",
 )
 @click.option("--json", "plain", is_flag=True, help="Print JSON: ok, and checks with their state.")
@@ -237,15 +273,17 @@ def show(found: list[Check]) -> None:
     "--timeout", default=30.0, show_default=True, help="Seconds to wait for a server's answer."
 )
 def command(urls: tuple[str, ...], plain: bool, timeout: float) -> None:
-    """Say which hop is not traced, and how to mend it.
+    """Check the setup; say what is not traced, and how to fix it.
 
-    Looks at the settings, the plugin, the vLLM installed here, and sends one test span to the
-    endpoint. Exit code 1 when something fails; a note is no failure.
+    Checks the settings, the plugin and the vLLM installed here, and sends one test span to the
+    endpoint. The exit code is 1 when a check fails; a note is not a failure.
     """
-    found = list(checks(urls, timeout))
-    well = all(check.state != "fail" for check in found)
+    results = list(run_checks(urls, timeout))
+    passed = all(check.state != "fail" for check in results)
     if plain:
-        click.echo(json.dumps({"ok": well, "checks": [asdict(check) for check in found]}, indent=2))
+        click.echo(
+            json.dumps({"ok": passed, "checks": [asdict(check) for check in results]}, indent=2)
+        )
     else:
-        show(found)
-    sys.exit(0 if well else 1)
+        print_checks(results)
+    sys.exit(0 if passed else 1)

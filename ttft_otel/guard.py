@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only broad except but plugin.py's: our code in a host is caught, counted, logged once a place.
+"""Catch exceptions of our own code inside vLLM: count them, log the first one of each place.
 
-Used around our own code only; the host's call is never inside. Under pytest it re-raises, unless
-TTFT_OTEL_GUARD=keep says that the test wants the production behaviour.
+With plugin.py the only place with a broad `except`. Only our own code runs inside it; what vLLM's
+functions raise passes through. Under pytest exceptions are raised again, unless TTFT_OTEL_GUARD=keep
+asks for the production behaviour. `place` names the hook or code block, for the counter and the log.
 """
 
 from __future__ import annotations
@@ -16,29 +17,34 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
 
-Call: TypeAlias = Callable[..., Any]
+AnyCall: TypeAlias = Callable[..., Any]
 
 log = logging.getLogger("ttft_otel")
-errors: Counter[str] = Counter()
+error_counts: Counter[str] = Counter()
 
 
-def _strict() -> bool:
+def _is_strict() -> bool:
     return "PYTEST_CURRENT_TEST" in os.environ and os.environ.get("TTFT_OTEL_GUARD") != "keep"
 
 
-def caught(place: str, error: BaseException) -> None:
-    """Count an error of ours; log its first occurrence in each place. Under pytest: raise it."""
-    if _strict():
+def record_error(place: str, error: BaseException) -> None:
+    """Count `error` under `place`, and log the first one of each place. Under pytest: raise it."""
+    if _is_strict():
         raise error
-    errors[place] += 1
-    if errors[place] == 1:
+    error_counts[place] += 1
+    if error_counts[place] == 1:
         log.warning(
-            "ttft-otel: %s failed; tracing loses it, serving goes on", place, exc_info=error
+            "ttft-otel: %s failed; its measurement is lost, the server is not affected",
+            place,
+            exc_info=error,
         )
 
 
 class Guard:
-    """`with Guard("place"):` swallows what our block raises (Exception, not BaseException)."""
+    """`with Guard("place"):` catches and counts any Exception of the block; not BaseException.
+
+    BaseException has to pass: asyncio.CancelledError and SystemExit are the server's.
+    """
 
     __slots__ = ("place",)
 
@@ -56,21 +62,27 @@ class Guard:
     ) -> bool:
         if error is None or not isinstance(error, Exception):
             return False
-        caught(self.place, error)
+        record_error(self.place, error)
         return True
 
 
-def around(place: str, host: Call, before: Call | None, after: Call | None, ready: object) -> Call:
-    """The host's call with ours before and after it: `before(*args)`, `after(token, result, *args)`.
+def wrap_call(
+    place: str, host: AnyCall, before: AnyCall | None, after: AnyCall | None, ready: object
+) -> AnyCall:
+    """Wrap the vLLM function `host` so that our functions run before and after it.
 
-    Ours are caught here, in line (a guarding layer of its own would cost 0.2 us a call); the host's
-    call stands outside, and what it raises passes by. While `ready` is empty the host's call is all
-    there is. `after` is left out when `before` gave no token.
+    place: name for errors, see above.
+    before: called as `before(*args)`; what it returns is the token. None (also after an exception)
+        skips `after`.
+    after: called as `after(token, result, *args)`; with token None where there is no `before`.
+    ready: a container; while it is empty only `host` is called.
+    Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host`
+    is called outside every `try`.
     """
     if inspect.iscoroutinefunction(host):
-        return _awaited(place, host, before, after, ready)
+        return _wrap_coroutine(place, host, before, after, ready)
     if before is None:
-        return _ended(place, host, after or _nothing, ready)
+        return _wrap_after(place, host, after or _do_nothing, ready)
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -80,19 +92,19 @@ def around(place: str, host: Call, before: Call | None, after: Call | None, read
         try:
             token = before(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-            caught(place, error)
+            record_error(place, error)
         result = host(*args, **kwargs)
         if token is not None and after is not None:
             try:
                 after(token, result, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-                caught(place, error)
+                record_error(place, error)
         return result
 
     return wrapper
 
 
-def _ended(place: str, host: Call, after: Call, ready: object) -> Call:
+def _wrap_after(place: str, host: AnyCall, after: AnyCall, ready: object) -> AnyCall:
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = host(*args, **kwargs)
@@ -100,32 +112,40 @@ def _ended(place: str, host: Call, after: Call, ready: object) -> Call:
             try:
                 after(None, result, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-                caught(place, error)
+                record_error(place, error)
         return result
 
     return wrapper
 
 
-def _awaited(
-    place: str, host: Call, before: Call | None, after: Call | None, ready: object
-) -> Call:
-    first, last = silent(place, before or _nothing), silent(place, after or _nothing)
+def _wrap_coroutine(
+    place: str, host: AnyCall, before: AnyCall | None, after: AnyCall | None, ready: object
+) -> AnyCall:
+    run_before, run_after = (
+        silence_errors(place, before or _do_nothing),
+        silence_errors(place, after or _do_nothing),
+    )
 
     @functools.wraps(host)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not ready:
             return await host(*args, **kwargs)
-        token = first(*args, **kwargs)
+        token = run_before(*args, **kwargs)
         result = await host(*args, **kwargs)
         if token is not None:
-            last(token, result, *args, **kwargs)
+            run_after(token, result, *args, **kwargs)
         return result
 
     return wrapper
 
 
-def arriving(place: str, host: Call, before: Call, after: Call, ready: object) -> Call:
-    """As `around`, for a hook that must run to its end: also after a call that raised."""
+def wrap_call_finally(
+    place: str, host: AnyCall, before: AnyCall, after: AnyCall, ready: object
+) -> AnyCall:
+    """As wrap_call(), but `after` also runs when `host` has raised (with result None).
+
+    For hooks that would leave state behind if `after` were skipped.
+    """
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -135,22 +155,22 @@ def arriving(place: str, host: Call, before: Call, after: Call, ready: object) -
         try:
             token = before(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-            caught(place, error)
+            record_error(place, error)
         try:
             result = host(*args, **kwargs)
         finally:
             try:
                 after(token, result, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-                caught(place, error)
+                record_error(place, error)
         return result
 
     return wrapper
 
 
-def replaced(place: str, host: Call, replace: Call) -> Call:
-    """The host's call with its result replaced; by itself where ours fails."""
-    ours = silent(place, replace)
+def wrap_result(place: str, host: AnyCall, replace: AnyCall) -> AnyCall:
+    """Wrap `host` so that it returns `replace(result)`; its own result where `replace` fails."""
+    ours = silence_errors(place, replace)
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -160,19 +180,19 @@ def replaced(place: str, host: Call, replace: Call) -> Call:
     return wrapper
 
 
-def silent(place: str, call: Call) -> Call:
-    """The same call with its errors caught; None then."""
+def silence_errors(place: str, call: AnyCall) -> AnyCall:
+    """Wrap `call`, one of our functions, so that it returns None instead of raising."""
 
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
-            caught(place, error)
+            record_error(place, error)
             return None
 
     return guarded
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of ours on the host's existing /metrics: records, losses, failed hooks, requests under way.
+"""Prometheus metrics on vLLM's existing /metrics: records, losses, failed hooks, pending requests.
 
-recorder.py counts here, and the router shows its counts through LOSSES; prometheus_client is the
-host's own, in its default registry.
+recorder.py counts here; the router shows the same losses by make_lost_metric(). Uses the
+prometheus_client of the host process and its default registry.
 """
 
 from __future__ import annotations
@@ -17,45 +17,49 @@ from prometheus_client.registry import Collector
 
 from ttft_otel import guard, names
 
-Counts: TypeAlias = Callable[[], Mapping[str, int]]
+CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
 
-# What handoff.counts() tells about losses: records, but `failed` is spans.
-LOSSES: Final = ("lost", "overflowed", "foreign", "failed")
-_watched: Final[list[Collector]] = []
+# Keys of handoff.get_counts() that are losses: in records, `failed` in spans.
+LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed")
+_collectors: Final[list[Collector]] = []
 
 
 @functools.lru_cache(maxsize=1)
-def _records() -> Counter:
+def _get_records_counter() -> Counter:
     return Counter(names.METRIC_RECORDS, "Records handed to the exporter.")
 
 
 @functools.lru_cache(maxsize=1)
-def _dropped() -> Counter:
+def _get_dropped_counter() -> Counter:
     return Counter(names.METRIC_DROPPED, "Records or requests that tracing lost.", ["reason"])
 
 
-def sent() -> None:
-    """One record was handed off."""
-    _records().inc()
+def count_sent() -> None:
+    """Count one record that was sent to the exporter."""
+    _get_records_counter().inc()
 
 
-def dropped(reason: str) -> None:
-    """One record (or one request's state) was lost; `reason` is one of a few words."""
-    _dropped().labels(reason).inc()
+def count_dropped(reason: str) -> None:
+    """Count one lost record (or lost state of a request).
+
+    reason: a metric label, hence one of a fixed set of words.
+    """
+    _get_dropped_counter().labels(reason).inc()
 
 
-class _Live(Collector):
-    """Read when somebody scrapes, so that it costs a request nothing.
+class _LiveCollector(Collector):
+    """Gauges and counters that are computed at each scrape, so that requests pay nothing for them.
 
-    Absent where vLLM's API servers share one /metrics (--api-server-count): they add up files.
+    Absent where several API servers share one /metrics (--api-server-count): prometheus_client's
+    multiprocess mode adds up files and calls no collectors.
     """
 
-    def __init__(self, awaiting: Sized, counts: Counts) -> None:
+    def __init__(self, awaiting: Sized, counts: CountsReader) -> None:
         self.awaiting = awaiting
         self.counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """What is under way now, and what failed so far."""
+        """Requests without a first token, errors of our hooks by place, and lost records."""
         yield GaugeMetricFamily(
             names.METRIC_PENDING,
             "Traced engine requests without a first token yet.",
@@ -64,22 +68,32 @@ class _Live(Collector):
         errors = CounterMetricFamily(
             names.METRIC_ERRORS, "Errors of the tracing itself, caught.", labels=["place"]
         )
-        for place, number in list(guard.errors.items()):
+        # A copy: hooks in other threads may count while the scrape iterates.
+        for place, number in list(guard.error_counts.items()):
             errors.add_metric([place], number)
         yield errors
-        yield lost(names.METRIC_LOST, self.counts())
+        yield make_lost_metric(names.METRIC_LOST, self.counts())
 
 
-def lost(name: str, counts: Mapping[str, int], reasons: Iterable[str] = LOSSES) -> Metric:
-    """What became of records after they were handed off: the exporter's own counts."""
-    found = CounterMetricFamily(name, "Telemetry lost on its way out.", labels=["reason"])
+def make_lost_metric(
+    name: str, counts: Mapping[str, int], reasons: Iterable[str] = LOSS_REASONS
+) -> Metric:
+    """A counter of records lost after they were sent, from the exporter's own counts.
+
+    name: of the metric. counts: by reason, as of handoff.get_counts(). reasons: its label values.
+    """
+    metric = CounterMetricFamily(name, "Telemetry lost on its way out.", labels=["reason"])
     for reason in reasons:
-        found.add_metric([reason], counts.get(reason, 0))
-    return found
+        metric.add_metric([reason], counts.get(reason, 0))
+    return metric
 
 
-def watch(awaiting: Sized, counts: Counts) -> None:
-    """Show the size of this container, and the errors, from now on. Idempotent."""
-    if not _watched:
-        _watched.append(_Live(awaiting, counts))
-        REGISTRY.register(_watched[0])
+def register_collector(awaiting: Sized, counts: CountsReader) -> None:
+    """Register the metrics that are read at each scrape. Idempotent.
+
+    awaiting: container whose size is the number of pending requests.
+    counts: gives the exporter's counts, see handoff.get_counts().
+    """
+    if not _collectors:
+        _collectors.append(_LiveCollector(awaiting, counts))
+        REGISTRY.register(_collectors[0])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Span, attribute, metric, header and environment names; every other file takes them from here."""
+"""Names of spans, attributes, metrics, headers and environment variables; defined only here.
+
+tests/golden/vocabulary.json freezes them: a change is a change of the public interface.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,30 @@ TTFT: Final = "ttft"
 ENCODE: Final = "encode"
 SIBLING: Final = "ttft.sibling"
 HANDOVER: Final = "ttft.handover"
-FIRST_DECODE: Final = "first_decode"  # in a handover: the step after D made P's token again
+# In a handover: the decode step after the decode instance has computed the prefill's token again.
+FIRST_DECODE: Final = "first_decode"
 KEPT: Final = "ttft.kv.kept"
+EC_KEPT: Final = "ttft.ec.kept"
+ENCODER_RUN: Final = "ttft.encoder.run"  # of an encoder that had not ended when the answer left
 
-# Span attributes, own namespace. Integers only: doubles break TraceQL comparisons.
+# Span attributes in our own namespace. Times are integers in microseconds (_US): TraceQL does not
+# compare doubles reliably.
 STAGE: Final = "ttft.stage"
 PART: Final = "ttft.part"
 LEG: Final = "ttft.leg"
-INSTANCE: Final = "ttft.instance"  # host:port of a leg's server, on the router's stages of it
+INSTANCE: Final = "ttft.instance"  # host:port of the server behind a leg, on that leg's stages
 ROLE: Final = "ttft.role"
 OUTERMOST: Final = "ttft.outermost"
 TOTAL_US: Final = "ttft.total_us"
 UNATTRIBUTED_US: Final = "ttft.unattributed_us"
 CLAMPED_US: Final = "ttft.clamped_us"
+CLOCK: Final = "ttft.clock"  # which clock placed the worker's marks, one of CLOCK_WORDS
+CLOCK_ERROR_US: Final = "ttft.clock_error_us"  # of a device's marks, and of another host's clock
 STREAMING: Final = "ttft.streaming"
 DIED_IN: Final = "ttft.died_in"
+# Time before our outermost span: computed and shown by the report, not exported, not in the total.
+BEFORE_US: Final = "ttft.before_us"
+BEFORE_ERROR_US: Final = "ttft.before_error_us"
 TRUNCATED: Final = "ttft.truncated"
 RANK: Final = "ttft.rank"
 REQUEST_ID: Final = "ttft.request_id"
@@ -40,29 +52,40 @@ OWN_TOKENS: Final = "ttft.prefill.own_tokens"
 STEP_TOKENS: Final = "ttft.prefill.step_tokens"
 OWN_ITEMS: Final = "ttft.encoder.own_items"
 STEP_ITEMS: Final = "ttft.encoder.step_items"
+ENCODER_UNFINISHED: Final = "ttft.encoder.unfinished"  # the answer left before the encoder ended
 CACHED_ITEMS: Final = "ttft.encoder.cached_items"
 KV_TOKENS: Final = "ttft.kv.tokens"
 KV_BLOCKS: Final = "ttft.kv.blocks"
 KV_BYTES: Final = "ttft.kv.bytes"
 KV_MOVE: Final = "ttft.kv.move_us"
 KV_CONNECTOR: Final = "ttft.kv.connector"
+EC_CONNECTOR: Final = "ttft.ec.connector"
+EC_ITEMS: Final = "ttft.ec.items"
+EC_BYTES: Final = "ttft.ec.bytes"
+EC_REMOTE_ITEMS: Final = "ttft.ec.remote_items"
+EC_LOCAL_ITEMS: Final = "ttft.ec.local_items"
+EC_RECOMPUTED_ITEMS: Final = "ttft.ec.recomputed_items"
+EC_READY_US: Final = "ttft.ec.ready_us"  # encoder's answer -> its last encoding is readable
 ATTEMPT: Final = "ttft.attempt"
 POLICY: Final = "ttft.route.policy"
 CANDIDATES: Final = "ttft.route.candidates"
 ROUTE_REASON: Final = "ttft.route.reason"
-ROUTE_SCORE: Final = (
-    "ttft.route.score"  # of the chosen one: microseconds, pairs, tokens or requests
-)
-ROUTE_INSTANCES: Final = "ttft.route.instances"  # host:port of candidates, the best first
-ROUTE_SCORES: Final = "ttft.route.scores"  # theirs, in the same order
+# Score of the chosen instance; its unit depends on the policy: microseconds, pairs, tokens, requests.
+ROUTE_SCORE: Final = "ttft.route.score"
+ROUTE_INSTANCES: Final = "ttft.route.instances"  # host:port of the candidates, best first
+ROUTE_SCORES: Final = "ttft.route.scores"  # scores of the candidates, in the same order
 ROUTE_CACHED: Final = "ttft.route.cached_tokens"
 PREDICTED_MS: Final = "ttft.predicted_ms"
 PREDICTION_ERROR_MS: Final = "ttft.prediction_error_ms"
 FIRST_TOKEN: Final = "ttft.first_token"
 FIRST_TOKEN_REASON: Final = "ttft.first_token_reason"
 FIRST_TOKEN_MISMATCH: Final = "ttft.first_token_mismatch"
+ENCODE_ONCE: Final = "ttft.encode_once"
+ENCODE_ONCE_REASON: Final = "ttft.encode_once_reason"
 HANDOVER_STAGE: Final = "ttft.handover.stage"
 HANDOVER_TOTAL_US: Final = "ttft.handover.total_us"
+
+CLOCK_WORDS: Final = ("host", "device", "lengths", "none")  # by breakdown.CLOCK_*
 
 # Span attributes, OpenTelemetry semantic conventions.
 OPERATION: Final = "gen_ai.operation.name"
@@ -81,6 +104,13 @@ SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
 PROVIDER_VLLM: Final = "vllm"
 
+# Values of error.type: the client left, at a server and at a router; the engine ended it.
+ERROR_CANCELLED: Final = "cancelled"
+ERROR_DISCONNECTED: Final = "disconnected"
+ERROR_ENGINE: Final = "error"
+ERROR_NO_TOKEN: Final = "no_token"
+CLIENT_LEFT_ERRORS: Final = (ERROR_CANCELLED, ERROR_DISCONNECTED)
+
 # Span attributes that the collector derives (collector/config.yaml): integers, searchable in any backend.
 DERIVED_MS: Final = "ttft_ms"
 DERIVED_SUM_US: Final = "ttft_stage_sum_us"
@@ -89,23 +119,28 @@ DERIVED_REST_US: Final = "ttft_unattributed_us"
 # Metrics that the collector makes from outermost spans, in seconds.
 METRIC_TTFT: Final = "ttft.duration"
 METRIC_STAGE: Final = "ttft.stage.duration"
+METRIC_RECOMPUTED: Final = "ttft.ec.recomputed"
 METRIC_CONVENTION: Final = "gen_ai.server.time_to_first_token"
 
 # Headers.
 ASK: Final = "x-ttft-timing"  # "1": put the breakdown into Server-Timing
-LEG_HEADER: Final = "x-ttft-leg"  # a router names the leg's role
+LEG_HEADER: Final = "x-ttft-leg"  # sent by a router: the role in which it uses this server
+ENCODED_HEADER: Final = "x-ttft-encoded"  # "1": an encoder has encoded this request's media items
 TIMING: Final = "server-timing"
 REQUEST_HEADER: Final = "x-request-id"
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 
-# The key under which the engine's marks ride in vLLM's own trace_headers.
+# Key in vLLM's own trace_headers that carries the engine's marks to the API server.
 CARRIER: Final = "ttft-otel"
 
 # Server-Timing entries that are not stages.
 TIMING_TTFT: Final = "ttft"
 TIMING_REST: Final = "rest"  # first token -> response, for an answer that is not streamed
-TIMING_TOKENS: Final = "tokens"  # the prompt's, cached ones, its own and all of its prefill's steps
+TIMING_TOKENS: Final = "tokens"  # counts of timing.TokenCounts
+TIMING_NO_TOKEN: Final = "no-token"  # the request ended without a first token: there is no `ttft`
+TIMING_EC: Final = "ec"  # counts of timing.EncoderCacheCounts
+TIMING_CLOCK: Final = "clock"  # which clock placed the worker's marks, timing.ClockNote
 
 # Prometheus metrics on vLLM's existing /metrics and on the router's.
 METRIC_RECORDS: Final = "ttft_otel_records"
@@ -116,6 +151,7 @@ METRIC_PENDING: Final = "ttft_otel_pending"
 
 # Prometheus metrics of the router alone.
 METRIC_REQUESTS: Final = "ttft_otel_router_requests"
+METRIC_REFUSALS: Final = "ttft_otel_router_refusals"
 METRIC_UNDER_WAY: Final = "ttft_otel_router_requests_in_flight"
 METRIC_INSTANCE: Final = "ttft_otel_router_instance"
 METRIC_IN_FLIGHT: Final = "ttft_otel_router_in_flight"
@@ -124,7 +160,9 @@ METRIC_ATTEMPTS: Final = "ttft_otel_router_attempts"
 METRIC_RETRIES: Final = "ttft_otel_router_retries"
 METRIC_BUDGET: Final = "ttft_otel_router_retry_budget"
 METRIC_MISMATCHES: Final = "ttft_otel_router_first_token_mismatches"
+METRIC_RECOMPUTED_ITEMS: Final = "ttft_otel_router_recomputed_items"
 METRIC_RELOADS: Final = "ttft_otel_router_reloads"
+METRIC_REGISTRATIONS: Final = "ttft_otel_router_registrations"
 METRIC_LATE: Final = "ttft_otel_router_slo_refusals"
 METRIC_PROMPTS: Final = "ttft_otel_router_prompts"
 METRIC_PENDING_PREFILLS: Final = "ttft_otel_router_pending_prefills"
@@ -140,6 +178,8 @@ METRIC_KV_EVENTS: Final = "ttft_otel_router_kv_events"
 ENV_ON: Final = "TTFT_OTEL"
 ENV_QUEUE: Final = "TTFT_OTEL_QUEUE_BYTES"
 ENV_TRUST: Final = "TTFT_OTEL_TRUST_SAMPLED"
+ENV_ROLE: Final = "TTFT_OTEL_ROLE"
+ENV_DETAIL: Final = "TTFT_OTEL_DETAIL"
 ENV_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENV_TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 ENV_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -151,19 +191,30 @@ ENV_SAMPLER: Final = "OTEL_TRACES_SAMPLER"
 ENV_SAMPLER_ARG: Final = "OTEL_TRACES_SAMPLER_ARG"
 
 
-def stage_us(stage: str) -> str:
-    """Name the integer microsecond attribute of a stage: `prefill.queue` -> `ttft.prefill.queue_us`."""
+def is_refusal(error: str) -> bool:
+    """Whether `error`, a value of error.type, is a status of 4xx: what the client sent was refused."""
+    return len(error) == 3 and error.isdigit() and error[0] == "4"
+
+
+def name_stage_attribute(stage: str) -> str:
+    """The attribute with a stage's microseconds: `prefill.queue` -> `ttft.prefill.queue_us`.
+
+    stage: full stage name, or "unattributed".
+    """
     return UNATTRIBUTED_US if stage == stages.UNATTRIBUTED else f"ttft.{stage}_us"
 
 
-def handover_us(stage: str) -> str:
-    """Name a piece of the handover: `decode.kv.transfer` -> `ttft.handover.decode.kv.transfer_us`."""
+def name_handover_attribute(stage: str) -> str:
+    """The attribute with the microseconds of a stage in the handover from prefill to decode.
+
+    stage: `decode.kv.transfer` gives `ttft.handover.decode.kv.transfer_us`.
+    """
     return f"{HANDOVER}.{stage}_us"
 
 
-def stage_of(attribute: str) -> str | None:
-    """Give the stage back from `ttft.<stage>_us`; None when the attribute is no stage's."""
+def parse_stage_attribute(attribute: str) -> str | None:
+    """The stage whose microseconds `attribute` holds (`ttft.<stage>_us`); None for other attributes."""
     if not (attribute.startswith("ttft.") and attribute.endswith("_us")):
         return None
     stage = attribute.removeprefix("ttft.").removesuffix("_us")
-    return stage if stages.known(stage) else None
+    return stage if stages.is_known_stage(stage) else None

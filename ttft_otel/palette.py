@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One place in the bar and one colour for every stage, the same on page, terminal and export.
+"""Order and colour of every stage, the same on pages, in the terminal and in exported files.
 
-The hue says the kind (host, work, move, wait), the shade the stage; the words come from stages.py.
+The hue stands for the kind (host, work, move, wait), the shade for the stage.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Final
 
 from ttft_otel import stages
 
-# Mid-tones, readable on white and on near-black alike.
-COLORS: Final[dict[str, str]] = {
+# Mid-tones, readable on white and on near-black backgrounds.
+STAGE_COLORS: Final[dict[str, str]] = {
     "receive": "#94a3b8",
     "dispatch": "#7587a0",
     "egress": "#5d7089",
@@ -35,7 +35,7 @@ COLORS: Final[dict[str, str]] = {
     "router.retry": "#e0403a",
     stages.UNATTRIBUTED: "#9a9a9a",
 }
-KINDS: Final[dict[str, str]] = {
+KIND_LABELS: Final[dict[str, str]] = {
     "work": "computing",
     "wait": "waiting",
     "move": "moving data",
@@ -50,7 +50,7 @@ ROUTER_KINDS: Final[dict[str, str]] = {
     "router.hop": "move",
     "router.egress": "host",
 }
-# Hues that no stage has: a square is a server, a circle a stage.
+# Hues that no stage has. In legends a square is a server, a circle a stage.
 ROLE_COLORS: Final[dict[str, str]] = {
     "router": "#6b7c93",
     "encode": "#db2777",
@@ -67,78 +67,84 @@ ROLE_SHORT: Final[dict[str, str]] = {
     "prefill_decode": "PD",
     "mono": "mono",
 }
-_TURN: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
-_FIRST: Final = (
+_ROLE_ORDER: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
+_ROUTER_ORDER: Final = (
     *("router.receive", "router.tokenize", "router.lookup"),
     *("router.route", "router.retry"),
 )
 
 
-def bare(name: str) -> str:
-    """The vocabulary's word: `encode.preprocess` -> preprocess, `router.hop.x` -> router.hop."""
-    if name in stages.ROUTER:  # `router.receive` is a stage of its own, not a leg's `receive`
+def strip_leg(name: str) -> str:
+    """The stage without its leg: `encode.preprocess` -> preprocess, `router.hop.x` -> router.hop.
+
+    name: full stage name.
+    """
+    if name in stages.ROUTER_STAGES:  # `router.receive` is a stage, not `receive` of a leg "router"
         return name
-    word = stages.split(name)[1]
+    word = stages.split_stage(name)[1]
     return "router.hop" if word.startswith("router.hop.") else word
 
 
-def leg(name: str) -> str:
-    """The leg that a full stage name belongs to; "" when it is the server's or the router's own."""
+def find_leg(name: str) -> str:
+    """The leg of the full stage name `name`; "" for a server's or the router's own stage."""
     if name.startswith("router.hop."):
         return name.removeprefix("router.hop.")
-    return "" if name in stages.ROUTER else stages.split(name)[0]
+    return "" if name in stages.ROUTER_STAGES else stages.split_stage(name)[0]
 
 
-def kind(name: str) -> str:
-    """host, work, move or wait; "" for what is unattributed."""
-    word = bare(name)
-    if word in stages.BY_NAME:
-        return stages.BY_NAME[word].kind
+def find_kind(name: str) -> str:
+    """The kind of the stage `name`: host, work, move or wait; "" for "unattributed"."""
+    word = strip_leg(name)
+    if word in stages.STAGES_BY_NAME:
+        return stages.STAGES_BY_NAME[word].kind
     return ROUTER_KINDS.get(word, "")
 
 
-def color(name: str) -> str:
-    """The stage's colour, for screens that know no style sheet."""
-    return COLORS.get(bare(name), COLORS[stages.UNATTRIBUTED])
+def find_color(name: str) -> str:
+    """The stage's colour as #rrggbb, for outputs without style sheets; grey when `name` is unknown."""
+    return STAGE_COLORS.get(strip_leg(name), STAGE_COLORS[stages.UNATTRIBUTED])
 
 
-def says(name: str) -> str:
-    """The vocabulary's sentence about a stage."""
-    word = bare(name)
-    if word in stages.BY_NAME:
-        return stages.BY_NAME[word].says
-    return stages.ROUTER.get(word, "What no mark accounts for.")
+def describe_stage(name: str) -> str:
+    """The one-sentence description of the stage `name`."""
+    word = strip_leg(name)
+    if word in stages.STAGES_BY_NAME:
+        return stages.STAGES_BY_NAME[word].says
+    return stages.ROUTER_STAGES.get(word, "What no mark accounts for.")
 
 
-def css(name: str) -> str:
-    """The stage's class in the style sheet; unknown words share one."""
-    word = bare(name)
-    return "s-" + (word if word in COLORS else stages.UNATTRIBUTED).replace(".", "-")
+def get_css_class(name: str) -> str:
+    """The stage's class in the style sheet; unknown names share that of "unattributed"."""
+    word = strip_leg(name)
+    return "s-" + (word if word in STAGE_COLORS else stages.UNATTRIBUTED).replace(".", "-")
 
 
-def order(name: str) -> tuple[int, int, int]:
-    """Sort key: the critical path's order, legs one after the other, the remainder last."""
-    word = bare(name)
-    if word in _FIRST:
-        return (0, 0, _FIRST.index(word))
+def get_sort_key(name: str) -> tuple[int, int, int]:
+    """Sort key of the stage `name`: order of the critical path, leg after leg, unattributed last."""
+    word = strip_leg(name)
+    if word in _ROUTER_ORDER:
+        return (0, 0, _ROUTER_ORDER.index(word))
     if word == "router.egress":
         return (2, 0, 0)
     if word == stages.UNATTRIBUTED:
         return (3, 0, 0)
-    side = leg(name)
-    turn = _TURN.get(side, len(_TURN))
+    leg = find_leg(name)
+    role_order = _ROLE_ORDER.get(leg, len(_ROLE_ORDER))
     if word == "router.hop":
-        return (1, turn, -1)
-    if side == "encode" and word == "ec.transfer":
-        word = "encoder.compute"  # an encoder's transfer is the save behind its run
-    place = 2 * stages.NAMES.index(word) if word in stages.NAMES else 99
-    place += bare(name) != word
-    return (1, turn, place)
+        return (1, role_order, -1)
+    if leg == "encode" and word == "ec.transfer":
+        word = "encoder.compute"  # on an encoder the transfer is the save that follows the encoding
+    place = 2 * stages.STAGE_NAMES.index(word) if word in stages.STAGE_NAMES else 99
+    place += strip_leg(name) != word
+    return (1, role_order, place)
 
 
-def sheet() -> str:
+def build_style_sheet() -> str:
     """The colours as a style sheet: one class per stage, one per role."""
-    lines = [f".{css(word)}{{fill:{hue};background-color:{hue}}}" for word, hue in COLORS.items()]
+    lines = [
+        f".{get_css_class(word)}{{fill:{hue};background-color:{hue}}}"
+        for word, hue in STAGE_COLORS.items()
+    ]
     lines.append(f"rect.s-{stages.UNATTRIBUTED}{{fill:url(#hatch)}}")
     lines += [
         f".r-{role}{{fill:{hue};background-color:{hue}}}" for role, hue in ROLE_COLORS.items()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's entry point (vllm.general_plugins): if TTFT_OTEL is off, return before importing anything.
+"""The vLLM plugin (entry point group vllm.general_plugins).
 
-vLLM calls it in the CLI, the API server, the engine core, every worker and the model-inspection
-subprocess, and dies of whatever it raises: so it installs wrappers, starts nothing, raises nothing.
+vLLM calls register() in the CLI, the API server, the engine core, every worker and the
+model-inspection subprocess, and terminates on any exception: so it only installs wrappers, starts
+nothing, and raises nothing. While TTFT_OTEL is off it returns before importing anything but `os`.
 """
 
 import os
@@ -24,10 +25,11 @@ def register() -> None:
     try:
         from ttft_otel.hooks import install
 
-        install.install()
+        install.install_all()
     except Exception:
         import logging
 
         logging.getLogger("ttft_otel").warning(
-            "ttft-otel could not install its hooks; the server runs untraced", exc_info=True
+            "ttft-otel: could not install its hooks; the server runs without tracing",
+            exc_info=True,
         )

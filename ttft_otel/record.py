@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record: the only shape that crosses from vLLM (or the router) to the exporter; frozen plain data.
 
-recorder.py and router/ make it, handoff.py sends its bytes, exporter/spans.py turns it into spans.
+recorder.py and router/ make it, handoff.py sends its bytes, exporter/span_writer.py turns it into spans.
 All times are integer microseconds after `Record.start_ns`, except that one.
 """
 
@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-VERSION: Final = 3
+RECORD_VERSION: Final = 3
 Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
 
@@ -103,25 +103,26 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     late: tuple[Piece, ...] = ()
 
 
-class Foreign(ValueError):
+class RecordDecodeError(ValueError):
     """Bytes that are no Record of this version: dropped and counted by the exporter."""
 
 
+# Made once: an encoder keeps its buffers, and a decoder compiles the types when it is built.
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
-def encode(record: Record) -> bytes:
+def encode_record(record: Record) -> bytes:
     """Record -> msgpack bytes (about 2 us)."""
     return _encoder.encode(record)
 
 
-def decode(data: bytes) -> Record:
-    """Msgpack bytes -> Record. Raises Foreign for anything else, another version included."""
+def decode_record(data: bytes) -> Record:
+    """Msgpack bytes -> Record. Raises RecordDecodeError for anything else, another version included."""
     try:
         record = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Foreign(str(error)) from error
-    if record.version != VERSION:
-        raise Foreign(f"record version {record.version}, not {VERSION}")
+        raise RecordDecodeError(str(error)) from error
+    if record.version != RECORD_VERSION:
+        raise RecordDecodeError(f"record version {record.version}, not {RECORD_VERSION}")
     return record

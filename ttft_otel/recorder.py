@@ -1,294 +1,243 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HOT: one Trip per HTTP request in the API server; collects marks and hands their Record off.
+"""HOT: one RequestTrace per HTTP request in the API server: collect its marks, send its Record.
 
-asgi.py begins and ends it, hooks/frontend.py marks it; what comes out is a Record's bytes on their way
-to the exporter, and the text of the Server-Timing header.
+asgi.py begins and ends a trace, hooks/api_server.py adds marks; the results are a Record's bytes for
+the exporter and the Server-Timing header.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ttft_otel import breakdown, carrier, clock, context, meter, names, stages, timing
-from ttft_otel.record import VERSION, Attributes, Piece, Record, Server, Ttft, encode
+from ttft_otel import (
+    breakdown,
+    carrier,
+    clock,
+    clock_offsets,
+    context,
+    failed_stage,
+    media_items,
+    meter,
+    names,
+    record_parts,
+    stages,
+    timing,
+)
+from ttft_otel.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
+from ttft_otel.request_trace import EngineRequest, RequestTrace
+from ttft_otel.roles import is_outermost, resolve_role
 from ttft_otel.settings import Settings
-from ttft_otel.trip import Engine, Trip
 
-AWAITING_LIMIT: Final = 16384
-PARTS_LIMIT: Final = 64
-OPERATIONS: Final = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/responses": "chat",
-}
-_ASK: Final = names.ASK.encode()
-_LEG: Final = names.LEG_HEADER.encode()
-_WANTED: Final = frozenset(
+MAX_AWAITING_REQUESTS: Final = 16384
+_TIMING_REQUEST_HEADER: Final = names.ASK.encode()
+_LEG_HEADER: Final = names.LEG_HEADER.encode()
+_ENCODED_HEADER: Final = names.ENCODED_HEADER.encode()
+# The legs on which a router sends ENCODED_HEADER.
+_LEGS_AFTER_ENCODERS: Final = ("prefill", "prefill_decode")
+_READ_HEADERS: Final = frozenset(
     name.encode()
     for name in (
         names.TRACEPARENT,
         names.TRACESTATE,
         names.ASK,
         names.LEG_HEADER,
+        names.ENCODED_HEADER,
         names.REQUEST_HEADER,
     )
 )
 
 
-class Sends(Protocol):
-    """What takes a record's bytes: handoff.Sender, or a test's list."""
+class RecordSink(Protocol):
+    """Where a record's bytes go: handoff.RecordSender, or a test's list."""
 
     def send(self, data: bytes) -> bool:
-        """Take them or drop them, at once."""
+        """Accept `data`, or drop it (False); does not wait."""
 
 
-@dataclass(slots=True)
-class Identity:
-    """Who this server is; filled from vLLM's configuration when it starts.
-
-    sees: whether first outputs are noticed at all (their hooks may be gone).
-    """
-
-    role: str = ""
-    model: str = ""
-    connector: str = ""
-    sees: Callable[[], bool] = lambda: True
+current_trace: ContextVar[RequestTrace | None] = ContextVar("ttft_otel_trip", default=None)
+# Engine request id -> the trace that still lacks this engine request's first output.
+awaiting_traces: dict[str, RequestTrace] = {}
 
 
-current: ContextVar[Trip | None] = ContextVar("ttft_otel_trip", default=None)
-awaiting: dict[str, Trip] = {}  # engine request id -> trip without that request's first output
-identity = Identity()
-
-
-def begin(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> Trip | None:
-    """Start a trip; None when it is neither sampled nor asked for (the sampler decides here)."""
-    arrive = clock.now()
-    found = {name: value.decode("latin-1") for name, value in headers if name in _WANTED}
-    asked = found.get(_ASK) == "1"
-    where = context.start(found.get(b"traceparent", ""), found.get(b"tracestate", ""), settings)
-    if not (asked or where.sampled):
+def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> RequestTrace | None:
+    """Start a trace from ASGI `headers`; None when neither sampled nor asked for (x-ttft-timing)."""
+    arrive = clock.now_us()
+    # ASGI gives header names in lower case and both parts as bytes; HTTP headers are Latin-1.
+    values = {name: value.decode("latin-1") for name, value in headers if name in _READ_HEADERS}
+    asked = values.get(_TIMING_REQUEST_HEADER) == "1"
+    trace_context = context.start_context(
+        values.get(b"traceparent", ""), values.get(b"tracestate", ""), settings
+    )
+    if not (asked or trace_context.sampled):
         return None
-    trip = Trip(arrive, where, asked)
-    leg = found.get(_LEG, "")
-    trip.leg = leg if leg in stages.ROLES else ""
-    trip.request_id = found.get(b"x-request-id", "")[:256]
-    return trip
+    trace = RequestTrace(arrive, trace_context, asked)
+    leg = values.get(_LEG_HEADER, "")
+    trace.leg = leg if leg in stages.ROLES else ""
+    trace.encoded_before = values.get(_ENCODED_HEADER) == "1" and leg in _LEGS_AFTER_ENCODERS
+    trace.request_id = values.get(b"x-request-id", "")[:256]
+    return trace
 
 
-def register(trip: Trip, engine_id: str) -> None:
-    """An engine request of this trip leaves for the engine (n > 1: `<index>_<parent>`)."""
-    assign = trip.assigned.get(engine_id) or trip.assigned.get(engine_id.partition("_")[2], 0)
-    trip.engines[engine_id] = Engine(assign)
-    if len(awaiting) >= AWAITING_LIMIT:
-        del awaiting[next(iter(awaiting))]
-        meter.dropped("awaiting")
-    awaiting[engine_id] = trip
+def register_engine_request(trace: RequestTrace, engine_id: str) -> None:
+    """Note that `trace` sends an engine request."""
+    # With n > 1 there are several, named `<index>_<parent id>`: only the parent has an assign time.
+    assign = trace.assign_times.get(engine_id) or trace.assign_times.get(
+        engine_id.partition("_")[2], 0
+    )
+    trace.engine_requests[engine_id] = EngineRequest(assign)
+    if len(awaiting_traces) >= MAX_AWAITING_REQUESTS:  # drop the oldest: dicts keep their order
+        del awaiting_traces[next(iter(awaiting_traces))]
+        meter.count_dropped("awaiting")
+    awaiting_traces[engine_id] = trace
 
 
-def arrived(engine_id: str, marks: str, received: int, now: int) -> None:
-    """An engine request's first output has been processed."""
-    trip = awaiting.pop(engine_id, None)
-    if trip is None:
+def record_first_output(engine_id: str, marks: str, received: int, now: int) -> None:
+    """Note a first output: `received`, processed at `now`; `marks` is its serialized timeline."""
+    trace = awaiting_traces.pop(engine_id, None)
+    if trace is None:
         return
-    engine = trip.engines[engine_id]
+    engine = trace.engine_requests[engine_id]
     engine.marks, engine.received, engine.output = marks, received, now
-    if trip.first is None:
-        trip.first = engine
+    if trace.first_output is None:  # of several (n > 1) the earliest is the client's first token
+        trace.first_output = engine
 
 
-def role(trip: Trip) -> str:
-    """Configuration first; the router's header where that cannot tell."""
-    if identity.role and not (identity.role == "mono" and trip.leg):
-        return identity.role
-    return trip.leg or "mono"
+def fail_engine_request(engine_id: str, marks: str) -> None:
+    """Note that the only output of `engine_id` ends it without a token."""
+    trace = awaiting_traces.pop(engine_id, None)
+    if trace is not None:
+        trace.engine_requests[engine_id].marks = marks
+        trace.error = names.ERROR_ENGINE
 
 
-def marks_of(trip: Trip, egress: int) -> breakdown.Marks:
-    """The trip's marks as breakdown.partition takes them; also fills trip.journey."""
-    engine = trip.first or next(iter(trip.engines.values()), None)
-    marks = breakdown.Marks(trip.arrive, trip.render)
-    marks.encode_only = role(trip) == "encode"
+def collect_marks(trace: RequestTrace, egress: int, end: int = 0) -> breakdown.Marks:
+    """Input of breakdown.partition_marks(); sets `trace.timeline`.
+
+    egress: of the first body chunk. end: of a request without a first token.
+    """
+    engine = trace.first_output or next(iter(trace.engine_requests.values()), None)
+    marks = breakdown.Marks(trace.arrive, trace.render)
+    marks.encode_only = resolve_role(trace) == "encode"
     marks.egress = egress
     if engine is None:
-        marks.assign = next(iter(trip.assigned.values()), 0)
+        marks.assign = next(iter(trace.assign_times.values()), 0)
         return marks
     marks.assign = engine.assign
     marks.output = engine.output
     marks.received = engine.received
-    trip.journey = carrier.unfold(engine.marks, marks) if engine.marks else None
+    trace.timeline = carrier.decode_timeline(engine.marks, marks) if engine.marks else None
+    if trace.timeline is not None:
+        arrived = marks.received or marks.output or end
+        clock_offsets.align_marks(marks, trace.timeline.boot, trace.timeline.rank, arrived)
+        trace.clock_offset, trace.clock_error = marks.clock_offset, marks.clock_error
+    # An ec_both instance used as an encoder also runs the language model.
+    marks.encode_only = marks.encode_only and not failed_stage.runs_language_model(marks)
     return marks
 
 
-def close(trip: Trip, egress: int) -> breakdown.Breakdown:
-    """The first token is out: cut the way to it. `egress` 0 when the TTFT ends with `output`."""
-    marks = marks_of(trip, egress)
-    trip.cut = breakdown.partition(marks)
-    _parts(trip, marks)
-    return trip.cut
+def close_ttft(trace: RequestTrace, egress: int) -> breakdown.Breakdown:
+    """Compute the breakdown; `egress` is 0 when the TTFT ends with `output` (see breakdown.Marks)."""
+    marks = collect_marks(trace, egress)
+    trace.breakdown = breakdown.partition_marks(marks)
+    _add_output_parts(trace, marks)
+    return trace.breakdown
 
 
-def fail(trip: Trip, end: int, marks: str = "") -> breakdown.Breakdown:
-    """It ended without a first token; `marks` is what the engine core still knew of it."""
-    engine = next(iter(trip.engines.values()), None)
+def fail_trace(trace: RequestTrace, end: int, marks: str = "") -> breakdown.Breakdown:
+    """The breakdown without a first token; `marks` is what the engine core kept of it, or ""."""
+    engine = next(iter(trace.engine_requests.values()), None)
     if engine is not None and not engine.marks:
         engine.marks = marks
-    found = marks_of(trip, 0)
-    found.partial = trip.journey is not None and not trip.journey.complete
-    trip.died = breakdown.where(found)
-    trip.cut = breakdown.partition(found, end, trip.died)
-    _parts(trip, found)
-    return trip.cut
+    failed_marks = collect_marks(trace, 0, end)
+    failed_marks.partial = trace.timeline is not None and not trace.timeline.complete
+    trace.failed_stage = failed_stage.find_failed_stage(failed_marks)
+    trace.breakdown = breakdown.partition_marks(failed_marks, end, trace.failed_stage)
+    _add_output_parts(trace, failed_marks)
+    return trace.breakdown
 
 
-def _parts(trip: Trip, marks: breakdown.Marks) -> None:
+def _add_output_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
+    # The last step is the one whose output the first token came with.
     sampled = marks.steps[-1].sampled if marks.steps else 0
     for name, start, end in (
         ("collect", sampled, marks.entered),
         ("transport", marks.entered, marks.received),
         ("detokenize", marks.received, marks.output),
     ):
-        if start and end > start and not marks.foreign:
-            trip.parts.append((name, start, end))
+        if start > trace.arrive and end > start and not marks.foreign:
+            trace.parts.append((name, start, end))
 
 
-def header(trip: Trip, now: int) -> str:
-    """Server-Timing of a closed trip; `rest` is what came after the first token of a plain answer."""
-    cut = trip.cut
+def format_timing_header(trace: RequestTrace, now: int) -> str:
+    """The Server-Timing value, "" without a breakdown; `now` ends `rest` of a plain response."""
+    cut = trace.breakdown
     if cut is None:
         return ""
-    rest = None if trip.streamed else now - cut.end
-    return timing.write(
-        cut.stages, cut.unattributed, cut.end - cut.start, rest, _tokens(trip.journey)
+    rest = None if trace.streamed else now - cut.end
+    total, tokens = cut.end - cut.start, _make_token_counts(trace.timeline)
+    ec = media_items.summarize_items(record_parts.count_trace_items(trace))
+    note = carrier.read_clock(trace.timeline)
+    return timing.format_server_timing(cut.stages, cut.unattributed, total, rest, tokens, ec, note)
+
+
+def _make_token_counts(timeline: carrier.EngineTimeline | None) -> timing.TokenCounts | None:
+    if timeline is None or not timeline.own_tokens:
+        return None
+    return timing.TokenCounts(
+        timeline.prompt, timeline.cached, timeline.own_tokens, timeline.step_tokens
     )
 
 
-def _tokens(journey: carrier.Journey | None) -> timing.Tokens | None:
-    if journey is None or not journey.own_tokens:
-        return None
-    return timing.Tokens(journey.prompt, journey.cached, journey.own_tokens, journey.step_tokens)
-
-
-def hand(trip: Trip, sender: Sends, *, server: bool) -> None:
-    """Send what is known: the ttft half once, the server half when the response has ended."""
-    if not trip.context.sampled or (trip.cut is None and not server):
+def send_known_halves(trace: RequestTrace, sender: RecordSink, *, server: bool) -> None:
+    """Send the record's `ttft` half if it was not sent yet, and with `server` its server half."""
+    # A stream's first half goes when its first token is out, so that a later crash cannot lose it.
+    if not trace.context.sampled or (trace.breakdown is None and not server):
         return
-    ttft = None if trip.told or trip.cut is None else _ttft(trip, trip.cut)
-    trip.told = trip.told or ttft is not None
-    _send(trip, sender, ttft, _server(trip) if server else None)
+    ttft = (
+        None
+        if trace.ttft_sent or trace.breakdown is None
+        else record_parts.make_ttft(trace, trace.breakdown)
+    )
+    trace.ttft_sent = trace.ttft_sent or ttft is not None
+    send_record(trace, sender, ttft, record_parts.make_server(trace) if server else None)
 
 
-def keeps(trip: Trip) -> bool:
-    """Whether this answered request's blocks are kept for another instance, and a span may follow."""
-    return trip.context.sampled and trip.journey is not None and trip.journey.kept
-
-
-def follow(trip: Trip, kept: carrier.Kept, sender: Sends) -> None:
-    """Send what became known after the response: how long blocks were kept."""
-    found: Attributes = {names.KV_TOKENS: kept.tokens, names.KV_BLOCKS: kept.blocks}
-    if identity.connector:
-        found[names.KV_CONNECTOR] = identity.connector
-    if kept.over:
-        found[names.ERROR_TYPE] = "expired"
-    start, end = kept.since - trip.arrive, kept.until - trip.arrive
-    _send(trip, sender, late=(Piece("late", names.KEPT, max(0, start), end, found),))
-
-
-def _send(
-    trip: Trip,
-    sender: Sends,
+def send_record(
+    trace: RequestTrace,
+    sender: RecordSink,
     ttft: Ttft | None = None,
     server: Server | None = None,
     late: tuple[Piece, ...] = (),
 ) -> None:
-    kind = role(trip)
+    """Send a Record of this trace with these parts to the exporter; count it if it is refused."""
+    role = resolve_role(trace)
     record = Record(
-        version=VERSION,
-        trace_id=trip.context.trace_id,
-        span_id=trip.context.span_id,
-        parent_id=trip.context.parent_id,
-        flags=trip.context.flags,
-        state=trip.context.state,
-        start_ns=clock.wall_ns(trip.arrive),
-        role=kind,
-        outermost=not trip.leg,
-        service=stages.SERVICES.get(kind, "vllm"),  # type: ignore[call-overload]
-        request_id=trip.request_id,
-        rank=trip.journey.rank if trip.journey else -1,
-        attributes=_identity(trip),
+        version=RECORD_VERSION,
+        trace_id=trace.context.trace_id,
+        span_id=trace.context.span_id,
+        parent_id=trace.context.parent_id,
+        flags=trace.context.flags,
+        state=trace.context.tracestate,
+        start_ns=clock.to_wall_ns(trace.arrive),
+        role=role,
+        outermost=is_outermost(trace),
+        service=stages.SERVICE_NAMES.get(role, "vllm"),  # type: ignore[call-overload]
+        request_id=trace.request_id,
+        rank=trace.timeline.rank if trace.timeline else -1,
+        attributes=record_parts.list_identity_attributes(trace),
         ttft=ttft,
         server=server,
         late=late,
     )
-    if sender.send(encode(record)):
-        meter.sent()
+    if sender.send(encode_record(record)):
+        meter.count_sent()
     else:
-        meter.dropped("handoff")
+        meter.count_dropped("handoff")
 
 
-def forget(trip: Trip) -> None:
-    """Nothing of a trip stays behind, however it ended."""
-    for engine_id in trip.engines:
-        awaiting.pop(engine_id, None)
-
-
-def _identity(trip: Trip) -> Attributes:
-    found: Attributes = {
-        names.OPERATION: OPERATIONS.get(trip.path, "generate_content"),
-        names.PROVIDER: names.PROVIDER_VLLM,
-        names.STREAM: trip.streamed,
-    }
-    if identity.model:
-        found[names.MODEL] = identity.model
-    return found
-
-
-def _server(trip: Trip) -> Server:
-    found: Attributes = {
-        names.HTTP_METHOD: trip.method,
-        names.URL_PATH: trip.path,
-        names.URL_SCHEME: trip.scheme,
-    }
-    if trip.route:
-        found[names.HTTP_ROUTE] = trip.route
-    name = f"{trip.method} {trip.route}" if trip.route else trip.method
-    # By HTTP's conventions a 4xx is the client's error, not this server's.
-    error = "" if 400 <= trip.status < 500 else trip.error
-    return Server(name, trip.end - trip.arrive, trip.status, found, error)
-
-
-def _ttft(trip: Trip, cut: breakdown.Breakdown) -> Ttft:
-    base = trip.arrive
-    pieces = [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
-    pieces += [
-        Piece("part", name, low - base, high - base) for name, low, high in trip.parts[:PARTS_LIMIT]
-    ]
-    pieces += [
-        Piece("sibling", names.SIBLING, max(0, engine.assign - base), engine.output - base)
-        for engine in trip.engines.values()
-        if engine is not trip.first and engine.output
-    ]
-    return Ttft(
-        span_id=trip.ttft_id,
-        name=names.ENCODE if role(trip) == "encode" else names.TTFT,
-        start=0,
-        end=cut.end - base,
-        stages=cut.stages,
-        unattributed=cut.unattributed,
-        clamped=cut.clamped,
-        pieces=tuple(pieces),
-        attributes=_counts(trip),
-        error=trip.error if trip.first is None else "",
-        died=trip.died,
-    )
-
-
-def _counts(trip: Trip) -> Attributes:
-    found: Attributes = {names.STREAMING: trip.streamed}
-    if trip.journey is None:
-        return found
-    if trip.journey.blocks and identity.connector:
-        found[names.KV_CONNECTOR] = identity.connector
-    return found | carrier.counts(trip.journey)
+def forget_trace(trace: RequestTrace) -> None:
+    """Remove all global state of a trace; called however its request ended."""
+    for engine_id in trace.engine_requests:
+        awaiting_traces.pop(engine_id, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the environment into one frozen Settings; validate() says what is wrong and how to mend it."""
+"""Read the environment variables into one frozen Settings, with a list of what is wrong in them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from ttft_otel import names
+from ttft_otel import names, stages
 
-ON: Final = frozenset({"1", "true", "yes", "on"})
-OFF: Final = frozenset({"", "0", "false", "no", "off"})
+# plugin.py has the same words once more: it must not import anything while tracing is off.
+ON_WORDS: Final = frozenset({"1", "true", "yes", "on"})
+OFF_WORDS: Final = frozenset({"", "0", "false", "no", "off"})
 SAMPLERS: Final = (
     "always_on",
     "always_off",
@@ -22,38 +23,54 @@ SAMPLERS: Final = (
     "parentbased_traceidratio",
 )
 PROTOCOLS: Final = ("http/protobuf", "grpc")
-DEFAULT_HTTP: Final = "http://127.0.0.1:4318"
-DEFAULT_GRPC: Final = "http://127.0.0.1:4317"
+DETAILS: Final = ("full", "stages", "ttft")  # exporter/span_writer.py: which spans each has
+SERVER_ROLES: Final = tuple(role for role in stages.ROLES if role != "router")
+DEFAULT_HTTP_ENDPOINT: Final = "http://127.0.0.1:4318"
+DEFAULT_GRPC_ENDPOINT: Final = "http://127.0.0.1:4317"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment asks for; sizes in bytes, ratio in 0..1."""
+    """What the environment variables ask for.
+
+    endpoint: OTLP endpoint, a URL. service: service.name, "" for one per role.
+    ratio: sampling ratio of the traceidratio samplers, 0 to 1.
+    trust_sampled: honour the caller's `sampled` flag; else only its trace ID is used.
+    queue_bytes: send buffer of the socket to the exporter, in bytes.
+    role: "" leaves it to vLLM's configuration and to each request.
+    detail: which spans the exporter makes of a request, one of DETAILS.
+    problems: one line for each invalid variable: "what is wrong; remedy".
+    """
 
     on: bool = False
     protocol: str = "http/protobuf"
-    endpoint: str = DEFAULT_HTTP
+    endpoint: str = DEFAULT_HTTP_ENDPOINT
     service: str = ""
     sampler: str = "parentbased_always_on"
     ratio: float = 1.0
-    trust: bool = True
-    queue: int = 4 << 20
-    wrong: tuple[str, ...] = ()
+    trust_sampled: bool = True
+    queue_bytes: int = 4 << 20
+    role: str = ""
+    detail: str = "full"
+    problems: tuple[str, ...] = ()
 
 
-def switch(value: str) -> bool | None:
-    """Read an on/off word in any case; None when it is neither."""
+def parse_switch(value: str) -> bool | None:
+    """Parse an on/off word, ignoring case; None when `value` is neither. "" means off."""
     word = value.strip().lower()
-    return True if word in ON else False if word in OFF else None
+    return True if word in ON_WORDS else False if word in OFF_WORDS else None
 
 
-def read(env: Mapping[str, str] | None = None) -> Settings:
-    """Read the environment; never raises: what is wrong is listed in `wrong`, with its remedy."""
+def read_settings(env: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from `env`, by default os.environ.
+
+    Never raises: an invalid variable takes its default and adds a line to `Settings.problems`.
+    """
     source = os.environ if env is None else env
-    wrong: list[str] = []
-    on = switch(source.get(names.ENV_ON, ""))
+    problems: list[str] = []
+    on = parse_switch(source.get(names.ENV_ON, ""))
     if on is None:
-        wrong.append(
+        problems.append(
             f"{names.ENV_ON}={source[names.ENV_ON]!r} is neither on nor off; "
             f"set {names.ENV_ON}=1 to trace, 0 not to"
         )
@@ -61,68 +78,75 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         source.get(names.ENV_TRACES_PROTOCOL) or source.get(names.ENV_PROTOCOL) or "http/protobuf"
     )
     if protocol not in PROTOCOLS:
-        wrong.append(
+        problems.append(
             f"{names.ENV_PROTOCOL}={protocol!r} is unknown; use one of {', '.join(PROTOCOLS)}"
         )
         protocol = "http/protobuf"
-    sampler, ratio = _sampler(source, wrong)
-    if _silenced(source):
+    sampler, ratio = _read_sampler(source, problems)
+    # Not `on=False`: the middleware still has to answer x-ttft-timing.
+    if _is_disabled(source):
         sampler = "always_off"
     return Settings(
         on=bool(on),
         protocol=protocol,
-        endpoint=_endpoint(source, protocol, wrong),
+        endpoint=_read_endpoint(source, protocol, problems),
         service=source.get(names.ENV_SERVICE, ""),
         sampler=sampler,
         ratio=ratio,
-        trust=_flag(source, names.ENV_TRUST, True, wrong),
-        queue=_bytes(source, names.ENV_QUEUE, 4 << 20, wrong),
-        wrong=tuple(wrong),
+        trust_sampled=_read_flag(source, names.ENV_TRUST, True, problems),
+        queue_bytes=_read_bytes(source, names.ENV_QUEUE, 4 << 20, problems),
+        role=_read_role(source, problems),
+        detail=_read_detail(source, problems),
+        problems=tuple(problems),
     )
 
 
 _frozen: list[Settings] = []
 
 
-def freeze() -> None:
-    """Keep what the environment says now: vLLM's own tracing writes its endpoint into it later."""
-    _frozen[:] = [read()]
+def freeze_settings() -> None:
+    """Store the settings of this moment, because vLLM's own tracing sets OTEL_* variables later."""
+    _frozen[:] = [read_settings()]
 
 
-def current() -> Settings:
-    """The settings that this process was started with, else what the environment says."""
-    return _frozen[0] if _frozen else read()
+def get_settings() -> Settings:
+    """The settings stored by freeze_settings(); without it, read from the environment now."""
+    return _frozen[0] if _frozen else read_settings()
 
 
-def validate(settings: Settings) -> tuple[str, ...]:
-    """What is wrong with the settings, each line with its remedy; empty when all is well."""
-    return settings.wrong
+def list_problems(settings: Settings) -> tuple[str, ...]:
+    """The problems in `settings`, each as "what is wrong; remedy"; empty when there are none."""
+    return settings.problems
 
 
-def _endpoint(source: Mapping[str, str], protocol: str, wrong: list[str]) -> str:
-    default = DEFAULT_GRPC if protocol == "grpc" else DEFAULT_HTTP
+def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]) -> str:
+    default = DEFAULT_GRPC_ENDPOINT if protocol == "grpc" else DEFAULT_HTTP_ENDPOINT
+    # By OpenTelemetry's rules the signal's own variable wins, and an empty variable counts as unset.
     name = names.ENV_TRACES_ENDPOINT
     if not source.get(name):
         name = names.ENV_ENDPOINT
     url = source.get(name) or default
     parts = urlsplit(url)
-    bare = protocol == "grpc" and "://" not in url
-    if not bare and (parts.scheme not in ("http", "https") or not parts.hostname):
-        wrong.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
+    has_no_scheme = protocol == "grpc" and "://" not in url  # gRPC exporters accept host:port
+    if not has_no_scheme and (parts.scheme not in ("http", "https") or not parts.hostname):
+        problems.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
         return default
     return url
 
 
-def _silenced(source: Mapping[str, str]) -> bool:
-    """The standard ways to say that no span is wanted; timings in the response still are."""
+def _is_disabled(source: Mapping[str, str]) -> bool:
+    """Whether OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none turns spans off.
+
+    Server-Timing in responses still works then.
+    """
     disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
     return disabled or source.get(names.ENV_EXPORTER, "").strip().lower() == "none"
 
 
-def _sampler(source: Mapping[str, str], wrong: list[str]) -> tuple[str, float]:
+def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, float]:
     sampler = source.get(names.ENV_SAMPLER) or "parentbased_always_on"
     if sampler not in SAMPLERS:
-        wrong.append(
+        problems.append(
             f"{names.ENV_SAMPLER}={sampler!r} is unknown; use one of {', '.join(SAMPLERS)}"
         )
         sampler = "parentbased_always_on"
@@ -132,26 +156,48 @@ def _sampler(source: Mapping[str, str], wrong: list[str]) -> tuple[str, float]:
     except ValueError:
         ratio = -1.0
     if not 0.0 <= ratio <= 1.0:
-        wrong.append(f"{names.ENV_SAMPLER_ARG}={text!r} is not a ratio; use a number from 0 to 1")
+        problems.append(
+            f"{names.ENV_SAMPLER_ARG}={text!r} is not a ratio; use a number from 0 to 1"
+        )
         ratio = 1.0
     return sampler, ratio
 
 
-def _flag(source: Mapping[str, str], name: str, default: bool, wrong: list[str]) -> bool:
+def _read_role(source: Mapping[str, str], problems: list[str]) -> str:
+    word = source.get(names.ENV_ROLE, "").strip().lower()
+    if word and word not in SERVER_ROLES:
+        problems.append(
+            f"{names.ENV_ROLE}={word!r} is not a role; use one of {', '.join(SERVER_ROLES)}, or unset it"
+        )
+        return ""
+    return word
+
+
+def _read_detail(source: Mapping[str, str], problems: list[str]) -> str:
+    word = source.get(names.ENV_DETAIL, "").strip().lower() or DETAILS[0]
+    if word not in DETAILS:
+        problems.append(
+            f"{names.ENV_DETAIL}={word!r} is unknown; use one of {', '.join(DETAILS)}, or unset it"
+        )
+        return DETAILS[0]
+    return word
+
+
+def _read_flag(source: Mapping[str, str], name: str, default: bool, problems: list[str]) -> bool:
     if name not in source:
         return default
-    value = switch(source[name])
+    value = parse_switch(source[name])
     if value is None:
-        wrong.append(f"{name}={source[name]!r} is neither on nor off; use 1 or 0")
+        problems.append(f"{name}={source[name]!r} is neither on nor off; use 1 or 0")
         return default
     return value
 
 
-def _bytes(source: Mapping[str, str], name: str, default: int, wrong: list[str]) -> int:
+def _read_bytes(source: Mapping[str, str], name: str, default: int, problems: list[str]) -> int:
     text = source.get(name)
     if not text:
         return default
     if not text.isdigit() or int(text) < 65536:
-        wrong.append(f"{name}={text!r} is not a size; use a number of bytes from 65536")
+        problems.append(f"{name}={text!r} is not a size; use a number of bytes from 65536")
         return default
     return int(text)

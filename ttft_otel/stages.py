@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of stages: the only home of their names, order, owners and one-sentence meanings.
+"""The stages of TTFT: names, order, process, roles and a one-sentence description of each.
 
-Everything else (records, spans, Server-Timing, report, collector, dashboards) is checked against it.
+Defined only here. Records, spans, Server-Timing, report, collector and dashboards are checked
+against this table.
 """
 
 from __future__ import annotations
@@ -9,20 +10,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Kind = Literal["host", "work", "move", "wait"]
+StageKind = Literal["host", "work", "move", "wait"]
 Role = Literal["encode", "prefill", "decode", "prefill_decode", "mono", "router"]
 
-ROLES: Final[tuple[Role, ...]] = ("encode", "prefill", "decode", "prefill_decode", "mono", "router")
-_TEXT: Final[tuple[Role, ...]] = ("prefill", "decode", "prefill_decode", "mono")
-_ALL: Final[tuple[Role, ...]] = ("encode", *_TEXT)
+ENCODE: Final = "encode"
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+PREFILL_DECODE: Final = "prefill_decode"  # answers alone, where encoders may join
+MONO: Final = "mono"  # encodes, prefills and decodes
+ROLES: Final[tuple[Role, ...]] = (ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO, "router")
+PREFILLING_ROLES: Final[tuple[Role, ...]] = (PREFILL, PREFILL_DECODE, MONO)
+ANSWERING_ROLES: Final[tuple[Role, ...]] = (DECODE, PREFILL_DECODE, MONO)
+# Roles whose answer goes to another instance: the client's first token never comes from them.
+INTERMEDIATE_ROLES: Final[frozenset[str]] = frozenset({ENCODE, PREFILL})
+_TEXT_ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE, PREFILL_DECODE, MONO)
+_SERVER_ROLES: Final[tuple[Role, ...]] = (ENCODE, *_TEXT_ROLES)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One piece of a server's TTFT; `code` is its number in the engine's carrier, never reused."""
+    """One stage of a server's TTFT.
+
+    kind: "host" is Python overhead, "work" computation, "move" data transfer, "wait" queueing.
+    process: where it is measured: API server, engine core, worker.
+    roles: the server roles that can have it.
+    code: its number in carrier.EngineTimeline; codes of removed stages are not used again.
+    says: the sentence that pages and dashboards show.
+    """
 
     name: str
-    kind: Kind
+    kind: StageKind
     process: str
     roles: tuple[Role, ...]
     code: int
@@ -30,59 +47,126 @@ class Stage:
 
 
 STAGES: Final[tuple[Stage, ...]] = (
-    Stage("receive", "host", "api", _ALL, 1, "Reading the body, JSON, validation."),
+    Stage("receive", "host", "api", _SERVER_ROLES, 1, "Reading the body, JSON, validation."),
     Stage(
-        "preprocess", "work", "api", _ALL, 2, "Template, media, tokenizer, multimodal processor."
+        "preprocess",
+        "work",
+        "api",
+        _SERVER_ROLES,
+        2,
+        "Chat template, media, tokenizer, multimodal processor.",
     ),
-    Stage("ipc", "move", "api+core", _ALL, 3, "From the API server into the engine core's input."),
-    Stage("encoder.queue", "wait", "core", _ALL, 4, "Waiting for the step that encodes an item."),
     Stage(
-        "prefill.queue", "wait", "core", _ALL, 5, "Waiting for the step that takes a first chunk."
+        "ipc",
+        "move",
+        "api+core",
+        _SERVER_ROLES,
+        3,
+        "From the API server into the engine core's input.",
     ),
-    Stage("kv.transfer", "move", "core+worker", _TEXT, 6, "KV blocks on their way."),
-    Stage("dispatch", "host", "core+worker", _ALL, 7, "Scheduling tail, RPC, input preparation."),
-    Stage("ec.transfer", "move", "core+worker", _ALL, 8, "Encoder-cache save, wait and load."),
-    Stage("encoder.compute", "work", "worker", _ALL, 9, "The encoder's run, whole batch."),
     Stage(
-        "prefill.compute", "work", "worker", _TEXT, 10, "Forward passes over this prompt's chunks."
+        "encoder.queue",
+        "wait",
+        "core",
+        _SERVER_ROLES,
+        4,
+        "Waiting for the step that encodes an item.",
+    ),
+    Stage(
+        "prefill.queue",
+        "wait",
+        "core",
+        _SERVER_ROLES,
+        5,
+        "Waiting for the step that takes a first chunk.",
+    ),
+    Stage(
+        "kv.transfer",
+        "move",
+        "core+worker",
+        _TEXT_ROLES,
+        6,
+        "Waiting for KV blocks, or loading them inside a step.",
+    ),
+    Stage(
+        "dispatch",
+        "host",
+        "core+worker",
+        _SERVER_ROLES,
+        7,
+        "Rest of scheduling, RPC to the worker, input preparation.",
+    ),
+    Stage(
+        "ec.transfer", "move", "core+worker", _SERVER_ROLES, 8, "Encoder-cache save, wait and load."
+    ),
+    Stage(
+        "encoder.compute",
+        "work",
+        "worker",
+        _SERVER_ROLES,
+        9,
+        "The encoder's forward pass, for the step's whole batch.",
+    ),
+    Stage(
+        "prefill.compute",
+        "work",
+        "worker",
+        _TEXT_ROLES,
+        10,
+        "Forward passes over this prompt's chunks.",
     ),
     Stage(
         "prefill.stall",
         "wait",
         "worker",
-        _TEXT,
+        _TEXT_ROLES,
         11,
         "Between chunks: turnaround, other steps, preemption.",
     ),
-    Stage("sample", "work", "worker", _TEXT, 12, "Logits and sampler of the last chunk."),
-    Stage("output", "move", "worker+core+api", _ALL, 13, "First token's way back, detokenized."),
-    Stage("egress", "host", "api", _ALL, 14, "Until the first body chunk is given to the server."),
+    Stage("sample", "work", "worker", _TEXT_ROLES, 12, "Logits and sampler of the last chunk."),
+    Stage(
+        "output",
+        "move",
+        "worker+core+api",
+        _SERVER_ROLES,
+        13,
+        "From the worker to the API server, and detokenization.",
+    ),
+    Stage(
+        "egress",
+        "host",
+        "api",
+        _SERVER_ROLES,
+        14,
+        "Until the first body chunk is handed to the HTTP server.",
+    ),
 )
 UNATTRIBUTED: Final = "unattributed"
 
-# Parts lie inside a stage; they are never summed and never become metrics.
-PARTS: Final[dict[str, tuple[str, ...]]] = {
+# Parts are details inside a stage: child spans only. Adding them to stages would count time twice.
+STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "preprocess": ("media", "tokenize", "multimodal"),
     "output": ("collect", "transport", "detokenize"),
 }
 
-# The router's own stages; legs' stages are always prefixed by their role: `encode.preprocess`.
-ROUTER: Final[dict[str, str]] = {
+# The router's own stages. A leg is one request from the router to a server of one role; stages of a
+# leg are prefixed by that role: `encode.preprocess`.
+ROUTER_STAGES: Final[dict[str, str]] = {
     "router.receive": "Reading and parsing the client's request.",
     "router.tokenize": "Reading the prompt's tokens, for policies that route by them.",
     "router.lookup": "Looking up which instances have how much of the prompt cached.",
     "router.route": "Choosing an instance for each leg.",
-    "router.retry": "Lost in attempts that failed.",
+    "router.retry": "Time spent in attempts that failed.",
     "router.hop": "A leg minus what its server accounts for; carries the leg: router.hop.encode.",
     "router.egress": "From the leg's first bytes until the client's are given to the server.",
 }
 
-NAMES: Final[tuple[str, ...]] = tuple(stage.name for stage in STAGES)
-BY_NAME: Final[dict[str, Stage]] = {stage.name: stage for stage in STAGES}
-BY_CODE: Final[dict[int, Stage]] = {stage.code: stage for stage in STAGES}
+STAGE_NAMES: Final[tuple[str, ...]] = tuple(stage.name for stage in STAGES)
+STAGES_BY_NAME: Final[dict[str, Stage]] = {stage.name: stage for stage in STAGES}
+STAGES_BY_CODE: Final[dict[int, Stage]] = {stage.code: stage for stage in STAGES}
 
 # Names kept from the original TTFT report: each is the sum of the stages on its right.
-REPORT: Final[dict[str, tuple[str, ...]]] = {
+REPORT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "enc_queue_time_ms": ("encoder.queue",),
     "enc_compute_time_ms": ("encoder.compute",),
     "emb_cache_transfer_time_ms": ("ec.transfer",),
@@ -90,7 +174,7 @@ REPORT: Final[dict[str, tuple[str, ...]]] = {
     "prefill_compute_time_ms": ("prefill.compute",),
 }
 
-SERVICES: Final[dict[Role, str]] = {
+SERVICE_NAMES: Final[dict[Role, str]] = {
     "encode": "vllm-encoder",
     "prefill": "vllm-prefill",
     "decode": "vllm-decode",
@@ -100,30 +184,31 @@ SERVICES: Final[dict[Role, str]] = {
 }
 
 
-def split(name: str) -> tuple[str, str]:
-    """Take a stage's full name apart: `encode.preprocess` -> ("encode", "preprocess").
+def split_stage(name: str) -> tuple[str, str]:
+    """Split a full stage name into leg and stage: `encode.preprocess` -> ("encode", "preprocess").
 
+    name: a stage, a stage with its leg's prefix, or anything else, which is returned unchanged.
     The leg is "" for a server's own stage and for the router's own stages.
     """
-    if name in ROUTER or name.startswith("router.hop."):
+    if name in ROUTER_STAGES or name.startswith("router.hop."):
         return "", name
     leg, dot, stage = name.partition(".")
-    if dot and leg in ROLES and stage in (*NAMES, UNATTRIBUTED):
+    if dot and leg in ROLES and stage in (*STAGE_NAMES, UNATTRIBUTED):
         return leg, stage
     return "", name
 
 
-_BARE: Final = (*NAMES, UNATTRIBUTED)
-_KNOWN: Final = frozenset(
+_PLAIN_NAMES: Final = (*STAGE_NAMES, UNATTRIBUTED)
+_KNOWN_NAMES: Final = frozenset(
     (
-        *_BARE,
-        *ROUTER,
+        *_PLAIN_NAMES,
+        *ROUTER_STAGES,
         *(f"router.hop.{role}" for role in ROLES),
-        *(f"{role}.{stage}" for role in ROLES for stage in _BARE),
+        *(f"{role}.{stage}" for role in ROLES for stage in _PLAIN_NAMES),
     )
 )
 
 
-def known(name: str) -> bool:
-    """Tell whether a full stage name belongs to the vocabulary."""
-    return name in _KNOWN
+def is_known_stage(name: str) -> bool:
+    """Whether `name` is the full name of a stage, with or without a leg's prefix."""
+    return name in _KNOWN_NAMES

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fakes for tests, ours and yours: a clock that stands still, records and spans kept in memory, sizes.
+"""Fakes for tests, ours and yours: a clock that stands still, records and spans in memory.
 
-Use them as context managers; each puts back what it replaced.
+The context managers restore what they replaced.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from ttft_otel.settings import Settings
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-# Where state of requests under way is kept; read only where the module is imported already.
-STATE: Final = {
-    "recorder.awaiting": ("ttft_otel.recorder", "awaiting"),
-    "scheduler.running": ("ttft_otel.hooks.scheduler", "running"),
-    "scheduler.dead": ("ttft_otel.hooks.scheduler", "dead"),
-    "kv.moving": ("ttft_otel.hooks.kv", "moving"),
-    "kv.gone": ("ttft_otel.hooks.kv", "gone"),
-    "worker.opened": ("ttft_otel.hooks.worker", "opened"),
-    "worker.bound": ("ttft_otel.hooks.worker", "bound"),
+# Name -> module and container with state of unfinished requests; modules are not imported for it.
+STATE_CONTAINERS: Final = {
+    "recorder.awaiting": ("ttft_otel.recorder", "awaiting_traces"),
+    "scheduler.running": ("ttft_otel.hooks.scheduler", "awaiting_first_token"),
+    "scheduler.dead": ("ttft_otel.hooks.scheduler", "aborted_timelines"),
+    "kv.moving": ("ttft_otel.hooks.kv", "tracked_blocks"),
+    "kv.gone": ("ttft_otel.hooks.kv", "unasked_answers"),
+    "ec_kept.leases": ("ttft_otel.hooks.ec_kept", "leases"),
+    "ec_kept.answers": ("ttft_otel.hooks.ec_kept", "unasked_answers"),
+    "worker.opened": ("ttft_otel.hooks.model_runners", "open_steps"),
+    "worker.bound": ("ttft_otel.hooks.model_runners", "bound_steps"),
 }
 
 
-class Clock:
-    """A clock that moves only when told to; `at` is in microseconds."""
+class FakeClock:
+    """A clock that moves only by tick(); `at` is the time it shows, in microseconds."""
 
     def __init__(self, at: int = 1_000_000) -> None:
         self.at = at
@@ -40,12 +42,12 @@ class Clock:
         return self.at
 
     def tick(self, us: int) -> int:
-        """Let time pass; give the new time."""
+        """Advance the clock by `us` microseconds; returns the new time."""
         self.at += us
         return self.at
 
 
-class Records(handoff.Sender):
+class MemorySender(handoff.RecordSender):
     """A sender that keeps records in memory and starts no exporter; `full` makes it refuse them."""
 
     def __init__(self) -> None:
@@ -54,51 +56,57 @@ class Records(handoff.Sender):
         self.full = False
 
     def send(self, data: bytes) -> bool:
-        """Keep one record, decoded as the exporter would."""
+        """Decode `data` as the exporter would and append it to `kept`; refuse it while `full`."""
         if self.full:
             self.dropped += 1
             return False
-        self.kept.append(record.decode(data))
+        self.kept.append(record.decode_record(data))
         self.sent += 1
         return True
 
-    def spans(self) -> list[ReadableSpan]:
-        """The spans that the exporter would make of what was kept."""
-        from ttft_otel.exporter import spans  # the SDK takes 0.2 s: only who wants spans pays
-        from ttft_otel.exporter.identity import Resources
+    def build_spans(self) -> list[ReadableSpan]:
+        """The spans that the exporter would build from the records in `kept`."""
+        # Imported here because the SDK takes 0.2 s, which tests without spans need not pay.
+        from ttft_otel.exporter import span_builder
+        from ttft_otel.exporter.resource_cache import ResourceCache
 
-        resources = Resources(0)
+        resources = ResourceCache(0)
         return [
-            span for each in self.kept for span in spans.build(each, resources.get(each.service))
+            span
+            for each in self.kept
+            for span in span_builder.build_spans(each, resources.get(each.service))
         ]
 
 
 @contextmanager
-def frozen(at: int = 1_000_000) -> Iterator[Clock]:
-    """All marks come from a Clock: `with frozen() as clock: ...; clock.tick(250)`."""
-    real, fake = clock.now, Clock(at)
-    clock.now = fake
+def frozen_clock(at: int = 1_000_000) -> Iterator[FakeClock]:
+    """Replace the clock of all marks: `with frozen_clock() as clock: ...; clock.tick(250)`.
+
+    at: its first time, in microseconds.
+    """
+    real, fake = clock.now_us, FakeClock(at)
+    clock.now_us = fake
     try:
         yield fake
     finally:
-        clock.now = real
+        clock.now_us = real
 
 
 @contextmanager
-def captured() -> Iterator[Records]:
-    """Whatever this process hands to the exporter is kept instead: `with captured() as records:`."""
-    real, fake = handoff._own, Records()
-    handoff._own = fake
+def captured_records() -> Iterator[MemorySender]:
+    """Keep in memory what this process would send: `with captured_records() as sender:`."""
+    real, fake = handoff._process_sender, MemorySender()
+    handoff._process_sender = fake
     try:
         yield fake
     finally:
-        handoff._own = real
+        handoff._process_sender = real
 
 
-def sizes() -> dict[str, int]:
-    """State of requests under way in this process, by place; all zero when none is."""
-    found = {}
-    for place, (module, name) in STATE.items():
+def state_sizes() -> dict[str, int]:
+    """Sizes of the containers with state of unfinished requests; all zero when there are none."""
+    counts = {}
+    for place, (module, name) in STATE_CONTAINERS.items():
         loaded = sys.modules.get(module)
-        found[place] = len(getattr(loaded, name)) if loaded is not None else 0
-    return found
+        counts[place] = len(getattr(loaded, name)) if loaded is not None else 0
+    return counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-Timing text: a server writes its breakdown into the response, the router reads it back."""
+"""The Server-Timing header: a server writes its breakdown into it, router and bench read it back."""
 
 from __future__ import annotations
 
@@ -10,18 +10,34 @@ from typing import Final, NamedTuple
 
 from ttft_otel import names, stages
 
-LIMIT: Final = 8192  # longer headers are refused, not read
+MAX_HEADER_CHARS: Final = 8192  # longer headers are ignored
+_TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+# An entry begins where a token begins: a search that tried each of its characters would be quadratic.
 _ENTRY: Final = re.compile(
-    r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*;\s*dur\s*=\s*\"?(\d{1,12}(?:\.\d+)?)\"?"
+    rf"(?<!{_TOKEN})({_TOKEN}+)\s*;\s*dur\s*=\s*\"?(\d{{1,12}}(?:\.\d+)?)\"?"
 )
-_MARK: Final = f', {names.TIMING_TOKENS};desc="'
-_COUNTS: Final = re.compile(
+# Counts stand in `desc`, because Server-Timing has no other place for a value that is not a duration.
+_TOKENS_MARK: Final = f', {names.TIMING_TOKENS};desc="'
+_TOKENS: Final = re.compile(
     r'prompt=(\d{1,9}) cached=(\d{1,9}) own=(\d{1,9}) step=(\d{1,9})"', re.ASCII
 )
+_EC_MARK: Final = f', {names.TIMING_EC};desc="'
+_EC: Final = re.compile(
+    r'items=(\d{1,9}) remote=(\d{1,9}) local=(\d{1,9}) recomputed=(\d{1,9}) bytes=(\d{1,15})"',
+    re.ASCII,
+)
 
 
-class Tokens(NamedTuple):
-    """A prompt's tokens, those that were cached, and its own and all tokens of its prefill's steps."""
+_CLOCK_MARK: Final = f', {names.TIMING_CLOCK};desc="'
+_CLOCK: Final = re.compile(rf'({"|".join(names.CLOCK_WORDS)}) error=(\d{{1,9}})"', re.ASCII)
+
+
+class TokenCounts(NamedTuple):
+    """Token counts of a prefill.
+
+    prompt: tokens of the prompt. cached: those found in the prefix cache. own: tokens of this request
+    in its prefill steps. step: tokens of all requests in those steps.
+    """
 
     prompt: int
     cached: int
@@ -29,80 +45,170 @@ class Tokens(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One server's breakdown in microseconds: stages, remainder, their sum, and what came after.
+class EncoderCacheCounts(NamedTuple):
+    """Where an encoder-cache consumer got the encodings of a request's media items from.
 
-    tokens: of the prompt that it computed; None when it does not say.
+    items: media items of the request that its EC connector knows of. remote: fetched from an
+    encoder instance. local: found in a cache of its own. recomputed: encoded here although an
+    encoder instance had encoded them for this request. bytes: size of what was fetched.
+    """
+
+    items: int
+    remote: int
+    local: int
+    recomputed: int
+    bytes: int
+
+
+class ClockNote(NamedTuple):
+    """Which clock placed the worker's marks: one of names.CLOCK_WORDS, and its error in us."""
+
+    word: str
+    error_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTiming:
+    """One server's breakdown in microseconds; stages and `unattributed` add up to `ttft`.
+
+    rest: from the first token to the response, None for a stream.
+    tokens: None when the server did not send them.
+    ec: None when it is no encoder-cache consumer, or did not send it.
+    clock: None when no worker has sent marks, or of a router.
     """
 
     stages: dict[str, int] = field(default_factory=dict)
     unattributed: int = 0
     ttft: int = 0
     rest: int | None = None
-    tokens: Tokens | None = None
+    tokens: TokenCounts | None = None
+    ec: EncoderCacheCounts | None = None
+    clock: ClockNote | None = None
 
 
-def write(
+def format_server_timing(
     parts: Mapping[str, int],
     unattributed: int,
     ttft: int,
     rest: int | None = None,
-    tokens: Tokens | None = None,
+    tokens: TokenCounts | None = None,
+    ec: EncoderCacheCounts | None = None,
+    clock: ClockNote | None = None,
 ) -> str:
     """Write `prefill.queue;dur=1.234, ..., unattributed;dur=0.000, ttft;dur=5.000[, rest;dur=..]`.
 
-    After that, with tokens, `tokens;desc="prompt=4096 cached=512 own=3584 step=3600"`.
+    parts: stage -> microseconds; they and `unattributed` have to add up to `ttft`.
+    rest: see ServerTiming; None leaves the entry out.
+    tokens: appended as `tokens;desc="prompt=4096 cached=512 own=3584 step=3600"`.
+    ec: appended as `ec;desc="items=2 remote=1 local=1 recomputed=0 bytes=1234"`.
+    clock: appended as `clock;desc="device error=31"`.
     """
-    entries = [_entry(name, value) for name, value in parts.items()]
-    entries.append(_entry(stages.UNATTRIBUTED, unattributed))
-    entries.append(_entry(names.TIMING_TTFT, ttft))
+    entries = [_format_entry(name, value) for name, value in parts.items()]
+    entries.append(_format_entry(stages.UNATTRIBUTED, unattributed))
+    entries.append(_format_entry(names.TIMING_TTFT, ttft))
     if rest is not None:
-        entries.append(_entry(names.TIMING_REST, rest))
+        entries.append(_format_entry(names.TIMING_REST, rest))
     if tokens is not None:
-        said = "prompt={} cached={} own={} step={}".format(*tokens)
-        entries.append(f'{names.TIMING_TOKENS};desc="{said}"')
+        description = "prompt={} cached={} own={} step={}".format(*tokens)
+        entries.append(f'{names.TIMING_TOKENS};desc="{description}"')
+    if ec is not None:
+        description = "items={} remote={} local={} recomputed={} bytes={}".format(*ec)
+        entries.append(f'{names.TIMING_EC};desc="{description}"')
+    if clock is not None:
+        entries.append(f'{names.TIMING_CLOCK};desc="{clock.word} error={clock.error_us}"')
     return ", ".join(entries)
 
 
-def read(text: str) -> Timing | None:
-    """Read a header written by `write`, other people's entries skipped; None when it does not close.
+def reports_no_token(text: str) -> bool:
+    """Whether the header `text` says that the request ended without a first token."""
+    return names.TIMING_NO_TOKEN in text and any(
+        entry.strip() == names.TIMING_NO_TOKEN for entry in text[:MAX_HEADER_CHARS].split(",")
+    )
 
-    Milliseconds with three decimals come back as the same microseconds.
+
+def parse_server_timing(text: str) -> ServerTiming | None:
+    """Parse a header written by format_server_timing(); entries of other origin are ignored.
+
+    None when `text` is too long, has no `ttft`, or its stages do not add up to it. Milliseconds with
+    three decimals become the same microseconds again.
     """
-    if not text or len(text) > LIMIT:
+    if not text or len(text) > MAX_HEADER_CHARS:
         return None
-    before, mark, told = text.partition(_MARK)
-    counts = _COUNTS.match(told) if mark else None
-    if counts is not None:
-        text = before + told[counts.end() :]
-    found = _own(text) or {name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)}
-    ttft = found.pop(names.TIMING_TTFT, None)
-    rest = found.pop(names.TIMING_REST, None)
-    unattributed = found.pop(stages.UNATTRIBUTED, 0)
-    parts = {name: value for name, value in found.items() if stages.known(name)}
+    # Counts first: their quoted text would not pass the fast path below.
+    text, tokens = _cut_counts(text, _TOKENS_MARK, _TOKENS)
+    text, items = _cut_counts(text, _EC_MARK, _EC)
+    text, clock = _cut_clock(text)
+    values = _parse_own_format(text) or {
+        name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)
+    }
+    ttft = values.pop(names.TIMING_TTFT, None)
+    rest = values.pop(names.TIMING_REST, None)
+    unattributed = values.pop(stages.UNATTRIBUTED, 0)
+    parts = {name: value for name, value in values.items() if stages.is_known_stage(name)}
+    # A proxy in between may have dropped or merged entries: what does not add up is not used.
     if ttft is None or sum(parts.values()) + unattributed != ttft:
         return None
-    return Timing(parts, unattributed, ttft, rest, None if counts is None else _tokens(counts))
+    return ServerTiming(
+        parts, unattributed, ttft, rest, _read_tokens(tokens), _read_ec(items), clock
+    )
 
 
-def _tokens(found: re.Match[str]) -> Tokens | None:
-    """The four numbers, where they can be true."""
-    tokens = Tokens(*map(int, found.groups()))
+def _cut_counts(text: str, mark: str, form: re.Pattern[str]) -> tuple[str, list[int]]:
+    """Remove the entry that begins with `mark`; returns the other entries, and its numbers.
+
+    No numbers where there is no such entry, or one of another form, which stays in the text.
+    """
+    before, separator, after = text.partition(mark)
+    counts = form.match(after) if separator else None
+    if counts is None:
+        return text, []
+    return before + after[counts.end() :], [int(number) for number in counts.groups()]
+
+
+def _cut_clock(text: str) -> tuple[str, ClockNote | None]:
+    """Remove the clock's entry; returns the other entries, and what it says."""
+    before, separator, after = text.partition(_CLOCK_MARK)
+    found = _CLOCK.match(after) if separator else None
+    if found is None:
+        return text, None
+    return before + after[found.end() :], ClockNote(found[1], int(found[2]))
+
+
+def _read_tokens(counts: list[int]) -> TokenCounts | None:
+    """The four numbers, unless they contradict each other."""
+    if not counts:
+        return None
+    tokens = TokenCounts(*counts)
+    # Another program on the way may have written its own entry of this name.
     return tokens if tokens.cached <= tokens.prompt else None
 
 
-def _own(text: str) -> dict[str, int]:
-    """What `write` wrote, in a quarter of the general reader's time; {} for any other spelling."""
-    found: dict[str, int] = {}
+def _read_ec(counts: list[int]) -> EncoderCacheCounts | None:
+    """The five numbers, unless they contradict each other.
+
+    Only each one is compared with `items`, not their sum: an item may be fetched, evicted and then
+    encoded.
+    """
+    if not counts:
+        return None
+    ec = EncoderCacheCounts(*counts)
+    return ec if max(ec.remote, ec.local, ec.recomputed) <= ec.items else None
+
+
+def _parse_own_format(text: str) -> dict[str, int]:
+    """Fast path for what format_server_timing() writes, four times as fast as the regular expression.
+
+    {} for any other spelling, which the regular expression then reads.
+    """
+    values: dict[str, int] = {}
     for entry in text.split(", "):
         name, _, value = entry.partition(";dur=")
-        digits = value[:-4] + value[-3:]
+        digits = value[:-4] + value[-3:]  # "1.234" ms -> "1234" us
         if value[-4:-3] != "." or len(digits) > 15 or not (digits.isascii() and digits.isdigit()):
             return {}
-        found[name] = int(digits)
-    return found
+        values[name] = int(digits)
+    return values
 
 
-def _entry(name: str, value: int) -> str:
+def _format_entry(name: str, value: int) -> str:
     return f"{name};dur={value // 1000}.{value % 1000:03d}"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark against a server that keeps to a script and notes what it really did: server.py."""
+"""The benchmark against a server with scripted answers that records what it did (scripted_server.py)."""

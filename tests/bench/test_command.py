@@ -20,29 +20,29 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.conftest import Bench, checked
-from bench.server import Script, serving
+from bench.conftest import RunBench, validate_document
+from bench.scripted_server import ServerScript, run_scripted_server
 from ttft_otel import cli, names
-from ttft_otel.bench.ask import Ask
+from ttft_otel.bench.request_factory import BenchRequest
 
-QUICK = Script(first=[5.0], queue=[2.0], tokens=2, gap=2.0)
+QUICK_SCRIPT = ServerScript(first_token_ms=[5.0], queue_ms=[2.0], token_count=2, gap_ms=2.0)
 
 
-def prompts(notes: list[dict[str, Any]]) -> list[list[int]]:
+def list_prompts(notes: list[dict[str, Any]]) -> list[list[int]]:
     """The token ids that the server was sent."""
     return [note["body"]["prompt"] for note in notes]
 
 
-def talk(note: dict[str, Any]) -> list[str]:
+def list_roles(note: dict[str, Any]) -> list[str]:
     """Who speaks, message by message."""
     return [each["role"] for each in note["body"]["messages"]]
 
 
-def test_closed(bench: Bench) -> None:
+def test_closed(bench: RunBench) -> None:
     """Closed loop: every request is sent, joined with its trace and its breakdown, and adds up."""
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         found = bench("--url", server.url, "--concurrency", 2, "--requests", 6, "--input-len", 40)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
     run = found["targets"][0]["runs"][0]
     headers = {note["headers"][names.REQUEST_HEADER]: note["headers"] for note in notes}
@@ -57,50 +57,50 @@ def test_closed(bench: Bench) -> None:
     )
 
 
-def test_open(bench: Bench) -> None:
+def test_open(bench: RunBench) -> None:
     """Open loop: requests leave at their times although the first answers are long not there."""
-    with serving(Script(first=[600.0], tokens=1)) as server:
+    with run_scripted_server(ServerScript(first_token_ms=[600.0], token_count=1)) as server:
         bench("--url", server.url, "--rate", 50, "--requests", 10, "--arrivals", "constant")
-        notes = server.notes()
+        notes = server.fetch_notes()
 
     assert max(note["came"] for note in notes) < min(note["tokens"][0] for note in notes)
 
 
-def test_held(bench: Bench) -> None:
+def test_held(bench: RunBench) -> None:
     """--max-unfinished holds requests back, and says so; a held request is not the generator's lag."""
-    with serving(Script(first=[60.0], tokens=1)) as server:
+    with run_scripted_server(ServerScript(first_token_ms=[60.0], token_count=1)) as server:
         url = server.url
         found = bench("--url", url, "--rate", 1000, "--requests", 6, "--max-unfinished", 2)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
     assert found["targets"][0]["runs"][0]["held"] == 4
     assert notes[2]["came"] > min(note["tokens"][0] for note in notes)
 
 
-def test_shared(bench: Bench) -> None:
+def test_shared(bench: RunBench) -> None:
     """shared-prefix: all prompts open with one of the prefixes, and no two are the same."""
     words = ("--dataset", "shared-prefix", "--prefixes", 2, "--prefix-len", 30, "--input-len", 10)
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, *words, "--concurrency", 4, "--requests", 20)
-        sent = prompts(server.notes())
+        sent = list_prompts(server.fetch_notes())
 
     assert len({tuple(each[:30]) for each in sent}) == 2
     assert len({tuple(each) for each in sent}) == 20
 
 
-def test_seed(bench: Bench) -> None:
+def test_seed(bench: RunBench) -> None:
     """The same seed sends the same prompts; rounds, warm-up and other seeds send others."""
     words = ("--concurrency", 1, "--requests", 2, "--input-len", 20)
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         for more in (("--seed", 1), ("--seed", 1), ("--seed", 7, "--repeat", 2, "--warmup", 2)):
             bench("--url", server.url, *words, *more)
-        sent = prompts(server.notes())
+        sent = list_prompts(server.fetch_notes())
 
     assert sent[0:2] == sent[2:4]
     assert len({tuple(each) for each in sent}) == 2 + 8
 
 
-def test_replay(bench: Bench, tmp_path: Path) -> None:
+def test_replay(bench: RunBench, tmp_path: Path) -> None:
     """replay: lengths, times and exactly the shared prefixes of the trace."""
     rows = [
         {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]},
@@ -109,26 +109,26 @@ def test_replay(bench: Bench, tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, "--dataset", "replay", trace, "--speed", 2)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
-    first, second, third = prompts(notes)
+    first, second, third = list_prompts(notes)
     assert list(map(len, (first, second, third))) == [1100, 1024, 700]
     assert first[:1024] == second and second[:512] == third[:512]
     assert second[512:700] != third[512:]
     assert (notes[2]["came"] - notes[0]["came"]) / 1e9 == pytest.approx(0.3, abs=0.15)
 
 
-def test_rounds(bench: Bench) -> None:
+def test_rounds(bench: RunBench) -> None:
     """multi-round: a user's next question carries the whole conversation, answers included."""
     words = ("--num-users", 2, "--num-rounds", 3, "--qps", 20, "--time", 0.6)
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, "--dataset", "multi-round", *words)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
-    longest = max(notes, key=lambda note: len(talk(note)))
-    assert talk(longest) == ["user", "assistant", "user", "assistant", "user"]
+    longest = max(notes, key=lambda note: len(list_roles(note)))
+    assert list_roles(longest) == ["user", "assistant", "user", "assistant", "user"]
     assert longest["body"]["messages"][1]["content"] == "t0 ét1 é"
     asked = [
         note for note in notes if note["headers"]["x-user-id"] == longest["headers"]["x-user-id"]
@@ -137,13 +137,13 @@ def test_rounds(bench: Bench) -> None:
     assert all(later[: len(one)] == one for one, later in zip(turns, turns[1:], strict=False))
 
 
-def test_late(bench: Bench) -> None:
+def test_late(bench: RunBench) -> None:
     """multi-round: the next question leaves a gap after the one before, or when its answer is there."""
     words = ("--num-users", 1, "--num-rounds", 9, "--qps", 10, "--requests", 4, "--time", 30)
-    slow = Script(first=[300.0, 5.0, 5.0, 5.0], tokens=1)
-    with serving(slow) as server:
+    slow = ServerScript(first_token_ms=[300.0, 5.0, 5.0, 5.0], token_count=1)
+    with run_scripted_server(slow) as server:
         bench("--url", server.url, "--dataset", "multi-round", *words)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
     gaps = [(b["came"] - a["came"]) / 1e6 for a, b in zip(notes, notes[1:], strict=False)]
     assert len(notes) == 4, "--requests ends it before --time"
@@ -151,14 +151,16 @@ def test_late(bench: Bench) -> None:
     assert gaps[0] >= 300 and all(gap >= 90 for gap in gaps[1:]), "lost rounds are not caught up"
 
 
-def test_warm_rounds(bench: Bench) -> None:
+def test_warm_rounds(bench: RunBench) -> None:
     """multi-round: a warm-up asks first questions of its kind, as other users than the run's."""
     words = ("--num-users", 1, "--num-rounds", 2, "--qps", 20, "--requests", 1)
     lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 30, "--question-len", 7)
-    with serving(Script(first=[5.0], tokens=1, context=500)) as server:
+    with run_scripted_server(
+        ServerScript(first_token_ms=[5.0], token_count=1, context_tokens=500)
+    ) as server:
         more = ("--answer-len", 11, "--warmup", 3)
         bench("--url", server.url, "--dataset", "multi-round", *words, *lengths, *more)
-        *warm, own = server.notes()
+        *warm, own = server.fetch_notes()
 
     said = [note["body"]["messages"][0]["content"] for note in (*warm, own)]
     assert [len(each.split()) for each in said] == [87] * 4
@@ -168,43 +170,49 @@ def test_warm_rounds(bench: Bench) -> None:
     assert len(set(users)) == 3 and own["headers"]["x-user-id"] not in users
 
 
-def test_forgotten(bench: Bench) -> None:
+def test_forgotten(bench: RunBench) -> None:
     """multi-round: a question that failed is in no later one."""
     words = ("--num-users", 1, "--num-rounds", 9, "--qps", 20, "--requests", 3)
-    with serving(Script(first=[5.0], tokens=1, fail={"1": 503})) as server:
+    with run_scripted_server(
+        ServerScript(first_token_ms=[5.0], token_count=1, failures={"1": 503})
+    ) as server:
         bench("--url", server.url, "--dataset", "multi-round", *words)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
-    assert [len(talk(note)) for note in notes] == [1, 3, 3]
+    assert [len(list_roles(note)) for note in notes] == [1, 3, 3]
 
 
-def test_learnt(bench: Bench) -> None:
+def test_learnt(bench: RunBench) -> None:
     """Token ids are those that the server's tokenizer makes of plain words, unless --vocab names them."""
     words = ("--concurrency", 1, "--requests", 1, "--input-len", 200)
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, *words)
         bench("--url", server.url, *words, "--vocab", 240)
-        learnt, told = prompts(server.notes())
+        learnt, told = list_prompts(server.fetch_notes())
 
     assert 300 <= min(learnt) and len(learnt) == 200
     assert 100 <= min(told) and max(told) < 240
 
 
-def test_unlearnt(bench: Bench) -> None:
+def test_unlearnt(bench: RunBench) -> None:
     """A server that does not tell gets token ids that every vocabulary has."""
-    with serving(Script(first=[5.0], tokens=1, words=0)) as server:
+    with run_scripted_server(
+        ServerScript(first_token_ms=[5.0], token_count=1, tokens_per_word=0)
+    ) as server:
         bench("--url", server.url, "--concurrency", 1, "--requests", 1, "--input-len", 200)
-        (sent,) = prompts(server.notes())
+        (sent,) = list_prompts(server.fetch_notes())
 
     assert 100 <= min(sent) and max(sent) < 256
 
 
-def test_words(bench: Bench) -> None:
+def test_words(bench: RunBench) -> None:
     """Chat prompts have so many words that the server counts about the tokens asked for."""
     words = ("--api", "chat", "--concurrency", 1, "--requests", 1, "--input-len", 200)
-    with serving(Script(first=[5.0], tokens=1, words=5)) as server:
+    with run_scripted_server(
+        ServerScript(first_token_ms=[5.0], token_count=1, tokens_per_word=5)
+    ) as server:
         bench("--url", server.url, *words)
-        (note,) = server.notes()
+        (note,) = server.fetch_notes()
 
     assert len(note["body"]["messages"][0]["content"].split()) == 40
 
@@ -219,12 +227,12 @@ def test_context(tmp_path: Path) -> None:
         "--input-len": ["--concurrency", "1"],
         "--num-rounds": ["--dataset", "multi-round"],
     }
-    with serving(Script(context=500)) as server:
+    with run_scripted_server(ServerScript(context_tokens=500)) as server:
         said = {
             remedy: CliRunner().invoke(cli.main, ["bench", "--url", server.url, *words])
             for remedy, words in loads.items()
         }
-        assert server.notes() == []
+        assert server.fetch_notes() == []
 
     for remedy, result in said.items():
         assert result.exit_code == 1
@@ -242,10 +250,13 @@ def test_context(tmp_path: Path) -> None:
 def test_context_first(words: list[str]) -> None:
     """All targets and rounds are checked before the first warm-up: B's, a later round, a warm-up."""
     load = ["--concurrency", "1", "--requests", "1", "--warmup", "2", "--output-len", "30", *words]
-    with serving(QUICK) as big, serving(Script(context=500)) as small:
+    with (
+        run_scripted_server(QUICK_SCRIPT) as big,
+        run_scripted_server(ServerScript(context_tokens=500)) as small,
+    ):
         result = CliRunner().invoke(cli.main, ["bench", "--ab", big.url, small.url, *load])
         alone = CliRunner().invoke(cli.main, ["bench", "--url", small.url, *load])
-        assert big.notes() == [] and small.notes() == []
+        assert big.fetch_notes() == [] and small.fetch_notes() == []
 
     assert (result.exit_code, alone.exit_code) == (1, 1)
     assert "context is 500" in " ".join(result.output.split())
@@ -257,7 +268,7 @@ def test_unreadable_first(tmp_path: Path, api: str) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [1]}
     trace.write_text(json.dumps(row) + "\n{}\n", "utf-8")
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         words = [
             "--url",
             server.url,
@@ -270,12 +281,12 @@ def test_unreadable_first(tmp_path: Path, api: str) -> None:
             api,
         ]
         result = CliRunner().invoke(cli.main, ["bench", *words])
-        assert server.notes() == []
+        assert server.fetch_notes() == []
 
     assert result.exit_code == 1 and "jsonl:2" in "".join(result.output.split())
 
 
-def test_cut(bench: Bench, tmp_path: Path) -> None:
+def test_cut(bench: RunBench, tmp_path: Path) -> None:
     """replay: --max-input cuts a prompt's end, so that shared prefixes stay; --max-output cuts answers."""
     rows = [
         {"timestamp": 0, "input_length": 1000, "output_length": 30, "hash_ids": [1, 2]},
@@ -283,22 +294,22 @@ def test_cut(bench: Bench, tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         words = ("--max-input", 550, "--max-output", 7)
         bench("--url", server.url, "--dataset", "replay", trace, *words)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
-    first, second = prompts(notes)
+    first, second = list_prompts(notes)
     assert len(first) == len(second) == 550 and first[:512] == second[:512]
     assert sorted(note["body"]["max_tokens"] for note in notes) == [3, 7]
 
 
-def test_images(bench: Bench) -> None:
+def test_images(bench: RunBench) -> None:
     """images: a chat request with pictures that no other request has."""
     words = ("--dataset", "images", "--images", 2, "--image-size", 16, "--concurrency", 1)
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, *words, "--requests", 2)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
     parts = [part for note in notes for part in note["body"]["messages"][0]["content"]]
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
@@ -307,7 +318,7 @@ def test_images(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("shrink", [2, 64, 512])
-def test_shrink(bench: Bench, tmp_path: Path, shrink: int) -> None:
+def test_shrink(bench: RunBench, tmp_path: Path, shrink: int) -> None:
     """replay: --shrink divides lengths exactly, and shared prefixes with them."""
     rows = [
         {"timestamp": 0, "input_length": 1536, "output_length": 3, "hash_ids": [1, 2, 3]},
@@ -315,9 +326,9 @@ def test_shrink(bench: Bench, tmp_path: Path, shrink: int) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, "--dataset", "replay", trace, "--shrink", shrink)
-        first, second = sorted(prompts(server.notes()), key=len, reverse=True)
+        first, second = sorted(list_prompts(server.fetch_notes()), key=len, reverse=True)
 
     shared = 1024 // shrink
     assert (len(first), len(second)) == (1536 // shrink, 1200 // shrink)
@@ -335,10 +346,12 @@ def test_shrink_refused(tmp_path: Path) -> None:
     assert "power of two" in result.output and "--max-input" in result.output
 
 
-def test_failures(bench: Bench) -> None:
+def test_failures(bench: RunBench) -> None:
     """Failures are counted by kind, and are in no percentile."""
-    script = Script(first=[5.0], tokens=2, fail={"1": 503, "2": "cut", "3": "error", "4": 503})
-    with serving(script) as server:
+    script = ServerScript(
+        first_token_ms=[5.0], token_count=2, failures={"1": 503, "2": "cut", "3": "error", "4": 503}
+    )
+    with run_scripted_server(script) as server:
         found = bench(
             "--url", server.url, "--concurrency", 1, "--requests", 8, "--slo", "ttft=9999"
         )
@@ -350,16 +363,22 @@ def test_failures(bench: Bench) -> None:
     assert target["summary"]["goodput"]["share"] == 0.5
 
 
-def test_failure_traced(bench: Bench, tmp_path: Path) -> None:
+def test_failure_traced(bench: RunBench, tmp_path: Path) -> None:
     """The first failures of each kind can be looked up: the JSON has the ids that the server was sent."""
     page = tmp_path / "page.html"
     words = ("--concurrency", "1", "--requests", "14")
-    with serving(Script(first=[5.0], tokens=1, fail={str(n): 503 for n in range(1, 13)})) as server:
+    with run_scripted_server(
+        ServerScript(
+            first_token_ms=[5.0], token_count=1, failures={str(n): 503 for n in range(1, 13)}
+        )
+    ) as server:
         found = bench("--url", server.url, *words, "--html", page)
-        sent = [note["headers"] for note in server.notes()]
-    with serving(Script(first=[5.0], tokens=1, fail={"0": "cut"})) as server:
+        sent = [note["headers"] for note in server.fetch_notes()]
+    with run_scripted_server(
+        ServerScript(first_token_ms=[5.0], token_count=1, failures={"0": "cut"})
+    ) as server:
         shown = CliRunner().invoke(cli.main, ["bench", "--url", server.url, *words]).output
-        (cut, *_) = server.notes()
+        (cut, *_) = server.fetch_notes()
 
     (failed,) = found["targets"][0]["runs"][0]["failed"].values()
     traces = [headers[names.TRACEPARENT].split("-")[1] for headers in sent[1:11]]
@@ -371,9 +390,11 @@ def test_failure_traced(bench: Bench, tmp_path: Path) -> None:
     assert f"cut off: first trace {first}" in " ".join(shown.split())
 
 
-def test_plain(bench: Bench) -> None:
+def test_plain(bench: RunBench) -> None:
     """A server without ttft-otel: all client figures, no stage, and a sentence that says so."""
-    with serving(Script(first=[5.0], traced=False, usage=False)) as server:
+    with run_scripted_server(
+        ServerScript(first_token_ms=[5.0], sends_timing=False, reports_usage=False)
+    ) as server:
         found = bench("--url", server.url, "--concurrency", 1, "--requests", 3)
 
     summary = found["targets"][0]["summary"]
@@ -383,11 +404,11 @@ def test_plain(bench: Bench) -> None:
     assert not summary["counted"]
 
 
-def test_page(bench: Bench, tmp_path: Path) -> None:
+def test_page(bench: RunBench, tmp_path: Path) -> None:
     """--html has the tables; whatever a server's model is called, it is text there."""
     page = tmp_path / "page.html"
     words = ("--model", "<script>x</script>", "--concurrency", 1, "--requests", 2, "--html", page)
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, *words)
 
     text = page.read_text("utf-8")
@@ -399,7 +420,7 @@ def test_page(bench: Bench, tmp_path: Path) -> None:
 def test_progress() -> None:
     """On a terminal one line says how far it is while it runs; elsewhere nothing does."""
     told, terminal = os.openpty()
-    with serving(Script(first=[700.0], tokens=1)) as server:
+    with run_scripted_server(ServerScript(first_token_ms=[700.0], token_count=1)) as server:
         words = ["--url", server.url, "--concurrency", "1", "--requests", "1"]
         command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
         env = {**os.environ, "TERM": "xterm"}
@@ -414,9 +435,9 @@ def test_progress() -> None:
     assert "under way" not in shown.stdout + quiet.stdout + quiet.stderr
 
 
-def test_split(bench: Bench) -> None:
+def test_split(bench: RunBench) -> None:
     """A server that writes byte by byte, with CR LF, gives the same tokens."""
-    with serving(Script(first=[5.0], split=True)) as server:
+    with run_scripted_server(ServerScript(first_token_ms=[5.0], splits_bytes=True)) as server:
         found = bench("--url", server.url, "--concurrency", 1, "--requests", 2)
 
     assert found["targets"][0]["summary"]["figures_ms"]["itl"]["count"] == 2 * 3
@@ -425,16 +446,18 @@ def test_split(bench: Bench) -> None:
 def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C prints what there is, counts what was not finished, and exits 130."""
     output = tmp_path / "out.json"
-    with serving(Script(first=[50.0, 20_000.0], tokens=1)) as server:
+    with run_scripted_server(
+        ServerScript(first_token_ms=[50.0, 20_000.0], token_count=1)
+    ) as server:
         words = ["--url", server.url, "--concurrency", "2", "--output", str(output)]
         command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            while len(server.notes()) < 3:
+            while len(server.fetch_notes()) < 3:
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
             said = process.communicate(timeout=30)[0]
 
-    run = checked(json.loads(output.read_text("utf-8")))["targets"][0]["runs"][0]
+    run = validate_document(json.loads(output.read_text("utf-8")))["targets"][0]["runs"][0]
     assert process.returncode == 130
     assert run["stopped"] and run["succeeded"] >= 1 and run["unfinished"] == 2
     assert "stopped" in said and "TTFT" in said
@@ -444,27 +467,27 @@ def test_interrupt_results(tmp_path: Path) -> None:
     """A second Ctrl-C while results are printed loses none of them, there and in the file."""
     output = tmp_path / "out.json"
     many = 300
-    script = Script(first=[1.0] * many + [60_000.0] * many, tokens=1)
-    with serving(script) as server:
+    script = ServerScript(first_token_ms=[1.0] * many + [60_000.0] * many, token_count=1)
+    with run_scripted_server(script) as server:
         words = ("--concurrency", "8", "--requests", "600", "--input-len", "1", "--json")
         command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", server.url, *words]
         command += ["--output", str(output)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            while len(server.notes()) < many + 8:
+            while len(server.fetch_notes()) < many + 8:
                 time.sleep(0.1)
             process.send_signal(signal.SIGINT)
             assert process.stdout
-            full(process.stdout.fileno())
+            wait_until_full(process.stdout.fileno())
             process.send_signal(signal.SIGINT)
             said = process.communicate(timeout=30)[0]
 
     assert process.returncode == 130
     printed, written = json.loads(said), json.loads(output.read_text("utf-8"))
     assert printed == written
-    assert checked(printed)["targets"][0]["runs"][0]["succeeded"] == many
+    assert validate_document(printed)["targets"][0]["runs"][0]["succeeded"] == many
 
 
-def full(pipe: int) -> None:
+def wait_until_full(pipe: int) -> None:
     """Wait until nothing more goes into a pipe that nobody reads."""
     before, held = -1, array("i", [0])
     while not held[0] or held[0] != before:
@@ -477,7 +500,7 @@ def full(pipe: int) -> None:
 def test_interrupt_making() -> None:
     """Prompts that take long to make are counted on the terminal, and Ctrl-C ends their making."""
     told, terminal = os.openpty()
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         words = ("--concurrency", "1", "--requests", "4000", "--input-len", "50000")
         command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", server.url, *words]
         env = {**os.environ, "TERM": "xterm"}
@@ -490,7 +513,7 @@ def test_interrupt_making() -> None:
                 said += os.read(told, 65536).decode()
             process.send_signal(signal.SIGINT)
             printed = process.communicate(timeout=30)[0]
-        assert server.notes() == []
+        assert server.fetch_notes() == []
     os.close(terminal)
     os.close(told)
 
@@ -506,29 +529,29 @@ def test_interrupt_making() -> None:
     ],
 )
 def test_made_once(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, made: int
+    bench: RunBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, made: int
 ) -> None:
     """No body is made only to know its length: each is made once, for the round that sends it."""
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [1]}
     trace.write_text("\n".join([json.dumps(row)] * 3), "utf-8")
     bodies: list[Any] = []
-    monkeypatch.setattr(Ask, "__init__", noting(Ask.__init__, bodies))
-    with serving(QUICK) as server:
+    monkeypatch.setattr(BenchRequest, "__init__", record_calls(BenchRequest.__init__, bodies))
+    with run_scripted_server(QUICK_SCRIPT) as server:
         bench("--url", server.url, *words, *([trace] if "replay" in words else []))
-        sent = len(server.notes())
+        sent = len(server.fetch_notes())
 
     assert (len(bodies), sent) == (made, made)
 
 
-def noting(method: Any, calls: list[Any]) -> Any:
+def record_calls(method: Any, calls: list[Any]) -> Any:
     """The same method, whose calls are noted."""
 
-    def noted(*given: Any, **more: Any) -> None:
+    def record_call(*given: Any, **more: Any) -> None:
         calls.append(given)
         method(*given, **more)
 
-    return noted
+    return record_call
 
 
 def test_refused() -> None:
@@ -538,7 +561,7 @@ def test_refused() -> None:
 
     assert "is the server up?" in CliRunner().invoke(cli.main, words).output
     result = CliRunner().invoke(cli.main, [*words, "--model", "m", "--json"])
-    run = checked(json.loads(result.stdout))["targets"][0]["runs"][0]
+    run = validate_document(json.loads(result.stdout))["targets"][0]["runs"][0]
     assert run["failures"] == {"connection: ConnectionRefusedError": 1}
     assert result.exit_code == 1 and not run["valid"]
 
@@ -549,7 +572,7 @@ def test_refused() -> None:
         (["--url", "http://127.0.0.1:1"], "give --rate"),
         (["--url", "http://127.0.0.1:1", "--rate", "1", "--concurrency", "1"], "exclude"),
         (["--rate", "1"], "give --url"),
-        (["--url", "ftp://x", "--rate", "1"], "no http"),
+        (["--url", "ftp://x", "--rate", "1"], "not an http"),
         (["--url", "http://127.0.0.1:1", "--dataset", "replay"], "a FILE belongs"),
         (["--url", "http://user:hidden@127.0.0.1:1", "--rate", "1"], "--header 'Authorization"),
         (["--url", "ftp://user:hidden@x", "--rate", "1"], "--header 'Authorization"),
@@ -558,8 +581,8 @@ def test_refused() -> None:
             ["--dataset", "replay", __file__, "--concurrency", "1", "--speed", "2"],
             "--speed divides",
         ),
-        (["--url", "http://127.0.0.1:1", "--rate", "1", "--slo", "x=1"], "--slo wants"),
-        (["--url", "http://127.0.0.1:1", "--rate", "1", "--header", "x"], "--header wants"),
+        (["--url", "http://127.0.0.1:1", "--rate", "1", "--slo", "x=1"], "--slo needs"),
+        (["--url", "http://127.0.0.1:1", "--rate", "1", "--header", "x"], "--header needs"),
         (["--rate", "1", "--num-users", "3", "--speed", "2"], "--speed, --num-users would do"),
         (["--dataset", "replay", __file__, "--prefixes", "1"], "--prefixes would do nothing"),
         (["--url", "http://127.0.0.1:1", "--rate", "1", "--apart"], "--apart needs --ab"),
@@ -584,12 +607,12 @@ def test_unreadable(tmp_path: Path) -> None:
     assert re.search(r"trace\.jsonl:1: not a\s+line", result.output)
 
 
-def test_private(bench: Bench) -> None:
+def test_private(bench: RunBench) -> None:
     """Headers do not get into the document."""
-    with serving(QUICK) as server:
+    with run_scripted_server(QUICK_SCRIPT) as server:
         words = ("--header", "authorization: Bearer hidden", "--concurrency", 1, "--requests", 1)
         found = bench("--url", server.url, *words)
-        notes = server.notes()
+        notes = server.fetch_notes()
 
     assert notes[-1]["headers"]["authorization"] == "Bearer hidden"
     assert "hidden" not in json.dumps(found)

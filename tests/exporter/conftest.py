@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real OTLP receiver on loopback, records to send, and a look at which processes are left."""
+"""Fixtures: a real OTLP receiver on the loopback, records, and a search for exporter processes."""
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
 import time
@@ -26,8 +27,8 @@ def own_context() -> Iterator[None]:
     context.attach(before)
 
 
-class Collector:
-    """OTLP over HTTP; `status` is what it answers, `hang` keeps it from answering at all."""
+class OtlpCollector:
+    """An OTLP/HTTP receiver that answers with `status`, or not at all while `hang` is set."""
 
     def __init__(self, port: int = 0) -> None:
         self.status = 200
@@ -42,6 +43,8 @@ class Collector:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers["content-encoding"] == "gzip":
+                    body = gzip.decompress(body)
                 if outer.hang.is_set():
                     outer.release.wait(30)
                     return
@@ -53,7 +56,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
@@ -77,9 +80,9 @@ class Collector:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector() -> Iterator[OtlpCollector]:
     """A receiver that accepts everything."""
-    made = Collector()
+    made = OtlpCollector()
     yield made
     made.close()
 
@@ -98,11 +101,11 @@ def eventually() -> Callable[..., None]:
 
 
 @pytest.fixture
-def exporters() -> Callable[[int], list[int]]:
+def find_exporters() -> Callable[[int], list[int]]:
     """Process ids of the exporters that a host started and that still run."""
 
-    def find(host: int) -> list[int]:
-        found = []
+    def find_running(host: int) -> list[int]:
+        process_ids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -110,19 +113,19 @@ def exporters() -> Callable[[int], list[int]]:
             except OSError:
                 continue
             if b"ttft_otel.exporter" in words and words[-2] == b"%d" % host and state != "Z":
-                found.append(int(folder.name))
-        return found
+                process_ids.append(int(folder.name))
+        return process_ids
 
-    return find
+    return find_running
 
 
 @pytest.fixture
-def sample() -> Callable[[int], record.Record]:
+def make_record() -> Callable[[int], record.Record]:
     """Small records of four spans: server, ttft, two stages; ids made from their number."""
 
-    def make(number: int = 0) -> record.Record:
+    def build_record(number: int = 0) -> record.Record:
         return record.Record(
-            version=record.VERSION,
+            version=record.RECORD_VERSION,
             trace_id=f"{number + 1:032x}",
             span_id=f"{number + 1:016x}",
             parent_id="",
@@ -149,26 +152,26 @@ def sample() -> Callable[[int], record.Record]:
             server=record.Server("POST /v1/completions", 2000, 200),
         )
 
-    return make
+    return build_record
 
 
 @pytest.fixture
-def unused() -> int:
-    """A port on which nobody listens."""
+def unused_port() -> int:
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @pytest.fixture
-def make_collector() -> Iterator[Callable[[int], Collector]]:
+def make_collector() -> Iterator[Callable[[int], OtlpCollector]]:
     """Start a receiver on a given port, now."""
-    made: list[Collector] = []
+    collectors: list[OtlpCollector] = []
 
-    def make(port: int) -> Collector:
-        made.append(Collector(port))
-        return made[-1]
+    def start_collector(port: int) -> OtlpCollector:
+        collectors.append(OtlpCollector(port))
+        return collectors[-1]
 
-    yield make
-    for each in made:
-        each.close()
+    yield start_collector
+    for collector in collectors:
+        collector.close()

@@ -1,34 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test of the hooks starts and ends with nothing under way."""
+"""Fixtures of the hooks' tests; each test starts and ends without unfinished requests."""
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.hooks import scheduler, worker
+from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, wrap
 
-from .fakes import Core, wrapped
+from .fakes import FakeEngineCore, make_wrapped_core
 
 
 @pytest.fixture
-def core(fresh: None, clock: testing.Clock) -> Iterator[Core]:
-    """An engine core; whatever happens to its requests, nothing of them stays."""
-    yield wrapped()(clock)
-    scheduler.dead.clear()
-    assert not scheduler.running
-    assert not scheduler._freed
-    assert not scheduler._inside[0]
+def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngineCore]:
+    """A fake engine core; checks that no state of its requests is left."""
+    yield make_wrapped_core()(clock)
+    scheduler.aborted_timelines.clear()
+    assert not scheduler.awaiting_first_token
+    assert not scheduler._freed_requests
+    assert not scheduler._in_update[0]
 
 
 @pytest.fixture(autouse=True)
-def idle() -> Iterator[None]:
+def no_step_open() -> Iterator[None]:
     """Every test starts and ends with no step open."""
-    worker.roles.clear()
+    model_runners.ec_roles.clear()
     yield
-    worker.roles.clear()
-    worker._clock.clear()
-    worker.opened.clear()
-    worker.bound.clear()
+    model_runners.ec_roles.clear()
+    model_runners._step_clocks.clear()
+    model_runners.open_steps.clear()
+    model_runners.bound_steps.clear()
+    encoder_runs.unfinished_steps.clear()
+
+
+@pytest.fixture(scope="session")
+def connectors() -> None:
+    """vLLM's encoder-cache connectors, imported once: 15 s, and warnings of other people's code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("example_connector", "mooncake_ec_connector", "cpu.scheduler", "cpu.worker"):
+            importlib.import_module(f"vllm.distributed.ec_transfer.ec_connector.{name}")
+        importlib.import_module("vllm.distributed.ec_transfer.ec_connector.cpu.session")
+        importlib.import_module("vllm.v1.worker.gpu.ec_connector")
+
+
+@pytest.fixture
+def pair(connectors: None, nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
+    """An encoder and a consumer with vLLM's ECCPUConnector; its classes are put back afterwards."""
+    from .ec_cpu import InstancePair  # imports vLLM
+
+    made = InstancePair(clock)
+    yield made
+    made.close()
+    for patches in wrap.installed_patches.values():
+        for patch in patches:
+            setattr(patch.owner, patch.name, patch.original)
+    for state in (
+        ec_kept.leases,
+        ec_kept.leases_by_hash,
+        ec_kept.unasked_answers,
+        ec_kept.fetched_hashes,
+    ):
+        state.clear()

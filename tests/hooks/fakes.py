@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain objects with vLLM's method names, wrapped by the real hooks: an engine core."""
+"""A fake engine core with vLLM's method names, wrapped by the real hooks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from ttft_otel import names
 from ttft_otel.breakdown import Marks
-from ttft_otel.carrier import Journey, unfold
-from ttft_otel.hooks import engine, scheduler, wrap
-from ttft_otel.hooks.targets import BY_NAME
-from ttft_otel.testing import Clock
+from ttft_otel.carrier import EngineTimeline, decode_timeline
+from ttft_otel.hooks import engine_core, scheduler, wrap
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.testing import FakeClock
 
 HEADERS = {names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01", names.CARRIER: "1"}
-METHODS = {
+WRAPPED_METHODS = {
     "engine.input": "preprocess_add_request",
     "scheduler.schedule": "schedule",
     "scheduler.update": "update_from_output",
@@ -22,22 +22,31 @@ METHODS = {
 }
 
 
-def request(request_id: str, tokens: int = 10, traced: bool = True, items: int = 0) -> Any:
-    """A vLLM Request as far as the hooks look at it."""
+def make_request(request_id: str, tokens: int = 10, traced: bool = True, items: int = 0) -> Any:
+    """A vLLM Request with the fields that the hooks read."""
     return SimpleNamespace(
         request_id=request_id,
         trace_headers=dict(HEADERS) if traced else None,
         num_computed_tokens=0,
         num_prompt_tokens=tokens,
         num_tokens=tokens,
-        mm_features=[object()] * items,
+        mm_features=[media_item(number) for number in range(items)],
+        get_num_encoder_embeds=lambda index: 2,
     )
 
 
-class Core:
-    """An engine core and its scheduler in one; what a step does is said by the test."""
+def media_item(number: int, identifier: str = "", length: int = 2) -> Any:
+    """A media item with the fields that the hooks read: two tokens each, at 0, 3, 6, ... of the prompt."""
+    return SimpleNamespace(
+        identifier=identifier or f"item-{number}",
+        mm_position=SimpleNamespace(offset=3 * number, length=length),
+    )
 
-    def __init__(self, clock: Clock, tracing: str = "") -> None:
+
+class FakeEngineCore:
+    """An engine core and its scheduler in one; the test determines what a step does."""
+
+    def __init__(self, clock: FakeClock, tracing: str = "") -> None:
         self.clock = clock
         self.requests: dict[str, Any] = {}
         self.vllm_config = SimpleNamespace(
@@ -78,15 +87,15 @@ class Core:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """`first` get an output, `finish` end with theirs, `silent` end without, all as told."""
-        told = model_runner_output
-        if told.fail:
+        runner_output = model_runner_output
+        if runner_output.fail:
             raise RuntimeError("the host's own")
         outputs = []
-        for name in (*told.first, *told.finish, *told.silent):
-            if name not in told.silent:
+        for name in (*runner_output.first, *runner_output.finish, *runner_output.silent):
+            if name not in runner_output.silent:
                 headers = self.requests[name].trace_headers
                 outputs.append(SimpleNamespace(request_id=name, trace_headers=headers))
-            if name not in told.first:
+            if name not in runner_output.first:
                 self.free(name)
         return {0: SimpleNamespace(outputs=outputs)}
 
@@ -114,18 +123,21 @@ class Core:
         return {each.request_id: each.trace_headers for each in outputs}
 
 
-def wrapped() -> type[Core]:
-    """A core whose class is its own and carries the real hooks."""
-    kind = type("Core", (Core,), dict(vars(Core)))
-    hooks = {**engine.HOOKS, **scheduler.HOOKS}
-    for target, name in METHODS.items():
-        wrap.put(BY_NAME[target], kind, name, hooks[target])
+def make_wrapped_core(base: type[FakeEngineCore] = FakeEngineCore) -> type[FakeEngineCore]:
+    """A core with the real hooks, of a class of its own so that patches do not accumulate."""
+    members: dict[str, Any] = {}
+    for base_class in reversed(base.__mro__[:-1]):
+        members |= vars(base_class)
+    kind = type("Core", (base,), members)
+    hooks = {**engine_core.HOOKS, **scheduler.HOOKS}
+    for target, name in WRAPPED_METHODS.items():
+        wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, hooks[target])
     return kind
 
 
-def told(headers: Any) -> tuple[Marks, Journey]:
-    """What an output's headers say to the API server."""
+def decode_headers(headers: Any) -> tuple[Marks, EngineTimeline]:
+    """The timeline in an output's trace headers."""
     marks = Marks(1)
-    journey = unfold(headers[names.CARRIER], marks)
-    assert journey is not None
-    return marks, journey
+    timeline = decode_timeline(headers[names.CARRIER], marks)
+    assert timeline is not None
+    return marks, timeline

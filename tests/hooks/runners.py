@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two model runners with the method names of vLLM's V1 and V2, wrapped by the real hooks.
+"""Fake model runners with the method names of vLLM's V1 and V2, wrapped by the real hooks.
 
 Their work takes known times on a still clock: encoder 300, save 40, preparation 20, forward 1000,
 logits 5, sampler 7 microseconds.
@@ -10,16 +10,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ttft_otel.hooks import transfer, worker, wrap
-from ttft_otel.hooks.targets import BY_NAME
-from ttft_otel.testing import Clock
+from ttft_otel.hooks import ec_connectors, model_runners, wrap
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.testing import FakeClock
 
-ENCODER, SAVE, PREPARE, FORWARD, LOGITS, SAMPLER = 300, 40, 20, 1000, 5, 7
+ENCODER_US, SAVE_US, PREPARE_US, FORWARD_US, LOGITS_US, SAMPLER_US = 300, 40, 20, 1000, 5, 7
 EMPTY = SimpleNamespace(req_ids=[])  # vLLM shares one empty output between all its steps
 
 
-class Pending:
-    """An output whose copy is still under way."""
+class PendingOutput:
+    """An async output whose copy from the device is not complete."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -29,13 +29,13 @@ class Pending:
         return self.output
 
 
-class Connector:
+class FakeEcConnector:
     """An encoder-cache connector."""
 
     is_producer = True
     is_consumer = True
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.available = False
 
@@ -45,17 +45,17 @@ class Connector:
 
     def start_load_caches(self) -> None:
         """Take what another instance encoded."""
-        self.clock.tick(SAVE)
+        self.clock.tick(SAVE_US)
 
     def save_caches(self) -> None:
         """Publish what was encoded here."""
-        self.clock.tick(SAVE)
+        self.clock.tick(SAVE_US)
 
 
-class Runner:
-    """What both have in common; `pending` is asynchronous scheduling."""
+class FakeRunner:
+    """The common part of both; `pending` is asynchronous scheduling."""
 
-    def __init__(self, clock: Clock, pending: bool = False, connector: Any = None) -> None:
+    def __init__(self, clock: FakeClock, pending: bool = False, connector: Any = None) -> None:
         self.clock = clock
         self.pending = pending
         self.connector = connector
@@ -63,136 +63,137 @@ class Runner:
         self.raises = False
         self.state: Any = None
 
-    def encode(self, scheduled: Any) -> None:
-        """V1 comes by on every step, items or not."""
+    def encode_items(self, scheduled: Any) -> None:
+        """The encoder's call, which V1 makes in every step, with or without items."""
         if scheduled.scheduled_encoder_inputs:
-            self.clock.tick(ENCODER)
+            self.clock.tick(ENCODER_US)
             if self.connector is not None:
                 self.connector.save_caches()
 
-    def answer(self) -> Any:
+    def make_output(self) -> Any:
         """The step's output."""
         held = list(self.state.num_scheduled_tokens) or list(self.state.scheduled_encoder_inputs)
         output = SimpleNamespace(req_ids=held) if held else EMPTY
-        return Pending(output) if self.pending else output
+        return PendingOutput(output) if self.pending else output
 
-    def logits(self) -> None:
+    def compute_logits(self) -> None:
         """Between the forward and the sampler."""
-        self.clock.tick(LOGITS)
+        self.clock.tick(LOGITS_US)
 
 
-class V1(Runner):
+class RunnerV1(FakeRunner):
     """As in vllm/v1/worker/gpu_model_runner.py."""
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """One step; the output is final only on an encoder instance."""
         self.state = scheduler_output
-        self.clock.tick(PREPARE)
+        self.clock.tick(PREPARE_US)
         if self.raises:
             raise RuntimeError("out of memory")
-        self._execute_mm_encoder(scheduler_output)
+        if intermediate_tensors is None:
+            self._execute_mm_encoder(scheduler_output)
         if self.encode_only or not scheduler_output.num_scheduled_tokens:
-            return self.answer() if self.encode_only else EMPTY
+            return self.make_output() if self.encode_only else EMPTY
         self._model_forward()
-        self.logits()
+        self.compute_logits()
         return None
 
     def _execute_mm_encoder(self, scheduler_output: Any) -> None:
-        self.encode(scheduler_output)
+        self.encode_items(scheduler_output)
 
     def _model_forward(self) -> None:
-        self.clock.tick(FORWARD)
+        self.clock.tick(FORWARD_US)
 
     def sample_tokens(self) -> Any:
         """The second call of a step."""
         self._sample()
-        return self.answer()
+        return self.make_output()
 
     def _sample(self) -> None:
-        self.clock.tick(SAMPLER)
+        self.clock.tick(SAMPLER_US)
 
 
-class Encoders:
+class FakeEncoderRunner:
     """V2's encoder runner."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
 
     def execute_mm_encoder(self, scheduled: Any) -> None:
         """Called only with items."""
-        self.runner.encode(scheduled)
+        self.runner.encode_items(scheduled)
 
 
-class Timing:
+class FakeStepTimingCollector:
     """V2's collector of step times: only the forward's start can be seen."""
 
     def forward_start(self) -> None:
         """The forward begins."""
 
 
-class V2(Runner):
+class RunnerV2(FakeRunner):
     """As in vllm/v1/worker/gpu/model_runner.py: the forward ends with execute_model."""
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """One step."""
         self.state = scheduler_output
-        self.clock.tick(PREPARE)
+        self.clock.tick(PREPARE_US)
         if self.raises:
             raise RuntimeError("out of memory")
-        if scheduler_output.scheduled_encoder_inputs:
-            Encoders(self).execute_mm_encoder(scheduler_output)
+        if scheduler_output.scheduled_encoder_inputs and intermediate_tensors is None:
+            FakeEncoderRunner(self).execute_mm_encoder(scheduler_output)
         if self.encode_only or not scheduler_output.num_scheduled_tokens:
-            return self.answer() if self.encode_only else EMPTY
-        Timing().forward_start()
-        self.clock.tick(FORWARD)
+            return self.make_output() if self.encode_only else EMPTY
+        FakeStepTimingCollector().forward_start()
+        self.clock.tick(FORWARD_US)
         return None
 
     def sample_tokens(self) -> Any:
         """The second call of a step."""
-        self.logits()
+        self.compute_logits()
         self.sample()
-        return self.answer()
+        return self.make_output()
 
     def sample(self) -> None:
         """The sampler."""
-        self.clock.tick(SAMPLER)
+        self.clock.tick(SAMPLER_US)
 
 
-def fresh_classes() -> dict[str, type[Runner]]:
+def wrap_runner_classes() -> dict[str, type[FakeRunner]]:
     """Both runners, wrapped; subclasses' methods are never patched twice."""
     for target, owner, name in (
-        ("worker.execute", V1, "execute_model"),
-        ("worker.encoder", V1, "_execute_mm_encoder"),
-        ("worker.forward", V1, "_model_forward"),
-        ("worker.sample", V1, "_sample"),
-        ("worker.tokens", V1, "sample_tokens"),
-        ("worker.output", Pending, "get_output"),
-        ("worker.execute", V2, "execute_model"),
-        ("worker.encoder", Encoders, "execute_mm_encoder"),
-        ("worker.forward", Timing, "forward_start"),
-        ("worker.sample", V2, "sample"),
-        ("worker.tokens", V2, "sample_tokens"),
+        ("worker.execute", RunnerV1, "execute_model"),
+        ("worker.encoder", RunnerV1, "_execute_mm_encoder"),
+        ("worker.forward", RunnerV1, "_model_forward"),
+        ("worker.sample", RunnerV1, "_sample"),
+        ("worker.tokens", RunnerV1, "sample_tokens"),
+        ("worker.output", PendingOutput, "get_output"),
+        ("worker.execute", RunnerV2, "execute_model"),
+        ("worker.encoder", FakeEncoderRunner, "execute_mm_encoder"),
+        ("worker.forward", FakeStepTimingCollector, "forward_start"),
+        ("worker.sample", RunnerV2, "sample"),
+        ("worker.tokens", RunnerV2, "sample_tokens"),
     ):
-        wrap.put(BY_NAME[target], owner, name, worker.HOOKS[target])
-    return {"V1": V1, "V2": V2}
+        wrap.patch_attribute(TARGETS_BY_NAME[target], owner, name, model_runners.HOOKS[target])
+    return {"V1": RunnerV1, "V2": RunnerV2}
 
 
-def connect(clock: Clock) -> Connector:
+def connect_ec(clock: FakeClock) -> FakeEcConnector:
     """A connector as its factory would hand it out, its class wrapped."""
-    made = Connector(clock)
-    transfer.created(None, made)
+    made = FakeEcConnector(clock)
+    ec_connectors.wrap_ec_connector(None, made)
     return made
 
 
-def scheduled(
+def make_scheduler_output(
     tokens: dict[str, int], encode: dict[str, list[int]] | None = None, marked: bool = True
 ) -> Any:
     """A scheduler's output for one step, marked for measuring or not."""
-    made = SimpleNamespace(
+    output = SimpleNamespace(
         num_scheduled_tokens=tokens,
         scheduled_encoder_inputs=encode or {},
         scheduled_new_reqs=[SimpleNamespace(mm_features=[1] if encode else [])],
     )
     if marked:
-        made._ttft = True
-    return made
+        output._ttft = True
+    return output

@@ -15,16 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from ttft_otel import breakdown, carrier, clock, names
-from ttft_otel.asgi import Middleware
-from ttft_otel.hooks import frontend, wrap
-from ttft_otel.hooks.targets import BY_NAME
+from ttft_otel.asgi import TracingMiddleware
+from ttft_otel.hooks import api_server, wrap
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.settings import Settings
-from ttft_otel.testing import Clock
+from ttft_otel.testing import FakeClock
 
-FIRST = 900  # until process_outputs has returned
-EGRESS = 5
-DECODE = 4000
-STAGES = {
+FIRST_TOKEN_US = 900  # until process_outputs has returned
+EGRESS_US = 5
+DECODE_US = 4000
+STAGES_US = {
     "receive": 10,
     "preprocess": 200,
     "ipc": 20,
@@ -37,8 +37,11 @@ STAGES = {
 
 
 @dataclass
-class Plan:
-    """What the server does: `early` chunks come before the first token; `fail` names where it raises."""
+class ServerPlan:
+    """What the server does: `early` chunks come before the first token; `fail` names where it raises.
+
+    extra: SamplingParams.extra_args of its requests. background: it answers that they are queued.
+    """
 
     stream: bool = True
     status: int = 200
@@ -46,14 +49,22 @@ class Plan:
     fail: str = ""
     count: int = 1
     marks: bool = True
-    kept: bool = False
+    kept: int = 0  # bits of EngineTimeline.kept
+    media: list[int] = field(default_factory=list)
+    ends: str = ""  # the engine's only output ends it with this reason and no token
+    refused: int = 200  # the status after that, where it is one
+    dies: bool = False  # there is no output at all, and the answer ends
+    body: bytes = b"{}"  # of a plain answer
+    answers_first: bool = False  # with `background`: nothing was sent to the engine yet
     reports: list[str] = field(default_factory=list)
+    extra: dict[str, Any] | None = None
+    background: bool = False
 
 
-class Renderer:
+class FakeRenderer:
     """As in vllm/renderers/base.py."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
 
     async def render_chat_async(self, request: Any) -> None:
@@ -71,10 +82,10 @@ class Renderer:
         self.clock.tick(50)
 
 
-class Processors:
+class FakeProcessors:
     """vLLM's input and output processor in one."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.requests: dict[str, Any] = {}
 
@@ -92,10 +103,10 @@ class Processors:
         self.clock.tick(4)
 
 
-def classes() -> tuple[Any, Any]:
+def make_wrapped_classes() -> tuple[Any, Any]:
     """Renderer and processors, classes of their own, carrying the real hooks."""
-    renderer = type("Renderer", (Renderer,), dict(vars(Renderer)))
-    processors = type("Processors", (Processors,), dict(vars(Processors)))
+    renderer = type("Renderer", (FakeRenderer,), dict(vars(FakeRenderer)))
+    processors = type("Processors", (FakeProcessors,), dict(vars(FakeProcessors)))
     for target, kind, name in (
         ("frontend.render", renderer, "render_chat_async"),
         ("frontend.tokenize", renderer, "tokenize_prompts_async"),
@@ -104,71 +115,104 @@ def classes() -> tuple[Any, Any]:
         ("frontend.register", processors, "add_request"),
         ("frontend.outputs", processors, "process_outputs"),
     ):
-        wrap.put(BY_NAME[target], kind, name, frontend.HOOKS[target])
+        wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, api_server.HOOKS[target])
     return renderer, processors
 
 
-class Server:
+class FakeApiServer:
     """The app; `died` is what its engine core answers about a request that is no more, `sent` how
-    long it kept one's blocks.
+    long it kept one's blocks, `fetched` its encodings.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
-        self.plan = Plan()
-        self.renderer, self.processors = (kind(clock) for kind in classes())
+        self.plan = ServerPlan()
+        self.renderer, self.processors = (kind(clock) for kind in make_wrapped_classes())
         self.waiting = asyncio.Event()
         self.count = 0
-        self.died = ""
-        self.sent = ""
-        self.asked: list[str] = []
+        self.aborted_answer = ""
+        self.blocks_answer = ""
+        self.items_answer = ""
+        self.encoder_answers: list[str] = []
+        self.queried_ids: list[str] = []
+        self.background_tasks: list[asyncio.Task[None]] = []
         self.state = SimpleNamespace(engine_client=SimpleNamespace(engine_core=self))
 
     async def call_utility_async(self, method: str, engine_id: str) -> str:
         """vLLM's utility channel to the engine core."""
-        self.asked.append(engine_id)
-        return self.sent if method == carrier.SENT else self.died
+        self.queried_ids.append(engine_id)
+        self.clock.tick(10_000)  # what was kept is freed only then
+        answers = {
+            carrier.KEPT_BLOCKS_QUERY: self.blocks_answer,
+            carrier.KEPT_ITEMS_QUERY: self.items_answer,
+        }
+        if method == carrier.ENCODER_QUERY:
+            return self.encoder_answers.pop(0)
+        return answers.get(method, self.aborted_answer)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One request."""
         scope["app"], scope["route"] = self, SimpleNamespace(path=scope["path"])
         self.clock.tick(10)
-        self._maybe("body")
+        self._fail_if_planned("body")
         if self.plan.status != 200:
-            await say(send, self.plan.status, b"{}", "application/json")
+            await send_answer(send, self.plan.status, b"{}", "application/json")
             return
         await self.renderer.render_chat_async({})
         await asyncio.sleep(0)  # others' turn
-        sent = self._leave()
+        if self.plan.answers_first or self.plan.background:
+            if self.plan.answers_first:
+                self.background_tasks.append(asyncio.create_task(self._generate_in_background()))
+            else:
+                self._send_to_engine()
+            body = b'{"id":"resp_1","background":true,"status":"queued"}'
+            await send_answer(send, 200, body, "application/json")
+            return
+        sent = self._send_to_engine()
         if self.plan.stream:
-            await start(send, 200, "text/event-stream; charset=utf-8")
+            await send_head(send, 200, "text/event-stream; charset=utf-8")
             for chunk in self.plan.early:
-                await body(send, chunk)
-        self._maybe("queue")
+                await send_chunk(send, chunk)
+        if self.plan.dies:
+            if self.plan.stream:
+                await send_chunk(send, b"data: [DONE]\n\n", last=True)
+            else:
+                await send_answer(send, 200, self.plan.body, "application/json")
+            return
+        self._fail_if_planned("queue")
         if self.plan.fail == "hang":
             self.waiting.set()
             await asyncio.Event().wait()
         await asyncio.sleep(0)
-        self.clock.tick(FIRST - 210 - 4)
-        self.processors.process_outputs([self._output(name, at) for name, at in sent.items()])
-        self.clock.tick(EGRESS)
-        if not self.plan.stream:
-            self.clock.tick(DECODE)
-            await say(send, 200, b"{}", "application/json")
+        self.clock.tick(FIRST_TOKEN_US - 210 - 4)
+        self.processors.process_outputs([self._make_output(name, at) for name, at in sent.items()])
+        self.clock.tick(EGRESS_US)
+        if self.plan.refused != 200:
+            await send_answer(send, self.plan.refused, b"{}", "application/json")
             return
-        await body(send, b"data: one\n\n")
-        self.clock.tick(DECODE)
-        self._maybe("decode")
-        await body(send, b"data: two\n\n", last=True)
+        if not self.plan.stream:
+            self.clock.tick(DECODE_US)
+            await send_answer(send, 200, b"{}", "application/json")
+            return
+        await send_chunk(send, b"data: one\n\n")
+        self.clock.tick(DECODE_US)
+        self._fail_if_planned("decode")
+        await send_chunk(send, b"data: two\n\n", last=True)
 
-    def _maybe(self, where: str) -> None:
+    async def _generate_in_background(self) -> None:
+        await asyncio.sleep(0.01)
+        self._send_to_engine()  # and its client cancels it: there is no output
+
+    def _fail_if_planned(self, where: str) -> None:
         if self.plan.fail == where:
             raise RuntimeError("the host's own")
 
-    def _leave(self) -> dict[str, int]:
+    def _send_to_engine(self) -> dict[str, int]:
         self.count += 1
         request = SimpleNamespace(
-            request_id=f"chat-{self.count}", sampling_params=object(), trace_headers=None
+            request_id=f"chat-{self.count}",
+            sampling_params=SimpleNamespace(extra_args=self.plan.extra),
+            trace_headers=None,
         )
         self.processors.assign_request_id(request)
         sent = {}
@@ -180,46 +224,62 @@ class Server:
             sent[child.request_id] = self.clock.at
         return sent
 
-    def _output(self, name: str, left: int) -> Any:
+    def _make_output(self, name: str, left: int) -> Any:
         headers = self.processors.requests.pop(name).trace_headers
-        if headers is None or not self.plan.marks:
-            return SimpleNamespace(request_id=name, trace_headers=None)
+        if headers is None or not self.plan.marks:  # as the request brought them
+            return SimpleNamespace(
+                request_id=name,
+                trace_headers=headers,
+                finish_reason=self.plan.ends or None,
+                new_token_ids=[] if self.plan.ends else [7],
+            )
         begin = left + 20 + 30 + 40
-        journey = carrier.Journey(added=left + 20, scheduled=left + 50, entered=begin + 550)
-        journey.prompt, journey.chunks, journey.kept = 12, 1, self.plan.kept
-        journey.step((clock.boot_once(), begin + 506, 0, breakdown.FORWARD, begin, begin + 500))
+        timeline = carrier.EngineTimeline(added=left + 20, scheduled=left + 50, entered=begin + 550)
+        timeline.prompt, timeline.chunks, timeline.kept = 12, 1, self.plan.kept
+        timeline.media, timeline.complete = self.plan.media, True
+        timeline.add_step(
+            (clock.get_boot_number(), begin + 506, 0, breakdown.CODE_FORWARD, begin, begin + 500)
+        )
+        if self.plan.ends and self.plan.ends != "stop":  # it waited for an encoding that never came
+            timeline = carrier.EngineTimeline(added=left + 20, asked=left + 50)
+        headers = {names.CARRIER: carrier.encode_timeline(timeline)}
         return SimpleNamespace(
-            request_id=name, trace_headers={names.CARRIER: carrier.fold(journey)}
+            request_id=name,
+            trace_headers=headers,
+            finish_reason=self.plan.ends or None,
+            new_token_ids=[] if self.plan.ends else [7],
         )
 
 
-async def start(send: Any, status: int, kind: str) -> None:
+async def send_head(send: Any, status: int, kind: str) -> None:
     """The response's head."""
     headers = [(b"content-type", kind.encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def body(send: Any, data: bytes, last: bool = False) -> None:
+async def send_chunk(send: Any, data: bytes, last: bool = False) -> None:
     """A chunk."""
     await send({"type": "http.response.body", "body": data, "more_body": not last})
 
 
-async def say(send: Any, status: int, data: bytes, kind: str) -> None:
+async def send_answer(send: Any, status: int, data: bytes, kind: str) -> None:
     """A whole answer."""
-    await start(send, status, kind)
-    await body(send, data, last=True)
+    await send_head(send, status, kind)
+    await send_chunk(send, data, last=True)
 
 
-class Client:
+class FakeClient:
     """Calls the server through the middleware and keeps what came, with its time."""
 
-    def __init__(self, server: Server, settings: Settings) -> None:
+    def __init__(self, server: FakeApiServer, settings: Settings) -> None:
         self.server = server
-        self.app = Middleware(server, settings, frontend.know, frontend.ask)
-        self.came: list[tuple[int, Any]] = []
+        self.app = TracingMiddleware(
+            server, settings, api_server.identify_server, api_server.query_engine
+        )
+        self.messages: list[tuple[int, Any]] = []
         self.sends: list[Any] = []
 
-    async def call(self, path: str = "/v1/chat/completions", **headers: str) -> None:
+    async def call_server(self, path: str = "/v1/chat/completions", **headers: str) -> None:
         """One POST; header names' underscores are hyphens."""
         scope = {
             "type": "http",
@@ -231,7 +291,8 @@ class Client:
             ],
         }
         await self.app(scope, self.receive, self.send)
-        while waits := self.app.late | self.app.kept:
+        await asyncio.gather(*self.server.background_tasks)
+        while waits := self.app.abort_tasks | self.app.kept_span_tasks:
             await asyncio.gather(*waits)
 
     async def receive(self) -> Any:
@@ -240,22 +301,24 @@ class Client:
 
     async def send(self, message: Any) -> None:
         """Keep what came."""
-        self.came.append((self.server.clock.at - 1_000_000, message))
+        self.messages.append((self.server.clock.at - 1_000_000, message))
 
-    def types(self) -> list[str]:
+    def list_types(self) -> list[str]:
         """What came, in order: `start` and each body."""
         return [
             "start" if message["type"].endswith("start") else message["body"].decode().strip()
-            for _, message in self.came
+            for _, message in self.messages
         ]
 
-    def header(self, name: str = names.TIMING) -> str:
+    def get_header(self, name: str = names.TIMING) -> str:
         """A header of the response, "" when it has none."""
-        return str(dict(self.came[0][1]["headers"]).get(name.encode(), b"").decode())
+        return str(dict(self.messages[0][1]["headers"]).get(name.encode(), b"").decode())
 
 
 @asynccontextmanager
-async def hanging(client: Client, call: Callable[[], Any]) -> AsyncIterator[asyncio.Task[None]]:
+async def hang_in_queue(
+    client: FakeClient, call: Callable[[], Any]
+) -> AsyncIterator[asyncio.Task[None]]:
     """A call that waits in the engine's queue."""
     client.server.plan.fail = "hang"
     task = asyncio.ensure_future(call())

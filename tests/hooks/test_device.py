@@ -1,192 +1,276 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device events with a clock of their own: lengths are theirs, places stay within bounds."""
+"""The clocks of worker marks, each alone: what a device's events tell of places, and which clock is used.
+
+test_accelerator.py judges the device clock under both runners and vLLM's loops.
+"""
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ttft_otel import testing
-from ttft_otel.hooks import device
+from ttft_otel import breakdown, carrier, testing
+from ttft_otel import clock as clocks
+from ttft_otel.hooks import device, device_anchor, encoder_runs, model_runners
 
-OFFSET, DRIFT = 7_000_000_000.0, 1.00002  # us; the device's clock runs 20 ppm fast
+from .accelerator import SimulatedDevice, SimulatedHost
 
-
-class Device:
-    """A stream that works its queue off in order, `late` microseconds behind the host."""
-
-    def __init__(self, clock: testing.Clock) -> None:
-        self.clock = clock
-        self.free = 0  # host time until which the stream is busy
-        self.made = 0
-
-    def work(self, us: int) -> None:
-        """Queue work; the host does not wait."""
-        self.free = max(self.free, self.clock.at) + us
-
-    def event(self) -> Event:
-        """An event with timing."""
-        self.made += 1
-        return Event(self)
-
-
-class Event:
-    """Happens when everything queued before it is done."""
-
-    def __init__(self, on: Device) -> None:
-        self.on = on
-        self.at = 0
-
-    def record(self) -> None:
-        """Queue this event."""
-        self.at = max(self.on.free, self.on.clock.at)
-
-    def query(self) -> bool:
-        """Whether the device has come by."""
-        return self.on.clock.at >= self.at
-
-    def elapsed_time(self, other: Event) -> float:
-        """Milliseconds by the device's clock."""
-        if not (self.query() and other.query()):
-            raise RuntimeError("not ready")
-        return (self.ticks(other.at) - self.ticks(self.at)) / 1000.0
-
-    def ticks(self, host: int) -> float:
-        """The device's time, which is nothing like the host's."""
-        return OFFSET + host * DRIFT
+NEAR_US = 40  # of an idle stream: launch latency, and device.IDLE_LATENCY_US
 
 
 @pytest.fixture
-def gpu(clock: testing.Clock) -> Iterator[Device]:
-    """A device on a still clock."""
-    yield Device(clock)
+def host(monkeypatch: pytest.MonkeyPatch) -> SimulatedHost:
+    """A host whose time is ours."""
+    made = SimulatedHost()
+    monkeypatch.setattr(clocks, "now_us", made)
+    return made
 
 
-def step(made: device.DeviceClock, gpu: Device, us: int) -> list[tuple[Event, int]]:
-    """Stamp, queue work, stamp."""
-    begin = made.stamp()
-    gpu.work(us)
-    return [begin, made.stamp()]
+@pytest.fixture
+def simulated(host: SimulatedHost) -> SimulatedDevice:
+    """A device of this host."""
+    return SimulatedDevice(host)
 
 
-def test_idle_stream(gpu: Device, clock: testing.Clock) -> None:
-    """On an idle stream places are the host's times, the length is the device's."""
-    made = device.DeviceClock(gpu.event)
-    stamps = step(made, gpu, 5000)
-    clock.tick(6000)
-
-    begin, end = made.place(stamps) or (0, 0)
-
-    assert abs(begin - 1_000_000) <= 2
-    assert abs(end - begin - 5000) <= 2
+@pytest.fixture
+def device_clock(simulated: SimulatedDevice) -> device.DeviceClock:
+    """A clock of this device."""
+    return device.DeviceClock(simulated.make_event, simulated.is_idle)
 
 
-def test_unfinished(gpu: Device, clock: testing.Clock) -> None:
-    """While the device is still at it there is no place, and nobody waits."""
-    made = device.DeviceClock(gpu.event)
-    stamps = step(made, gpu, 5000)
-    clock.tick(4999)
-
-    assert made.place(stamps) is None
-    clock.tick(1)
-    assert made.place(stamps) is not None
-
-
-def test_queue_ahead(gpu: Device, clock: testing.Clock) -> None:
-    """Under asynchronous scheduling the host runs ahead; places are where the work really ran."""
-    made = device.DeviceClock(gpu.event)
-    first = step(made, gpu, 5000)
-    clock.tick(100)
-    second = step(made, gpu, 3000)  # queued while the first still runs
-    clock.tick(9000)
-
-    ends = [*(made.place(first) or []), *(made.place(second) or [])]
-
-    assert [abs(place - true) <= 3 for place, true in zip(ends, TRUE, strict=True)] == [True] * 4
+def stamp_work(
+    device_clock: device.DeviceClock, simulated: SimulatedDevice, us: float
+) -> device.DeviceStamps:
+    """A step of one piece of work; its first stamp is that of the idle stream, if there is one."""
+    stamps = device_clock.open_step()
+    device_clock.add_stamp(stamps)
+    simulated.main.queue_work(us)
+    device_clock.add_stamp(stamps)
+    return stamps
 
 
-TRUE = (1_000_000, 1_005_000, 1_005_000, 1_008_000)
+def list_errors(stamps: device.DeviceStamps, placement: device.Placement) -> list[float]:
+    """How far each place is from when its event happened."""
+    return [place - event.at for place, (event, _) in zip(placement.places, stamps, strict=True)]
 
 
-def test_within_bounds(gpu: Device, clock: testing.Clock) -> None:
-    """Over an hour of random steps: in order, never before the work was queued, never in the future."""
-    made, chance = device.DeviceClock(gpu.event), random.Random(7)
+def test_idle_stream(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """On an idle stream the place is known to what a launch takes; the length is the device's."""
+    stamps = stamp_work(device_clock, simulated, 5000)
+    host.sleep(6000)
+    placement = device_clock.place_stamps(stamps)
+
+    assert max(map(abs, list_errors(stamps, placement))) <= NEAR_US
+    assert placement.error_us <= NEAR_US
+    assert abs(placement.places[-1] - placement.places[-2] - 5000) <= 5
+
+
+def test_unfinished(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """What the device has not reached has no place, the rest has; nobody waits."""
+    stamps = stamp_work(device_clock, simulated, 5000)
+    host.sleep(4000)
+    asked_at = host.at
+    placement = device_clock.place_stamps(stamps)
+
+    assert host.at - asked_at < 10
+    assert all(placement.places[:-1]) and placement.places[-1] == 0
+    assert placement.read_at == int(asked_at)
+    host.sleep(2000)
+    assert all(device_clock.place_stamps(stamps).places)
+
+
+def test_nothing_reached(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """A device that is behind with other work has reached nothing, not even the anchor."""
+    simulated.main.queue_work(1e6)
+    placement = device_clock.place_stamps(stamp_work(device_clock, simulated, 5000))
+
+    assert placement.places == [0, 0]
+    assert host.at - placement.read_at < 10
+
+
+def test_pending_before_the_wait(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Behind 40 ms of other work a stamp's place follows from when the wait for it ended."""
+    simulated.main.queue_work(40_000)
+    stamps = stamp_work(device_clock, simulated, 5000)
+    device_clock.note_pending(stamps)
+    stamps[-1][0].synchronize()
+    errors = list_errors(stamps, device_clock.place_stamps(stamps))
+
+    assert max(map(abs, errors)) <= device_anchor.READING_US
+
+
+def test_never_after_the_reading(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Over an hour of random steps: in order, none after the moment of its reading, lengths true."""
+    chance = random.Random(7)
+    placed = 0
     for _ in range(400):
-        clock.tick(chance.randrange(100, 9_000_000))
-        queued, stamps = clock.at, step(made, gpu, chance.randrange(50, 40_000))
-        length = stamps[1][0].at - stamps[0][0].at
-        clock.tick(chance.randrange(60_000))
-        places = made.place(stamps)
-        if places is None:
-            continue
-        begin, end = places
-        assert queued - 5 <= begin <= end <= clock.at
-        assert abs(end - begin - length) <= 5
+        host.sleep(chance.randrange(100, 9_000_000))
+        stamps = stamp_work(device_clock, simulated, chance.randrange(50, 40_000))
+        length = stamps[-1][0].at - stamps[-2][0].at
+        host.sleep(chance.randrange(60_000))
+        begin, end = device_clock.place_stamps(stamps).places[-2:]
+        if end:
+            placed += 1
+            assert begin <= end <= host.at
+            assert abs(end - begin - length) <= 5
+    assert placed > 200
 
 
-def test_anchor_renewal(gpu: Device, clock: testing.Clock) -> None:
-    """The anchor is renewed before its distance costs resolution, also while a step is under way."""
-    made = device.DeviceClock(gpu.event)
-    made.place(step(made, gpu, 10))
-    anchor = made.anchor
-    clock.tick(device.RENEW + 1)
-    stamps = step(made, gpu, 500)
-    assert made.anchor is not anchor
-    clock.tick(600)
-
-    begin, end = made.place(stamps) or (0, 0)
-
-    assert abs(begin - (clock.at - 600)) <= 2 and abs(end - begin - 500) <= 2
-
-
-def test_renewed_between(gpu: Device, clock: testing.Clock) -> None:
-    """A step stamped before a renewal and read after it still has its place."""
-    made = device.DeviceClock(gpu.event)
-    before = step(made, gpu, 500)
-    clock.tick(device.RENEW + 1)
-    after = step(made, gpu, 500)
-    clock.tick(600)
-
-    early, late = made.place(before) or [], made.place(after) or []
-
-    assert [b - a for a, b in pairwise(early)] == pytest.approx([500], abs=3)
-    assert late[0] - early[0] == pytest.approx(device.RENEW + 1, abs=500)
-
-
-def test_events_reused(gpu: Device, clock: testing.Clock) -> None:
+def test_events_used_again(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
     """Events are pooled: a thousand steps make a handful."""
-    made = device.DeviceClock(gpu.event)
     for _ in range(1000):
-        stamps = step(made, gpu, 10)
-        clock.tick(1000)
-        made.place(stamps)
+        stamps = stamp_work(device_clock, simulated, 10)
+        host.sleep(1000)
+        device_clock.place_stamps(stamps)
 
-    assert gpu.made < 10
-    assert len(made.pool) <= device.RECENT
+    assert simulated.calls["make"] < 10
+    assert len(device_clock.pool) <= 2 * device.MAX_POOLED_EVENTS
 
 
-def test_never_read(gpu: Device, clock: testing.Clock) -> None:
-    """Steps whose output nobody reads leave nothing in the clock."""
-    made = device.DeviceClock(gpu.event)
+def test_never_read(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Steps whose output nobody reads leave nothing: no events, no chain of anchors."""
     for _ in range(100):
-        step(made, gpu, 10)
-        clock.tick(1000)
+        stamp_work(device_clock, simulated, 10)
+        host.sleep(device.ANCHOR_RENEWAL_US + 1)
+    gc.collect()
 
-    assert len(made.bounds) == len(made.pool) == 0
+    assert not device_clock.pool
+    anchors = [each for each in gc.get_objects() if type(each) is device_anchor.Anchor]
+    assert len(anchors) <= 2
 
 
-def test_host_clock(clock: testing.Clock) -> None:
+def test_bounds_pass_to_the_next_anchor(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """What was known of an anchor holds for its successor: no step after a renewal knows less."""
+    first = stamp_work(device_clock, simulated, 500)
+    host.sleep(device.ANCHOR_RENEWAL_US - 1_000_000)
+    device_clock.place_stamps(first)
+    host.sleep(1_000_000)
+    simulated.main.queue_work(90_000)
+    stamps = stamp_work(device_clock, simulated, 5000)  # nothing of its own tells its place
+    host.sleep(200_000)
+    placement = device_clock.place_stamps(stamps)
+
+    assert stamps.anchor is not first.anchor
+    assert max(map(abs, list_errors(stamps, placement))) <= 150  # 5 s of drift at 20 ppm
+
+
+def test_error_without_knowledge(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """A first step behind other work that is read late: the told error covers the true one."""
+    simulated.main.queue_work(40_000)
+    stamps = stamp_work(device_clock, simulated, 5000)
+    host.sleep(90_000)
+    placement = device_clock.place_stamps(stamps)
+    error = max(map(abs, list_errors(stamps, placement)))
+
+    assert error > 10_000
+    assert placement.error_us >= error
+
+
+def test_events_of_a_shared_encoder(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Two requests ask for the same step's encoder: both get the same, and no event is pooled twice."""
+    step = model_runners.StepStamps(device_clock, True, False, 0)
+    step.encoded_ids = ("a", "b")
+    begin = step.take_stamp()
+    simulated.main.queue_work(30_000)
+    step.close_interval(breakdown.CODE_ENCODER, begin)
+    assert step.resolve()[2] & carrier.ENCODER_UNFINISHED
+    assert encoder_runs.answer_encoder_run(None, "a") == carrier.PENDING_ANSWER
+    host.sleep(40_000)
+    first = encoder_runs.answer_encoder_run(None, "a")
+    stamp_work(device_clock, simulated, 5_000)  # uses the events again
+
+    assert encoder_runs.answer_encoder_run(None, "b") == first
+    run = carrier.decode_encoder_run(first)
+    assert run is not None and abs(run.end - run.start - 30_000) <= 20
+    assert len(set(map(id, device_clock.pool))) == len(device_clock.pool)
+    assert encoder_runs.answer_encoder_run(None, "a") == ""
+
+
+def test_host_clock(clock: testing.FakeClock) -> None:
     """On a CPU a stamp is the place."""
-    made = device.HostClock()
-    first = made.stamp()
+    host_clock, stamps = device.HostClock(), list[int]()
+    host_clock.add_stamp(stamps)
     clock.tick(5)
+    host_clock.add_stamp(stamps)
 
-    assert made.place([first, made.stamp()]) == [1_000_000, 1_000_005]
+    assert host_clock.place_stamps(stamps).places == [1_000_000, 1_000_005]
 
 
-def test_pick_without_vllm() -> None:
-    """Where no platform is known, or it is a CPU, the host's clock is used."""
-    assert isinstance(device.pick(), device.HostClock)
+def test_lengths_clock(host: SimulatedHost, simulated: SimulatedDevice) -> None:
+    """Where events were never placed, differences are the device's and what is unfinished is out."""
+    lengths, stamps = device.LengthsClock(simulated.make_event), list[Any]()
+    lengths.add_stamp(stamps)
+    simulated.main.queue_work(5000)
+    lengths.add_stamp(stamps)
+
+    host.sleep(100)
+    assert lengths.place_stamps(stamps).places[1] == 0
+    host.sleep(6000)
+    begin, end = lengths.place_stamps(stamps).places
+    assert abs(end - begin - 5000) <= 10
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """vLLM's platform and a torch, as far as choose_clock() asks them."""
+    made = SimpleNamespace(cpu=False, cuda=False, alike=False, accelerator=False)
+    current = SimpleNamespace(
+        is_cpu=lambda: made.cpu, is_cuda=lambda: made.cuda, is_cuda_alike=lambda: made.alike
+    )
+    torch = SimpleNamespace(
+        accelerator=SimpleNamespace(is_available=lambda: made.accelerator), cuda=None, Event=None
+    )
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=current))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    yield made
+
+
+@pytest.mark.parametrize(
+    ("has", "kind"),
+    [
+        (["cpu"], clocks.CLOCK_HOST),
+        (["cuda", "alike", "accelerator"], clocks.CLOCK_DEVICE),
+        (["alike", "accelerator"], clocks.CLOCK_LENGTHS),  # ROCm
+        (["accelerator"], clocks.CLOCK_LENGTHS),  # XPU
+        ([], clocks.CLOCK_NONE),
+    ],
+)
+def test_choice(platform: SimpleNamespace, has: list[str], kind: int) -> None:
+    """Places only where they were tried; launch times are never told as compute."""
+    for name in has:
+        setattr(platform, name, True)
+
+    assert device.choose_clock().kind == kind
+
+
+def test_choice_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no platform is known, the host's clock is used."""
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+
+    assert isinstance(device.choose_clock(), device.HostClock)

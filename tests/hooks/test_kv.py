@@ -11,23 +11,23 @@ import pytest
 
 from ttft_otel import carrier, names, testing
 from ttft_otel import clock as clocks
-from ttft_otel.breakdown import BLOCKS, FORWARD, LOST_AFTER, LOST_BEFORE
-from ttft_otel.carrier import counts, kept
-from ttft_otel.hooks import engine, kv, worker, wrap
-from ttft_otel.hooks.targets import BY_NAME
+from ttft_otel.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
+from ttft_otel.carrier import decode_kept_blocks, list_timeline_attributes
+from ttft_otel.hooks import engine_core, kv, model_runners, wrap
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
-from .fakes import Core, request, told
-from .runners import FORWARD as FORWARD_US
-from .runners import V1, fresh_classes, scheduled
+from .fakes import FakeEngineCore, decode_headers, make_request
+from .runners import FORWARD_US as FORWARD_US
+from .runners import RunnerV1, make_scheduler_output, wrap_runner_classes
 
-STEP = (clocks.boot_once(), 5000, 0, FORWARD, 3000, 4000)
-LOAD, SAVE = 400, 300
+STEP = (clocks.get_boot_number(), 5000, 0, CODE_FORWARD, 3000, 4000)
+LOAD_US, SAVE_US = 400, 300
 
 
-class Connector:
+class FakeKvConnector:
     """Both sides of a KV connector; what it answers is said by the test."""
 
-    def __init__(self, clock: testing.Clock) -> None:
+    def __init__(self, clock: testing.FakeClock) -> None:
         self.clock = clock
         self.found: tuple[int | None, bool] = (0, False)
         self.keeps = False
@@ -43,14 +43,14 @@ class Connector:
 
     def start_load_kv(self, context: Any) -> None:
         """The worker's side, before or after the forward."""
-        self.clock.tick(LOAD if self.slow else 10)
+        self.clock.tick(LOAD_US if self.slow else 10)
 
     def wait_for_save(self) -> None:
         """After the forward."""
-        self.clock.tick(SAVE if self.slow else 10)
+        self.clock.tick(SAVE_US if self.slow else 10)
 
 
-def finished(
+def make_connector_output(
     came: tuple[str, ...] = (), fetched: tuple[str, ...] = (), **figures: list[float]
 ) -> Any:
     """A KVConnectorOutput."""
@@ -61,265 +61,279 @@ def finished(
 
 
 @pytest.fixture
-def d(core: Core, clock: testing.Clock) -> Iterator[Any]:
+def kv_core(core: FakeEngineCore, clock: testing.FakeClock) -> Iterator[Any]:
     """An engine core whose scheduler has a connector; every hook is in."""
 
-    def update(self: Any, kv_connector_output: Any) -> None:
+    def update_transfers(self: Any, kv_connector_output: Any) -> None:
         return None
 
     kind = type(core)
-    kind._update_from_kv_xfer_finished = update  # type: ignore[attr-defined]
-    wrap.put(BY_NAME["kv.arrive"], kind, "_update_from_kv_xfer_finished", kv.HOOKS["kv.arrive"])
-    core.connector = type("Mine", (Connector,), dict(vars(Connector)))(clock)  # type: ignore[attr-defined]
+    kind._update_from_kv_xfer_finished = update_transfers  # type: ignore[attr-defined]
+    wrap.patch_attribute(
+        TARGETS_BY_NAME["kv.arrive"], kind, "_update_from_kv_xfer_finished", kv.HOOKS["kv.arrive"]
+    )
+    core.connector = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)  # type: ignore[attr-defined]
     core.block_size = 16  # type: ignore[attr-defined]
-    kv.created(None, core.connector)  # type: ignore[attr-defined]
+    kv.wrap_kv_connector(None, core.connector)  # type: ignore[attr-defined]
     yield core
-    assert not kv.moving
-    kv.gone.clear()
+    assert not kv.tracked_blocks
+    kv.unasked_answers.clear()
 
 
-def ask(core: Any, name: str, found: tuple[int | None, bool]) -> None:
+def ask_connector(core: Any, name: str, found: tuple[int | None, bool]) -> None:
     """The scheduler comes by a waiting request and asks the connector."""
     core.connector.found = found
     core.connector.get_num_new_matched_tokens(core.requests[name], 0)
 
 
-def first(core: Any, name: str) -> Any:
-    """Its first chunk is scheduled and its first output comes: marks and journey."""
+def finish_first_chunk(core: Any, name: str) -> Any:
+    """Schedule the first chunk of a request and give its first output; its marks and timeline."""
     mine = core.requests[name]
     step = core.schedule((name,), {name: mine.num_tokens - mine.num_computed_tokens})
-    return told(core.update(step, first=(name,), record=STEP)[name])
+    return decode_headers(core.update(step, first=(name,), record=STEP)[name])
 
 
-def test_wait(d: Any, clock: testing.Clock) -> None:
+def test_wait(kv_core: Any, clock: testing.FakeClock) -> None:
     """From the answer "they come" until the engine core hears of them it is kv.transfer."""
-    d.add(request("a", 40))
+    kv_core.add(make_request("a", 40))
     clock.tick(100)
-    ask(d, "a", (39, True))
-    d.requests["a"].num_computed_tokens = 39
+    ask_connector(kv_core, "a", (39, True))
+    kv_core.requests["a"].num_computed_tokens = 39
     began = clock.at
     clock.tick(7000)
-    d._update_from_kv_xfer_finished(
-        finished(("a",), bytes_transferred=[100, 28], transfer_duration=[0.002, 0.003])
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(("a",), bytes_transferred=[100, 28], transfer_duration=[0.002, 0.003])
     )
     clock.tick(200)
-    marks, journey = first(d, "a")
+    marks, timeline = finish_first_chunk(kv_core, "a")
 
     assert marks.waits == [("kv.transfer", began, began + 7000)]
     assert marks.scheduled == began + 7200
     assert not marks.queue_lost and not marks.moving
-    found = counts(journey)
-    assert (found[names.KV_TOKENS], found[names.KV_BLOCKS]) == (39, 3)
-    assert (found[names.KV_BYTES], found[names.KV_MOVE]) == (128, 3000)
+    attributes = list_timeline_attributes(timeline)
+    assert (attributes[names.KV_TOKENS], attributes[names.KV_BLOCKS]) == (39, 3)
+    assert (attributes[names.KV_BYTES], attributes[names.KV_MOVE]) == (128, 3000)
 
 
-def test_looking(d: Any, clock: testing.Clock) -> None:
+def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:
     """While a connector still looks for blocks they are on their way already."""
-    d.add(request("a", 40))
+    kv_core.add(make_request("a", 40))
     began = clock.at
     for _ in range(3):
-        ask(d, "a", (None, False))
+        ask_connector(kv_core, "a", (None, False))
         clock.tick(1000)
-    ask(d, "a", (0, False))
-    marks, journey = first(d, "a")
+    ask_connector(kv_core, "a", (0, False))
+    marks, timeline = finish_first_chunk(kv_core, "a")
 
     assert marks.waits == [("kv.transfer", began, began + 3000)]
-    assert names.KV_TOKENS not in counts(journey)
+    assert names.KV_TOKENS not in list_timeline_attributes(timeline)
 
 
-def test_no_room(d: Any, clock: testing.Clock) -> None:
+def test_no_room(kv_core: Any, clock: testing.FakeClock) -> None:
     """As long as there is no room for its blocks it queues: only the last answer counts."""
-    d.add(request("a", 40))
+    kv_core.add(make_request("a", 40))
     for _ in range(3):
-        ask(d, "a", (39, True))
+        ask_connector(kv_core, "a", (39, True))
         clock.tick(1000)
-    d._update_from_kv_xfer_finished(finished(("a",)))
-    marks, _ = first(d, "a")
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    marks, _ = finish_first_chunk(kv_core, "a")
 
     assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
 
 
-def test_found_here_meanwhile(d: Any, clock: testing.Clock) -> None:
+def test_found_here_meanwhile(kv_core: Any, clock: testing.FakeClock) -> None:
     """Blocks that another request has fetched before there was room are none that it waits for."""
-    d.add(request("a", 40))
-    ask(d, "a", (39, True))
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
     clock.tick(1000)
-    ask(d, "a", (0, False))
-    assert not kv.moving
-    marks, _ = first(d, "a")
+    ask_connector(kv_core, "a", (0, False))
+    assert not kv.tracked_blocks
+    marks, _ = finish_first_chunk(kv_core, "a")
 
     assert not marks.waits and not marks.queue_lost
 
 
-def test_preempted(d: Any, clock: testing.Clock) -> None:
+def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
     """What a preempted request finds when it comes back changes nothing that was told before."""
-    mine = request("a", 40)
-    d.add(mine)
-    ask(d, "a", (32, False))
-    d.update(d.schedule(("a",), {"a": 4}), record=STEP)
-    d.update(d.schedule(preempted=("a",)))
-    ask(d, "a", (39, True))
+    mine = make_request("a", 40)
+    kv_core.add(mine)
+    ask_connector(kv_core, "a", (32, False))
+    kv_core.update(kv_core.schedule(("a",), {"a": 4}), record=STEP)
+    kv_core.update(kv_core.schedule(preempted=("a",)))
+    ask_connector(kv_core, "a", (39, True))
     clock.tick(1000)
-    d._update_from_kv_xfer_finished(finished(("a",)))
-    _, journey = told(d.update(d.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"])
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    _, timeline = decode_headers(
+        kv_core.update(kv_core.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"]
+    )
 
-    assert not journey.waits
-    assert counts(journey)[names.KV_TOKENS] == 32
+    assert not timeline.waits
+    assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
 
 
-def test_loaded_in_the_step(d: Any) -> None:
+def test_loaded_in_the_step(kv_core: Any) -> None:
     """A connector that loads inside the step keeps nobody waiting."""
-    d.add(request("a", 40))
-    ask(d, "a", (32, False))
-    marks, journey = first(d, "a")
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (32, False))
+    marks, timeline = finish_first_chunk(kv_core, "a")
 
     assert not marks.waits and not marks.queue_lost
-    assert counts(journey)[names.KV_TOKENS] == 32
+    assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
 
 
-def test_not_later_after_all(d: Any) -> None:
+def test_not_later_after_all(kv_core: Any) -> None:
     """What was to come later and was scheduled at once did not wait."""
-    d.add(request("a", 40))
-    ask(d, "a", (39, True))
-    marks, _ = first(d, "a")
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
+    marks, _ = finish_first_chunk(kv_core, "a")
 
     assert not marks.waits and not marks.queue_lost and not marks.moving
 
 
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
-def test_unseen(d: Any, clock: testing.Clock, gone: str) -> None:
+def test_unseen(kv_core: Any, clock: testing.FakeClock, gone: str) -> None:
     """Without one of its two marks the queue is unattributed, not fattened."""
     wrap.switch(off=[gone])
-    d.add(request("a", 40))
-    ask(d, "a", (39, True))
-    d.requests["a"].num_computed_tokens = 39
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
+    kv_core.requests["a"].num_computed_tokens = 39
     clock.tick(7000)
-    d._update_from_kv_xfer_finished(finished(("a",)))
-    marks, _ = first(d, "a")
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    marks, _ = finish_first_chunk(kv_core, "a")
     wrap.switch()
 
     assert marks.queue_lost and not marks.waits
 
 
-def test_unseen_without_blocks(d: Any) -> None:
+def test_unseen_without_blocks(kv_core: Any) -> None:
     """Where nothing came from elsewhere nothing is lost with the marks."""
     wrap.switch(off=["kv.match", "kv.arrive"])
-    d.add(request("a", 40))
-    marks, _ = first(d, "a")
+    kv_core.add(make_request("a", 40))
+    marks, _ = finish_first_chunk(kv_core, "a")
     wrap.switch()
 
     assert not marks.queue_lost
 
 
-def test_figures_of_two(d: Any, clock: testing.Clock) -> None:
+def test_figures_of_two(kv_core: Any, clock: testing.FakeClock) -> None:
     """Two at once: the connector's figures are nobody's, the times everybody's."""
     for name in ("a", "b"):
-        d.add(request(name, 40))
-        ask(d, name, (39, True))
+        kv_core.add(make_request(name, 40))
+        ask_connector(kv_core, name, (39, True))
     clock.tick(500)
-    d._update_from_kv_xfer_finished(finished(("a", "b"), bytes_transferred=[100]))
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(("a", "b"), bytes_transferred=[100])
+    )
 
     for name in ("a", "b"):
-        marks, journey = first(d, name)
+        marks, timeline = finish_first_chunk(kv_core, name)
         assert len(marks.waits) == 1
-        assert names.KV_BYTES not in counts(journey)
+        assert names.KV_BYTES not in list_timeline_attributes(timeline)
 
 
-def test_aborted(d: Any, clock: testing.Clock) -> None:
+def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
     """One that is aborted while its blocks are on their way says so, and leaves nothing."""
-    d.add(request("a", 40))
-    ask(d, "a", (39, True))
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
     began = clock.at
     clock.tick(500)
-    d.free("a")
+    kv_core.free("a")
 
-    marks, _ = told({names.CARRIER: engine.died(d, "a")})
+    marks, _ = decode_headers({names.CARRIER: engine_core.answer_aborted(kv_core, "a")})
     assert marks.moving == began
-    d._update_from_kv_xfer_finished(finished(("a",)))
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
 
 
-def test_untraced(d: Any) -> None:
+def test_untraced(kv_core: Any) -> None:
     """A request that is not traced is not looked at."""
-    d.add(request("a", 40, traced=False))
-    ask(d, "a", (39, True))
-    d.connector.keeps = True
-    d.connector.request_finished(d.requests["a"], [1])
+    kv_core.add(make_request("a", 40, traced=False))
+    ask_connector(kv_core, "a", (39, True))
+    kv_core.connector.keeps = True
+    kv_core.connector.request_finished(kv_core.requests["a"], [1])
 
-    assert not kv.moving
+    assert not kv.tracked_blocks
 
 
-def ended(core: Any, name: str, block_ids: Any) -> None:
+def end_request(core: Any, name: str, block_ids: Any) -> None:
     """P's request ends with its first token, as inside vLLM's update."""
-    core.add(request(name, 40))
+    core.add(make_request(name, 40))
     core.requests[name].num_computed_tokens = 40
     step = core.schedule((name,), {name: 0})
     core.connector.keeps = True
     core.connector.request_finished(core.requests[name], block_ids)
-    assert told(core.update(step, finish=(name,), record=STEP)[name])[1].kept
+    assert decode_headers(core.update(step, finish=(name,), record=STEP)[name])[1].kept
 
 
-def test_kept(d: Any, clock: testing.Clock) -> None:
+def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
     """P keeps its blocks until they are fetched; who asked before that hears of it then."""
-    ended(d, "a", ([1, 2, 3],))
+    end_request(kv_core, "a", ([1, 2, 3],))
     began = clock.at
-    asked = kv.sent(d, "a")
+    answer_future = kv.answer_kept_blocks(kv_core, "a")
     clock.tick(900)
-    assert not asked.done()
-    d._update_from_kv_xfer_finished(finished(fetched=("a",)))
+    assert not answer_future.done()
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("a",)))
 
-    assert kept(asked.result()) == carrier.Kept(began, began + 900, 40, 3, False)
-    assert kv.sent(d, "a") == ""
+    assert decode_kept_blocks(answer_future.result()) == carrier.KeptBlocks(
+        began, began + 900, 40, 3, False
+    )
+    assert kv.answer_kept_blocks(kv_core, "a") == ""
 
 
-def test_kept_and_asked_late(d: Any, clock: testing.Clock) -> None:
+def test_kept_and_asked_late(kv_core: Any, clock: testing.FakeClock) -> None:
     """Who asks after they were fetched hears of it too, once; leases that ran out are told apart."""
-    ended(d, "a", [7, 8])
+    end_request(kv_core, "a", [7, 8])
     clock.tick(900)
-    d._update_from_kv_xfer_finished(finished(fetched=("a",), num_kv_expired_reqs=[1]))
-    found = kept(kv.sent(d, "a"))
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(fetched=("a",), num_kv_expired_reqs=[1])
+    )
+    kept_blocks = decode_kept_blocks(kv.answer_kept_blocks(kv_core, "a"))
 
-    assert found is not None and (found.blocks, found.over) == (2, True)
-    assert kv.sent(d, "a") == ""
+    assert kept_blocks is not None and (kept_blocks.blocks, kept_blocks.expired) == (2, True)
+    assert kv.answer_kept_blocks(kv_core, "a") == ""
 
 
-def test_not_kept(d: Any) -> None:
+def test_not_kept(kv_core: Any) -> None:
     """Without blocks kept there is nothing to ask for."""
-    d.add(request("a", 40))
-    d.connector.request_finished(d.requests["a"], [1])
+    kv_core.add(make_request("a", 40))
+    kv_core.connector.request_finished(kv_core.requests["a"], [1])
 
-    assert kv.sent(d, "a") == "" and not kv.moving
-    assert not first(d, "a")[1].kept
+    assert kv.answer_kept_blocks(kv_core, "a") == "" and not kv.tracked_blocks
+    assert not finish_first_chunk(kv_core, "a")[1].kept
 
 
-def test_bounded(d: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait or were fetched unasked, the state has a bound."""
-    monkeypatch.setattr(kv, "LIMIT", 10)
-    monkeypatch.setattr(kv, "UNASKED", 5)
+    monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 10)
+    monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 5)
     for number in range(30):
-        ended(d, f"r{number}", [1])
-    assert len(kv.moving) == 10
-    d._update_from_kv_xfer_finished(finished(fetched=tuple(kv.moving)))
+        end_request(kv_core, f"r{number}", [1])
+    assert len(kv.tracked_blocks) == 10
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=tuple(kv.tracked_blocks)))
 
-    assert not kv.moving and len(kv.gone) == 5
+    assert not kv.tracked_blocks and len(kv.unasked_answers) == 5
 
 
-def test_bounded_asked(d: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked for blocks that the bound pushed out is answered: nobody will know."""
-    monkeypatch.setattr(kv, "LIMIT", 1)
-    ended(d, "a", [1])
-    asked = kv.sent(d, "a")
-    ended(d, "b", [2])
+    monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 1)
+    end_request(kv_core, "a", [1])
+    answer_future = kv.answer_kept_blocks(kv_core, "a")
+    end_request(kv_core, "b", [2])
 
-    assert list(kv.moving) == ["b"] and kept(asked.result(0)) is None
-    d._update_from_kv_xfer_finished(finished(fetched=("b",)))
+    assert list(kv.tracked_blocks) == ["b"] and decode_kept_blocks(answer_future.result(0)) is None
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("b",)))
 
 
 def test_not_ours() -> None:
     """What is no answer of ours is none."""
-    assert kept("") is None and kept("[1]") is None and kept("é") is None
+    assert (
+        decode_kept_blocks("") is None
+        and decode_kept_blocks("[1]") is None
+        and decode_kept_blocks("é") is None
+    )
 
 
-def test_older_class(fresh: None) -> None:
+def test_older_class(nothing_patched: None) -> None:
     """A class without one of the methods is wrapped as far as it goes."""
 
     class Old:
@@ -327,13 +341,13 @@ def test_older_class(fresh: None) -> None:
             return "loaded"
 
     made = Old()
-    kv.created(None, made)
+    kv.wrap_kv_connector(None, made)
 
     assert made.start_load_kv(None) == "loaded"
-    assert wrap.active("kv.load") and not wrap.active("kv.save")
+    assert wrap.is_active("kv.load") and not wrap.is_active("kv.save")
 
 
-class Runner(V1):
+class KvRunner(RunnerV1):
     """V1's runner with a KV connector around its forward."""
 
     kv: Any
@@ -351,23 +365,25 @@ class Runner(V1):
 
 
 @pytest.fixture
-def runner(fresh: None, clock: testing.Clock) -> Iterator[Any]:
+def runner(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
     """One of these, with a connector that takes its time; the wrapped classes are put back."""
-    fresh_classes()
-    kind = type("Own", (Runner,), dict(vars(Runner)))
-    wrap.put(BY_NAME["worker.forward"], kind, "_forward", worker.HOOKS["worker.forward"])
+    wrap_runner_classes()
+    kind = type("Own", (KvRunner,), dict(vars(KvRunner)))
+    wrap.patch_attribute(
+        TARGETS_BY_NAME["worker.forward"], kind, "_forward", model_runners.HOOKS["worker.forward"]
+    )
     made: Any = kind(clock)
-    made.kv = type("Mine", (Connector,), dict(vars(Connector)))(clock)
-    kv.created(None, made.kv)
+    made.kv = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)
+    kv.wrap_kv_connector(None, made.kv)
     yield made
-    for patches in wrap.installed.values():
+    for patches in wrap.installed_patches.values():
         for patch in patches:
             setattr(patch.owner, patch.name, patch.original)
 
 
-def run(runner: Any, sync: bool) -> tuple[int, list[Any]]:
+def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
     """One marked step: what was lost, and (stage's code, length) in order."""
-    output = scheduled({"a": 9})
+    output = make_scheduler_output({"a": 9})
     output.has_sync_kv_loads = sync
     output.kv_connector_metadata = object()
     runner.execute_model(output)
@@ -376,24 +392,30 @@ def run(runner: Any, sync: bool) -> tuple[int, list[Any]]:
     return record[2], [(code, end - start) for code, start, end in pairs]
 
 
-FORWARDED = (FORWARD, FORWARD_US)
+FORWARD_LENGTH = (CODE_FORWARD, FORWARD_US)
 
 
 def test_step_loads_first(runner: Any) -> None:
     """A load that the forward needs comes before it, a save after it."""
-    assert run(runner, True) == (0, [(BLOCKS, LOAD), FORWARDED, (BLOCKS, SAVE)])
+    assert run_step(runner, True) == (
+        0,
+        [(CODE_KV_TRANSFER, LOAD_US), FORWARD_LENGTH, (CODE_KV_TRANSFER, SAVE_US)],
+    )
 
 
 def test_step_loads_after(runner: Any) -> None:
     """Loads for other requests are submitted after the forward, and keep this step's from sampling."""
-    assert run(runner, False) == (0, [FORWARDED, (BLOCKS, LOAD), (BLOCKS, SAVE)])
+    assert run_step(runner, False) == (
+        0,
+        [FORWARD_LENGTH, (CODE_KV_TRANSFER, LOAD_US), (CODE_KV_TRANSFER, SAVE_US)],
+    )
 
 
 def test_step_of_nothing(runner: Any) -> None:
     """Most connectors only look whether there is something to do: no stage of their own."""
     runner.kv.slow = False
 
-    assert run(runner, True) == (0, [FORWARDED])
+    assert run_step(runner, True) == (0, [FORWARD_LENGTH])
 
 
 @pytest.mark.parametrize(
@@ -407,15 +429,15 @@ def test_step_of_nothing(runner: Any) -> None:
 def test_step_unseen(runner: Any, gone: str, sync: bool, lost: int) -> None:
     """Without its hook nobody knows where a load or a save was."""
     wrap.switch(off=[gone])
-    found = run(runner, sync)[0]
+    found = run_step(runner, sync)[0]
     wrap.switch()
 
     assert found == lost
 
 
-def test_step_elsewhere(runner: Any, clock: testing.Clock) -> None:
+def test_step_elsewhere(runner: Any, clock: testing.FakeClock) -> None:
     """Outside a measured step connectors just work."""
     runner.kv.start_load_kv(None)
     runner.kv.wait_for_save()
 
-    assert clock.at == 1_000_000 + LOAD + SAVE
+    assert clock.at == 1_000_000 + LOAD_US + SAVE_US

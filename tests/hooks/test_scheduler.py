@@ -7,31 +7,32 @@ from typing import Any
 
 import pytest
 
+from ttft_otel import carrier, names, testing
 from ttft_otel import clock as clocks
-from ttft_otel import names, testing
-from ttft_otel.hooks import engine, scheduler
+from ttft_otel.hooks import engine_core, scheduler
+from ttft_otel.media_items import INDEX_OWN, SOURCE_ENCODED, SOURCE_UNSEEN, SOURCES_UNKNOWN
 
-from .fakes import HEADERS, Core, request, told
+from .fakes import HEADERS, FakeEngineCore, decode_headers, make_request
 
-BOOT = clocks.boot_once()
+BOOT = clocks.get_boot_number()
 STEP = (BOOT, 5000, 0, 10, 3000, 4000)
 
 
-def start(core: Core, *ids: str, tokens: int = 10, items: int = 0) -> None:
+def add_requests(core: FakeEngineCore, *ids: str, tokens: int = 10, items: int = 0) -> None:
     """Traced requests enter the engine core."""
     for name in ids:
-        core.add(request(name, tokens, items=items))
+        core.add(make_request(name, tokens, items=items))
 
 
-def test_one_step(core: Core, clock: testing.Clock) -> None:
+def test_one_step(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     """A short prompt: added, scheduled, measured, and its first output carries all of it."""
-    start(core, "a")
+    add_requests(core, "a")
     clock.tick(100)  # and 500 in the input thread
     step = core.schedule(new=("a",), tokens={"a": 10})
     clock.tick(50)
     out = core.update(step, first=("a",), record=STEP)
 
-    marks, counts = told(out["a"])
+    marks, counts = decode_headers(out["a"])
     assert step._ttft is True
     assert (marks.added, marks.scheduled, marks.entered) == (1_000_000, 1_000_600, 1_000_650)
     assert [(each.pairs, each.sampled) for each in marks.steps] == [([(10, 3000, 4000)], 5000)]
@@ -39,60 +40,69 @@ def test_one_step(core: Core, clock: testing.Clock) -> None:
     assert not marks.encoder_first
 
 
-def test_traceparent_stays(clock: testing.Clock, core: Core) -> None:
+def test_encoder_unfinished(core: FakeEngineCore) -> None:
+    """An encoder that still ran is asked for later; the timeline tells the API server to."""
+    add_requests(core, "a")
+    record = (*STEP[:2], carrier.ENCODER_UNFINISHED, *STEP[3:])
+    out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=record)
+
+    assert decode_headers(out["a"])[1].kept == carrier.ENCODER_RUN_BIT
+
+
+def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> None:
     """Where vLLM traces too, its headers travel on beside ours; later outputs carry its own only."""
     core = type(core)(clock, tracing="http://collector:4317")
-    start(core, "a")
+    add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
     assert out["a"][names.TRACEPARENT] == HEADERS[names.TRACEPARENT]
     assert core.requests["a"].trace_headers == {names.TRACEPARENT: HEADERS[names.TRACEPARENT]}
 
 
-def test_nothing_rides_along(core: Core) -> None:
+def test_nothing_rides_along(core: FakeEngineCore) -> None:
     """Where vLLM does not trace, the first output carries our marks and later ones nothing."""
-    start(core, "a")
+    add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
     assert list(out["a"]) == [names.CARRIER]
     assert core.requests["a"].trace_headers is None
 
 
-def test_decode_steps_are_free(core: Core) -> None:
+def test_decode_steps_are_free(core: FakeEngineCore) -> None:
     """After its first output a request marks no step."""
-    start(core, "a")
+    add_requests(core, "a")
     core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
     later = core.schedule(tokens={"a": 1})
 
     assert not hasattr(later, "_ttft")
-    assert not scheduler.running
+    assert not scheduler.awaiting_first_token
 
 
-def test_untraced(core: Core) -> None:
+def test_untraced(core: FakeEngineCore) -> None:
     """A request without our header leaves no state and marks no step."""
-    core.add(request("a", traced=False))
+    core.add(make_request("a", traced=False))
     step = core.schedule(("a",), {"a": 10})
 
     assert not hasattr(step, "_ttft")
-    assert not scheduler.running
+    assert not scheduler.awaiting_first_token
 
 
-def test_chunks(core: Core) -> None:
+def test_chunks(core: FakeEngineCore) -> None:
     """A long prompt in three chunks keeps one record per chunk."""
-    start(core, "a", tokens=30)
+    add_requests(core, "a", tokens=30)
     for number in range(3):
         step = core.schedule(("a",) if not number else (), {"a": 10})
         out = core.update(step, first=("a",) if number == 2 else (), record=STEP)
 
-    marks, counts = told(out["a"])
+    marks, counts = decode_headers(out["a"])
     assert len(marks.steps) == counts.chunks == 3
     assert counts.own_tokens == counts.step_tokens == 30
     assert counts.recomputed == 0
 
 
-def test_async_order(core: Core) -> None:
+def test_async_order(core: FakeEngineCore) -> None:
     """Under async scheduling step 2 is scheduled before step 1's output: the join stays right."""
-    start(core, "a", tokens=20)
+    add_requests(core, "a", tokens=20)
     one = core.schedule(("a",), {"a": 10})
     two = core.schedule(tokens={"a": 10})
     core.update(one, record=(BOOT, 0, 0, 10, 1, 2))
@@ -100,161 +110,161 @@ def test_async_order(core: Core) -> None:
     out = core.update(two, first=("a",), record=(BOOT, 9, 0, 10, 5, 6))
     core.update(three, first=("a",), record=(BOOT, 99, 0, 10, 50, 60))
 
-    marks, counts = told(out["a"])
+    marks, counts = decode_headers(out["a"])
     assert [step.pairs for step in marks.steps] == [[(10, 1, 2)], [(10, 5, 6)]]
     assert counts.chunks == 2
 
 
-def test_encoder(core: Core, clock: testing.Clock) -> None:
+def test_encoder(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     """A step that encodes one of its items makes the wait an encoder's queue; items are counted."""
-    start(core, "a", "b", items=3)
+    add_requests(core, "a", "b", items=3)
     step = core.schedule(("a", "b"), {"a": 4, "b": 4}, encode={"a": [0, 1], "b": [0]})
     out = core.update(step, first=("a", "b"), record=STEP)
 
-    marks, counts = told(out["a"])
+    marks, counts = decode_headers(out["a"])
     assert marks.encoder_first
-    assert (counts.items, counts.own_items, counts.step_items) == (3, 2, 3)
+    assert counts.media == [2, 3, 0, SOURCES_UNKNOWN, SOURCE_ENCODED, SOURCE_ENCODED, SOURCE_UNSEEN]
     assert (counts.own_tokens, counts.step_tokens) == (4, 8)
 
 
-def test_encode_only(core: Core) -> None:
+def test_encode_only(core: FakeEngineCore) -> None:
     """An encoder instance schedules an item without a token, and the empty answer carries marks."""
-    start(core, "a", items=1)
+    add_requests(core, "a", items=1)
     step = core.schedule(("a",), {}, encode={"a": [0]})
     out = core.update(step, finish=("a",), record=STEP)
 
-    assert told(out["a"])[1].own_items == 1
+    assert decode_headers(out["a"])[1].media[INDEX_OWN] == 1
 
 
-def test_cached(core: Core) -> None:
+def test_cached(core: FakeEngineCore) -> None:
     """Tokens found in the prefix cache are counted, not computed."""
-    start(core, "a", tokens=10)
+    add_requests(core, "a", tokens=10)
     core.requests["a"].num_computed_tokens = 6
     out = core.update(core.schedule(("a",), {"a": 4}), first=("a",), record=STEP)
 
-    counts = told(out["a"])[1]
+    counts = decode_headers(out["a"])[1]
     assert (counts.cached, counts.own_tokens, counts.recomputed) == (6, 4, 0)
 
 
-def test_preempted_and_resumed(core: Core) -> None:
+def test_preempted_and_resumed(core: FakeEngineCore) -> None:
     """A preempted request computes its tokens again, which is counted; its chunks still join."""
-    start(core, "a", tokens=20)
+    add_requests(core, "a", tokens=20)
     core.update(core.schedule(("a",), {"a": 10}), record=STEP)
     core.update(core.schedule(preempted=("a",)))
     step = core.schedule(tokens={"a": 20})
     out = core.update(step, first=("a",), record=STEP)
 
-    counts = told(out["a"])[1]
+    counts = decode_headers(out["a"])[1]
     assert (counts.preempted, counts.recomputed, counts.chunks) == (1, 10, 2)
 
 
-def test_finished_in_update(core: Core) -> None:
+def test_finished_in_update(core: FakeEngineCore) -> None:
     """A request that ends with its first token (max_tokens=1) carries its marks all the same."""
-    start(core, "a")
+    add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), finish=("a",), record=STEP)
 
-    assert told(out["a"])[0].scheduled
-    assert not scheduler.dead
+    assert decode_headers(out["a"])[0].scheduled
+    assert not scheduler.aborted_timelines
 
 
-def test_ended_without_output(core: Core) -> None:
+def test_ended_without_output(core: FakeEngineCore) -> None:
     """One that ends inside the update without an output is kept for the asking, once."""
-    start(core, "a")
+    add_requests(core, "a")
     core.update(core.schedule(("a",), {"a": 10}), silent=("a",), record=STEP)
 
-    assert "a" not in scheduler.running
-    marks, _ = told({names.CARRIER: engine.died(core, "a")})
+    assert "a" not in scheduler.awaiting_first_token
+    marks, _ = decode_headers({names.CARRIER: engine_core.answer_aborted(core, "a")})
     assert len(marks.steps) == 1
-    assert engine.died(core, "a") == ""
+    assert engine_core.answer_aborted(core, "a") == ""
 
 
-def test_aborted_waiting(core: Core) -> None:
+def test_aborted_waiting(core: FakeEngineCore) -> None:
     """One that is aborted in the queue says when it came, and that no step held it."""
-    start(core, "a")
+    add_requests(core, "a")
     core.free("a")
 
-    marks, _ = told({names.CARRIER: engine.died(core, "a")})
+    marks, _ = decode_headers({names.CARRIER: engine_core.answer_aborted(core, "a")})
     assert marks.added and not marks.scheduled and not marks.steps
 
 
-def test_aborted_running(core: Core) -> None:
+def test_aborted_running(core: FakeEngineCore) -> None:
     """One that is aborted between its chunks says what it had."""
-    start(core, "a", tokens=20)
+    add_requests(core, "a", tokens=20)
     core.update(core.schedule(("a",), {"a": 10}), record=STEP)
     core.free("a")
 
-    marks, counts = told({names.CARRIER: engine.died(core, "a")})
+    marks, counts = decode_headers({names.CARRIER: engine_core.answer_aborted(core, "a")})
     assert marks.scheduled and counts.chunks == 1
 
 
-def test_aborted_after_first(core: Core) -> None:
+def test_aborted_after_first(core: FakeEngineCore) -> None:
     """One that is aborted after its first token has nothing left to say."""
-    start(core, "a")
+    add_requests(core, "a")
     core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
     core.free("a")
 
-    assert engine.died(core, "a") == ""
+    assert engine_core.answer_aborted(core, "a") == ""
 
 
-def test_update_raised(core: Core) -> None:
+def test_update_raised(core: FakeEngineCore) -> None:
     """A step whose update raised in the host leaves the state as any other step would."""
-    start(core, "a")
+    add_requests(core, "a")
     with pytest.raises(RuntimeError, match="the host's own"):
         core.update(core.schedule(("a",), {"a": 10}), record=STEP, fail=True)
     core.free("a")
 
-    assert engine.died(core, "a")
+    assert engine_core.answer_aborted(core, "a")
 
 
-def test_no_record(core: Core) -> None:
+def test_no_record(core: FakeEngineCore) -> None:
     """A step of which the worker said nothing is told as lost, not as empty."""
-    start(core, "a")
+    add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",))
 
-    (step,) = told(out["a"])[0].steps
+    (step,) = decode_headers(out["a"])[0].steps
     assert not step.pairs and step.lost
 
 
-def test_input_hook_gone(core: Core) -> None:
+def test_input_hook_gone(core: FakeEngineCore) -> None:
     """Without the input thread's hook the request is still followed; its entry is a missing mark."""
-    core.requests["a"] = request("a")
+    core.requests["a"] = make_request("a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
-    marks, _ = told(out["a"])
+    marks, _ = decode_headers(out["a"])
     assert marks.added == 0 and marks.scheduled
 
 
-def test_bounded_running(core: Core) -> None:
+def test_bounded_running(core: FakeEngineCore) -> None:
     """However many requests wait for a first token, the state has a bound, and drops are counted."""
-    before = scheduler.dropped
-    ids = [f"r{number}" for number in range(scheduler.AWAITING_LIMIT + 5)]
-    start(core, *ids)
+    before = scheduler.dropped_requests
+    ids = [f"r{number}" for number in range(scheduler.MAX_AWAITING_REQUESTS + 5)]
+    add_requests(core, *ids)
     core.schedule(tuple(ids), dict.fromkeys(ids, 10))
 
-    assert len(scheduler.running) == scheduler.AWAITING_LIMIT
-    assert scheduler.dropped == before + 5
+    assert len(scheduler.awaiting_first_token) == scheduler.MAX_AWAITING_REQUESTS
+    assert scheduler.dropped_requests == before + 5
     for name in ids:
         core.free(name)
 
 
-def test_bounded_dead(core: Core) -> None:
+def test_bounded_dead(core: FakeEngineCore) -> None:
     """Of those that nobody asks for, the newest few are kept."""
-    for number in range(scheduler.DEAD_LIMIT + 5):
-        start(core, f"r{number}")
+    for number in range(scheduler.MAX_ABORTED_REQUESTS + 5):
+        add_requests(core, f"r{number}")
         core.free(f"r{number}")
 
-    assert len(scheduler.dead) == scheduler.DEAD_LIMIT
-    assert engine.died(core, "r0") == ""
+    assert len(scheduler.aborted_timelines) == scheduler.MAX_ABORTED_REQUESTS
+    assert engine_core.answer_aborted(core, "r0") == ""
 
 
-def test_bounded_chunks(core: Core) -> None:
+def test_bounded_chunks(core: FakeEngineCore) -> None:
     """A prompt of very many chunks keeps the first and the last, and says so."""
-    start(core, "a", tokens=2000)
+    add_requests(core, "a", tokens=2000)
     out: dict[str, Any] = {}
     for number in range(600):
         step = core.schedule(("a",) if not number else (), {"a": 2})
         out = core.update(step, first=("a",) if number == 599 else (), record=(BOOT, number, 0))
 
-    marks, counts = told(out["a"])
+    marks, counts = decode_headers(out["a"])
     assert len(marks.steps) == 512 and marks.truncated and counts.chunks == 600
     assert marks.steps[-1].sampled == 599

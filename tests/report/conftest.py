@@ -9,34 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trips import Served
+from sample_records import RunningServer
 
-from ttft_otel.report.server import Doors, Options, run
-from ttft_otel.report.store import Store
+from ttft_otel.report.report_server import ListeningPorts, ServeOptions, run_server
+from ttft_otel.report.span_store import SpanStore
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+def start_report_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with any options; all have ended, and joined, after the test."""
-    running: list[tuple[threading.Thread, Doors]] = []
+    running: list[tuple[threading.Thread, ListeningPorts]] = []
 
-    def start(**options: Any) -> Served:
+    def start_server(**options: Any) -> RunningServer:
         path = options.pop("path", tmp_path / f"spans{len(running)}.db")
         ready = threading.Event()
-        found: list[Doors] = []
+        ports: list[ListeningPorts] = []
 
-        def started(doors: Doors) -> None:
-            found.append(doors)
+        def note_started(doors: ListeningPorts) -> None:
+            ports.append(doors)
             ready.set()
 
-        chosen = Options(path, **{"http_port": 0, "grpc_port": 0, **options})
-        thread = threading.Thread(target=run, args=(chosen, started))
+        chosen = ServeOptions(path, **{"http_port": 0, "grpc_port": 0, **options})
+        thread = threading.Thread(target=run_server, args=(chosen, note_started))
         thread.start()
         assert ready.wait(20)
-        running.append((thread, found[0]))
-        return Served(found[0], path)
+        running.append((thread, ports[0]))
+        return RunningServer(ports[0], path)
 
-    yield start
+    yield start_server
     for thread, doors in running:
         doors.close()
         thread.join(20)
@@ -44,14 +44,14 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.fixture
-def served(serve: Callable[..., Served]) -> Served:
+def report_server(start_report_server: Callable[..., RunningServer]) -> RunningServer:
     """One server with the default options."""
-    return serve()
+    return start_report_server()
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[SpanStore]:
     """One store without a server."""
-    made = Store(tmp_path / "spans.db")
+    made = SpanStore(tmp_path / "spans.db")
     yield made
     made.close()

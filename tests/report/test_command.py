@@ -15,40 +15,42 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import trips
+import sample_records
 from click.testing import CliRunner, Result
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from ttft_otel.cli import main
-from ttft_otel.report import export
-from ttft_otel.report.store import Store
+from ttft_otel.report import report_files, serve
+from ttft_otel.report.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
 
 
 @pytest.fixture
-def full(store: Store) -> Path:
+def stored_database(store: SpanStore) -> Path:
     """A database with requests of all kinds, one of them dead."""
     records = [
-        *trips.routed("chatcmpl-one", encoders=2),
-        *trips.routed("two", 1.7),
-        trips.leg("mono", trips.DECODE, request_id="three"),
-        trips.leg("mono", {"ipc": 9}, request_id="dead", error="EngineDeadError", died="ipc"),
+        *sample_records.make_routed_records("chatcmpl-one", encoders=2),
+        *sample_records.make_routed_records("two", 1.7),
+        sample_records.make_leg_record("mono", sample_records.DECODE_US, request_id="three"),
+        sample_records.make_leg_record(
+            "mono", {"ipc": 9}, request_id="dead", error="EngineDeadError", died="ipc"
+        ),
     ]
-    store.add(trips.stored(records)).result(10)
+    store.add(sample_records.make_stored_spans(records)).result(10)
     store.close()
     return store.path
 
 
-def shell(*words: str, width: int = 120) -> Result:
+def run_command(*words: str, width: int = 120) -> Result:
     """Run a command."""
     return CliRunner(env={"COLUMNS": str(width)}).invoke(main, list(words))
 
 
-def test_many(full: Path) -> None:
+def test_many(stored_database: Path) -> None:
     """Without arguments: percentiles per stage, the mean bar, and that the sums close."""
-    result = shell("report", "--db", str(full))
+    result = run_command("report", "--db", str(stored_database))
     assert result.exit_code == 0, result.output
     for word in ("3 requests, 1 failed", "p95", "encode.encoder.compute", "unattributed", "█"):
         assert word in result.output
@@ -56,49 +58,57 @@ def test_many(full: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_one(full: Path, width: int) -> None:
+def test_one(stored_database: Path, width: int) -> None:
     """One request: its waterfall and the sum with its closing line, at any width."""
-    result = shell("report", "--db", str(full), "--request", "two", width=width)
+    result = run_command("report", "--db", str(stored_database), "--request", "two", width=width)
     assert result.exit_code == 0, result.output
     assert "✓" in result.output and "encoder.compute" in result.output
     assert max(len(line) for line in result.output.splitlines()) <= width
 
 
-def test_json(full: Path) -> None:
+def test_json(stored_database: Path) -> None:
     """--json gives one request's original report, or all requests with their summary."""
-    one = json.loads(shell("report", "--db", str(full), "--request", "two", "--json").output)
+    one = json.loads(
+        run_command("report", "--db", str(stored_database), "--request", "two", "--json").output
+    )
     assert one["combined"]["enc_compute_time_ms"] == round(41_700 * 1.7) / 1000
-    many = json.loads(shell("report", "--db", str(full), "--json").output)
+    many = json.loads(run_command("report", "--db", str(stored_database), "--json").output)
     assert many["summary"]["count"] == 3 and len(many["requests"]) == 4
     trace = many["requests"][-1]["trace_id"]
-    whole = json.loads(shell("report", "--db", str(full), "--trace", trace, "--json").output)
+    whole = json.loads(
+        run_command("report", "--db", str(stored_database), "--trace", trace, "--json").output
+    )
     assert {span["kind"] for span in whole["spans"]} >= {"server", "internal"}
-    assert shell("report", "--db", str(full), "--last", "1").exit_code == 0
+    assert run_command("report", "--db", str(stored_database), "--last", "1").exit_code == 0
 
 
-def test_hostile_terminal(store: Store) -> None:
+def test_hostile_terminal(store: SpanStore) -> None:
     """Control characters of foreign spans do not reach the terminal."""
-    store.add(trips.stored([trips.leg("mono", {"sample": 5}, request_id="\x1b]0;x\x07\n")]))
+    store.add(
+        sample_records.make_stored_spans(
+            [sample_records.make_leg_record("mono", {"sample": 5}, request_id="\x1b]0;x\x07\n")]
+        )
+    )
     store.close()
-    output = shell("report", "--db", str(store.path), "--last", "1").output
+    output = run_command("report", "--db", str(store.path), "--last", "1").output
     assert "\x1b]0" not in output and "\x07" not in output
 
 
-def test_remedies(full: Path, tmp_path: Path) -> None:
+def test_remedies(stored_database: Path, tmp_path: Path) -> None:
     """What is not there is said with what to do."""
-    nothing = shell("report", "--db", str(tmp_path / "none.db"))
+    nothing = run_command("report", "--db", str(tmp_path / "none.db"))
     assert nothing.exit_code == 1 and "ttft-otel serve" in nothing.output
-    unknown = shell("report", "--db", str(full), "--request", "nobody")
+    unknown = run_command("report", "--db", str(stored_database), "--request", "nobody")
     assert unknown.exit_code == 1 and "nobody" in unknown.output
-    Store(tmp_path / "empty.db").close()
-    empty = shell("report", "--db", str(tmp_path / "empty.db"))
+    SpanStore(tmp_path / "empty.db").close()
+    empty = run_command("report", "--db", str(tmp_path / "empty.db"))
     assert empty.exit_code == 1 and "TTFT_OTEL=1" in empty.output
-    assert shell("report", "--last", "3", "--trace", "x").exit_code == 2
+    assert run_command("report", "--last", "3", "--trace", "x").exit_code == 2
 
 
-def test_export(full: Path) -> None:
+def test_export(stored_database: Path) -> None:
     """report.json keeps to its schema, joins the client's numbers, and closes."""
-    client = export.measured(
+    client = report_files.read_measurements(
         [
             {"request_id": "chatcmpl-one", "kind": "image", "client_ttft_ms": 151.0, "ignored": 1},
             {"request_id": "three", "kind": "text", "client_ttft_ms": None},
@@ -106,9 +116,11 @@ def test_export(full: Path) -> None:
             {"request_id": "nobody", "kind": "text", "client_ttft_ms": 3.0},
         ]
     )
-    report = export.write(full, client, full.parent / "out")
+    report = report_files.write_report_files(
+        stored_database, client, stored_database.parent / "out"
+    )
     jsonschema.validate(report, json.loads(SCHEMA.read_text("utf-8")))
-    assert json.loads((full.parent / "out" / "report.json").read_text("utf-8")) == report
+    assert json.loads((stored_database.parent / "out" / "report.json").read_text("utf-8")) == report
     one, three, dead = report["requests"]
     assert (one["request_id"], len(one["encode_all"])) == ("chatcmpl-one", 2)
     assert one["legs"]["encode"]["ttft_ms"] == max(leg["ttft_ms"] for leg in one["encode_all"])
@@ -118,11 +130,13 @@ def test_export(full: Path) -> None:
     assert summary["client_ttft"]["count"] == 1
     assert summary["client_minus_ttft"]["p50"] == round(151.0 - one["ttft_ms"], 3)
     assert set(summary["by_kind"]) == {"image", "text"}
-    everything = export.write(full, [], full.parent / "all")
+    everything = report_files.write_report_files(
+        stored_database, [], stored_database.parent / "all"
+    )
     assert [each["request_id"] for each in everything["requests"]][-1] == "dead"
 
 
-def free() -> int:
+def find_free_port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -132,7 +146,7 @@ def free() -> int:
 
 def test_serve(tmp_path: Path) -> None:
     """The command starts, says where it is, takes spans, and ends on SIGTERM with all on disk."""
-    port, database = free(), tmp_path / "spans.db"
+    port, database = find_free_port(), tmp_path / "spans.db"
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
     words = ["serve", "--http-port", str(port), "--grpc-port", "0", "--db", str(database)]
     process = subprocess.Popen(
@@ -146,18 +160,34 @@ def test_serve(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert f"http://127.0.0.1:{port}" in process.stdout.readline()
         exporter = OTLPSpanExporter(endpoint=f"http://127.0.0.1:{port}/v1/traces")
-        sent = trips.spans(trips.routed("one"))
+        sent = sample_records.make_spans(sample_records.make_routed_records("one"))
         assert exporter.export(sent) is SpanExportResult.SUCCESS
         exporter.shutdown()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
             assert json.load(answer)["stored"]["spans"] == len(sent)
-        taken = shell("serve", "--http-port", str(port), "--grpc-port", "-1", "--db", str(database))
+        taken = run_command(
+            "serve", "--http-port", str(port), "--grpc-port", "-1", "--db", str(database)
+        )
         assert taken.exit_code == 1 and re.search("--http-port", taken.output)
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
         assert process.wait(20) in (0, -signal.SIGTERM), rest
         assert "Traceback" not in rest
-    assert json.loads(shell("report", "--db", str(database), "--json").output)["requests"]
+    assert json.loads(run_command("report", "--db", str(database), "--json").output)["requests"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "host.example"])
+def test_other_machines(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that other machines reach needs a word of consent, because nobody is asked for a key."""
+    started: list[str] = []
+    monkeypatch.setattr(serve, "run_server", lambda options, _: started.append(options.host))
+    words = ("serve", "--db", str(tmp_path / "spans.db"), "--host")
+    refused = CliRunner().invoke(main, (*words, host))
+    assert refused.exit_code == 2 and "--insecure" in refused.output
+    assert CliRunner().invoke(main, (*words, host, "--insecure")).exit_code == 0
+    for own in ("127.0.0.1", "127.0.0.7", "::1", "localhost"):
+        assert CliRunner().invoke(main, (*words, own)).exit_code == 0
+    assert started == [host, "127.0.0.1", "127.0.0.7", "::1", "localhost"]
 
 
 def test_grpc_taken(tmp_path: Path) -> None:
@@ -167,5 +197,5 @@ def test_grpc_taken(tmp_path: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         words = ["--http-port", "0", "--grpc-port", str(port), "--db", str(tmp_path / "a.db")]
-        result = shell("serve", *words)
+        result = run_command("serve", *words)
     assert result.exit_code == 1 and "--grpc-port" in result.output

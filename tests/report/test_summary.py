@@ -6,21 +6,23 @@ from __future__ import annotations
 import random
 import statistics
 
-import trips
+import sample_records
 
 from ttft_otel import palette, stages
-from ttft_otel.report.assemble import requests
-from ttft_otel.report.shape import Request
-from ttft_otel.report.summary import percentile, summarize
+from ttft_otel.report.report_types import Request
+from ttft_otel.report.request_assembly import assemble_requests
+from ttft_otel.report.summary import compute_percentile, summarize
 
 
-def some(*records: trips.Record) -> list[Request]:
+def make_requests(*records: sample_records.Record) -> list[Request]:
     """Requests of these single-server records."""
     return [
         request
         for record in records
-        for request in requests(
-            record.trace_id, [span for span in trips.stored([record]) if span.trunk], {}
+        for request in assemble_requests(
+            record.trace_id,
+            [span for span in sample_records.make_stored_spans([record]) if span.is_ttft_span],
+            {},
         )
     ]
 
@@ -30,16 +32,17 @@ def test_percentile() -> None:
     values = sorted(random.sample(range(10_000), 137))
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     for share in (50, 95, 99):
-        assert abs(percentile(values, share / 100) - cuts[share - 1]) < 1e-6
-    assert percentile([7], 0.99) == 7
-    assert percentile([], 0.5) == 0
-    assert percentile([1, 2], 1.0) == 2
+        assert abs(compute_percentile(values, share / 100) - cuts[share - 1]) < 1e-6
+    assert compute_percentile([7], 0.99) == 7
+    assert compute_percentile([], 0.5) == 0
+    assert compute_percentile([1, 2], 1.0) == 2
 
 
 def test_means_add_up() -> None:
     """The means of all stages and of the remainder are the mean TTFT, stages missing or not."""
-    found = some(
-        trips.leg("mono", trips.DECODE), trips.leg("mono", {"sample": 4000, "kv.transfer": 2000})
+    found = make_requests(
+        sample_records.make_leg_record("mono", sample_records.DECODE_US),
+        sample_records.make_leg_record("mono", {"sample": 4000, "kv.transfer": 2000}),
     )
     summary = summarize(found)
     assert abs(sum(line.mean for line in summary.stages) - summary.ttft.mean) < 0.001 * 20
@@ -50,19 +53,23 @@ def test_means_add_up() -> None:
 
 def test_failed() -> None:
     """A request that died is counted, and is in no percentile."""
-    summary = summarize(some(trips.leg("mono", {"ipc": 5}, error="EngineDeadError", died="ipc")))
+    summary = summarize(
+        make_requests(
+            sample_records.make_leg_record("mono", {"ipc": 5}, error="EngineDeadError", died="ipc")
+        )
+    )
     assert (summary.count, summary.failed, summary.closed) == (0, 1, False)
 
 
 def test_every_stage_has_a_colour() -> None:
     """Each word of the vocabulary has a kind, a colour of its own, a class and a sentence."""
-    words = [*stages.NAMES, *stages.ROUTER]
-    assert len({palette.color(word) for word in words}) == len(words)
+    words = [*stages.STAGE_NAMES, *stages.ROUTER_STAGES]
+    assert len({palette.find_color(word) for word in words}) == len(words)
     for word in (*words, "encode.preprocess", "router.hop.encode"):
-        assert palette.kind(word) in palette.KINDS
-        assert palette.says(word)
-        assert f".{palette.css(word)}{{" in palette.sheet()
-    assert palette.css("<script>") == palette.css(stages.UNATTRIBUTED)
+        assert palette.find_kind(word) in palette.KIND_LABELS
+        assert palette.describe_stage(word)
+        assert f".{palette.get_css_class(word)}{{" in palette.build_style_sheet()
+    assert palette.get_css_class("<script>") == palette.get_css_class(stages.UNATTRIBUTED)
 
 
 def test_order() -> None:
@@ -70,7 +77,7 @@ def test_order() -> None:
     names = ["unattributed", "router.egress", "prefill_decode.receive", "encode.ec.transfer"]
     names += ["router.hop.prefill_decode", "encode.encoder.compute", "encode.receive"]
     names += ["router.hop.encode", "router.route", "router.receive"]
-    assert sorted(names, key=palette.order) == [
+    assert sorted(names, key=palette.get_sort_key) == [
         *("router.receive", "router.route", "router.hop.encode", "encode.receive"),
         *("encode.encoder.compute", "encode.ec.transfer", "router.hop.prefill_decode"),
         *("prefill_decode.receive", "router.egress", "unattributed"),

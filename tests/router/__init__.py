@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router before real sockets: fakes.py has the servers, each test file one part's promises."""
+"""The router before real sockets: fake_instances.py has the servers, each test file one part's promises."""

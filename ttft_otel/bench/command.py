@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ttft-otel bench`: operators type it; session.py runs it, document.py has its result."""
+"""The command `ttft-otel bench`: check its flags, run the load, write the results."""
 
 from __future__ import annotations
 
@@ -16,25 +16,40 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from ttft_otel.bench import data, learn, page, replay, rounds, screen
-from ttft_otel.bench.ask import Form
-from ttft_otel.bench.compare import compare
-from ttft_otel.bench.contrast import contrast
-from ttft_otel.bench.document import document
-from ttft_otel.bench.options import OUT, ROUNDS, WHAT, WHEN, WHERE, flags, misplaced
-from ttft_otel.bench.plan import TALKS, Plan, Unfit
-from ttft_otel.bench.session import Interrupts, Side, check, play
-from ttft_otel.bench.wire import Target
+from ttft_otel.bench import (
+    html_report,
+    model_discovery,
+    multi_round,
+    synthetic_datasets,
+    terminal_report,
+    trace_replay,
+)
+from ttft_otel.bench.bench_options import (
+    DATASET_OPTIONS,
+    LOAD_OPTIONS,
+    MULTI_ROUND_OPTIONS,
+    OUTPUT_OPTIONS,
+    TARGET_OPTIONS,
+    add_options,
+    list_misplaced_flags,
+)
+from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
+from ttft_otel.bench.compare_command import compare_files
+from ttft_otel.bench.comparison import compare_targets
+from ttft_otel.bench.http_exchange import BenchTarget
+from ttft_otel.bench.load_plan import CHAT_DATASETS, ContextTooSmallError, LoadPlan
+from ttft_otel.bench.request_factory import RequestFactory
+from ttft_otel.bench.result_document import build_document
 
-LIMITS: Final = ("ttft", "tpot", "latency")
-HEADER: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
-OURS: Final = ("content-length", "transfer-encoding", "connection")
-INVALID: Final = 3
-INTERRUPTED: Final = 130
+SLO_METRICS: Final = ("ttft", "tpot", "latency")
+HEADER_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
+RESERVED_HEADERS: Final = ("content-length", "transfer-encoding", "connection")
+EXIT_INVALID: Final = 3
+EXIT_INTERRUPTED: Final = 130
 
 
-class Bench(click.Command):
-    """A command with one word that is another command: `bench compare`, beside `bench --url ...`."""
+class BenchCommand(click.Command):
+    """A command that has a subcommand: `bench compare A B` beside `bench --url ...`."""
 
     def make_context(
         self,
@@ -43,14 +58,14 @@ class Bench(click.Command):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Give way to `compare` where it is the first word."""
+        """The context of `compare` where that is the first of `args`, else of `bench`."""
         if args[:1] == ["compare"]:
-            return contrast.make_context(f"{info_name} compare", args[1:], parent, **extra)
+            return compare_files.make_context(f"{info_name} compare", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
 @click.command(
-    cls=Bench,
+    cls=BenchCommand,
     epilog="""\b
 Examples:
   ttft-otel bench --url http://127.0.0.1:8000 --rate 4
@@ -63,207 +78,217 @@ Examples:
 \b
 Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C.""",
 )
-@flags(WHERE, WHAT, ROUNDS, WHEN, OUT)
+@add_options(TARGET_OPTIONS, DATASET_OPTIONS, MULTI_ROUND_OPTIONS, LOAD_OPTIONS, OUTPUT_OPTIONS)
 def bench(**given: Any) -> None:
-    """Send load and say where each request's time to first token went."""
-    slo = _limits(given["slos"])
-    plan = _plan(given)
-    _writable(given)
-    sides = _sides(given)
-    progress = screen.Progress(Console(stderr=True))
-    interrupts = Interrupts()
+    """Send load to a server, and break each request's time to first token down into stages."""
+    slo_ms = _parse_slo_limits(given["slos"])
+    plan = _build_plan(given)
+    _check_writable(given)
+    sides = _build_sides(given)
+    progress = terminal_report.ProgressLine(Console(stderr=True))
+    interrupts = InterruptCounter()
     try:
-        check(plan, sides)
-        with interrupts.noted():
+        check_plan(plan, sides)
+        with interrupts.count_interrupts():
             with closing(progress):
-                play(plan, sides, progress, interrupts)
-            interrupts.ignore()
-            found = document(_load(given), sides, slo)
+                run_plan(plan, sides, progress, interrupts)
+            interrupts.ignore_interrupts()  # results are written completely
+            results = build_document(_describe_load(given), sides, slo_ms)
             if given["ab"]:
-                _pair(found)
-            _give(found, given)
-    except (replay.Unreadable, Unfit) as error:
+                _compare_sides(results)
+            _write_results(results, given)
+    except (trace_replay.TraceFormatError, ContextTooSmallError) as error:
         raise click.ClickException(str(error)) from error
-    sys.exit(INTERRUPTED if interrupts.count else _status(found))
+    sys.exit(EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results))
 
 
-def _plan(given: dict[str, Any]) -> Plan:
-    """The flags as a Plan. Raises UsageError where they do not go together."""
-    name, file = given["dataset"], given["file"]
-    if (name == "replay") != (file is not None):
+def _build_plan(options: dict[str, Any]) -> LoadPlan:
+    """The LoadPlan for the flags. Raises UsageError where they contradict each other."""
+    dataset, file = options["dataset"], options["file"]
+    if (dataset == "replay") != (file is not None):
         raise click.UsageError("a FILE belongs to --dataset replay, and only to it")
     if file is not None and not file.is_file():
-        raise click.UsageError(f"{file} is no file")
-    paced = given["rate"] is not None, given["concurrency"] is not None
-    if all(paced) or (any(paced) and name == "multi-round"):
+        raise click.UsageError(f"{file} is not a file")
+    paced = options["rate"] is not None, options["concurrency"] is not None
+    if all(paced) or (any(paced) and dataset == "multi-round"):
         raise click.UsageError("--rate, --concurrency and --dataset multi-round exclude each other")
-    if not any(paced) and name not in ("replay", "multi-round"):
+    if not any(paced) and dataset not in ("replay", "multi-round"):
         raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
-    if name in TALKS and given["api"] == "completions":
-        raise click.UsageError(f"--dataset {name} needs --api chat")
-    if strange := misplaced(click.get_current_context(), name):
-        raise click.UsageError(f"{', '.join(strange)} would do nothing with --dataset {name}")
-    if any(paced) and given["speed"] != 1:
+    if dataset in CHAT_DATASETS and options["api"] == "completions":
+        raise click.UsageError(f"--dataset {dataset} needs --api chat")
+    if misplaced_flags := list_misplaced_flags(click.get_current_context(), dataset):
+        raise click.UsageError(
+            f"{', '.join(misplaced_flags)} would do nothing with --dataset {dataset}"
+        )
+    if any(paced) and options["speed"] != 1:
         raise click.UsageError(
             "--speed divides a trace's own times; with --rate or --concurrency it has none"
         )
-    if given["apart"] and not given["ab"]:
+    if options["apart"] and not options["ab"]:
         raise click.UsageError("--apart needs --ab")
-    return Plan(
-        dataset=name,
-        shape=_shape(given),
-        trace=_trace(given),
-        rounds=_rounds(given),
+    return LoadPlan(
+        dataset=dataset,
+        shape=_build_shape(options),
+        trace=_build_trace(options),
+        rounds=_build_rounds(options),
         **{
-            key: given[key]
+            key: options[key]
             for key in (
                 "rate",
                 "arrivals",
                 "concurrency",
-                "most",
                 "warmup",
                 "repeat",
                 "seed",
                 "apart",
             )
         },
-        timeout=given["timeout"],
+        timeout_s=options["timeout"],
+        max_unfinished=options["most"],
     )
 
 
-def _trace(given: dict[str, Any]) -> replay.Trace:
-    return replay.Trace(
-        path=given["file"] or Path(),
-        requests=given["requests"],
-        speed=given["speed"],
-        shrink=given["shrink"],
-        most_input=given["max_input"],
-        most_output=given["max_output"],
+def _build_trace(options: dict[str, Any]) -> trace_replay.ReplayTrace:
+    return trace_replay.ReplayTrace(
+        path=options["file"] or Path(),
+        max_requests=options["requests"],
+        speed=options["speed"],
+        shrink=options["shrink"],
+        max_input_tokens=options["max_input"],
+        max_output_tokens=options["max_output"],
     )
 
 
-def _shape(given: dict[str, Any]) -> data.Shape:
-    return data.Shape(
-        requests=given["requests"] or 100,
-        input=given["input_len"],
-        output=given["output_len"],
-        spread=given["spread"],
-        prefix=given["prefix_len"],
-        prefixes=given["prefixes"],
-        pictures=given["images"],
-        edge=given["image_size"],
+def _build_shape(options: dict[str, Any]) -> synthetic_datasets.DatasetShape:
+    return synthetic_datasets.DatasetShape(
+        request_count=options["requests"] or 100,
+        input_tokens=options["input_len"],
+        output_tokens=options["output_len"],
+        length_spread=options["spread"],
+        prefix_tokens=options["prefix_len"],
+        prefix_count=options["prefixes"],
+        images_per_request=options["images"],
+        image_edge_px=options["image_size"],
     )
 
 
-def _rounds(given: dict[str, Any]) -> rounds.Rounds:
-    return rounds.Rounds(
-        users=given["num_users"],
-        rounds=given["num_rounds"],
-        qps=given["qps"],
-        system=given["shared_system_prompt"],
-        history=given["user_history_prompt"],
-        question=given["question_len"],
-        answer=given["answer_len"],
-        seconds=given["time"],
-        requests=given["requests"],
+def _build_rounds(options: dict[str, Any]) -> multi_round.MultiRoundOptions:
+    return multi_round.MultiRoundOptions(
+        user_count=options["num_users"],
+        rounds_per_user=options["num_rounds"],
+        qps=options["qps"],
+        system_tokens=options["shared_system_prompt"],
+        history_tokens=options["user_history_prompt"],
+        question_tokens=options["question_len"],
+        answer_tokens=options["answer_len"],
+        duration_s=options["time"],
+        max_requests=options["requests"],
     )
 
 
-def _sides(given: dict[str, Any]) -> list[Side]:
-    urls = given["ab"] or ((given["url"],) if given["url"] else ())
-    if bool(given["ab"]) == bool(given["url"]):
+def _build_sides(options: dict[str, Any]) -> list[BenchSide]:
+    urls = options["ab"] or ((options["url"],) if options["url"] else ())
+    if bool(options["ab"]) == bool(options["url"]):
         raise click.UsageError("give --url, or two URLs to --ab")
-    headers = _headers(given["headers"])
-    chat = given["api"] == "chat" or given["dataset"] in TALKS
+    headers = _parse_headers(options["headers"])
+    chat = options["api"] == "chat" or options["dataset"] in CHAT_DATASETS
     sides = []
     for url in urls:
         try:
-            target = Target.of(url, headers)
+            target = BenchTarget.parse_url(url, headers)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        sides.append(Side(target, _form(target, chat, given)))
+        sides.append(BenchSide(target, _build_request_factory(target, chat, options)))
     return sides
 
 
-def _form(target: Target, chat: bool, given: dict[str, Any]) -> Form:
-    """How to ask this server. Raises ClickException."""
+def _build_request_factory(
+    target: BenchTarget, chat: bool, options: dict[str, Any]
+) -> RequestFactory:
+    """Ask the server for its model and context. Raises ClickException."""
     try:
-        name, context = learn.model(target, given["model"])
-    except learn.Mute as error:
+        model, context_tokens = model_discovery.discover_model(target, options["model"])
+    except model_discovery.ModelUnknownError as error:
         raise click.ClickException(str(error)) from error
-    return Form(name, chat, learn.known(target, name, context, given["vocab"]))
+    return RequestFactory(
+        model,
+        chat,
+        model_discovery.discover_profile(target, model, context_tokens, options["vocab"]),
+    )
 
 
-def _headers(given: Sequence[str]) -> dict[str, str]:
-    """What each request says beside our own headers. Raises UsageError."""
-    found = {}
-    for each in given:
-        # Not quoted: the value may be a key.
-        if not (pair := HEADER.fullmatch(each.strip())):
-            raise click.UsageError("--header wants 'NAME: VALUE', one line of Latin-1 characters")
+def _parse_headers(header_lines: Sequence[str]) -> dict[str, str]:
+    """The values of --header as a dict. Raises UsageError."""
+    headers = {}
+    for line in header_lines:
+        # Errors do not quote the line, because its value may be an API key.
+        if not (pair := HEADER_LINE.fullmatch(line.strip())):
+            raise click.UsageError("--header needs 'NAME: VALUE', one line of Latin-1 characters")
         name = pair[1].lower()
-        if name in OURS:
+        if name in RESERVED_HEADERS:
             raise click.UsageError(f"--header cannot say {name}: each request has its own")
-        found[name] = pair[2].strip()
-    return found
+        headers[name] = pair[2].strip()
+    return headers
 
 
-def _limits(given: Sequence[str]) -> dict[str, float]:
-    """`ttft=500` and the like. Raises UsageError."""
-    found = {}
-    for each in given:
-        name, _, limit = each.partition("=")
+def _parse_slo_limits(limit_texts: Sequence[str]) -> dict[str, float]:
+    """The values of --slo (`ttft=500`) as name -> milliseconds. Raises UsageError."""
+    limits_ms = {}
+    for limit_text in limit_texts:
+        name, _, limit = limit_text.partition("=")
         try:
-            found[name] = float(limit)
+            limits_ms[name] = float(limit)
         except ValueError:
             name = ""
-        if name not in LIMITS or not 0 < found[name] < math.inf:
-            raise click.UsageError(f"--slo wants NAME=MS with one of {', '.join(LIMITS)}: {each!r}")
-    return found
+        if name not in SLO_METRICS or not 0 < limits_ms[name] < math.inf:
+            raise click.UsageError(
+                f"--slo needs NAME=MS with one of {', '.join(SLO_METRICS)}: {limit_text!r}"
+            )
+    return limits_ms
 
 
-def _load(given: dict[str, Any]) -> dict[str, Any]:
-    """What was asked for, as JSON: no headers, for they may hold a key."""
-    left = ("headers", "as_json", "output", "html", "url", "ab")
-    told = {key: value for key, value in given.items() if key not in left}
-    return told | {"file": given["file"] and given["file"].name, "slos": list(given["slos"])}
+def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
+    """The flags of the load, for the result; without headers, which may contain an API key."""
+    omitted = ("headers", "as_json", "output", "html", "url", "ab")
+    load = {key: value for key, value in options.items() if key not in omitted}
+    return load | {"file": options["file"] and options["file"].name, "slos": list(options["slos"])}
 
 
-def _pair(found: Any) -> None:
-    """Compare both sides of --ab, or say why that cannot be done."""
+def _compare_sides(results: Any) -> None:
+    """Add the comparison of both sides of --ab to the results, or the reason why there is none."""
     try:
-        a, b = found["targets"]
-        found["comparison"] = compare(a, b, paired=True)
+        a, b = results["targets"]
+        results["comparison"] = compare_targets(a, b, paired=True)
     except ValueError as error:
-        found["uncompared"] = str(error)
+        results["uncompared"] = str(error)
 
 
-def _writable(given: dict[str, Any]) -> None:
-    """Raises UsageError before the load, not when there are results to lose."""
+def _check_writable(options: dict[str, Any]) -> None:
+    """Check that result files can be written, before the load is sent. Raises UsageError."""
     for name in ("output", "html"):
-        file = given[name]
+        file = options[name]
         if file and not os.access(file if file.exists() else file.parent, os.W_OK):
             raise click.UsageError(f"--{name}: {file} cannot be written; is its folder there?")
 
 
-def _give(found: Any, given: dict[str, Any]) -> None:
-    """Results to the terminal first, since a disk may be full. Raises ClickException."""
-    if given["as_json"]:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+def _write_results(results: Any, options: dict[str, Any]) -> None:
+    """Print the results, then write files, because a disk may be full. Raises ClickException."""
+    if options["as_json"]:
+        click.echo(json.dumps(results, indent=2, ensure_ascii=False))
     else:
-        screen.show(found, screen.console())
+        terminal_report.print_document(results, terminal_report.create_console())
     try:
-        if given["output"]:
-            text = json.dumps(found, ensure_ascii=False) + "\n"
-            given["output"].write_text(text, encoding="utf-8")
-        if given["html"]:
-            given["html"].write_text(page.page(found), encoding="utf-8")
+        if options["output"]:
+            text = json.dumps(results, ensure_ascii=False) + "\n"
+            options["output"].write_text(text, encoding="utf-8")
+        if options["html"]:
+            options["html"].write_text(html_report.render_page(results), encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 
 
-def _status(found: Any) -> int:
-    runs = [run for target in found["targets"] for run in target["runs"]]
+def _choose_exit_status(results: Any) -> int:
+    runs = [run for target in results["targets"] for run in target["runs"]]
     if not any(run["succeeded"] for run in runs):
         return 1
-    return 0 if all(run["valid"] for run in runs) else INVALID
+    return 0 if all(run["valid"] for run in runs) else EXIT_INVALID

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exporter process: records come in from handoff.py's socket, spans go out over OTLP.
+"""The exporter process: reads records from handoff.py's socket and sends them as spans over OTLP.
 
-main.py lives: inbox.py reads, flow.py moves, identity.py and spans.py translate, ship.py exports,
-health.py counts.
+exporter_process.py runs it: record_queue.py reads, export_worker.py takes batches, span_writer.py and
+span_batch.py make OTLP messages of records, batch_exporter.py sends them, exporter_counters.py counts.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the exporter process: handoff.py starts it; it detaches itself, then main.py runs."""
+"""Entry point of the exporter process, started by handoff.py: detach from the host, then run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import signal
 import sys
 
 
-def detach() -> None:
-    """Leave the host's process tree, which vLLM kills as a whole; the host reaps the process left.
+def detach_process() -> None:
+    """Leave the host's process tree, which vLLM kills as a whole: fork, and end the parent.
 
-    The session is new already. Whoever stops the host may signal us too: the end of the socket
-    says when to go, a signal does not.
+    handoff.py has started a new session and reaps the parent. Signals for the host's process group may
+    still arrive; they are ignored, because the end of the socket's stream says when to end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if os.fork():
+    if os.fork():  # the parent is the process that handoff.py reaps
         os._exit(0)
 
 
 if __name__ == "__main__":
-    detach()
-    from ttft_otel.exporter.main import run  # after the fork: it starts a thread
+    detach_process()
+    from ttft_otel.exporter.exporter_process import (
+        run_exporter,  # after the fork: it starts a thread
+    )
 
-    run(*map(int, sys.argv[1:4]))
+    run_exporter(*map(int, sys.argv[1:4]))

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only folder that knows vLLM: what we hang into it, and nothing of what we do with the numbers.
+"""The hooks in vLLM's processes: the only package that knows vLLM.
 
-A guest's contract: the host's call is never inside our `try`; we change no argument and no result
-(but our own key in `trace_headers` and a private attribute on plain objects); we raise nothing; a
-target that is missing costs its stage, never the server.
+Rules: vLLM's own call is never inside our `try`; we change no argument and no result (except our own
+key in `trace_headers` and a private attribute on plain objects); we raise nothing; a target that is
+missing makes its stages unattributed and does not affect the server.
 
-targets    the ledger: every patched target as data         wrap    the only patching code
-frontend   API server: arrival .. first chunk               engine  engine core's input
-scheduler  engine core: queue, join, carrier                worker  both model runners
-transfer   encoder-cache connectors                         kv      KV connectors
-device     host or device clock                             fields  what differs between releases
+targets         all patched functions, as data      wrap            the only code that patches
+api_server      arrival to first chunk              engine_core     the engine core's input
+scheduler       queue; join with worker's marks     model_runners   both model runners
+ec_connectors   encoder-cache connectors            kv              KV connectors
+ec_items        sources of media items              ec_kept         encodings kept for others
+device          host or device clock                device_anchor   host time of a device's events
+encoder_runs    encoders that outlast the answer    vllm_fields     differences between releases
+ec_fields       state of EC connectors              target_check    which targets a vLLM has
 """

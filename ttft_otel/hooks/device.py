@@ -1,97 +1,245 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two clocks behind one contract: the host's, and a device's whose events are read once they are done.
+"""Clocks for a worker's marks: the host's, a device's that reads its events, and lengths alone.
 
-worker.py stamps with one of them; lengths on a device come from its events, their place from a device
-clock calibrated against the host's. Never synchronizes.
+model_runners.py stamps the steps with the one that choose_clock() picks; device_anchor.py estimates
+the host time to which a device's events are tied. Never synchronizes with the device.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
 
 from ttft_otel import clock
+from ttft_otel.hooks.device_anchor import UNKNOWN, Anchor
 
-RENEW: Final = 20_000_000  # us; elapsed_time is float32 ms: 2 us of resolution after 20 s
-RECENT: Final = 64
+ANCHOR_RENEWAL_US: Final = 5_000_000  # elapsed_time() is a float32 of ms: 0.5 us after 5 s
+MAX_POOLED_EVENTS: Final = 64  # once there are so many, a step's events are not added to them
+MAX_STAMPS: Final = 1 << 30  # more than a step can have
+# An event that is recorded on an idle stream happens 4 to 10 us later.
+IDLE_LATENCY_US: Final = 30
 
 
-class Clock(Protocol):
-    """stamp() while the work is being queued, place() when its results have been read."""
+class Placement(NamedTuple):
+    """Where the stamps of a step are.
 
-    def stamp(self) -> Any:
-        """Mark this point of the work."""
+    places: host times in microseconds, 0 where the device had not come by at the reading. read_at:
+    host time of that reading, 0 where it cannot be compared with places. error_us: their estimated
+    error.
+    """
 
-    def place(self, stamps: list[Any]) -> list[int] | None:
-        """Host microseconds of the stamps, or None when the device has not reached one of them."""
+    places: list[int]
+    read_at: int
+    error_us: int
+
+
+class StepClock(Protocol):
+    """Stamps are added while work is being queued, and placed when the results have been read."""
+
+    kind: int
+
+    def open_step(self) -> list[Any]:
+        """Before a step's first work: the list of its stamps; may hold one that only the clock needs."""
+
+    def add_stamp(self, stamps: Any) -> None:
+        """Append a stamp of this point of the work to the step's `stamps`."""
+
+    def note_pending(self, stamps: Any) -> None:
+        """Before something waits for the device: note which of `stamps` it has not reached."""
+
+    def place_stamps(self, stamps: Any) -> Placement:
+        """Where `stamps` are, as far as the device has reached them; does not wait."""
 
 
 class HostClock:
-    """Work is done when the call returns: a stamp is the time itself."""
+    """For a CPU, where work is done when the call returns: a stamp is the time itself."""
 
-    def stamp(self) -> int:
-        """Microseconds now."""
-        return clock.now()
+    kind = clock.CLOCK_HOST
 
-    def place(self, stamps: list[int]) -> list[int]:
-        """Stamps are places already."""
-        return stamps
+    def open_step(self) -> list[int]:
+        """A step without stamps."""
+        return []
+
+    def add_stamp(self, stamps: list[int]) -> None:
+        """The time now, in microseconds."""
+        stamps.append(clock.now_us())
+
+    def note_pending(self, stamps: list[int]) -> None:
+        """Nothing is ever pending."""
+
+    def place_stamps(self, stamps: list[int]) -> Placement:
+        """`stamps` are host times already."""
+        return Placement(stamps, 0, 0)
+
+
+class DeviceStamps(list[tuple[Any, int]]):
+    """A step's events, each with a host time before which it did not happen.
+
+    idle_until: the first one was recorded on an idle stream and happened before this; 0: it was not.
+    pending_from: index from which they were seen not to have happened yet.
+    """
+
+    __slots__ = ("anchor", "idle_until", "pending_from")
+
+    def __init__(self, anchor: Anchor) -> None:
+        self.anchor = anchor
+        self.idle_until = 0
+        self.pending_from = MAX_STAMPS
 
 
 class DeviceClock:
-    """Events on the current stream; `event` makes one with timing (torch.cuda.Event-style).
+    """Timing events on the current stream, which is the one that computes.
 
-    An event cannot happen before it was recorded, so `recorded - elapsed(anchor, event)` is a lower
-    bound of the anchor's host time, tight whenever the stream was idle; the greatest of the recent
-    bounds places the anchor. A place is never later than the moment it was read.
+    make_event: creates an event with timing, like torch.cuda.Event(enable_timing=True).
+    is_idle: whether everything queued on the current stream is done; must not wait.
+
+    All stamps of a step are placed by the anchor of its first stamp. What is known of the anchor's
+    host time comes from three observations: an event does not happen before it is recorded; on an
+    idle stream it happens at once; and one that is pending before the output's copy is waited for,
+    and complete after it, happened in between.
     """
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    kind = clock.CLOCK_DEVICE
+
+    def __init__(self, make_event: Callable[[], Any], is_idle: Callable[[], bool]) -> None:
+        self.make_event = make_event
+        self.is_idle = is_idle
         self.pool: list[Any] = []
-        self.anchor: Any = None
-        self.since = 0
-        self.bounds: deque[float] = deque(maxlen=RECENT)
+        self.anchor: Anchor | None = None
 
-    def stamp(self) -> tuple[Any, int]:
+    def open_step(self) -> DeviceStamps:
+        """With an event in it if the stream is idle, whose time is known to a few microseconds."""
+        idle = self.is_idle()  # before the anchor is recorded on the same stream
+        now = clock.now_us()
+        anchor = self.anchor
+        if anchor is None or now - anchor.recorded_at > ANCHOR_RENEWAL_US:
+            read = anchor is not None and anchor.before is None  # an unread one tells nothing
+            anchor = self.anchor = Anchor(self.make_event(), now, anchor if read else None)
+            anchor.event.record()
+        stamps = DeviceStamps(anchor)
+        if idle:
+            self.add_stamp(stamps)
+            stamps.idle_until = clock.now_us() + IDLE_LATENCY_US
+        return stamps
+
+    def add_stamp(self, stamps: DeviceStamps) -> None:
         """Record an event (a few us, no synchronization) and the host's time."""
-        now = clock.now()
-        if self.anchor is None or now - self.since > RENEW:
-            self.anchor, self.since = self._record(), now
-            self.bounds.clear()
-        return self._record(), now
-
-    def _record(self) -> Any:
-        event = self.pool.pop() if self.pool else self.event()
+        now = clock.now_us()
+        event = self.pool.pop() if self.pool else self.make_event()
         event.record()
-        return event
+        stamps.append((event, now))
 
-    def place(self, stamps: list[tuple[Any, int]]) -> list[int] | None:
-        """Lengths from the events, place from the calibrated anchor."""
-        if not all(event.query() for event, _ in stamps):
-            return None
-        anchor, now = self.anchor, clock.now()
-        try:
-            after = [anchor.elapsed_time(event) * 1000.0 for event, _ in stamps]
-        except RuntimeError:  # the anchor was renewed in this very step and is not done yet
-            return None
-        self.bounds.extend(host - elapsed for (_, host), elapsed in zip(stamps, after, strict=True))
-        base = max(self.bounds)
-        if after:
-            base = min(base, now - max(after))
-        self.pool.extend(event for event, _ in stamps[: RECENT - len(self.pool)])
-        return [round(base + elapsed) for elapsed in after]
+    def note_pending(self, stamps: DeviceStamps) -> None:
+        """Query the stamps from the last one backwards: all before a complete one are complete."""
+        for index in range(len(stamps) - 1, -1, -1):
+            event = stamps[index][0]
+            now = clock.now_us()  # before the query: if it is false, the event is later than this
+            if event.query():
+                return
+            stamps[index] = (event, now)
+            stamps.pending_from = index
+
+    def place_stamps(self, stamps: DeviceStamps) -> Placement:
+        """The anchor's estimated time plus the time elapsed since it."""
+        reached = len(stamps)
+        asked_at = clock.now_us()
+        while reached and not stamps[reached - 1][0].query():
+            reached -= 1
+        now = clock.now_us()
+        places = [0] * len(stamps)
+        if not reached:
+            return Placement(places, asked_at, 0)
+        anchor = stamps.anchor
+        measure, low, after = anchor.event.elapsed_time, -UNKNOWN, 0.0
+        elapsed: list[float] = []
+        for event, earliest in stamps[:reached]:
+            after = measure(event) * 1000.0
+            elapsed.append(after)
+            if earliest - after > low:
+                low = earliest - after
+        # What is complete now happened before now; that is worth something if it was awaited.
+        high = now - after if stamps.pending_from < reached else UNKNOWN
+        if stamps.idle_until:
+            high = min(high, stamps.idle_until - elapsed[0])
+        anchor.add_bounds(now, low, high)
+        base, error_us = anchor.estimate_time(now, now - after)
+        places[:reached] = [round(base + each) for each in elapsed]
+        # A step that is not complete may be asked for again: its events are not used meanwhile.
+        if reached == len(stamps) and len(self.pool) < MAX_POOLED_EVENTS:
+            self.pool += [event for event, _ in stamps]
+        return Placement(places, asked_at, error_us)
 
 
-def pick() -> Clock:
-    """The clock of this worker's platform; device events only where they are real (not on CPU)."""
+class LengthsClock:
+    """For a platform whose events were never placed: lengths are the device's, places mean nothing."""
+
+    kind = clock.CLOCK_LENGTHS
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        self.make_event = make_event
+
+    def open_step(self) -> list[Any]:
+        """A step without stamps."""
+        return []
+
+    def add_stamp(self, stamps: list[Any]) -> None:
+        """Record an event."""
+        event = self.make_event()
+        event.record()
+        stamps.append(event)
+
+    def note_pending(self, stamps: list[Any]) -> None:
+        """Serves places alone."""
+
+    def place_stamps(self, stamps: list[Any]) -> Placement:
+        """As if the first stamp were now, so that differences are right."""
+        now = clock.now_us()
+        complete = [event.query() for event in stamps]
+        places = [
+            round(now + stamps[0].elapsed_time(event) * 1000) if done and complete[0] else 0
+            for event, done in zip(stamps, complete, strict=True)
+        ]
+        return Placement(places, 0, 0)
+
+
+class NoClock:
+    """For a platform without timing events: launch times would be told as compute, so nothing is."""
+
+    kind = clock.CLOCK_NONE
+
+    def open_step(self) -> list[None]:
+        """A step without stamps."""
+        return []
+
+    def add_stamp(self, stamps: list[None]) -> None:
+        """A stamp without a time."""
+        stamps.append(None)
+
+    def note_pending(self, stamps: list[None]) -> None:
+        """Nothing to note."""
+
+    def place_stamps(self, stamps: list[None]) -> Placement:
+        """None of them has a place."""
+        return Placement([0] * len(stamps), 0, 0)
+
+
+def choose_clock() -> StepClock:
+    """The clock for this worker's platform. On CPU torch's events do not time anything.
+
+    Only CUDA's events were ever placed; ROCm's, XPU's and others' give lengths.
+    """
     platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
     torch = sys.modules.get("torch")
     if platform is None or torch is None or platform.is_cpu():
         return HostClock()
+    if platform.is_cuda():
+        return DeviceClock(
+            lambda: torch.cuda.Event(enable_timing=True),
+            lambda: torch.cuda.current_stream().query(),
+        )
     if platform.is_cuda_alike():
-        return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+        return LengthsClock(lambda: torch.cuda.Event(enable_timing=True))
     if hasattr(torch, "accelerator") and torch.accelerator.is_available():
-        return DeviceClock(lambda: torch.Event(enable_timing=True))
-    return HostClock()
+        return LengthsClock(lambda: torch.Event(enable_timing=True))
+    return NoClock()

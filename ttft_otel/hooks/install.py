@@ -1,32 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather every file's hooks and hand them to wrap.py; plugin.py calls it in each of vLLM's processes."""
+"""Install the hooks of all files with wrap.py; plugin.py calls it in each of vLLM's processes."""
 
 from __future__ import annotations
 
 import logging
 
 from ttft_otel import settings
-from ttft_otel.hooks import engine, frontend, kv, scheduler, transfer, worker, wrap
+from ttft_otel.hooks import (
+    api_server,
+    ec_connectors,
+    engine_core,
+    kv,
+    model_runners,
+    scheduler,
+    wrap,
+)
 
 HOOKS = {
-    **frontend.HOOKS,
-    **engine.HOOKS,
+    **api_server.HOOKS,
+    **engine_core.HOOKS,
     **scheduler.HOOKS,
-    **worker.HOOKS,
-    **transfer.HOOKS,
+    **model_runners.HOOKS,
+    **ec_connectors.HOOKS,
     **kv.HOOKS,
 }
 
 
-def install() -> None:
-    """Patch what is imported, wait for the rest; make our log lines visible beside vLLM's."""
-    _speak()
-    settings.freeze()
-    wrap.install(HOOKS)
+def install_all() -> None:
+    """Patch modules that are imported, and others as they are imported; set up logging."""
+    _show_logs()
+    settings.freeze_settings()
+    wrap.install_hooks(HOOKS)
 
 
-def _speak() -> None:
-    """vLLM configures its own logger only; ours borrows its handlers, else warnings go to stderr."""
+def _show_logs() -> None:
+    """Give our logger the handlers of vLLM's, which configures only its own; stderr without any."""
     log = logging.getLogger("ttft_otel")
     if log.handlers:
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors of any class: waiting for blocks from elsewhere, loads and saves inside a step, and how
-long an instance keeps blocks for another one.
+"""Hooks in KV connectors: waits for blocks from other instances, loads and saves inside a step, and
+how long blocks are kept for another instance.
 
-As in transfer.py the factory is the patched target, and the methods of the class it made are wrapped
-then. Waits go to the request's Journey, loads and saves into the worker's open step; `sent` answers
-the API server's question how long blocks were kept, over vLLM's own utility channel.
+As in ec_connectors.py the factory is the patched target, and the methods of the class that it creates
+are wrapped. Waits go to the request's EngineTimeline, loads and saves into the worker's open step.
+The API server calls answer_kept_blocks() over vLLM's utility channel.
 """
 
 from __future__ import annotations
@@ -14,158 +14,174 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ttft_otel import breakdown, clock
-from ttft_otel.carrier import Journey, Kept
-from ttft_otel.hooks import worker, wrap
-from ttft_otel.hooks.targets import BY_NAME
+from ttft_otel.carrier import KEPT_BLOCKS_BIT, EngineTimeline, KeptBlocks
+from ttft_otel.hooks import model_runners, wrap
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
-TRIVIAL: Final = 50  # us: a load or save that returned within them moved nothing
-LIMIT: Final = 8192
-UNASKED: Final = 256
+MAX_TRACKED_REQUESTS: Final = 8192  # with blocks in transfer, or kept for another instance
+MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked for yet
 
 
-class Hold:
-    """Blocks of an answered request, kept for another instance."""
+class BlockLease:
+    """KV blocks of an answered request that are kept until another instance fetches them."""
 
-    __slots__ = ("blocks", "since", "tokens", "told")
+    __slots__ = ("blocks", "since", "tokens", "answer_future")
 
     def __init__(self, tokens: int, blocks: int) -> None:
-        self.since = clock.now()
+        self.since = clock.now_us()
         self.tokens = tokens
         self.blocks = blocks
-        self.told: Future[str] | None = None  # whoever asked before they were fetched
+        self.answer_future: Future[str] | None = None  # set when the API server asks before the end
 
 
-# By engine request: blocks on their way here (its Journey), or kept here (a Hold). Empty: costs nothing.
-moving: dict[str, Journey | Hold] = {}
-gone: OrderedDict[str, str] = OrderedDict()  # fetched before anybody asked
+# By engine request id: the timeline while blocks are transferred here, a lease while they are kept
+# for another instance. While it is empty the hooks return at once.
+tracked_blocks: dict[str, EngineTimeline | BlockLease] = {}
+unasked_answers: OrderedDict[str, str] = OrderedDict()  # leases that ended before the query came
 
 
-def created(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
-    """After create_connector(): wrap what this class has."""
+def wrap_kv_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
+    """After create_connector(): wrap the methods that the connector's class has."""
     kind = type(connector)
-    for target, names in METHODS.items():
+    for target, names in WRAPPED_METHODS.items():
         for name in names:
             if hasattr(kind, name):
-                wrap.put(BY_NAME[target], kind, name, HOOKS[target])
+                wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, HOOKS[target])
 
 
-def matched(_: None, found: Any, connector: Any, request: Any, *args: Any, **kw: Any) -> None:
-    """After get_num_new_matched_tokens(): None is "still looking"; asked until the blocks are allocated."""
-    journey = getattr(request, "_ttft", None)
-    if journey is None or journey.scheduled:
-        return  # after a preemption it is stall, whatever it waits for
-    count, later = found
+def record_match(_: None, match: Any, connector: Any, request: Any, *args: Any, **kw: Any) -> None:
+    """After get_num_new_matched_tokens(), which is called until the request's blocks are allocated.
+
+    match: (tokens, loaded asynchronously); tokens None means that the connector is still looking.
+    """
+    timeline = getattr(request, "_ttft", None)
+    if timeline is None or timeline.scheduled:
+        return  # after a preemption further waits belong to `prefill.stall`
+    count, loads_later = match
     if count is None:
-        journey.looking = journey.looking or clock.now()
+        timeline.looking = timeline.looking or clock.now_us()
         return
-    if journey.looking:
-        journey.waits += (breakdown.BLOCKS, journey.looking, clock.now())
-        journey.looking = 0
-    if journey.moving:  # there was no room, it is asked again
-        moving.pop(request.request_id, None)
-        journey.moving = 0
-    journey.blocks = [count, 0, 0, 0] if count else []
-    if count and later:
-        journey.moving = clock.now()
-        _remember(request.request_id, journey)
+    if timeline.looking:
+        timeline.waits += (breakdown.CODE_KV_TRANSFER, timeline.looking, clock.now_us())
+        timeline.looking = 0
+    if timeline.moving:  # its blocks could not be allocated; this is another attempt
+        tracked_blocks.pop(request.request_id, None)
+        timeline.moving = 0
+    timeline.blocks = [count, 0, 0, 0] if count else []
+    if count and loads_later:
+        timeline.moving = clock.now_us()
+        _track_request(request.request_id, timeline)
 
 
-def _remember(request_id: str, state: Journey | Hold) -> None:
-    if len(moving) >= LIMIT:
-        oldest = moving.pop(next(iter(moving)))
-        if isinstance(oldest, Hold) and oldest.told is not None:
-            oldest.told.set_result("")  # nobody will know: whoever asked need not wait on
-    moving[request_id] = state
+def _track_request(request_id: str, state: EngineTimeline | BlockLease) -> None:
+    if len(tracked_blocks) >= MAX_TRACKED_REQUESTS:
+        oldest = tracked_blocks.pop(next(iter(tracked_blocks)))
+        if isinstance(oldest, BlockLease) and oldest.answer_future is not None:
+            oldest.answer_future.set_result("")  # unknown: the caller must not wait any longer
+    tracked_blocks[request_id] = state
 
 
-def scheduled(journey: Journey, request_id: str, block_size: int) -> bool:
-    """Its first chunk is scheduled: whether it may have waited for blocks, unseen."""
-    if journey.blocks and block_size:
-        journey.blocks[1] = -(-journey.blocks[0] // block_size)
-    lost = bool(journey.cached) and not wrap.active("kv.match")
-    if journey.moving:
-        # Loaded inside the step after all, or nobody saw them arrive.
-        moving.pop(request_id, None)
-        journey.moving = 0
-        lost = lost or not wrap.active("kv.arrive")
+def close_block_wait(timeline: EngineTimeline, request_id: str, block_size: int) -> bool:
+    """End the wait for blocks when the first chunk is scheduled.
+
+    block_size: tokens per block, 0 when unknown.
+    True when the request may have waited for blocks without a hook that noticed it.
+    """
+    if timeline.blocks and block_size:
+        timeline.blocks[1] = -(-timeline.blocks[0] // block_size)  # tokens / block size, rounded up
+    lost = bool(timeline.cached) and not wrap.is_active("kv.match")
+    if timeline.moving:
+        # Loaded inside the step after all, or the hook that sees arrivals is missing.
+        tracked_blocks.pop(request_id, None)
+        timeline.moving = 0
+        lost = lost or not wrap.is_active("kv.arrive")
     return lost
 
 
-def arriving(scheduler: Any, kv_connector_output: Any) -> None:
-    """Before _update_from_kv_xfer_finished(): whose blocks are here, whose were fetched."""
-    came = kv_connector_output.finished_recving
-    for request_id in came or ():
-        journey = moving.pop(request_id, None)
-        if isinstance(journey, Journey) and journey.moving:
-            journey.waits += (breakdown.BLOCKS, journey.moving, clock.now())
-            journey.moving = 0
-            if len(came) == 1 and journey.blocks:  # the connector's figures are per step
-                journey.blocks[2:] = figures(kv_connector_output)
+def record_arrivals(scheduler: Any, kv_connector_output: Any) -> None:
+    """Before _update_from_kv_xfer_finished(): requests whose blocks have arrived, or were fetched."""
+    received_ids = kv_connector_output.finished_recving
+    for request_id in received_ids or ():
+        timeline = tracked_blocks.pop(request_id, None)
+        if isinstance(timeline, EngineTimeline) and timeline.moving:
+            timeline.waits += (breakdown.CODE_KV_TRANSFER, timeline.moving, clock.now_us())
+            timeline.moving = 0
+            if len(received_ids) == 1 and timeline.blocks:  # the connector's figures are per step
+                timeline.blocks[2:] = read_transfer_stats(kv_connector_output)
     for request_id in kv_connector_output.finished_sending or ():
-        hold = moving.pop(request_id, None)
-        if isinstance(hold, Hold):
-            _fetched(request_id, hold, expired(kv_connector_output))
+        lease = tracked_blocks.pop(request_id, None)
+        if isinstance(lease, BlockLease):
+            _end_lease(request_id, lease, has_expired(kv_connector_output))
 
 
-def figures(output: Any) -> list[int]:
-    """Bytes moved and the longest of the moves in microseconds, where the connector tells (NIXL)."""
-    told = getattr(getattr(output, "kv_connector_stats", None), "data", None)
-    if not isinstance(told, dict):
+def read_transfer_stats(output: Any) -> list[int]:
+    """Bytes transferred, and the longest transfer in microseconds, from a connector's `output`.
+
+    [0, 0] unless the connector reports statistics (NIXL does).
+    """
+    stats = getattr(getattr(output, "kv_connector_stats", None), "data", None)
+    if not isinstance(stats, dict):
         return [0, 0]
-    longest = max(told.get("transfer_duration", ()), default=0.0)
-    return [int(sum(told.get("bytes_transferred", ()))), int(longest * 1e6)]
+    longest = max(stats.get("transfer_duration", ()), default=0.0)
+    return [int(sum(stats.get("bytes_transferred", ()))), int(longest * 1e6)]
 
 
-def expired(output: Any) -> bool:
-    """Whether these leases ran out: nobody came for the blocks (NIXL)."""
-    told = getattr(getattr(output, "kv_connector_stats", None), "data", None)
-    over = told.get("num_kv_expired_reqs", ()) if isinstance(told, dict) else ()
+def has_expired(output: Any) -> bool:
+    """Whether the leases in `output` expired before the blocks were fetched (NIXL reports that)."""
+    stats = getattr(getattr(output, "kv_connector_stats", None), "data", None)
+    over = stats.get("num_kv_expired_reqs", ()) if isinstance(stats, dict) else ()
     return len(over) >= len(output.finished_sending)
 
 
-def keeping(
+def record_kept_blocks(
     _: None, result: Any, connector: Any, request: Any, block_ids: Any, *args: Any, **kw: Any
 ) -> None:
-    """After request_finished(): the connector keeps the blocks for another instance."""
-    journey = getattr(request, "_ttft", None)
-    if journey is None or journey.sent or not result[0]:
+    """After request_finished(): result[0] tells that the connector keeps the blocks for another."""
+    timeline = getattr(request, "_ttft", None)
+    if timeline is None or timeline.sent or not result[0]:
         return
+    # With hybrid KV cache groups there is one list per group; the longest one counts.
     groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
-    journey.kept = True
-    _remember(request.request_id, Hold(request.num_computed_tokens, max(map(len, groups))))
+    timeline.kept |= KEPT_BLOCKS_BIT
+    _track_request(
+        request.request_id, BlockLease(request.num_computed_tokens, max(map(len, groups)))
+    )
 
 
-def _fetched(request_id: str, hold: Hold, over: bool) -> None:
-    text = Kept(hold.since, clock.now(), hold.tokens, hold.blocks, over).fold()
-    if hold.told is not None:
-        hold.told.set_result(text)
+def _end_lease(request_id: str, lease: BlockLease, expired: bool) -> None:
+    text = KeptBlocks(lease.since, clock.now_us(), lease.tokens, lease.blocks, expired).to_json()
+    if lease.answer_future is not None:
+        lease.answer_future.set_result(text)
         return
-    gone[request_id] = text
-    if len(gone) > UNASKED:
-        gone.popitem(last=False)
+    unasked_answers[request_id] = text
+    if len(unasked_answers) > MAX_UNASKED_ANSWERS:
+        unasked_answers.popitem(last=False)
 
 
-def sent(core: Any, request_id: str) -> Any:
-    """Utility call: how long its blocks were kept, as soon as that is known; "" when nobody knows."""
-    hold = moving.get(request_id)
-    if not isinstance(hold, Hold):
-        return gone.pop(request_id, "")
-    hold.told = hold.told or Future()
-    return hold.told
+def answer_kept_blocks(core: Any, request_id: str) -> Any:
+    """Utility call: how long blocks were kept, as KeptBlocks JSON; "" when unknown.
+
+    Returns a Future while they are kept, which vLLM's utility channel awaits.
+    """
+    lease = tracked_blocks.get(request_id)
+    if not isinstance(lease, BlockLease):
+        return unasked_answers.pop(request_id, "")
+    lease.answer_future = lease.answer_future or Future()
+    return lease.answer_future
 
 
-def working(*args: Any, **kwargs: Any) -> tuple[int, int]:
-    """Before a load or a save: the stamp, and the host's time."""
-    return worker.opened[0].stamp(), clock.now()
+def stamp_transfer_start(*args: Any, **kwargs: Any) -> int:
+    """Before a load or a save: index of the stamp."""
+    return model_runners.open_steps[0].take_stamp()
 
 
-def worked(begin: tuple[int, int] | None, *args: Any, **kwargs: Any) -> None:
-    """After it: most connectors only look at an empty list here, on every step."""
-    if begin is not None and worker.opened and clock.now() - begin[1] >= TRIVIAL:
-        worker.opened[0].close(breakdown.BLOCKS, begin[0])
+def record_transfer(begin: int | None, *args: Any, **kwargs: Any) -> None:
+    """After a load or a save: record it. The step leaves it out if it was too short to be one."""
+    if begin is not None and model_runners.open_steps:
+        model_runners.open_steps[0].close_interval(breakdown.CODE_KV_TRANSFER, begin)
 
 
-METHODS: Final = {
+WRAPPED_METHODS: Final = {
     "kv.match": ("get_num_new_matched_tokens",),
     "kv.keep": ("request_finished", "request_finished_all_groups"),
     "kv.load": ("start_load_kv",),
@@ -173,10 +189,14 @@ METHODS: Final = {
 }
 
 HOOKS: Final = {
-    "kv.create": wrap.Hook(after=created),
-    "kv.match": wrap.Hook(after=matched),
-    "kv.arrive": wrap.Hook(before=arriving, ready=moving),
-    "kv.keep": wrap.Hook(after=keeping),
-    "kv.load": wrap.Hook(before=working, after=worked, ready=worker.opened),
-    "kv.save": wrap.Hook(before=working, after=worked, ready=worker.opened),
+    "kv.create": wrap.Hook(after=wrap_kv_connector),
+    "kv.match": wrap.Hook(after=record_match),
+    "kv.arrive": wrap.Hook(before=record_arrivals, ready=tracked_blocks),
+    "kv.keep": wrap.Hook(after=record_kept_blocks),
+    "kv.load": wrap.Hook(
+        before=stamp_transfer_start, after=record_transfer, ready=model_runners.open_steps
+    ),
+    "kv.save": wrap.Hook(
+        before=stamp_transfer_start, after=record_transfer, ready=model_runners.open_steps
+    ),
 }

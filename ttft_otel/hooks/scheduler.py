@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine core: end of the queue, the join with the worker's marks, and their way back to the API server.
+"""Hooks in the engine core's scheduler: end of the queue, worker's marks, result to the API server.
 
-wrap.py hangs these around Scheduler's methods; engine.py gives each traced Request its Journey;
-what is known travels as one string in the first output's trace_headers (carrier.py).
+engine_core.py attaches an EngineTimeline to each traced Request; these hooks fill it and put it as
+one string into the trace_headers of the request's first output (carrier.py).
 """
 
 from __future__ import annotations
@@ -12,179 +12,217 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from ttft_otel import carrier, clock, names
-from ttft_otel.carrier import Journey
-from ttft_otel.hooks import fields, kv, wrap
+from ttft_otel.carrier import EngineTimeline
+from ttft_otel.hooks import ec_items, kv, vllm_fields, wrap
 
 log = logging.getLogger("ttft_otel")
-AWAITING_LIMIT: Final = 8192
-DEAD_LIMIT: Final = 256
+MAX_AWAITING_REQUESTS: Final = 8192  # in awaiting_first_token
+MAX_ABORTED_REQUESTS: Final = 256  # in aborted_timelines
 
-# Scheduled, and without a first token yet: only these cost anything per step.
-running: dict[str, Journey] = {}
-dead: OrderedDict[str, str] = OrderedDict()  # ended without a first token, until asked for
-_freed: list[str] = []
-_inside = [False]
-dropped = 0
+# Scheduled requests without a first token, oldest first: only these cost anything per step.
+awaiting_first_token: dict[str, EngineTimeline] = {}
+# Serialized timelines of requests that ended without a first token, until the API server asks.
+aborted_timelines: OrderedDict[str, str] = OrderedDict()
+_freed_requests: list[str] = []  # freed inside update_from_output(), see record_freed()
+_in_update = [False]  # update_from_output() is running
+dropped_requests = 0
 
 
-def scheduled(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After schedule(): admit new traced requests, note who is in this step, mark it for the worker."""
-    fresh = output.scheduled_new_reqs
-    if not fresh and not running:
+def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After schedule(): admit new traced requests, count chunks, mark the step for the worker."""
+    new_requests = output.scheduled_new_reqs
+    if not new_requests and not awaiting_first_token:  # most steps of a decoding engine
         return
-    for data in fresh:
-        _admit(scheduler.requests.get(data.req_id))
-    if not running:
+    for data in new_requests:
+        _admit_request(scheduler.requests.get(data.req_id))
+    if not awaiting_first_token:
         return
-    now = clock.now()
+    now = clock.now_us()  # one time for all requests of the step
     tokens = output.num_scheduled_tokens
     encoding = output.scheduled_encoder_inputs
     preempted = getattr(output, "preempted_req_ids", None)
     if preempted:
-        _preempt(preempted)
+        _record_preemptions(preempted)
     held = False
-    for request_id, journey in running.items():
+    for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
             held = True
-            if not journey.complete:
-                _chunk(journey, scheduler, output, request_id, now)
+            if not timeline.complete:
+                _record_chunk(timeline, scheduler, output, request_id, now)
     if held:
-        output._ttft = True  # one attribute that survives pickling: workers measure this step
+        output._ttft = True  # survives pickling to the workers, which then measure this step
 
 
-def _admit(request: Any) -> None:
-    journey = getattr(request, "_ttft", None)
-    if journey is None:
+def _admit_request(request: Any) -> None:
+    timeline = getattr(request, "_ttft", None)
+    if timeline is None:
         headers = getattr(request, "trace_headers", None)
         if not headers or names.CARRIER not in headers:
             return
-        journey = request._ttft = Journey()
-    if len(running) >= AWAITING_LIMIT:
-        _room()
-    running[request.request_id] = journey
+        timeline = request._ttft = EngineTimeline()
+    if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
+        _drop_oldest()
+    awaiting_first_token[request.request_id] = timeline
 
 
-def _room() -> None:
-    global dropped
-    del running[next(iter(running))]
-    dropped += 1
-    if dropped == 1:
-        log.warning("ttft-otel: more than %d requests await a token; oldest lost", AWAITING_LIMIT)
+def _drop_oldest() -> None:
+    global dropped_requests
+    del awaiting_first_token[next(iter(awaiting_first_token))]
+    dropped_requests += 1
+    if dropped_requests == 1:
+        log.warning(
+            "ttft-otel: more than %d traced requests wait for a first token; "
+            "the engine's stages of the oldest are unattributed",
+            MAX_AWAITING_REQUESTS,
+        )
 
 
-def _preempt(ids: Any) -> None:
+def _record_preemptions(ids: Any) -> None:
     for request_id in ids:
-        journey = running.get(request_id)
-        if journey is not None:
-            journey.preempted += 1
-            journey.complete = False
+        timeline = awaiting_first_token.get(request_id)
+        if timeline is not None:
+            timeline.preempted += 1
+            timeline.complete = False  # its prompt has to be scheduled again
 
 
-def _chunk(journey: Journey, scheduler: Any, output: Any, request_id: str, now: int) -> None:
-    """One prefill chunk of one request: counts only, times come from the worker."""
+def _record_chunk(
+    timeline: EngineTimeline, scheduler: Any, output: Any, request_id: str, now: int
+) -> None:
+    """Count one prefill chunk of one request; its times come from the worker."""
     request = scheduler.requests[request_id]
-    own = output.num_scheduled_tokens.get(request_id, 0)
+    own_tokens = output.num_scheduled_tokens.get(request_id, 0)
     end = request.num_computed_tokens
     encoding = output.scheduled_encoder_inputs
-    if not journey.scheduled:
-        _first(journey, scheduler, request, end - own, now)
-        journey.encoder_first = request_id in encoding
-    if end - own < journey.high:
-        journey.recomputed += min(end, journey.high) - end + own
-    if end > journey.high:
-        journey.high = end
-    journey.chunks += 1
-    journey.own_tokens += own
-    journey.step_tokens += output.total_num_scheduled_tokens
-    if encoding:
-        journey.own_items += len(encoding.get(request_id, ()))
-        journey.step_items += sum(map(len, encoding.values()))
-    journey.complete = end >= request.num_tokens
+    if not timeline.scheduled:
+        _record_first_chunk(timeline, scheduler, request, end - own_tokens, now)
+        timeline.encoder_first = request_id in encoding
+    # After a preemption tokens below the highest computed one are computed again.
+    if end - own_tokens < timeline.high:
+        timeline.recomputed += min(end, timeline.high) - end + own_tokens
+    if end > timeline.high:
+        timeline.high = end
+    timeline.chunks += 1
+    timeline.own_tokens += own_tokens
+    timeline.step_tokens += output.total_num_scheduled_tokens
+    if timeline.media:
+        own_tokens = encoding.get(request_id, ())
+        ec_items.settle_items(
+            timeline,
+            request,
+            vllm_fields.get_facts(scheduler).ec_connector,
+            own_tokens,
+            sum(map(len, encoding.values())),
+        )
+    timeline.complete = end >= request.num_tokens
 
 
-def _first(journey: Journey, scheduler: Any, request: Any, start: int, now: int) -> None:
-    """The first chunk: the queue ends, `start` tokens were cached."""
-    facts = fields.facts(scheduler)
-    journey.scheduled = now
-    journey.cached = journey.high = start
-    journey.prompt = request.num_prompt_tokens
-    journey.rank = facts.rank
-    if facts.loads:
-        journey.wait_lost = kv.scheduled(journey, request.request_id, facts.block)
+def _record_first_chunk(
+    timeline: EngineTimeline, scheduler: Any, request: Any, start: int, now: int
+) -> None:
+    """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
+    facts = vllm_fields.get_facts(scheduler)
+    timeline.scheduled = now
+    timeline.cached = timeline.high = start
+    timeline.prompt = request.num_prompt_tokens
+    timeline.rank = facts.rank
+    if facts.has_kv_connector:
+        timeline.wait_lost = kv.close_block_wait(timeline, request.request_id, facts.block_size)
     features = getattr(request, "mm_features", None)
     if features:
-        journey.items = len(features)
-        journey.wait_lost |= facts.waits and not wrap.active("transfer.wait")
+        if not timeline.media:
+            ec_items.open_items(timeline, request, facts.ec_connector)
+        if start:
+            ec_items.skip_cached(timeline, features, start)
+        timeline.wait_lost |= facts.ec_may_wait and not wrap.is_active("transfer.wait")
 
 
-def updating(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
-    """Before update_from_output(): give this step's worker record to the requests it held."""
+def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
+    """Before update_from_output(): add the step's worker record to the requests that were in it.
+
+    True when there was any.
+    """
     record = getattr(model_runner_output, "_ttft", None)
-    now = clock.now()
+    unfinished = bool(record and record[2] & carrier.ENCODER_UNFINISHED)
+    now = clock.now_us()
     tokens = scheduler_output.num_scheduled_tokens
     encoding = scheduler_output.scheduled_encoder_inputs
     held = False
-    for request_id, journey in running.items():
+    for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
-            journey.step(record)
-            journey.entered = now
+            timeline.add_step(record)
+            if unfinished:
+                timeline.kept |= carrier.ENCODER_RUN_BIT
+            timeline.entered = now
             held = True
-    _inside[0] = True
+    _in_update[0] = True
     return held
 
 
-def updated(held: bool | None, outputs: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After update_from_output(): the first output of a traced request carries its marks away."""
-    _inside[0] = False
-    if outputs and (held or _freed):
+def attach_timelines(
+    held: bool | None, outputs: Any, scheduler: Any, *args: Any, **kwargs: Any
+) -> None:
+    """After update_from_output(): put each traced request's timeline onto its first output.
+
+    held: what record_step() returned.
+    """
+    _in_update[0] = False
+    if outputs and (held or _freed_requests):
         for batch in outputs.values():
             for output in batch.outputs:
-                journey = running.pop(output.request_id, None)
-                if journey is not None:
-                    _carry(journey, output, scheduler)
-    for request_id in _freed:
-        _bury(request_id)
-    _freed.clear()
+                timeline = awaiting_first_token.pop(output.request_id, None)
+                if timeline is not None:
+                    _attach_timeline(timeline, output, scheduler)
+    # Freed within this call, and no output carried their timelines away: they were aborted.
+    for request_id in _freed_requests:
+        _keep_aborted(request_id)
+    _freed_requests.clear()
 
 
-def _carry(journey: Journey, output: Any, scheduler: Any) -> None:
-    kept = None  # later tokens need not carry anything, unless vLLM traces by itself
-    sent = {names.CARRIER: carrier.fold(journey)}
-    if fields.facts(scheduler).tracing:
-        kept = {**(output.trace_headers or {})}
-        kept.pop(names.CARRIER, None)
-        sent |= kept
-    output.trace_headers = sent
+def _attach_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> None:
+    remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
+    carried = {names.CARRIER: carrier.encode_timeline(timeline)}
+    if vllm_fields.get_facts(scheduler).vllm_traces:
+        remaining = {**(output.trace_headers or {})}
+        remaining.pop(names.CARRIER, None)
+        carried |= remaining
+    output.trace_headers = carried
     request = scheduler.requests.get(output.request_id)
     if request is not None:
-        request.trace_headers = kept
+        request.trace_headers = remaining
 
 
-def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Before _free_request(): a request that ends without a first token is kept for the asking."""
-    journey = getattr(request, "_ttft", None)
-    if journey is None or journey.sent:
+def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Before _free_request(): store the timeline of a request that ends without a first token."""
+    timeline = getattr(request, "_ttft", None)
+    if timeline is None or timeline.sent:
         return
-    running.setdefault(request.request_id, journey)
-    if journey.moving:
-        kv.moving.pop(request.request_id, None)
-    if _inside[0]:
-        _freed.append(request.request_id)  # its only output may still be made in this very call
+    # A request that was never scheduled is not in there yet.
+    awaiting_first_token.setdefault(request.request_id, timeline)
+    if timeline.moving:
+        kv.tracked_blocks.pop(request.request_id, None)
+    if _in_update[0]:
+        # Its only output may still be created in this call of update_from_output().
+        _freed_requests.append(request.request_id)
     else:
-        _bury(request.request_id)
+        _keep_aborted(request.request_id)
 
 
-def _bury(request_id: str) -> None:
-    journey = running.pop(request_id, None)
-    if journey is None:
+def _keep_aborted(request_id: str) -> None:
+    timeline = awaiting_first_token.pop(request_id, None)
+    if timeline is None:
         return
-    dead[request_id] = carrier.fold(journey)
-    if len(dead) > DEAD_LIMIT:
-        dead.popitem(last=False)
+    aborted_timelines[request_id] = carrier.encode_timeline(timeline)
+    if len(aborted_timelines) > MAX_ABORTED_REQUESTS:
+        aborted_timelines.popitem(last=False)
 
 
 HOOKS: Final = {
-    "scheduler.schedule": wrap.Hook(after=scheduled),
-    "scheduler.update": wrap.Hook(before=updating, after=updated, ready=running, arrives=True),
-    "scheduler.free": wrap.Hook(before=freed),
+    "scheduler.schedule": wrap.Hook(after=record_schedule),
+    "scheduler.update": wrap.Hook(
+        before=record_step,
+        after=attach_timelines,
+        ready=awaiting_first_token,
+        runs_after_error=True,
+    ),
+    "scheduler.free": wrap.Hook(before=record_freed),
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only patching code: install the ledger's targets as their modules are imported, and take them out.
+"""Patch the targets of hooks/targets/ as their modules are imported; the only code that patches.
 
-plugin.py calls `install`; the hook files say what happens before and after each host call. A process
-pays only for the modules it imports itself: nothing of vLLM is imported from here.
+install.py calls install_hooks() with the hooks of all files. Nothing of vLLM is imported from here:
+each process patches only modules that it imports itself.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from types import ModuleType
 from typing import Any, Final, TypeAlias
 
 from ttft_otel import guard
-from ttft_otel.hooks.targets import TARGETS, Place, Target
+from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
 
-Call: TypeAlias = Callable[..., Any]
-Ready: TypeAlias = "list[Any] | dict[Any, Any] | tuple[int, ...]"
+AnyCall: TypeAlias = Callable[..., Any]
+ReadyContainer: TypeAlias = "list[Any] | dict[Any, Any] | tuple[int, ...]"
 ALWAYS: Final[tuple[int, ...]] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """What we do around one host call.
+    """What runs around one vLLM function; see guard.wrap_call() for `before`, `after` and `ready`.
 
-    before(*args) -> token, after(token, result, *args); either may be absent. When `ready` (a
-    container shared with the hook's file) is empty the host's call is all that happens.
+    runs_after_error: `after` also runs when vLLM's function raised (with result None).
+    replace: for frontend.app only; the caller gets `replace(result)` instead of the result.
     """
 
-    before: Call | None = None
-    after: Call | None = None
-    ready: Ready = ALWAYS
-    arrives: bool = False  # runs at the end also when the host raised (result None)
-    replace: Call | None = None  # frontend.app only: what the caller gets instead of the result
+    before: AnyCall | None = None
+    after: AnyCall | None = None
+    ready: ReadyContainer = ALWAYS
+    runs_after_error: bool = False
+    replace: AnyCall | None = None
 
 
 @dataclass(slots=True)
 class Patch:
-    """One installed wrapper: where it sits, what was there, and whether it is in place."""
+    """One installed wrapper: attribute `name` of `owner`, what it was before, and the wrapper."""
 
-    target: Target
+    target: PatchTarget
     owner: Any
     name: str
     original: Any
@@ -51,19 +51,22 @@ class Patch:
     hook: Hook
 
 
-installed: dict[str, list[Patch]] = {}
-missing: dict[str, str] = {}  # target -> what was not found
-out: set[str] = set()  # targets that a test has taken out
+installed_patches: dict[str, list[Patch]] = {}
+missing_targets: dict[str, str] = {}  # target name -> what was not found
+disabled_targets: set[str] = set()  # targets that a test has switched off
 
 
-def active(target: str) -> bool:
-    """Whether a target is patched in this process and not switched off."""
-    return target in installed and target not in out
+def is_active(target: str) -> bool:
+    """Whether `target` is patched in this process and not switched off."""
+    return target in installed_patches and target not in disabled_targets
 
 
-def install(hooks: dict[str, Hook]) -> None:
-    """Patch what is imported already, and the rest as it is imported. Idempotent."""
-    waiting: dict[str, list[tuple[Target, Place, Hook]]] = {}
+def install_hooks(hooks: dict[str, Hook]) -> None:
+    """Patch modules that are imported already, and the others when they are imported. Idempotent.
+
+    hooks: target name -> hook; targets without a hook are skipped.
+    """
+    waiting: dict[str, list[tuple[PatchTarget, TargetPlace, Hook]]] = {}
     for target in TARGETS:
         hook = hooks.get(target.name)
         if hook is None:
@@ -73,99 +76,106 @@ def install(hooks: dict[str, Hook]) -> None:
     for module in list(waiting):
         loaded = sys.modules.get(module)
         if loaded is not None and getattr(loaded, "__spec__", None) is not None:
-            _patch(loaded, waiting.pop(module))
-    if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(waiting))
+            _patch_module(loaded, waiting.pop(module))
+    # First in the list, because the search ends with the first finder that finds the module.
+    if waiting and not any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PatchingFinder(waiting))
 
 
-def _patch(module: ModuleType, entries: Iterable[tuple[Target, Place, Hook]]) -> None:
+def _patch_module(
+    module: ModuleType, entries: Iterable[tuple[PatchTarget, TargetPlace, Hook]]
+) -> None:
     for target, place, hook in entries:
         with guard.Guard(f"install {target.name}"):
-            _one(module, target, place, hook)
+            _patch_place(module, target, place, hook)
 
 
-def _one(module: ModuleType, target: Target, place: Place, hook: Hook) -> None:
+def _patch_place(module: ModuleType, target: PatchTarget, place: TargetPlace, hook: Hook) -> None:
     owner: Any = module
     *outer, name = place.name.split(".")
     for part in outer:
         owner = getattr(owner, part, None)
+    # getattr_static sees staticmethod and classmethod objects, which have to be wrapped as such.
     raw = inspect.getattr_static(owner, name, None) if owner is not None else None
+    # A method that is only inherited would be patched at the subclass, beside its base's patch.
     if raw is None or (outer and name not in vars(owner)):
-        _miss(target, f"{place.module}:{place.name}")
+        _note_missing(target, f"{place.module}:{place.name}")
         return
     call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     lost = [word for word in target.reads if word not in inspect.signature(call).parameters]
     if lost:
-        _miss(target, f"{place.module}:{place.name}({', '.join(lost)})")
+        _note_missing(target, f"{place.module}:{place.name}({', '.join(lost)})")
         return
-    put(target, owner, name, hook)
+    patch_attribute(target, owner, name, hook)
 
 
-def _miss(target: Target, what: str) -> None:
-    if target.name not in installed:
-        missing[target.name] = what
+def _note_missing(target: PatchTarget, what: str) -> None:
+    if target.name not in installed_patches:
+        missing_targets[target.name] = what
 
 
-def put(target: Target, owner: Any, name: str, hook: Hook) -> None:
-    """Patch one attribute of `owner` once; keeps static and class methods what they are."""
+def patch_attribute(target: PatchTarget, owner: Any, name: str, hook: Hook) -> None:
+    """Patch the attribute `name` of `owner` once; static and class methods stay such."""
     raw = inspect.getattr_static(owner, name)
     call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     if hasattr(call, "__ttft_otel__"):
         return
-    patch = Patch(target, owner, name, raw, _again(raw, _wrap(target.name, call, hook)), hook)
+    patch = Patch(
+        target, owner, name, raw, _restore_kind(raw, _build_wrapper(target.name, call, hook)), hook
+    )
     setattr(owner, name, patch.wrapper)
-    installed.setdefault(target.name, []).append(patch)
-    missing.pop(target.name, None)
+    installed_patches.setdefault(target.name, []).append(patch)
+    missing_targets.pop(target.name, None)
 
 
-def _again(raw: Any, wrapper: Call) -> Any:
+def _restore_kind(raw: Any, wrapper: AnyCall) -> Any:
     return type(raw)(wrapper) if isinstance(raw, (staticmethod, classmethod)) else wrapper
 
 
-def _wrap(place: str, original: Call, hook: Hook) -> Call:
-    """Build the wrapper and name the target on it, by which it is known again."""
-    wrapper: Call
+def _build_wrapper(place: str, original: AnyCall, hook: Hook) -> AnyCall:
+    """Build the wrapper; its attribute __ttft_otel__ marks it, so that it is not wrapped again."""
+    wrapper: AnyCall
     if hook.replace is not None:
-        wrapper = guard.replaced(place, original, hook.replace)
-    elif hook.arrives and hook.before is not None and hook.after is not None:
-        wrapper = guard.arriving(place, original, hook.before, hook.after, hook.ready)
+        wrapper = guard.wrap_result(place, original, hook.replace)
+    elif hook.runs_after_error and hook.before is not None and hook.after is not None:
+        wrapper = guard.wrap_call_finally(place, original, hook.before, hook.after, hook.ready)
     else:
-        wrapper = guard.around(place, original, hook.before, hook.after, hook.ready)
+        wrapper = guard.wrap_call(place, original, hook.before, hook.after, hook.ready)
     wrapper.__dict__["__ttft_otel__"] = place
     return wrapper
 
 
 def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
-    """Test-only: take the targets `off` out, make the hooks of `fail` raise; all else is in place."""
-    out.clear()
-    out.update(off)
-    broken = set(fail)
-    for name, patches in installed.items():
+    """For tests: remove the targets `off`, make the hooks of `fail` raise, install all others."""
+    disabled_targets.clear()
+    disabled_targets.update(off)
+    failing = set(fail)
+    for name, patches in installed_patches.items():
         for patch in patches:
-            value = patch.original if name in out else patch.wrapper
-            if name in broken:
+            value = patch.original if name in disabled_targets else patch.wrapper
+            if name in failing:
                 raw = patch.original
                 call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-                hook = Hook(_fail, _fail, ALWAYS, patch.hook.arrives)
-                value = _again(raw, _wrap(name, call, hook))
+                hook = Hook(_raise_error, _raise_error, ALWAYS, patch.hook.runs_after_error)
+                value = _restore_kind(raw, _build_wrapper(name, call, hook))
             setattr(patch.owner, patch.name, value)
 
 
-def _fail(*args: Any, **kwargs: Any) -> None:
+def _raise_error(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("hook made to fail by a test")
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the ordinary finders find a module, and patches it right after its body has run."""
+class _PatchingFinder(importlib.abc.MetaPathFinder):
+    """A meta path finder that patches a module right after the ordinary loader has executed it."""
 
-    def __init__(self, waiting: dict[str, list[tuple[Target, Place, Hook]]]) -> None:
+    def __init__(self, waiting: dict[str, list[tuple[PatchTarget, TargetPlace, Hook]]]) -> None:
         self.waiting = waiting
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         entries = self.waiting.get(fullname)
-        spec = self._ordinary(fullname, path, target) if entries else None
+        spec = self._find_ordinary_spec(fullname, path, target) if entries else None
         if entries is None or spec is None or spec.loader is None:
             return None
         loader = spec.loader
@@ -173,15 +183,15 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            # Not earlier: whoever only asks whether the module exists comes by here too.
+            # Only here: find_spec() is also called by code that checks whether the module exists.
             self.waiting.pop(fullname, None)
-            _patch(module, entries)
+            _patch_module(module, entries)
 
-        # On the loader instance: it serves this module alone, and keeps its type.
+        # Replaced on the loader instance, which is for this module alone and keeps its type.
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def _ordinary(
+    def _find_ordinary_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> importlib.machinery.ModuleSpec | None:
         for finder in sys.meta_path:

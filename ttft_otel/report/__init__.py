@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans in over OTLP, kept in SQLite, out as a page, a terminal table and JSON; vLLM is not needed.
+"""Receive spans over OTLP, store them in SQLite, show them as pages, terminal tables and JSON.
 
-otlp -> receiver -> store | query -> assemble -> pages, terminal, export
+receiver, otlp_decoder -> span_store | database_reader -> request_assembly -> pages, terminal, JSON
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web app of `ttft-otel serve`: OTLP in, page and JSON out, on one port; server.py runs it.
+"""The web app of `ttft-otel serve`: OTLP/HTTP receiver, pages and JSON API; report_server.py runs it.
 
-One port, because one address is what an operator has to remember, forward and firewall.
+All on one port, so that an operator has a single address to forward and to open in a firewall.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
 from ttft_otel import __version__, palette
-from ttft_otel.report import answer, pages, receiver
-from ttft_otel.report.query import MOST, Trace, Wanted, reader
+from ttft_otel.report import json_answers, pages, receiver
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.database_schema import StoreError
 from ttft_otel.report.receiver import Receiver
-from ttft_otel.report.schema import Trouble
 from ttft_otel.report.summary import summarize
 
-HERE: Final = Path(__file__).parent
-LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
-HEADERS: Final = {
+PACKAGE_FOLDER: Final = Path(__file__).parent
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
+SECURITY_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
@@ -34,20 +34,23 @@ HEADERS: Final = {
 }
 
 
-def filters(
+def read_filters(
     model: str = "", role: str = "", error: str = "", min_ttft_ms: str = "", last: str = ""
-) -> Wanted:
-    """Read the page's form; an empty or unreadable field does not narrow."""
-    return Wanted(
+) -> RequestFilter:
+    """The filter in a URL's query; an empty or invalid field does not restrict the result.
+
+    min_ttft_ms: shortest TTFT, in milliseconds. last: number of requests, newest first.
+    """
+    return RequestFilter(
         model=model,
         role=role,
         error=error,
-        min_us=min(int(_number(min_ttft_ms, 0.0) * 1000), 1 << 50),
-        last=min(int(_number(last, 200.0)), MOST),
+        min_us=min(int(_parse_number(min_ttft_ms, 0.0) * 1000), 1 << 50),
+        last=min(int(_parse_number(last, 200.0)), MAX_REQUESTS),
     )
 
 
-def _number(text: str, default: float) -> float:
+def _parse_number(text: str, default: float) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -55,101 +58,113 @@ def _number(text: str, default: float) -> float:
     return value if 0.0 <= value <= 1e12 else default
 
 
-Filters = Annotated[Wanted, Depends(filters)]
+Filters = Annotated[RequestFilter, Depends(read_filters)]
 
 
-def create(taking: Receiver, hosts: Sequence[str] = ("*",)) -> FastAPI:
-    """Make the app around a receiver. hosts: Host headers accepted, against DNS rebinding."""
+def create_app(span_receiver: Receiver, hosts: Sequence[str] = ("*",)) -> FastAPI:
+    """Create the app.
+
+    span_receiver: stores what is posted; pages read the same database.
+    hosts: accepted Host headers, against DNS rebinding.
+    """
     app = FastAPI(title="ttft-otel", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-    app.include_router(receiver.routes(taking))
-    app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
-    app.add_exception_handler(Trouble, _trouble)
-    _health(app, taking)
-    _api(app, taking.store.path)
-    _html(app, taking.store.path)
+    app.include_router(receiver.create_routes(span_receiver))
+    app.mount("/static", StaticFiles(directory=PACKAGE_FOLDER / "static"), name="static")
+    app.add_exception_handler(StoreError, _answer_store_error)
+    _add_health_route(app, span_receiver)
+    _add_api_routes(app, span_receiver.store.path)
+    _add_page_routes(app, span_receiver.store.path)
     return app
 
 
-def _health(app: FastAPI, taking: Receiver) -> None:
+def _add_health_route(app: FastAPI, span_receiver: Receiver) -> None:
     @app.get("/healthz")
     def healthz() -> JSONResponse:
-        """200 while spans can be stored; what was stored, refused, evicted; the last trouble."""
-        trouble = taking.store.trouble
-        with reader(taking.store.path) as db:
-            sizes = db.sizes()
+        """200 while spans can be stored, else 503; counts of spans, and the last error."""
+        trouble = span_receiver.store.last_error
+        with open_reader(span_receiver.store.path) as db:
+            sizes = db.count_rows()
         content = {
             "status": "trouble" if trouble else "ok",
             "trouble": trouble or None,
             "stored": sizes,
-            "received": dict(taking.counts),
-            "store": dict(taking.store.counts),
+            "received": dict(span_receiver.counts),
+            "store": dict(span_receiver.store.counts),
             "version": __version__,
         }
         return JSONResponse(content, 503 if trouble else 200)
 
 
-def _api(app: FastAPI, path: Path) -> None:
+def _add_api_routes(app: FastAPI, path: Path) -> None:
     @app.get("/ttft_report/{request_id:path}")
     def ttft_report(request_id: str) -> Response:
-        """The original TTFT report: by role and combined, milliseconds."""
-        with reader(path) as db:
-            found = db.request(request_id)
-        return JSONResponse(answer.report(found)) if found else _unknown("request", request_id)
+        """The TTFT report of one request: by role and combined, in milliseconds."""
+        with open_reader(path) as db:
+            request = db.find_request(request_id)
+        return (
+            JSONResponse(json_answers.build_report(request))
+            if request
+            else _answer_unknown("request", request_id)
+        )
 
     @app.get("/api/requests")
-    def requests(wanted: Filters) -> list[dict[str, Any]]:
-        """The newest requests, filtered."""
-        with reader(path) as db:
-            return [answer.request(each) for each in db.latest(wanted)]
+    def list_requests(wanted: Filters) -> list[dict[str, Any]]:
+        """The newest requests that match the filter."""
+        with open_reader(path) as db:
+            return [json_answers.describe_request(each) for each in db.list_latest(wanted)]
 
     @app.get("/api/trace/{trace_id}")
-    def trace(trace_id: str) -> Response:
+    def get_trace(trace_id: str) -> Response:
         """All spans of one trace."""
-        found = _trace(path, trace_id)
-        return JSONResponse(answer.trace(found)) if found else _unknown("trace", trace_id)
+        stored_trace = _find_trace(path, trace_id)
+        return (
+            JSONResponse(json_answers.describe_trace(stored_trace))
+            if stored_trace
+            else _answer_unknown("trace", trace_id)
+        )
 
     @app.get("/api/summary")
-    def summary(wanted: Filters) -> dict[str, Any]:
-        """Percentiles over the newest requests, filtered."""
-        with reader(path) as db:
-            return answer.summary(summarize(db.latest(wanted)))
+    def get_summary(wanted: Filters) -> dict[str, Any]:
+        """Percentiles over the newest requests that match the filter."""
+        with open_reader(path) as db:
+            return json_answers.describe_summary(summarize(db.list_latest(wanted)))
 
 
-def _html(app: FastAPI, path: Path) -> None:
+def _add_page_routes(app: FastAPI, path: Path) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    def index(wanted: Filters) -> HTMLResponse:
-        with reader(path) as db:
-            text = pages.index(db.latest(wanted), wanted, db.models())
-        return HTMLResponse(text, headers=HEADERS)
+    def index_page(wanted: Filters) -> HTMLResponse:
+        with open_reader(path) as db:
+            text = pages.render_index(db.list_latest(wanted), wanted, db.list_models())
+        return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/trace/{trace_id}", response_class=HTMLResponse, include_in_schema=False)
-    def trace(trace_id: str) -> HTMLResponse:
-        found = _trace(path, trace_id)
-        if not found:
-            return HTMLResponse(pages.missing(trace_id), 404, HEADERS)
-        return HTMLResponse(pages.trace(found), headers=HEADERS)
+    def trace_page(trace_id: str) -> HTMLResponse:
+        stored_trace = _find_trace(path, trace_id)
+        if not stored_trace:
+            return HTMLResponse(pages.render_missing(trace_id), 404, SECURITY_HEADERS)
+        return HTMLResponse(pages.render_trace(stored_trace), headers=SECURITY_HEADERS)
 
     @app.get("/stages.css", include_in_schema=False)
     def stages_css() -> Response:
-        return Response(palette.sheet(), media_type="text/css")
+        return Response(palette.build_style_sheet(), media_type="text/css")
 
 
-def _trace(path: Path, trace_id: str) -> Trace | None:
-    with reader(path) as db:
-        return db.trace(trace_id.lower())
+def _find_trace(path: Path, trace_id: str) -> StoredTrace | None:
+    with open_reader(path) as db:
+        return db.find_trace(trace_id.lower())
 
 
-def _unknown(what: str, name: str) -> JSONResponse:
+def _answer_unknown(kind: str, name: str) -> JSONResponse:
     return JSONResponse(
         {
-            "error": f"unknown_{what}",
-            what: name,
-            "message": f"no {what} {name!r} is stored: not traced, not here yet, or evicted",
+            "error": f"unknown_{kind}",
+            kind: name,
+            "message": f"no {kind} {name!r} is stored: not traced, not arrived yet, or removed",
         },
         404,
     )
 
 
-async def _trouble(_: Request, error: Exception) -> JSONResponse:
+async def _answer_store_error(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": "store", "message": str(error)}, 503)

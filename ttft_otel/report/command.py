@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel report`: options in; query.py finds, terminal.py prints. Needs no extra."""
+"""The command `ttft-otel report`: print requests from the database. Needs no pip extra."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ttft_otel.report import answer, schema, terminal
-from ttft_otel.report.query import MOST, Trace, Wanted, reader
-from ttft_otel.report.shape import Request
+from ttft_otel.report import database_schema, json_answers, terminal
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.report_types import Request
 from ttft_otel.report.summary import summarize
 
 
@@ -24,11 +24,15 @@ Examples:
   ttft-otel report --trace 4bf92f3577b34da6a3ce929d0e0e4736
 """
 )
-@click.option("--last", type=click.IntRange(1, MOST), help="The newest N requests.  [default: 200]")
+@click.option(
+    "--last", type=click.IntRange(1, MAX_REQUESTS), help="The newest N requests.  [default: 200]"
+)
 @click.option("--trace", "trace_id", metavar="ID", help="One trace, by its 32 hex digits.")
 @click.option("--request", "request_id", metavar="ID", help="One request, by its request id.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
-@click.option("--db", type=click.Path(path_type=Path, dir_okay=False), help=schema.HELP)
+@click.option(
+    "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
+)
 def report(
     last: int | None, trace_id: str | None, request_id: str | None, as_json: bool, db: Path | None
 ) -> None:
@@ -36,43 +40,61 @@ def report(
     if sum(each is not None for each in (last, trace_id, request_id)) > 1:
         raise click.UsageError("--last, --trace and --request exclude each other")
     try:
-        with reader(db or schema.default()) as found:
+        with open_reader(db or database_schema.get_default_path()) as db_reader:
             if request_id is not None:
-                one = found.request(request_id)
-                _one(found.trace(one.trace_id) if one else None, one, request_id, as_json)
+                request = db_reader.find_request(request_id)
+                _print_trace(
+                    db_reader.find_trace(request.trace_id) if request else None,
+                    request,
+                    request_id,
+                    as_json,
+                )
             elif trace_id is not None:
-                _one(found.trace(trace_id.lower()), None, trace_id, as_json)
+                _print_trace(db_reader.find_trace(trace_id.lower()), None, trace_id, as_json)
             else:
-                _many(found.latest(Wanted(last=last or 200)), found, last, as_json)
-    except schema.Trouble as error:
+                _print_requests(
+                    db_reader.list_latest(RequestFilter(last=last or 200)), db_reader, last, as_json
+                )
+    except database_schema.StoreError as error:
         raise click.ClickException(str(error)) from error
 
 
-def _one(trace: Trace | None, one: Request | None, name: str, as_json: bool) -> None:
+def _print_trace(
+    trace: StoredTrace | None, request: Request | None, name: str, as_json: bool
+) -> None:
     if trace is None:
         raise click.ClickException(
-            f"nothing of {name!r} is stored: not traced, not here yet, or evicted; "
+            f"nothing is stored for {name!r}: it was not traced, has not arrived yet, or was removed; "
             "`ttft-otel report --last 20 --json` lists what is"
         )
     if as_json:
-        _dump(answer.report(one) if one else answer.trace(trace))
+        _print_json(
+            json_answers.build_report(request) if request else json_answers.describe_trace(trace)
+        )
     else:
-        terminal.waterfall(trace, one)
+        terminal.print_waterfall(trace, request)
 
 
-def _many(requests: list[Request], found: Any, last: int | None, as_json: bool) -> None:
+def _print_requests(requests: list[Request], found: Any, last: int | None, as_json: bool) -> None:
     if not requests:
         raise click.ClickException(
             "no request is stored yet; start a server with TTFT_OTEL=1 and send it one"
         )
     if as_json:
-        summary = answer.summary(summarize(requests))
-        _dump({"requests": [answer.request(each) for each in requests], "summary": summary})
+        summary = json_answers.describe_summary(summarize(requests))
+        _print_json(
+            {
+                "requests": [json_answers.describe_request(each) for each in requests],
+                "summary": summary,
+            }
+        )
     elif last == 1:
-        _one(found.trace(requests[0].trace_id), requests[0], requests[0].request_id, False)
+        _print_trace(
+            found.find_trace(requests[0].trace_id), requests[0], requests[0].request_id, False
+        )
     else:
-        terminal.table(requests)
+        terminal.print_summary(requests)
 
 
-def _dump(value: object) -> None:
+def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))

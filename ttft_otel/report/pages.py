@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and traces -> HTML, escaped throughout; app.py serves it, scripts/demo writes it to a file.
+"""Render requests and traces as HTML; app.py serves the pages, scripts/demo writes them to a file.
 
-Bars are SVG with percentages, so the pages need no inline style and the server's policy forbids it.
+All values are escaped. Bars are SVG with percentages, so that no inline style is needed, which the
+server's Content-Security-Policy forbids.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ttft_otel import __version__, palette, stages
-from ttft_otel.report import tree
-from ttft_otel.report.query import Trace, Wanted
-from ttft_otel.report.shape import ERROR, KINDS, Request
+from ttft_otel.report import waterfall_rows
+from ttft_otel.report.clock_errors import describe_clock_error, find_clock_error
+from ttft_otel.report.database_reader import RequestFilter, StoredTrace
+from ttft_otel.report.recomputed_counts import collect_recomputed, describe_recomputed
+from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.summary import Summary, summarize
 
-HERE: Final = Path(__file__).parent
-LABEL: Final = 0.56  # percent of the bar that one letter needs
-LABELS: Final = 6.5  # percent that the line with the number needs
-DEEP: Final = 12  # indents that the style sheet knows
-ROWS: Final = 2000  # spans drawn of one trace
+PACKAGE_FOLDER: Final = Path(__file__).parent
+PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent of the bar
+MIN_LABEL_PERCENT: Final = 6.5  # width of a label's number, in percent of the bar
+MAX_INDENT: Final = 12  # levels of indentation in the style sheet
+MAX_ROWS: Final = 2000  # spans drawn per trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +43,22 @@ class Segment:
     @property
     def css(self) -> str:
         """Its class in the style sheet."""
-        return palette.css(self.name)
+        return palette.get_css_class(self.name)
 
     @property
     def word(self) -> str:
-        """What is written on it: the stage without its leg."""
-        word = palette.bare(self.name)
-        return word if self.width >= max(LABELS, LABEL * len(word)) else ""
+        """Its label, the stage without its leg; "" where it is too narrow for the text."""
+        word = palette.strip_leg(self.name)
+        return word if self.width >= max(MIN_LABEL_PERCENT, PERCENT_PER_LETTER * len(word)) else ""
 
 
-def index(requests: Sequence[Request], wanted: Wanted, models: Sequence[str]) -> str:
-    """The list of requests with its percentiles."""
+def render_index(requests: Sequence[Request], wanted: RequestFilter, models: Sequence[str]) -> str:
+    """The page with the list of requests and their percentiles.
+
+    wanted, models: current values and choices of the filter form.
+    """
     longest = max((each.ttft_us for each in requests), default=0)
-    return _render(
+    return _render_template(
         "index.html",
         requests=requests,
         longest=longest,
@@ -63,61 +69,69 @@ def index(requests: Sequence[Request], wanted: Wanted, models: Sequence[str]) ->
     )
 
 
-def trace(found: Trace) -> str:
-    """One trace: each of its requests, its legs, and the waterfall of all its spans."""
-    return _render("trace.html", trace=found)
+def render_trace(stored_trace: StoredTrace) -> str:
+    """The page of one trace: its requests with their legs, and the waterfall of all spans."""
+    return _render_template("trace.html", trace=stored_trace)
 
 
-def missing(trace_id: str) -> str:
+def render_missing(trace_id: str) -> str:
     """The page for a trace that is not stored."""
-    return _render("missing.html", trace_id=trace_id)
+    return _render_template("missing.html", trace_id=trace_id)
 
 
-def document(
-    title: str, summary: Summary, entries: Sequence[tuple[Request, Trace, str, float | None]]
+def render_document(
+    title: str, summary: Summary, entries: Sequence[tuple[Request, StoredTrace, str, float | None]]
 ) -> str:
-    """A file of its own, nothing loaded: entries are (request, trace, kind, client's TTFT in ms)."""
-    return _render(
+    """A self-contained HTML file with a summary and many traces.
+
+    entries: (request, its trace, kind of request, TTFT measured by the client in ms or None).
+    """
+    return _render_template(
         "document.html",
         title=title,
         summary=summary,
         entries=entries,
         longest=max((each.ttft_us for each, *_ in entries), default=0),
-        sheet=Markup(_static("style.css") + palette.sheet()),  # ours, no data in it
-        script=Markup(_static("page.js")),
+        sheet=Markup(
+            _read_static("style.css") + palette.build_style_sheet()
+        ),  # safe without escaping: our own files, no data in them
+        script=Markup(_read_static("page.js")),
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def segments(parts: dict[str, int], rest: int, box: float) -> list[Segment]:
-    """The stages of one request as a bar in a box of `box` microseconds, the remainder last."""
+def build_segments(parts: dict[str, int], rest: int, whole_us: float) -> list[Segment]:
+    """One request as a bar: `parts` (stage -> us) in order, then `rest`, the unattributed time.
+
+    whole_us: microseconds of the bar's whole width; a list of requests uses the longest TTFT.
+    """
     ordered: list[tuple[str, float]] = sorted(
-        parts.items(), key=lambda part: palette.order(part[0])
+        parts.items(), key=lambda part: palette.get_sort_key(part[0])
     )
-    return list(_laid([*ordered, (stages.UNATTRIBUTED, rest)], box))
+    return list(_lay_out([*ordered, (stages.UNATTRIBUTED, rest)], whole_us))
 
 
-def mean(summary: Summary) -> list[Segment]:
-    """The mean of every stage as one bar."""
+def build_mean_bar(summary: Summary) -> list[Segment]:
+    """The means of all stages as one bar."""
     parts = [(line.name, line.mean * 1000) for line in summary.stages]
-    return list(_laid(parts, summary.ttft.mean * 1000))
+    return list(_lay_out(parts, summary.ttft.mean * 1000))
 
 
-def lines(request: Request) -> list[tuple[str, int]]:
-    """The stages of one request in order, for the sum below it."""
-    return sorted(request.stages.items(), key=lambda part: palette.order(part[0]))
+def list_stage_lines(request: Request) -> list[tuple[str, int]]:
+    """The stages of `request` with their microseconds, in order."""
+    return sorted(request.stages.items(), key=lambda part: palette.get_sort_key(part[0]))
 
 
-def waterfall(found: Trace) -> dict[str, Any]:
-    """Rows, their window, and the ticks of its axis."""
-    start, end = tree.window(found.spans)
-    rows = tree.rows(found.spans)
+def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
+    """The values that the template of a waterfall needs; `us` and `all` are lengths in us."""
+    start, end = waterfall_rows.find_window(stored_trace.spans)
+    rows = waterfall_rows.build_rows(stored_trace.spans)
     legs = {row.role for row in rows if row.what == "trunk" and row.role != "router"}
-    last = max(span.end_ns for span in found.spans)
+    last = max(span.end_ns for span in stored_trace.spans)
     return {
-        "rows": rows[:ROWS],
+        "rows": rows[:MAX_ROWS],
         "legs": legs,
-        "hidden": max(0, len(rows) - ROWS),
+        "hidden": max(0, len(rows) - MAX_ROWS),
         "start": start,
         "us": (end - start) // 1000,
         "all": max(1, (last - start) // 1000),
@@ -125,8 +139,8 @@ def waterfall(found: Trace) -> dict[str, Any]:
     }
 
 
-def duration(us: float) -> str:
-    """Microseconds for people: three or four digits that mean something."""
+def format_duration(us: float) -> str:
+    """Microseconds as text with three or four significant digits, in µs, ms or s."""
     if us < 1000:
         return f"{us:.0f} µs"
     if us < 100_000:
@@ -136,65 +150,85 @@ def duration(us: float) -> str:
     return f"{us / 1e6:.2f} s"
 
 
-def exact(us: float) -> str:
-    """Milliseconds to the microsecond, so that a reader can add them up."""
+def format_exact_ms(us: float) -> str:
+    """Microseconds as milliseconds with three decimals, so that a reader can check sums."""
     return f"{us / 1000:,.3f}"
 
 
-def share(part: float, whole: float) -> float:
-    """Percent, within its box."""
+def compute_share(part: float, whole: float) -> float:
+    """`part` of `whole` in percent, from 0 to 100; 0 when `whole` is 0."""
     return round(min(100.0, max(0.0, 100.0 * part / whole)), 3) if whole > 0 else 0.0
 
 
-def legend() -> list[tuple[str, str, list[str]]]:
-    """(kind, its words, its stages), every stage of the vocabulary once."""
-    words = [word for word in palette.COLORS if word != stages.UNATTRIBUTED]
+def list_legend() -> list[tuple[str, str, list[str]]]:
+    """The legend: (kind, its label, its stages); each stage once."""
+    words = [word for word in palette.STAGE_COLORS if word != stages.UNATTRIBUTED]
     groups = [
-        (kind, says, [word for word in words if palette.kind(word) == kind])
-        for kind, says in palette.KINDS.items()
+        (kind, says, [word for word in words if palette.find_kind(word) == kind])
+        for kind, says in palette.KIND_LABELS.items()
     ]
     return [*groups, ("", "no mark accounts for it", [stages.UNATTRIBUTED])]
 
 
-def _laid(parts: Iterable[tuple[str, float]], box: float) -> Iterable[Segment]:
+def _lay_out(parts: Iterable[tuple[str, float]], whole_us: float) -> Iterable[Segment]:
     at = 0.0
     for name, us in parts:
         if us > 0:
-            yield Segment(name, us, share(at, box), share(us, box))
+            yield Segment(name, us, compute_share(at, whole_us), compute_share(us, whole_us))
         at += us
 
 
-def _static(name: str) -> str:
-    return (HERE / "static" / name).read_text("utf-8")
+def _read_static(name: str) -> str:
+    return (PACKAGE_FOLDER / "static" / name).read_text("utf-8")
 
 
-def _iso(ns: int) -> str:
+def _format_iso(ns: int) -> str:
     return datetime.fromtimestamp(ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _clock(ns: int) -> str:
+def _format_clock(ns: int) -> str:
     return datetime.fromtimestamp(ns / 1e9, timezone.utc).strftime("%H:%M:%S")
 
 
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(HERE / "templates"),
+def _create_environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(PACKAGE_FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for call in (duration, exact, share, segments, mean, lines, waterfall, legend):
-        made.globals[call.__name__] = call
-    made.globals.update(
-        palette=palette, version=__version__, iso=_iso, clock=_clock, kinds=KINDS, failed=ERROR
+    for call in (
+        format_duration,
+        format_exact_ms,
+        compute_share,
+        build_segments,
+        build_mean_bar,
+        list_stage_lines,
+        build_waterfall,
+        list_legend,
+    ):
+        environment.globals[call.__name__] = call
+    environment.globals.update(
+        palette=palette,
+        version=__version__,
+        iso=_format_iso,
+        clock=_format_clock,
+        kinds=SPAN_KINDS,
+        failed=STATUS_ERROR,
     )
-    made.globals.update(deep=DEEP, UNATTRIBUTED=stages.UNATTRIBUTED)
-    return made
+    environment.globals.update(
+        collect_recomputed=collect_recomputed,
+        describe_recomputed=describe_recomputed,
+        find_clock_error=find_clock_error,
+        describe_clock_error=describe_clock_error,
+    )
+    environment.globals.update(deep=MAX_INDENT, UNATTRIBUTED=stages.UNATTRIBUTED)
+    return environment
 
 
-_ENVIRONMENT: Final = _environment()
+_ENVIRONMENT: Final = _create_environment()
 
 
-def _render(name: str, **values: Any) -> str:
+def _render_template(name: str, **values: Any) -> str:
     return _ENVIRONMENT.get_template(name).render(**values)

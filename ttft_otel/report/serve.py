@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel serve`: options in, server.py runs; without its extra cli.py says what to install."""
+"""The command `ttft-otel serve`: its options; report_server.py runs the servers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final
 import click
 
 from ttft_otel import names
-from ttft_otel.report import schema
-from ttft_otel.report.server import Options, run
+from ttft_otel.report import database_schema
+from ttft_otel.report.report_server import ServeOptions, is_loopback_host, run_server
 
 MEGABYTE: Final = 1 << 20
 
@@ -21,17 +21,54 @@ MEGABYTE: Final = 1 << 20
 Examples:
   ttft-otel serve
   ttft-otel serve --keep-requests 5000 --keep-hours 24 --db /data/spans.db
-  ttft-otel serve --host 0.0.0.0                  for servers on other machines
+  ttft-otel serve --host 0.0.0.0 --insecure       for servers on other machines
 The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
 """
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--http-port", default=4318, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--grpc-port", default=4317, show_default=True, type=click.IntRange(-1, 65535))
-@click.option("--db", type=click.Path(path_type=Path, dir_okay=False), help=schema.HELP)
-@click.option("--keep-requests", default=20_000, show_default=True, type=click.IntRange(1))
-@click.option("--keep-hours", default=168.0, show_default=True, type=click.FloatRange(0.001))
-@click.option("--keep-mb", default=2048, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--http-port",
+    default=4318,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Pages, API and OTLP/HTTP; 0 takes a free port.",
+)
+@click.option(
+    "--grpc-port",
+    default=4317,
+    show_default=True,
+    type=click.IntRange(-1, 65535),
+    help="OTLP/gRPC; 0 takes a free port, -1 disables it.",
+)
+@click.option(
+    "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
+)
+@click.option(
+    "--keep-requests",
+    default=20_000,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Traces to keep; older ones are removed.",
+)
+@click.option(
+    "--keep-hours",
+    default=168.0,
+    show_default=True,
+    type=click.FloatRange(0.001),
+    help="Age in hours at which traces are removed.",
+)
+@click.option(
+    "--keep-mb",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Size of the database in MiB at which the oldest traces are removed.",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Listen on an address that other machines can reach; nobody is asked for a key.",
+)
 @click.option("--allow-host", multiple=True, help="Another Host header to accept on loopback.")
 def serve(
     host: str,
@@ -41,33 +78,43 @@ def serve(
     keep_requests: int,
     keep_hours: float,
     keep_mb: int,
+    insecure: bool,
     allow_host: tuple[str, ...],
 ) -> None:
-    """Receive spans over OTLP (gRPC and HTTP), keep them, show where the time went."""
-    options = Options(
-        path=db or schema.default(),
+    """Receive spans over OTLP (gRPC and HTTP), store them, and show where the time went."""
+    if not (insecure or is_loopback_host(host)):
+        raise click.UsageError(
+            f"--host {host} can be reached from other machines, which could read and send everything: "
+            "add --insecure if something else decides who reaches it, or forward the port over SSH."
+        )
+    options = ServeOptions(
+        path=db or database_schema.get_default_path(),
         host=host,
         http_port=http_port,
         grpc_port=grpc_port,
-        keep=keep_requests,
-        hours=keep_hours,
-        limit=keep_mb * MEGABYTE,
-        hosts=allow_host,
+        max_traces=keep_requests,
+        max_age_hours=keep_hours,
+        max_bytes=keep_mb * MEGABYTE,
+        allowed_hosts=allow_host,
     )
     try:
-        run(options, lambda doors: _greet(host, doors.http, doors.grpc, options.path))
-    except schema.Trouble as error:
+        run_server(
+            options, lambda doors: _print_addresses(host, doors.http, doors.grpc, options.path)
+        )
+    except database_schema.StoreError as error:
         raise click.ClickException(str(error)) from error
 
 
-def _greet(host: str, http: int, grpc: int, path: Path) -> None:
-    """Say where everything is, and which one line makes a server send here."""
+def _print_addresses(host: str, http: int, grpc: int, path: Path) -> None:
+    """Print the addresses, the database's path, and how to start a server that sends here."""
     at = f"[{host}]" if ":" in host else host
     lines = [f"ttft-otel serve: page and OTLP/HTTP on http://{at}:{http}"]
     if grpc >= 0:
         lines.append(f"                 OTLP/gRPC on {at}:{grpc}")
     lines.append(f"                 spans in {path}")
-    where = "" if http == 4318 else f"{names.ENV_ENDPOINT}=http://{at}:{http} "
+    endpoint_setting = "" if http == 4318 else f"{names.ENV_ENDPOINT}=http://{at}:{http} "
     if names.ENV_ENDPOINT not in os.environ:
-        lines.append(f"                 send here: {where}{names.ENV_ON}=1 vllm serve MODEL")
+        lines.append(
+            f"                 send here: {endpoint_setting}{names.ENV_ON}=1 vllm serve MODEL"
+        )
     click.echo("\n".join(lines))

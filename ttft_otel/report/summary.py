@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests -> p50, p95, p99 and mean per stage; page, terminal and export show the same.
+"""p50, p95, p99 and mean of every stage over many requests; for pages, terminal and JSON.
 
-Percentiles interpolate linearly between the two nearest ranks (numpy's default, "inclusive").
+Percentiles interpolate linearly between the two nearest ranks (numpy's default method, "linear").
 A stage's percentiles are over the requests that had it; its mean is over all requests, so that the
-means of all stages and of the remainder add up to the mean TTFT.
+means of all stages and of the unattributed time add up to the mean TTFT.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttft_otel import palette
-from ttft_otel.report.shape import Request
+from ttft_otel import names, palette
+from ttft_otel.report.clock_errors import find_clock_error
+from ttft_otel.report.recomputed_counts import RecomputedCount, collect_recomputed
+from ttft_otel.report.report_types import Request
 from ttft_otel.stages import UNATTRIBUTED
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One stage over many requests, milliseconds; count: in how many it occurred."""
+class SummaryLine:
+    """One stage over many requests, in milliseconds; count: number of requests that had it."""
 
     name: str
     count: int
@@ -30,35 +32,62 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The TTFT, then every stage in the order in which they happen, then the remainder."""
+    """Figures over many requests: TTFT, then all stages in order, unattributed time last.
+
+    count: requests with a first token. closed: in all of them the stages add up to the TTFT.
+    failed: requests that ended without one; of these the client of `left` gave up, `refused` were
+        refused with 4xx, and servers failed the others.
+    before: over the requests behind a foreign router that sends spans; not in any sum.
+    recomputed: media items that were encoded twice, also those of failed requests.
+    clock_error_us: the greatest error of a mark's place; 0 when it is not worth a word.
+    """
 
     count: int
     failed: int
+    left: int
+    refused: int
     closed: bool
-    ttft: Line
-    stages: tuple[Line, ...]
+    ttft: SummaryLine
+    stages: tuple[SummaryLine, ...]
+    before: SummaryLine | None = None
+    recomputed: tuple[RecomputedCount, ...] = ()
+    clock_error_us: int = 0
 
 
 def summarize(requests: Sequence[Request]) -> Summary:
-    """Summarize the requests that reached a first token; the others are only counted."""
-    good = [request for request in requests if not request.error and not request.pending]
+    """Summarize the `requests` that reached a first token; failed ones are only counted."""
+    # A failed request has no first token, and a pending one may still change.
+    complete = [request for request in requests if not request.error and not request.pending]
     lengths: dict[str, list[int]] = {}
-    for request in good:
+    for request in complete:
         for name, value in request.stages.items():
             lengths.setdefault(name, []).append(value)
-    lines = [line(name, lengths[name], len(good)) for name in sorted(lengths, key=palette.order)]
-    lines.append(line(UNATTRIBUTED, [request.unattributed_us for request in good], len(good)))
+    lines = [
+        summarize_values(name, lengths[name], len(complete))
+        for name in sorted(lengths, key=palette.get_sort_key)
+    ]
+    lines.append(
+        summarize_values(
+            UNATTRIBUTED, [request.unattributed_us for request in complete], len(complete)
+        )
+    )
+    before = [request.before.us for request in complete if request.before]
     return Summary(
-        count=len(good),
+        count=len(complete),
         failed=sum(bool(request.error) for request in requests),
-        closed=bool(good) and all(request.closed for request in good),
-        ttft=line("ttft", [request.ttft_us for request in good], len(good)),
+        left=sum(request.error in names.CLIENT_LEFT_ERRORS for request in requests),
+        refused=sum(names.is_refusal(request.error) for request in requests),
+        closed=bool(complete) and all(request.closed for request in complete),
+        ttft=summarize_values("ttft", [request.ttft_us for request in complete], len(complete)),
         stages=tuple(lines),
+        before=summarize_values("before", before) if before else None,
+        recomputed=collect_recomputed(requests),
+        clock_error_us=find_clock_error(complete),
     )
 
 
-def percentile(ordered: Sequence[int], share: float) -> float:
-    """The value below which `share` of the ordered values lie, interpolated; 0 of none."""
+def compute_percentile(ordered: Sequence[int], share: float) -> float:
+    """The quantile `share` (0 to 1) of sorted values, interpolated linearly; 0 without values."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * share
@@ -67,9 +96,14 @@ def percentile(ordered: Sequence[int], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def line(name: str, values: Sequence[int], requests: int = 0) -> Line:
-    """One line over microseconds; requests: what the mean is over, by default all values."""
+def summarize_values(name: str, values: Sequence[int], requests: int = 0) -> SummaryLine:
+    """One line of the summary.
+
+    values: microseconds. requests: number by which the sum is divided for the mean, 0: len(values).
+    """
     ordered = sorted(values)
-    p50, p95, p99 = (round(percentile(ordered, share) / 1000, 3) for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (
+        round(compute_percentile(ordered, share) / 1000, 3) for share in (0.5, 0.95, 0.99)
+    )
     mean = round(sum(ordered) / max(1, requests or len(ordered)) / 1000, 3)
-    return Line(name, len(ordered), p50, p95, p99, mean)
+    return SummaryLine(name, len(ordered), p50, p95, p99, mean)

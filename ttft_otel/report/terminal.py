@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw in the terminal: a waterfall for one request, percentiles and a mean bar for many.
+"""Terminal output of `ttft-otel report`: a waterfall for one request, percentiles for many.
 
-command.py gives what query.py found; `rich` decides about colours and width.
+`rich` determines the terminal's width and colours.
 """
 
 from __future__ import annotations
@@ -15,62 +15,110 @@ from rich.table import Table
 from rich.text import Text
 
 from ttft_otel import palette, stages
-from ttft_otel.report import tree
-from ttft_otel.report.query import Trace
-from ttft_otel.report.shape import Request
+from ttft_otel.report import waterfall_rows
+from ttft_otel.report.clock_errors import describe_clock_error, find_clock_error
+from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.report.recomputed_counts import (
+    RecomputedCount,
+    collect_recomputed,
+    describe_recomputed,
+)
+from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.summary import Summary, summarize
 
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
-SHOWN: Final = 400  # rows of one waterfall
+MAX_SHOWN_ROWS: Final = 400  # spans shown in one waterfall
 
 
-def table(requests: Sequence[Request], console: Console | None = None) -> None:
-    """Percentiles of every stage, with the mean request as one bar."""
+def print_summary(requests: Sequence[Request], console: Console | None = None) -> None:
+    """Print percentiles of every stage over `requests`, and the means of the stages as a bar."""
     out = console or Console()
     summary = summarize(requests)
     if not summary.count:
         out.print(f"{len(requests)} requests, none of which reached a first token")
         return
-    out.print(_headline(summary))
+    out.print(_format_headline(summary))
     out.print()
-    out.print(_bar([(line.name, line.mean) for line in summary.stages], out.width))
+    out.print(_draw_bar([(line.name, line.mean) for line in summary.stages], out.width))
     out.print()
-    out.print(_percentiles(summary))
-    out.print(_verdict(summary))
+    out.print(_build_percentile_table(summary))
+    _print_recomputed(summary.recomputed, out)
+    _print_clock_error(summary.clock_error_us, out)
+    out.print(_format_verdict(summary))
 
 
-def waterfall(trace: Trace, one: Request | None = None, console: Console | None = None) -> None:
-    """Every span of a trace on one time axis, then the sum of each of its requests."""
+def print_waterfall(
+    trace: StoredTrace, only_request: Request | None = None, console: Console | None = None
+) -> None:
+    """Print every span of `trace` on one time axis, then the sum of stages of its requests.
+
+    only_request: the request whose sum is printed; by default all of the trace.
+    """
     out = console or Console()
-    start, end = tree.window(trace.spans)
+    requests = [only_request] if only_request else list(trace.requests)
+    for request in requests:
+        if request.before:
+            out.print(_format_before(request.before))
+    start, end = waterfall_rows.find_window(trace.spans)
     left = min(44, max(24, out.width // 3))
     room = max(10, out.width - left - 12)
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=left, no_wrap=True, overflow="ellipsis")
     grid.add_column(width=room, no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    rows = tree.rows(trace.spans)
-    for row in rows[:SHOWN]:
-        name = Text("  " * row.depth + clean(row.span.name), style=_style(row))
+    rows = waterfall_rows.build_rows(trace.spans)
+    for row in rows[:MAX_SHOWN_ROWS]:
+        name = Text("  " * row.depth + remove_controls(row.span.name), style=_choose_style(row))
         place = (
             (row.span.start_ns - start) / (end - start),
             (row.span.end_ns - start) / (end - start),
         )
-        color = palette.color(row.stage) if row.what == "stage" else _service(row.role)
-        grid.add_row(name, _track(place, room, color, row.what), Text(short(row.us), style="dim"))
+        color = (
+            palette.find_color(row.stage) if row.what == "stage" else _choose_role_color(row.role)
+        )
+        grid.add_row(
+            name, _draw_track(place, room, color, row.what), Text(format_short(row.us), style="dim")
+        )
     out.print(grid)
-    if len(rows) > SHOWN:
-        out.print(Text(f"… {len(rows) - SHOWN} more spans; --json has them all", style="dim"))
-    for request in [one] if one else trace.requests:
-        out.print(_sum(request, out.width))
+    if len(rows) > MAX_SHOWN_ROWS:
+        out.print(
+            Text(f"… {len(rows) - MAX_SHOWN_ROWS} more spans; --json has them all", style="dim")
+        )
+    for request in requests:
+        out.print(_build_sum_panel(request, out.width))
+    _print_recomputed(collect_recomputed(requests), out)
+    _print_clock_error(find_clock_error(requests), out)
 
 
-def _headline(summary: Summary) -> Text:
+def _print_recomputed(counts: Sequence[RecomputedCount], out: Console) -> None:
+    if said := describe_recomputed(counts):
+        out.print(Text(f"! {remove_controls(said)}", style="yellow"))
+
+
+def _print_clock_error(error_us: int, out: Console) -> None:
+    if said := describe_clock_error(error_us):
+        out.print(Text(f"± {said}", style="dim"))
+
+
+def _format_before(before: TimeBefore) -> Text:
+    text = Text(
+        f'before (router "{remove_controls(before.caller)}", not in the sum)  ', style="dim"
+    )
+    text.append(format_short(before.us), style="bold")
+    if before.error_us is None:
+        text.append(" ± unknown: its clock is another host's")
+    else:
+        text.append(f" ± {format_short(before.error_us)}")
+    return text
+
+
+def _format_headline(summary: Summary) -> Text:
     line = summary.ttft
     text = Text()
     text.append(f"{summary.count} requests", style="bold")
     if summary.failed:
         text.append(f", {summary.failed} failed", style="red")
+        text.append(f" ({summary.left} clients left, {summary.refused} refused)", style="dim")
     text.append("\nTTFT", style="dim")
     for word, value in (
         ("p50", line.p50),
@@ -79,75 +127,81 @@ def _headline(summary: Summary) -> Text:
         ("mean", line.mean),
     ):
         text.append(f" {word} ", style="dim")
-        text.append(short(value * 1000), style="bold")
+        text.append(format_short(value * 1000), style="bold")
     return text
 
 
-def _percentiles(summary: Summary) -> Table:
-    found = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    found.add_column("stage", no_wrap=True, min_width=32)
+def _build_percentile_table(summary: Summary) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True, min_width=32)
     for word in ("in", "p50 ms", "p95 ms", "p99 ms", "mean ms", "share"):
-        found.add_column(word, justify="right", no_wrap=True)
+        table.add_column(word, justify="right", no_wrap=True)
     for line in (*summary.stages, summary.ttft):
         last = line is summary.ttft
         share = 100 * line.mean / summary.ttft.mean if summary.ttft.mean else 0.0
         numbers = (f"{value:.3f}" for value in (line.p50, line.p95, line.p99, line.mean))
-        name = Text("ttft") if last else _swatch(line.name)
+        name = Text("ttft") if last else _draw_swatch(line.name)
         style = "bold" if last else ""
-        found.add_row(name, str(line.count), *numbers, f"{share:.0f} %", style=style)
-    return found
+        table.add_row(name, str(line.count), *numbers, f"{share:.0f} %", style=style)
+    if before := summary.before:
+        numbers = (f"{value:.3f}" for value in (before.p50, before.p95, before.p99, before.mean))
+        table.add_row("before, not in the sum", str(before.count), *numbers, "", style="dim")
+    return table
 
 
-def _verdict(summary: Summary) -> Text:
+def _format_verdict(summary: Summary) -> Text:
     if summary.closed:
         return Text("✓ Σ stages + unattributed = ttft, in every request", style="green")
     return Text("✗ Σ stages + unattributed ≠ ttft in some request", style="red")
 
 
-def _sum(request: Request, width: int) -> Panel:
-    """One request's stages as a bar and as a sum that the reader can check."""
-    parts = sorted(request.stages.items(), key=lambda part: palette.order(part[0]))
-    found = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    found.add_column()
-    found.add_column(justify="right")
-    found.add_column(justify="right", style="dim")
+def _build_sum_panel(request: Request, width: int) -> Panel:
+    """One request's stages as a bar, and as a sum that the reader can check."""
+    parts = sorted(request.stages.items(), key=lambda part: palette.get_sort_key(part[0]))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right", style="dim")
     for name, us in (*parts, (stages.UNATTRIBUTED, request.unattributed_us)):
         share = 100 * us / request.ttft_us if request.ttft_us else 0.0
-        found.add_row(_swatch(name), f"{us / 1000:,.3f}", f"{share:.1f} %")
+        table.add_row(_draw_swatch(name), f"{us / 1000:,.3f}", f"{share:.1f} %")
     mark = "✓" if request.closed else "✗"
     sentence = f"{mark} Σ stages + unattributed = ttft"
-    found.add_row("ttft, ms", f"{request.ttft_us / 1000:,.3f}", sentence, style="bold")
-    bar = _bar([*parts, (stages.UNATTRIBUTED, request.unattributed_us)], width - 4)
-    title = clean(request.request_id or request.trace_id)
+    table.add_row("ttft, ms", f"{request.ttft_us / 1000:,.3f}", sentence, style="bold")
+    bar = _draw_bar([*parts, (stages.UNATTRIBUTED, request.unattributed_us)], width - 4)
+    title = remove_controls(request.request_id or request.trace_id)
     error = f" · {request.error} in {request.died or '?'}" if request.error else ""
     roles = " → ".join(request.roles)
     return Panel(
-        Group(bar, Text(), found),
-        title=Text(f"{title} · {roles}{clean(error)}", style="red" if error else "bold"),
+        Group(bar, Text(), table),
+        title=Text(f"{title} · {roles}{remove_controls(error)}", style="red" if error else "bold"),
         title_align="left",
         border_style="dim",
     )
 
 
-def _bar(parts: Sequence[tuple[str, float]], width: int) -> Text:
-    """A bar of full blocks; every piece ends where its running sum says, so none drifts."""
-    whole = sum(value for _, value in parts) or 1.0
+def _draw_bar(parts: Sequence[tuple[str, float]], width: int) -> Text:
+    """A bar of full blocks; each piece ends at its rounded running sum, so that errors don't add up."""
+    total = sum(value for _, value in parts) or 1.0
     text = Text(no_wrap=True)
     at, done = 0.0, 0
     for name, value in parts:
         at += value
-        upto = round(width * at / whole)
+        upto = round(width * at / total)
         glyph = "░" if name == stages.UNATTRIBUTED else "█"
-        text.append(glyph * (upto - done), style=palette.color(name))
+        text.append(glyph * (upto - done), style=palette.find_color(name))
         done = max(done, upto)
     return text
 
 
-def _track(place: tuple[float, float], room: int, color: str, what: str) -> Text:
-    """One span's place on the axis, to an eighth of a cell; longer than the window is cut."""
+def _draw_track(place: tuple[float, float], room: int, color: str, kind: str) -> Text:
+    """One span on the axis, to an eighth of a cell.
+
+    place: start and end as shares of the window; parts outside of 0 to 1 are cut off.
+    """
     low = min(max(place[0], 0.0), 1.0) * room
     high = max(min(place[1], 1.0) * room, low + 0.125)
-    glyph = {"stage": "█", "trunk": "━", "part": "─"}.get(what, "─")
+    glyph = {"stage": "█", "trunk": "━", "part": "─"}.get(kind, "─")
     cells = max(1, round(high) - int(low))
     text = Text(" " * min(int(low), room - 1))
     if glyph == "█" and high - low < 1:
@@ -157,29 +211,29 @@ def _track(place: tuple[float, float], room: int, color: str, what: str) -> Text
     return text
 
 
-def _swatch(name: str) -> Text:
-    text = Text("■ ", style=palette.color(name))
-    text.append(clean(name), style="default")
+def _draw_swatch(name: str) -> Text:
+    text = Text("■ ", style=palette.find_color(name))
+    text.append(remove_controls(name), style="default")
     return text
 
 
-def _style(row: tree.Row) -> str:
+def _choose_style(row: waterfall_rows.WaterfallRow) -> str:
     if row.span.status == 2:
         return "red"
     return "bold" if row.what in ("server", "trunk") else "" if row.what == "stage" else "dim"
 
 
-def _service(role: str) -> str:
+def _choose_role_color(role: str) -> str:
     return palette.ROLE_COLORS.get(role, "#9a9a9a")
 
 
-def clean(text: str) -> str:
-    """Foreign text without control characters: a span's name must not steer the terminal."""
+def remove_controls(text: str) -> str:
+    """Replace control characters: a span's name must not be able to control the terminal."""
     return "".join(each if each.isprintable() else "�" for each in text)
 
 
-def short(us: float) -> str:
-    """Microseconds for people."""
+def format_short(us: float) -> str:
+    """Microseconds as text in µs, ms or s."""
     if us < 1000:
         return f"{us:.0f} µs"
     return f"{us / 1000:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router before the servers: forwards bytes untouched, says where the client's TTFT went.
+"""The router: forwards requests to vLLM instances unmodified and traces each one's TTFT.
 
-command (flags: config; process: server) -> app (control plane) and forward (data path)
-forward   gate lets in, body and headers read, fan calls encoders, legs any instance, stream gives
-with prefill and decode instances plan says which legs, pair calls them, seam joins their streams
-legs      fleet says who is offered, choose picks, retry says whether to try again; wire connects
-fleet     told by requests (legs), probes (health), operators (admin); metrics shows it
-path cuts the trip into stages; report turns it into Records and /ttft_report
+A request takes these steps (proxy/endpoint.py): 1 authenticate; 2 parse body and headers; 3 call
+encoders; 4 choose and call the backend, or prefill and then decode instances; 5 relay the response.
+
+cli/       flags, environment and YAML file; starts the server
+control/   ASGI application, admin API, registration of instances, metrics
+proxy/     admission, the data path, errors
+disagg/    requests over several instances: encoders, prefill and decode, the spliced stream
+routing/   policies, prompt readers and prefix sources that choose an instance
+upstream/  pool of instances with health and circuit breakers, HTTP client with retries
+
+exchange.py records what happens to a request; timeline.py partitions its time into stages; records.py
+makes spans and /ttft_report of both. types.py and errors.py are used by all.
 """

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of every patched vLLM target, as data: wrap.py installs it, doctor prints it, tests hold it
-against the sources of each supported release.
+"""All vLLM functions that we patch, as data. wrap.py installs them, doctor checks them, and
+tests/hooks/test_target_check.py checks them against the sources of each supported release.
 
-`lost` are the stages that become unattributed (their sum unchanged) when the target is gone; on an
-encoder instance `lost_encode` counts instead, where it is given. Checked live: tests/live/test_targets.py.
+`lost` are the stages that become unattributed (the total stays exact) without the target; on an
+encoder instance `lost_encode` applies instead, where it is given (tests/live/test_targets.py).
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.hooks.targets.core import CORE
-from ttft_otel.hooks.targets.frontend import FRONTEND
-from ttft_otel.hooks.targets.row import EVERYTHING, Place, Target
-from ttft_otel.hooks.targets.transfer import TRANSFER
-from ttft_otel.hooks.targets.worker import RUNNERS
+from ttft_otel.hooks.targets.api_server_targets import FRONTEND_TARGETS
+from ttft_otel.hooks.targets.connector_targets import TRANSFER_TARGETS
+from ttft_otel.hooks.targets.engine_core_targets import CORE_TARGETS
+from ttft_otel.hooks.targets.model_runner_targets import WORKER_TARGETS
+from ttft_otel.hooks.targets.patch_target import ALL_STAGES, PatchTarget, TargetPlace
 
-TARGETS: Final[tuple[Target, ...]] = (*FRONTEND, *CORE, *RUNNERS, *TRANSFER)
-BY_NAME: Final[dict[str, Target]] = {target.name: target for target in TARGETS}
+TARGETS: Final[tuple[PatchTarget, ...]] = (
+    *FRONTEND_TARGETS,
+    *CORE_TARGETS,
+    *WORKER_TARGETS,
+    *TRANSFER_TARGETS,
+)
+TARGETS_BY_NAME: Final[dict[str, PatchTarget]] = {target.name: target for target in TARGETS}
 
-__all__ = ["BY_NAME", "EVERYTHING", "TARGETS", "Place", "Target"]
+__all__ = ["TARGETS_BY_NAME", "ALL_STAGES", "TARGETS", "TargetPlace", "PatchTarget"]

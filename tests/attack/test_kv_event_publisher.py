@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An instance that publishes KV events to harm the router: nothing of it reaches other instances' blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from aiohttp import web
+from router.fake_engine import FakeEngine, build_stored_event, encode_batch
+from router.fake_publisher import FakePublisher, run_publisher
+from router.routing.prefixes.test_kv_subscription import (
+    BLOCK_TOKENS,
+    PROMPT_IDS,
+    build_fleet,
+    count_indexed_blocks,
+    run_source,
+    run_with_timeout,
+    wait_until,
+)
+
+from attack.loop_watch import watch_loop
+from ttft_otel.router.routing import prefixes
+from ttft_otel.router.routing.prefixes import PrefixSource, kv_subscription, zmq_sockets
+from ttft_otel.router.routing.prefixes.kv_event_parser import MAX_EVENT_TOKENS
+from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
+from ttft_otel.router.routing.prefixes.zmq_sockets import MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
+
+
+@dataclass
+class HostilePublisher(FakePublisher):
+    """Publishes what it is told to; its replay sends `replay_frames` again and again."""
+
+    replay_frames: list[tuple[bytes, bytes]] = field(default_factory=list)
+    sources: bytes | None = None
+
+    async def send_payload(self, number: int, payload: bytes) -> None:
+        """Publish one message with any number and any content."""
+        await self.send_frames(b"kv", number.to_bytes(8, "big"), payload)
+
+    async def send_frames(self, *frames: bytes) -> None:
+        """Publish any frames, in pieces, because this loop's turns are measured."""
+        for position, frame in enumerate(frames, 1):
+            await self._sockets[0].send(frame, zmq.SNDMORE if position < len(frames) else 0)
+            if position % 100 == 0:
+                await asyncio.sleep(0)
+
+    async def answer_sources(self, request: web.Request) -> web.Response:
+        """Answer /kv_event_sources with anything."""
+        if self.sources is None:
+            return await super().answer_sources(request)
+        return web.Response(body=self.sources, content_type="application/json")
+
+    async def _serve_replays(self) -> None:
+        if not self.replay_frames:
+            await super()._serve_replays()
+        socket = self._sockets[1]
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        while True:
+            client, _, start = await socket.recv_multipart()
+            number = int.from_bytes(start, "big")
+            try:
+                while True:  # until the client has gone
+                    for topic, payload in self.replay_frames:
+                        frames = (client, b"", topic, number.to_bytes(8, "big"), payload)
+                        await socket.send_multipart(frames)
+                        number += 1
+            except zmq.ZMQError:
+                continue
+
+
+@dataclass
+class Fleet:
+    """A source that follows an honest and a hostile instance."""
+
+    source: PrefixSource
+    honest: FakePublisher
+    hostile: HostilePublisher
+    honest_url: str
+    hostile_url: str
+
+    def get_counts(self) -> dict[str, int]:
+        """What the router counts of the hostile instance."""
+        counts: dict[str, int] = self.source.describe_instances()[self.hostile_url].get(
+            "counts", {}
+        )
+        return counts
+
+    async def wait_for_count(self, *names: str) -> None:
+        """Wait until one of these was counted."""
+        await wait_until(lambda: any(self.get_counts().get(name) for name in names))
+
+    async def check_honest(self) -> None:
+        """The honest instance's blocks are known, also those that it stores from now on."""
+        assert count_indexed_blocks(self.source, self.honest_url, PROMPT_IDS) == 5
+        ids = [*range(7000, 7000 + 2 * BLOCK_TOKENS)]
+        self.honest.engine.compute_prompt(ids)
+        await self.honest.publish_events()
+        await wait_until(lambda: count_indexed_blocks(self.source, self.honest_url, ids) == 2)
+
+
+@asynccontextmanager
+async def run_fleet(tmp_path: Path, max_reported: int = 0, **options: Any) -> AsyncIterator[Fleet]:
+    """Both instances, and a source that knows the honest one's prompt; its loop is watched.
+
+    max_reported: limit of the index, 0 for its own. options: of the hostile publisher.
+    """
+    for name in ("honest", "hostile"):
+        (tmp_path / name).mkdir()
+    honest = FakePublisher(tmp_path / "honest", FakeEngine(BLOCK_TOKENS))
+    hostile = HostilePublisher(tmp_path / "hostile", FakeEngine(BLOCK_TOKENS), **options)
+    source = prefixes.build_source("kv-events")
+    assert isinstance(source.index, ReportedIndex)
+    source.index.max_reported = max_reported or source.index.max_reported
+    async with run_publisher(honest) as good, run_publisher(hostile) as bad:
+        honest.engine.compute_prompt(PROMPT_IDS)
+        await honest.publish_events()
+        async with run_source(build_fleet(good, bad), source), watch_loop():
+            fleet = Fleet(source, honest, hostile, good, bad)
+            await wait_until(lambda: count_indexed_blocks(source, good, PROMPT_IDS) == 5)
+            if not hostile.sources:
+                await wait_until(lambda: source.describe_instances()[bad].get("connected", False))
+            yield fleet
+
+
+def encode_array(count: int, element: bytes) -> bytes:
+    """A msgpack array of equal elements."""
+    return b"\xdd" + count.to_bytes(4, "big") + element * count
+
+
+def encode_event(**fields: Any) -> bytes:
+    """A message with one BlockStored event, whose fields are as given."""
+    return encode_batch(build_stored_event([1], [1] * BLOCK_TOKENS) | fields)
+
+
+CLEARS = [{"type": "AllBlocksCleared"}, build_stored_event([1], [1] * BLOCK_TOKENS)]
+MALFORMED = {
+    "garbage": b"\xc1" * 1000,
+    "no events": msgspec.msgpack.encode([0.0]),
+    "empty lists": b"\x93\xc0" + encode_array(MAX_MESSAGE_BYTES - 100, b"\x90") + b"\x00",
+    "lists in lists": b"\x93\xc0" + b"\x91" * 4_000_000 + b"\x00\x00",
+    "an event of lists": b"\x93\xc0\x91" + encode_array(8_000_000, b"\x90") + b"\x00",
+    "maps in maps": b"\x93\xc0\x91" + b"\x81\xa1a" * 1_000_000 + b"\x00\x00",
+    "tokens without end": encode_event(token_ids=[1] * (MAX_EVENT_TOKENS + 1)),
+    "hashes without end": encode_event(block_hashes=[1] * 1_000_000),
+    "negative tokens": encode_event(token_ids=[-1] * BLOCK_TOKENS),
+    "large tokens": encode_event(token_ids=[1 << 63] * BLOCK_TOKENS),
+    "tokens as text": encode_event(token_ids="1234"),
+    "hashes as fractions": encode_event(block_hashes=[0.5]),
+    "medium as list": encode_event(medium=["GPU"]),
+    "group as map": encode_event(group_idx={}),
+    "kind as list": encode_event(kv_cache_spec_kind=[]),
+    "size as text": encode_event(block_size="4"),
+    "lists in extra keys": encode_event(extra_keys=[[[[]] * 1000] * 1000]),
+}
+
+
+@pytest.mark.parametrize("payload", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed(tmp_path: Path, payload: bytes) -> None:
+    """A message of another form is counted; the feed goes on, and the loop is not held."""
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path) as fleet:
+            await fleet.hostile.send_payload(0, payload)
+            await fleet.wait_for_count("malformed")
+            await fleet.hostile.send_payload(1, encode_event())
+            await fleet.wait_for_count("stored")
+            await fleet.check_honest()
+
+    run_with_timeout(run_scenario)
+
+
+def test_many_events(tmp_path: Path) -> None:
+    """Events that store nothing, and clears one after the other, are applied in turns."""
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path) as fleet:
+            orphan = build_stored_event([2], [1] * BLOCK_TOKENS, parent_block_hash=99)
+            for number, events in enumerate(([orphan] * 40_000, CLEARS * 5_000)):
+                await fleet.hostile.send_payload(number, encode_batch(*events))
+            await wait_until(lambda: fleet.get_counts().get("cleared", 0) == 5_000)
+            assert fleet.get_counts()["orphans"] == 40_000
+            await fleet.check_honest()
+
+    run_with_timeout(run_scenario)
+
+
+def test_frames(tmp_path: Path) -> None:
+    """A message of a hundred thousand frames is one malformed message."""
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path) as fleet:
+            await fleet.hostile.send_frames(b"kv", *[b""] * 100_000)
+            await fleet.wait_for_count("malformed")
+            await fleet.hostile.send_payload(0, encode_event())
+            await fleet.wait_for_count("stored")
+            await fleet.check_honest()
+
+    run_with_timeout(run_scenario)
+
+
+def test_giant_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message beyond the bound ends the connection, in ZMQ for good; the feed makes another one."""
+    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(kv_subscription, "MAX_SILENCE_S", 1.0)
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path) as fleet:
+            await fleet.hostile.send_payload(0, b"x" * (MAX_MESSAGE_BYTES + 1))
+            await fleet.wait_for_count("disconnects")
+            await wait_until(lambda: len(fleet.hostile.replay_starts) > 1)  # connected again
+            fleet.hostile.engine.compute_prompt(PROMPT_IDS)
+            await fleet.hostile.publish_events()
+            await fleet.wait_for_count("stored")
+            await fleet.check_honest()
+
+    assert MAX_QUEUED_MESSAGES * MAX_MESSAGE_BYTES <= 256 << 20
+    run_with_timeout(run_scenario)
+
+
+def test_jumps(tmp_path: Path) -> None:
+    """Numbers that jump and return cost replays of this instance; what it held is forgotten, no other's."""
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path) as fleet:
+            last = (1 << 64) - 1
+            for number in (5, last, 0, last, 7, 7, 6, 1 << 63, 3):
+                await fleet.hostile.send_payload(number, encode_event())
+            await wait_until(lambda: fleet.get_counts().get("messages", 0) >= 3)
+            await fleet.wait_for_count("gaps")
+            await fleet.check_honest()
+
+    run_with_timeout(run_scenario)
+
+
+def test_endless_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that never ends is given up and counted; what is published afterwards is followed."""
+    monkeypatch.setattr(zmq_sockets, "MAX_REPLAYED_MESSAGES", 2_000)
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path, replay_frames=[(b"kv", encode_event())]) as fleet:
+            await fleet.wait_for_count("lost")
+            await fleet.check_honest()
+
+    run_with_timeout(run_scenario)
+
+
+def test_blocks_without_end(tmp_path: Path) -> None:
+    """One instance cannot fill the index: the share of another one stays free."""
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path, max_reported=1_000) as fleet:
+            hashes = range(10_000)
+            event = build_stored_event(hashes, [each for each in hashes for _ in range(4)])
+            await fleet.hostile.send_payload(0, encode_batch(event))
+            await fleet.wait_for_count("dropped")
+            await fleet.check_honest()
+            stored = fleet.source.describe_instances()[fleet.hostile_url]["blocks"]
+            assert 250 <= stored <= 500
+
+    run_with_timeout(run_scenario)
+
+
+SOURCES = {
+    "lists in lists": b"[" * 60_000,
+    "too long": b'{"0": "' + b"x" * 10_000_000 + b'"}',
+    "too many ranks": msgspec.json.encode(
+        {str(rank): {"publisher": "zmq", "endpoint": "tcp://*:1"} for rank in range(1_000)}
+    ),
+    "rank beyond numbers": b'{"' + b"9" * 10_000 + b'": {}}',
+    "address of nothing": b'{"0": {"publisher": "zmq", "endpoint": "tcp://a b:1"}}',
+    "path too long": b'{"0": {"publisher": "zmq", "endpoint": "ipc:///' + b"x" * 5_000 + b'"}}',
+}
+
+
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES.keys())
+def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: bytes) -> None:
+    """Whatever an instance says where it publishes, it is asked again, and followed once it tells."""
+    monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
+
+    async def run_scenario() -> None:
+        async with run_fleet(tmp_path, sources=sources) as fleet:
+            await asyncio.sleep(0.5)
+            await fleet.check_honest()
+            fleet.hostile.sources = None
+            fleet.hostile.engine.compute_prompt(PROMPT_IDS)
+            await fleet.hostile.publish_events()
+            await wait_until(
+                lambda: count_indexed_blocks(fleet.source, fleet.hostile_url, PROMPT_IDS) == 5
+            )
+
+    run_with_timeout(run_scenario)

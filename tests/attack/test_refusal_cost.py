@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A refusal costs the router less CPU than the request that it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from pathlib import Path
+
+from router import fake_instances, raw_http
+from router.control.test_client_connection import CHAT, encode_post
+from router.raw_http import RouterProcess
+
+ROUNDS = 3
+BODY = b'{"model": "tiny", "messages": []}'
+LONG_BODY = BODY + b" " * 2_000_000
+KEY = "authorization: Bearer k"
+MANY = [f"x-{number}: a" for number in range(300)]
+LONG_PATH = f"{CHAT}?{'a' * 9000}"
+# What the strict router refuses, with which status, and what the generous one serves; per round.
+PAIRS = {
+    "no key": (encode_post(BODY), 401, encode_post(BODY, KEY), 60),
+    "no JSON": (encode_post(b"[" + BODY, KEY), 400, encode_post(BODY, KEY), 60),
+    "no such model": (encode_post(b'{"model": "b"}', KEY), 404, encode_post(BODY, KEY), 60),
+    "headers": (encode_post(BODY, KEY, *MANY), 431, encode_post(BODY, KEY, *MANY), 60),
+    "target": (
+        encode_post(BODY, KEY, path=LONG_PATH),
+        414,
+        encode_post(BODY, KEY, path=LONG_PATH[:8000]),
+        60,
+    ),
+    "body": (encode_post(LONG_BODY, KEY), 413, encode_post(LONG_BODY, KEY), 20),
+}
+
+
+def read_cpu_ns(router: RouterProcess) -> int:
+    """CPU time of the router's main thread."""
+    return int(Path(f"/proc/{router.pid}/schedstat").read_text().split()[0])
+
+
+async def measure_cpu_ns(router: RouterProcess, data: bytes, status: int, number: int) -> int:
+    """What so many requests cost it, each on a connection of its own."""
+    before_ns = read_cpu_ns(router)
+    for _ in range(number):
+        assert raw_http.parse_status(await raw_http.send_bytes(router.url, data)) == status
+    return read_cpu_ns(router) - before_ns
+
+
+def test_a_refusal_is_cheaper() -> None:
+    """By the median of paired rounds, for each kind."""
+
+    async def run_scenario() -> None:
+        flags = ("--api-key", "k")
+        async with (
+            raw_http.run_instance() as one,
+            raw_http.run_router_process(
+                "--backend", one.url, *flags, "--max-body", "1000000"
+            ) as strict,
+            raw_http.run_router_process(
+                "--backend", one.url, *flags, "--max-headers", "1000"
+            ) as generous,
+        ):
+            await asyncio.sleep(0.5)
+            medians = {}
+            for kind, (refused, status, served, number) in PAIRS.items():
+                ratios = []
+                for _ in range(ROUNDS):
+                    refused_ns = await measure_cpu_ns(strict, refused, status, number)
+                    served_ns = await measure_cpu_ns(generous, served, 200, number)
+                    ratios.append(refused_ns / served_ns)
+                medians[kind] = statistics.median(ratios)
+            assert max(medians.values()) < 1, medians
+
+    fake_instances.run_with_timeout(run_scenario, 200)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a request whose instance has a fault: run for each fault, leg, form and attempt.
+
+test_upstream_faults.py compares the outcomes with the table in docs/reference/upstream-faults.md, which
+docs/generate_upstream_faults.py writes with `render_table`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+from unittest import mock
+
+import aiohttp
+from router import fake_instances
+
+from attack.faulty_instance import FAULTS, run_instance
+from ttft_otel import names
+from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream import retry
+from ttft_otel.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
+
+LEGS: Final = (ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO)
+FORMS: Final = ("stream", "plain")
+ATTEMPTS: Final = ("first", "second")  # the second after one that was answered with 503
+LIMITS: Final = RouterLimits(first_byte_timeout=2.0, total_timeout=4.0)  # seconds
+MAX_CONCURRENT_CELLS: Final = 24
+CHAT_PATH: Final = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCell:
+    """One cell: the leg's instance with the fault gets the request's first or second attempt there."""
+
+    fault: str
+    leg: str
+    form: str
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaultOutcome:
+    """What the client got, what the instance's breaker counted, the errors of server and client span."""
+
+    client: str
+    breaker: str
+    server_error: str
+    attempt_error: str
+
+
+def list_cells(attempts: Iterable[str] = ATTEMPTS) -> list[FaultCell]:
+    """Every combination."""
+    return [
+        FaultCell(fault, leg, form, attempt)
+        for fault in FAULTS
+        for attempt in attempts
+        for leg in LEGS
+        for form in FORMS
+    ]
+
+
+async def run_cells(cells: Iterable[FaultCell]) -> dict[FaultCell, FaultOutcome]:
+    """Run `cells`, some at a time."""
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CELLS)
+
+    async def run_bounded(cell: FaultCell) -> tuple[FaultCell, FaultOutcome]:
+        async with semaphore:
+            return cell, await run_cell(cell)
+
+    # on a busy machine an old connection that was closed is noticed later
+    with mock.patch.object(retry, "RACE_WINDOW_US", 10_000_000):
+        return dict(await asyncio.gather(*map(run_bounded, cells)))
+
+
+async def run_cell(cell: FaultCell) -> FaultOutcome:
+    """Send one request to a router whose instances are well, but for the one with the fault.
+
+    Of an instance that closes kept connections it is the next request that finds such a connection.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        faulty = await stack.enter_async_context(run_instance(cell.fault))
+        other = await stack.enter_async_context(
+            run_instance("" if cell.attempt == "first" else "status 503")
+        )
+        urls = [faulty.url, other.url]
+        if cell.attempt == "second" and cell.fault != "closes kept connections":
+            urls.reverse()  # instances are asked by turns
+        router = await stack.enter_async_context(
+            fake_instances.run_router(
+                await _list_urls(cell, urls, MONO, stack),
+                await _list_urls(cell, urls, ENCODE, stack),
+                prefills=await _list_urls(cell, urls, PREFILL, stack),
+                decodes=await _list_urls(cell, urls, DECODE, stack),
+                limits=LIMITS,
+                probe_interval_s=60.0,
+            )
+        )
+        health_monitor = router.app.endpoint.upstream.health_monitor
+        await health_monitor.wait_probed()
+        await health_monitor.close()  # a probe would take the faulty instance out meanwhile
+        (instance,) = [each for each in router.fleet if each.url == faulty.url]
+        router.fleet.mark_healthy(instance)  # it was, until now
+        client_text = await _send_request(router, cell)
+        if cell.fault == "closes kept connections":
+            if cell.attempt == "first":
+                await _send_request(router, cell)  # to the other one
+            client_text = await _send_request(router, cell)
+        while router.app.admission.requests_under_way:
+            await asyncio.sleep(0.005)
+        (record,) = [each for each in router.records if each.server is not None][-1:]
+        assert record.server is not None
+        address = faulty.url.rpartition(":")[2]
+        attempt_errors = [
+            call.error
+            for call in record.calls
+            if f"{call.attributes[names.SERVER_PORT]}" == address
+        ]
+        return FaultOutcome(
+            client_text,
+            _describe_breaker(instance),
+            record.server.error,
+            (*attempt_errors, "")[0],
+        )
+
+
+async def _list_urls(
+    cell: FaultCell, urls: list[str], leg: str, stack: contextlib.AsyncExitStack
+) -> list[str]:
+    """URLs of one leg of the cell's router: those in question, one that is well, or none."""
+    backend_legs = (MONO, PREFILL_DECODE)
+    if leg == cell.leg or (leg == MONO and cell.leg in backend_legs):
+        return urls
+    needed = {
+        ENCODE: (MONO,),
+        PREFILL: (DECODE,),
+        DECODE: (PREFILL,),
+        PREFILL_DECODE: (ENCODE,),
+        MONO: (),
+    }
+    if leg not in needed[cell.leg]:
+        return []
+    return [(await stack.enter_async_context(run_instance())).url]
+
+
+async def _send_request(router: fake_instances.RunningRouter, cell: FaultCell) -> str:
+    """Send the request, and tell what came back."""
+    images = ["a"] if cell.leg in (ENCODE, PREFILL_DECODE) else []
+    body = fake_instances.build_chat(*images, stream=cell.form == "stream") | {"max_tokens": 4}
+    data = b""
+    async with router.client.post(f"{router.url}{CHAT_PATH}", json=body) as response:
+        try:
+            async for chunk in response.content.iter_any():
+                data += chunk
+        except aiohttp.ClientError:
+            return f"{response.status}, cut"
+        if response.status >= 400:
+            return str(response.status)
+        if b'"error"' in data:
+            return f"{response.status}, then an error event"
+        is_whole = data.endswith(b"data: [DONE]\n\n" if cell.form == "stream" else b"}")
+        return str(response.status) if is_whole else f"{response.status}, incomplete"
+
+
+def _describe_breaker(instance: Instance) -> str:
+    if instance.state == "failed":
+        return "counted, out until a probe succeeds"
+    return "counted" if instance.breaker.consecutive_failures else "not counted"
+
+
+def render_table(outcomes: Mapping[FaultCell, FaultOutcome]) -> str:
+    """The table of the reference page: a row for each fault and attempt, legs of one outcome together."""
+    lines = [
+        "| fault | attempt | leg | client | breaker | server span | span of the attempt |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for fault in FAULTS:
+        for attempt in ATTEMPTS:
+            places: dict[FaultOutcome, list[str]] = {}
+            for leg in LEGS:
+                by_form = [outcomes[FaultCell(fault, leg, form, attempt)] for form in FORMS]
+                if by_form[0] == by_form[1]:
+                    places.setdefault(by_form[0], []).append(leg)
+                    continue
+                for form, outcome in zip(FORMS, by_form, strict=True):
+                    places.setdefault(outcome, []).append(f"{leg} ({form})")
+            lines += [
+                f"| {fault} | {attempt} | {', '.join(legs)} | {each.client} | {each.breaker} "
+                f"| {_format_error(each.server_error)} | {_format_error(each.attempt_error)} |"
+                for each, legs in places.items()
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _format_error(error: str) -> str:
+    return f"`{error}`" if error else "–"

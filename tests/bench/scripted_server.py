@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI-style server with scripted delays; tests start it as a process and read its notes.
+
+Its notes (CLOCK_MONOTONIC, the benchmark's clock too) are the truth that reported numbers are held
+against: on a busy machine a scripted delay is not the one that happened. A request came when the
+kernel got it, not when this process found the time to read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import monotonic_ns
+from typing import Any
+
+from ttft_otel import timing
+from ttft_otel.bench.kernel_timestamps import TimestampedSocket, keep_timestamps_enabled
+
+RESPONSE_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+)
+
+
+@dataclass
+class ServerScript:
+    """Delays in milliseconds before the first token (used in turn), the queue's share, and the stream.
+
+    failures: what happens to the nth request: an HTTP status, "cut" after a token, "error" in the stream.
+    context_tokens: as /v1/models names it. tokens_per_word: 0 means that it tells no token ids.
+    """
+
+    first_token_ms: list[float] = field(default_factory=lambda: [30.0])
+    queue_ms: list[float] = field(default_factory=lambda: [10.0])
+    token_count: int = 4
+    gap_ms: float = 10.0
+    sends_timing: bool = True
+    splits_bytes: bool = False
+    reports_usage: bool = True
+    failures: dict[str, Any] = field(default_factory=dict)
+    context_tokens: int = 100_000
+    tokens_per_word: int = 1
+
+
+class ScriptedStreamServer:
+    """A server with its script; notes what it did, by CLOCK_MONOTONIC."""
+
+    def __init__(self, script: ServerScript) -> None:
+        self.script = script
+        self.notes: list[dict[str, Any]] = []
+
+    async def handle_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """One connection, one request."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        received_ns = writer.get_extra_info("socket")._sock.last_byte_ns
+        line, *rest = head.strip().split("\r\n")
+        headers = {
+            name.lower(): value for name, _, value in (each.partition(": ") for each in rest)
+        }
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        try:
+            if line.startswith("GET /v1/models"):
+                write_json(
+                    writer,
+                    200,
+                    {"data": [{"id": "fake", "max_model_len": self.script.context_tokens}]},
+                )
+            elif line.startswith("GET"):
+                write_json(writer, 200, self.notes)
+            else:
+                await self.stream_answer(writer, headers, json.loads(body), received_ns)
+            await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def stream_answer(
+        self, writer: asyncio.StreamWriter, headers: dict[str, str], body: Any, received_ns: int
+    ) -> None:
+        """Stream as scripted, and note what was written when."""
+        if "return_token_ids" in body:
+            self.answer_discovery(writer, body["prompt"].split())
+            return
+        number = len(self.notes)
+        note: dict[str, Any] = {"headers": headers, "body": body, "came": received_ns, "tokens": []}
+        self.notes.append(note)
+        failure = self.script.failures.get(str(number))
+        if isinstance(failure, int):
+            write_json(writer, failure, {"error": {"message": f"{failure} as scripted"}})
+            return
+        first_token_ms = self.script.first_token_ms[number % len(self.script.first_token_ms)]
+        await sleep_until(received_ns + int(first_token_ms * 1e6))
+        start_ns = monotonic_ns()
+        note["took_us"] = (start_ns - received_ns) // 1000
+        writer.write(RESPONSE_HEAD + self.build_timing_header(number, note["took_us"]) + b"\r\n")
+        if failure == "error":
+            write_event(writer, {"error": {"message": "as scripted"}})
+        for place in range(self.script.token_count):
+            await sleep_until(start_ns + int(place * self.script.gap_ms * 1e6))
+            note["tokens"].append(monotonic_ns())
+            await self.write_token(writer, {"choices": [{"text": f"t{place} é"}]})
+            if failure == "cut":
+                return
+        if self.script.reports_usage:
+            length = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+            usage = {"prompt_tokens": length, "completion_tokens": self.script.token_count}
+            write_event(writer, {"choices": [], "usage": usage})
+        write_chunk(writer, b"data: [DONE]\n\n")
+        note["end"] = monotonic_ns()
+        writer.write(b"0\r\n\r\n")
+
+    def answer_discovery(self, writer: asyncio.StreamWriter, words: list[str]) -> None:
+        """Answer the requests that the benchmark sends before its load; they are not noted."""
+        count = len(words) * self.script.tokens_per_word
+        if not count:
+            write_json(writer, 404, {"error": {"message": "no such path"}})
+            return
+        choice = {"text": "x", "prompt_token_ids": [300 + place for place in range(count)]}
+        write_json(writer, 200, {"choices": [choice], "usage": {"prompt_tokens": count}})
+
+    def build_timing_header(self, number: int, took_us: int) -> bytes:
+        """Server-Timing of the delays that really took place."""
+        if not self.script.sends_timing:
+            return b""
+        queue_us = min(
+            took_us, int(self.script.queue_ms[number % len(self.script.queue_ms)] * 1000)
+        )
+        parts = {"prefill.queue": queue_us, "prefill.compute": took_us - queue_us}
+        return f"server-timing: {timing.format_server_timing(parts, 0, took_us)}\r\n".encode()
+
+    async def write_token(self, writer: asyncio.StreamWriter, event: Any) -> None:
+        """One event; split: byte by byte, so that no boundary falls where a reader hopes for it."""
+        data = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n"
+        for piece in (
+            [data[at : at + 1] for at in range(len(data))] if self.script.splits_bytes else [data]
+        ):
+            write_chunk(writer, piece)
+            if self.script.splits_bytes:
+                await writer.drain()
+                await asyncio.sleep(0)
+
+
+def write_json(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    """A JSON answer."""
+    data = json.dumps(body).encode()
+    kind = f"content-type: application/json\r\ncontent-length: {len(data)}"
+    writer.write(f"HTTP/1.1 {status} X\r\n{kind}\r\n\r\n".encode() + data)
+
+
+def write_event(writer: asyncio.StreamWriter, event: Any) -> None:
+    """One event of the stream."""
+    write_chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """One HTTP chunk."""
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+async def sleep_until(due_ns: int) -> None:
+    """Sleep until a time of the monotonic clock."""
+    await asyncio.sleep(max(0.0, (due_ns - monotonic_ns()) / 1e9))
+
+
+@dataclass
+class ServerProcess:
+    """A running server process."""
+
+    url: str
+
+    def fetch_notes(self) -> list[dict[str, Any]]:
+        """Its notes so far, one per request."""
+        with urllib.request.urlopen(f"{self.url}/notes") as answer:
+            notes: list[dict[str, Any]] = json.load(answer)
+            return notes
+
+
+@contextmanager
+def run_scripted_server(script: ServerScript | None = None) -> Iterator[ServerProcess]:
+    """Start one on a free port of the loopback; stop it at the end."""
+    command = [sys.executable, __file__, json.dumps(asdict(script or ServerScript()))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield ServerProcess(f"http://127.0.0.1:{int(process.stdout.readline())}")
+        finally:
+            process.terminate()
+
+
+class TimestampingListener(socket.socket):
+    """A listener whose connections have kernel receive timestamps."""
+
+    def accept(self) -> tuple[TimestampedSocket, Any]:
+        """Accept the next connection."""
+        accepted, address = super().accept()
+        sock = TimestampedSocket(fileno=accepted.detach())
+        sock.setblocking(False)
+        sock.enable_timestamps()
+        return sock, address
+
+
+async def main(script: ServerScript) -> None:
+    """Serve until killed; the port is the first line of the output."""
+    listener = TimestampingListener()
+    listener.bind(("127.0.0.1", 0))
+    server = await asyncio.start_server(
+        ScriptedStreamServer(script).handle_connection, sock=listener, backlog=1024
+    )
+    print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201
+    with keep_timestamps_enabled():
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(ServerScript(**json.loads(sys.argv[1]))))

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing: a difference that is there is found in its stage, one that is not is not made up."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from bench.conftest import RunBench, validate_document
+from bench.scripted_server import ServerScript, run_scripted_server
+from bench.test_request_statistics import build_result, build_target_document
+from ttft_otel import cli
+from ttft_otel.bench.comparison import compare_targets, compute_margins, compute_t_quantile
+from ttft_otel.bench.result_document import RESULT_FORMAT
+
+
+def build_request_row(queue_ms: float, compute_ms: float) -> dict[str, Any]:
+    """A request of the JSON with two stages."""
+    return {
+        "ttft_ms": queue_ms + compute_ms,
+        "latency_ms": queue_ms + compute_ms + 50,
+        "tpot_ms": 5.0,
+        "stages_ms": {"prefill.queue": queue_ms, "prefill.compute": compute_ms},
+    }
+
+
+def build_target(
+    rng: np.random.Generator, queue_ms: float, round_count: int = 1, drift: float = 0.0
+) -> dict[str, Any]:
+    """A target whose queue is that long; a round is longer or shorter as a whole by the drift."""
+    runs = []
+    for _ in range(round_count):
+        mean = queue_ms + drift * rng.normal()
+        rows = [build_request_row(mean + rng.normal(), 40 + rng.normal()) for _ in range(100)]
+        runs.append({"requests": rows})
+    stages: dict[str, Any] = {"prefill.queue": {}, "prefill.compute": {}}
+    return {"url": "u", "valid": True, "summary": {"stages_ms": stages}, "runs": runs}
+
+
+def index_rows(comparison: Any) -> dict[str, Any]:
+    """The rows of a comparison by their names."""
+    return {row["name"]: row for row in comparison["rows"]}
+
+
+def test_found() -> None:
+    """2 ms more queue show in the queue and in the TTFT, and nowhere else."""
+    chance = np.random.default_rng(1)
+    found = index_rows(
+        compare_targets(build_target(chance, 10, 5), build_target(chance, 12, 5), paired=False)
+    )
+
+    clear = {name for name, row in found.items() if row["clear"]}
+    assert {"ttft mean", "ttft p50", "latency mean", "prefill.queue mean"} <= clear
+    assert clear.isdisjoint({"tpot mean", "prefill.compute mean"})
+    queue = found["prefill.queue mean"]
+    assert queue["low"] < queue["difference"] < queue["high"]
+    assert queue["difference"] == pytest.approx(2.0, abs=0.5)
+
+
+TRIALS = 2000  # so that chance moves a share of 5 % by 0.5 % only
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("round_count", [3, 4, 5, 7, 10, 20])
+def test_equals_are_marked_seldom(round_count: int, paired: bool) -> None:
+    """A against A: at most 6 % of trials are marked, whatever the rounds share, and few requests.
+
+    Requests of a round share its level (a round effect as large as the scatter of the requests), and
+    rounds of --ab side by side share another one, as a machine has good and bad minutes.
+    """
+    chance = np.random.default_rng(round_count)
+    for scatter, level in ((10.0, 0.0), (10.0, 10.0), (0.0, 10.0)):
+        shared = 30 * chance.normal(size=(round_count, TRIALS)) if paired else 0.0
+        sides = []
+        for _ in "ab":
+            rounds = 100 + level * chance.normal(size=(round_count, TRIALS)) + shared
+            # The mean of 20 requests, each later by an exponentially distributed time.
+            sides.append(rounds + scatter * chance.gamma(20, 1 / 20, (round_count, TRIALS)))
+        one, other, margins = compute_margins(*sides, paired)
+
+        assert np.mean(np.abs(other - one) > margins) <= 0.06
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_rounds_that_differ_in_number_and_spread(paired: bool) -> None:
+    """Two files with different numbers of rounds, one of them much noisier; a round without a figure."""
+    chance = np.random.default_rng(1)
+    one = 100 + chance.normal(size=(8, TRIALS))
+    other = 100 + 5 * chance.normal(size=(8 if paired else 4, TRIALS))
+    other[0] = np.nan
+    average, other_average, margins = compute_margins(one, other, paired)
+
+    assert np.mean(np.abs(other_average - average) > margins) <= 0.06
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("round_count", [1, 2])
+def test_few_rounds_mark_nothing(round_count: int, paired: bool) -> None:
+    """Below three rounds there is a difference, but no interval, and no mark on any row."""
+    chance = np.random.default_rng(4)
+    one, other = (build_target(chance, mean, round_count) for mean in (10, 900))
+    rows = compare_targets(one, other, paired)["rows"]
+
+    assert not any(row["clear"] for row in rows)
+    assert {(row["low"], row["high"]) for row in rows} == {(None, None)}
+    assert index_rows({"rows": rows})["ttft mean"]["difference"] == pytest.approx(890, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423)],
+)
+def test_t_quantile(degrees: float, quantile: float) -> None:
+    """As in the tables; between two of them for degrees that are not whole."""
+    assert compute_t_quantile(degrees) == pytest.approx(quantile, abs=0.0002)
+    assert compute_t_quantile(degrees + 1) < compute_t_quantile(degrees + 0.5) < quantile
+
+
+def test_coverage() -> None:
+    """From documents on: few of 40 comparisons of equals are marked, where whole rounds drift."""
+    chance = np.random.default_rng(2)
+    wrong = 0
+    for _ in range(40):
+        one, other = (build_target(chance, 50, 3, 5.0) for _ in "ab")
+        wrong += index_rows(compare_targets(one, other, paired=False))["ttft mean"]["clear"]
+
+    assert wrong <= 4
+
+
+def test_paired() -> None:
+    """Paired rounds see 1 ms through a drift of 20 ms that both sides share; unpaired ones cannot."""
+    chance = np.random.default_rng(3)
+    one = build_target(chance, 100, 6, 20.0)
+    other = copy.deepcopy(one)
+    for each in (each for run in other["runs"] for each in run["requests"]):
+        each["ttft_ms"] += 1.0 + 0.1 * chance.normal()
+
+    assert index_rows(compare_targets(one, other, paired=True))["ttft mean"]["clear"]
+    assert not index_rows(compare_targets(one, other, paired=False))["ttft mean"]["clear"]
+
+
+def test_figures() -> None:
+    """All figures of the report are compared, as the report has them: ITL over gaps, sums of stages."""
+    parts = {"mono.prefill.queue": 4, "mono.prefill.compute": 6}
+    one = build_target_document(
+        [build_result(0, [10, 20, 40], parts), build_result(1, [30, 40], parts)]
+    )
+    other = build_target_document(
+        [build_result(0, [10, 20, 40], parts), build_result(1, [30, 90], {"prefill.queue": 24})]
+    )
+    found = index_rows(compare_targets(one, other, paired=False))
+
+    for name, line in other["summary"]["figures_ms"].items():
+        assert found[f"{name} mean"]["b"] == pytest.approx(line["mean"], abs=0.001), name
+    assert found["itl mean"]["a"] == pytest.approx(40 / 3, abs=0.001)
+    assert found["queue_wait mean"]["difference"] == 10
+    assert found["prefill_to_first_token mean"]["difference"] == -3
+
+
+def test_older() -> None:
+    """A file of an earlier version has no ITL of its requests: that row alone is left out."""
+    one, other = (build_target_document([build_result(0, [10, 20, 40])]) for _ in "ab")
+    for request in other["runs"][0]["requests"]:
+        del request["itl_ms"], request["itl_count"]
+
+    found = index_rows(compare_targets(one, other, paired=False))
+    assert "itl mean" not in found and {"ttft mean", "tpot mean", "latency mean"} <= set(found)
+
+
+def test_untold() -> None:
+    """Against a side without breakdowns only the client's figures are compared."""
+    chance = np.random.default_rng(4)
+    one, other = build_target(chance, 10), build_target(chance, 10)
+    other["summary"]["stages_ms"] = {}
+    for each in other["runs"][0]["requests"]:
+        each["stages_ms"] = {}
+
+    assert not [
+        name for name in index_rows(compare_targets(one, other, paired=False)) if "prefill" in name
+    ]
+
+
+def test_routed() -> None:
+    """A server asked directly and through a router: its stages are compared with themselves."""
+    chance = np.random.default_rng(5)
+    one, other = build_target(chance, 10), build_target(chance, 10)
+    other["summary"]["stages_ms"] = {"router.route": {}, "mono.prefill.queue": {}}
+    for each in other["runs"][0]["requests"]:
+        queue = each["stages_ms"].pop("prefill.queue")
+        each["stages_ms"] = {"router.route": 1.0, "mono.prefill.queue": queue}
+    found = index_rows(compare_targets(one, other, paired=False))
+
+    assert found["prefill.queue mean"]["b"] == pytest.approx(10, abs=0.5)
+    assert found["router.route mean"]["difference"] == 1.0
+    assert not [name for name in found if name.startswith("mono.")]
+
+
+def test_ab(bench: RunBench) -> None:
+    """--ab plays rounds in turn with the same prompts, A first and then B first, and compares."""
+    slow = ServerScript(first_token_ms=[60.0], queue_ms=[50.0], token_count=2)
+    with (
+        run_scripted_server(
+            ServerScript(first_token_ms=[10.0], queue_ms=[2.0], token_count=2)
+        ) as one,
+        run_scripted_server(slow) as other,
+    ):
+        words = ("--concurrency", 2, "--requests", 6, "--repeat", 3)
+        found = bench("--ab", one.url, other.url, *words)
+        here, there = one.fetch_notes(), other.fetch_notes()
+
+    assert found["comparison"]["paired"] and found["comparison"]["rounds"] == 3
+    queue = index_rows(found["comparison"])["prefill.queue mean"]
+    assert queue["clear"] and queue["difference"] == pytest.approx(48.0, abs=0.01)
+    assert [note["body"] for note in here[:1]] == [note["body"] for note in there[:1]]
+    assert here[0]["came"] < there[0]["came"] and there[6]["came"] < here[6]["came"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        (("", "0123"), "B has no successful request"),
+        (("0123", ""), "A has no successful request"),
+        (("01", "23"), "A and B have no round in which both have a successful request"),
+    ],
+)
+def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
+    """--ab with a side that answers nothing says why there is no comparison, everywhere."""
+    one, other = (
+        ServerScript(first_token_ms=[5.0], token_count=1, failures=dict.fromkeys(each, 503))
+        for each in fails
+    )
+    files = tmp_path / "a.json", tmp_path / "a.html"
+    with run_scripted_server(one) as a, run_scripted_server(other) as b:
+        words = ("--concurrency", 1, "--requests", 2, "--repeat", 2)
+        out = ("--output", files[0], "--html", files[1])
+        given = ["bench", "--ab", a.url, b.url, *map(str, (*words, *out))]
+        shown = CliRunner().invoke(cli.main, given).output
+
+    found = validate_document(json.loads(files[0].read_text("utf-8")))
+    assert (found["comparison"], found["uncompared"]) == (None, says)
+    assert f"No comparison: {says}" in " ".join(shown.split())
+    assert f"No comparison: {says}" in files[1].read_text("utf-8")
+
+
+def test_apart(bench: RunBench) -> None:
+    """--apart: two ways to one server do not find each other's prompts in its prefix cache."""
+    with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=1)) as server:
+        words = ("--concurrency", 1, "--requests", 2, "--repeat", 2, "--apart")
+        bench("--ab", server.url, f"{server.url}/", *words)
+        sent = {tuple(note["body"]["prompt"]) for note in server.fetch_notes()}
+
+    assert len(sent) == 8
+
+
+def test_files(bench: RunBench, tmp_path: Path) -> None:
+    """Two files are compared from the command line, and flags in which their loads differ are told."""
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=2)) as server:
+        for concurrency, file in enumerate(files, 1):
+            words = ("--concurrency", concurrency, "--requests", 4, "--output", file)
+            bench("--url", server.url, *words)
+    told = CliRunner().invoke(cli.main, ["bench", "compare", *map(str, files), "--json"])
+    shown = CliRunner().invoke(cli.main, ["bench", "compare", *map(str, files)])
+
+    assert told.exit_code == 0 and shown.exit_code == 0, told.output
+    assert "ttft p99" in index_rows(json.loads(told.stdout))
+    assert "The loads differ in: concurrency" in told.stderr
+    assert "prefill.queue mean" in shown.stdout
+    assert "No intervals and no marks" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": "other"}',
+        f'{{"format": "{RESULT_FORMAT}"}}',
+        f'{{"format": "{RESULT_FORMAT}", "targets": [{{"runs": [], "summary": {{"stages_ms": [1]}}}}]}}',
+    ],
+)
+def test_strange(tmp_path: Path, text: str) -> None:
+    """A file that is no result of the benchmark is named, without a traceback."""
+    file = tmp_path / "strange.json"
+    file.write_text(text, "utf-8")
+    result = CliRunner().invoke(cli.main, ["bench", "compare", str(file), str(file)])
+
+    assert result.exit_code == 1
+    assert "strange.json" in result.output

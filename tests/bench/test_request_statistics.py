@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers out of readings that are known to the nanosecond: what the JSON says is exactly right."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from bench.conftest import validate_document
+from ttft_otel.bench.bench_session import BenchSide
+from ttft_otel.bench.http_exchange import BenchTarget, RawResponse
+from ttft_otel.bench.load_driver import LoadDriver, LoadRun, RequestResult, classify_failure
+from ttft_otel.bench.request_factory import RequestFactory
+from ttft_otel.bench.result_document import build_document
+from ttft_otel.bench.stream_parser import StreamContent
+from ttft_otel.timing import ServerTiming
+
+NS_PER_MS = 1_000_000
+
+
+def build_result(
+    index: int,
+    token_offsets_ms: Sequence[float],
+    parts: Mapping[str, float] | None = None,
+    lag_ms: float = 0.0,
+) -> RequestResult:
+    """A request sent at place x 10 ms, its tokens so many ms later, its end 1 ms after the last."""
+    sent_ns = index * 10 * NS_PER_MS
+    token_times_ns = [sent_ns + int(each * NS_PER_MS) for each in token_offsets_ms]
+    content = StreamContent(
+        token_times_ns=token_times_ns, prompt_tokens=8, completion_tokens=len(token_times_ns)
+    )
+    response = RawResponse(
+        sent_ns,
+        sent_ns=sent_ns,
+        end_ns=token_times_ns[-1] + NS_PER_MS,
+        status=200,
+        lag_ns=int(lag_ms * NS_PER_MS),
+    )
+    parts_us = {name: int(value * 1000) for name, value in (parts or {}).items()}
+    breakdown = ServerTiming(parts_us, 0, sum(parts_us.values())) if parts else None
+    return RequestResult(f"r{index}", f"{index:032x}", response, content, breakdown, "")
+
+
+UNUSED_TARGET = BenchTarget.parse_url("http://127.0.0.1:1")
+
+
+def build_target_document(
+    results: list[RequestResult],
+    slo_ms: Mapping[str, float] | None = None,
+    loop_lags_ns: Sequence[int] = (),
+) -> Any:
+    """The document's only target."""
+    run = LoadRun(results, list(loop_lags_ns), started=len(results))
+    side = BenchSide(UNUSED_TARGET, RequestFactory("m"), [run])
+    return validate_document(build_document({}, [side], slo_ms or {}))["targets"][0]
+
+
+def test_exact() -> None:
+    """Percentiles interpolate, TPOT leaves out the first token, ITL is every gap, latency the end."""
+    summary = build_target_document([build_result(0, [10, 20, 40]), build_result(1, [30, 40, 60])])[
+        "summary"
+    ]
+
+    figures = summary["figures_ms"]
+    assert figures["ttft"] == {"count": 2, "mean": 20, "p50": 20, "p95": 29, "p99": 29.8}
+    assert figures["tpot"]["mean"] == 15
+    assert figures["itl"] == {"count": 4, "mean": 15, "p50": 15, "p95": 20, "p99": 20}
+    assert figures["latency"]["p50"] == 51
+
+
+def test_rates() -> None:
+    """Throughput is over the time from the first write to the last byte."""
+    rates = build_target_document([build_result(0, [10, 20]), build_result(1, [39, 89])])[
+        "summary"
+    ]["throughput"]
+
+    assert rates == {
+        "requests_per_s": 20.0,
+        "input_tokens_per_s": 160.0,
+        "output_tokens_per_s": 40.0,
+    }
+
+
+def test_stages() -> None:
+    """Queue wait and Prefill -> first token are sums of stages, of the right legs; the rest is outside."""
+    parts = {
+        "router.receive": 1,
+        "encode.encoder.queue": 2,
+        "encode.output": 3,
+        "prefill_decode.prefill.queue": 4,
+        "prefill_decode.dispatch": 5,
+        "prefill_decode.prefill.compute": 6,
+        "prefill_decode.output": 7,
+        "router.egress": 8,
+    }
+    summary = build_target_document([build_result(0, [40], parts)])["summary"]
+
+    assert summary["figures_ms"]["queue_wait"]["mean"] == 6
+    assert summary["figures_ms"]["prefill_to_first_token"]["mean"] == 18
+    assert summary["stages_ms"]["outside"]["mean"] == 4
+    assert list(summary["stages_ms"])[-2:] == ["unattributed", "outside"]
+
+
+@pytest.mark.parametrize(
+    ("most", "who"),
+    [(100, "The slowest request is"), (200, "The slowest 2 requests are")],
+)
+def test_blame(most: int, who: str) -> None:
+    """The stage that separates the slowest from the middle tenth is named, not the longest one."""
+    usual = {"prefill.queue": 5, "prefill.compute": 40, "output": 5}
+    late = {"prefill.queue": 190, "prefill.compute": 55, "output": 5}
+    slow = most // 100
+    every = [build_result(n, [50], usual) for n in range(most - slow)]
+    every += [build_result(most + n, [250], late) for n in range(slow)]
+    says = build_target_document(every)["summary"]["explanation"]
+
+    assert says == (
+        f"{who} 200.0 ms slower than the middle tenth on average, "
+        "185.0 ms of it (92 %) in prefill.queue."
+    )
+
+
+def test_blame_beyond() -> None:
+    """A stage that takes more than the whole difference, others being quicker, is no share of it."""
+    every = [build_result(n, [50], {"prefill.queue": 40, "prefill.compute": 10}) for n in range(99)]
+    every.append(build_result(99, [60], {"prefill.queue": 10, "prefill.compute": 50}))
+
+    assert build_target_document(every)["summary"]["explanation"] == (
+        "The slowest request is 10.0 ms slower than the middle tenth on average; "
+        "prefill.compute alone takes 40.0 ms more."
+    )
+
+
+def test_few() -> None:
+    """A handful of requests has no slowest hundredth to explain."""
+    few = [build_result(n, [50], {"prefill.queue": 5}) for n in range(3)]
+
+    assert "too few" in build_target_document(few)["summary"]["explanation"]
+
+
+def test_goodput() -> None:
+    """Goodput counts the requests that kept every limit."""
+    three = [build_result(0, [10, 20]), build_result(1, [10, 90]), build_result(2, [70, 80])]
+
+    assert (
+        build_target_document(three, {"ttft": 50, "tpot": 50})["summary"]["goodput"]["share"]
+        == 0.333
+    )
+    assert build_target_document(three, {"latency": 90})["summary"]["goodput"]["share"] == 0.667
+
+
+@pytest.mark.parametrize(("lag", "valid"), [(4.9, True), (5.1, False)])
+def test_lag(lag: float, valid: bool) -> None:
+    """A generator that was itself late by more than 5 ms says that its run is not valid, and why."""
+    target = build_target_document([build_result(n, [10], lag_ms=lag) for n in range(10)])
+
+    assert target["valid"] is valid
+    assert ["generator itself was late" in why for why in target["runs"][0]["why"]] == (
+        [] if valid else [True]
+    )
+
+
+def test_stall() -> None:
+    """One stall of half a second counts for every beat that fell into it: the run is not valid."""
+
+    async def measure_stall() -> list[int]:
+        driver = LoadDriver(UNUSED_TARGET)
+        async with driver.measure_loop_lag():
+            await asyncio.sleep(1.0)
+            time.sleep(0.5)
+            await asyncio.sleep(1.0)
+        return driver.run.loop_lags_ns
+
+    target = build_target_document(
+        [build_result(0, [10])], loop_lags_ns=asyncio.run(measure_stall())
+    )
+
+    assert target["runs"][0]["lag_ms"]["loop_p99"] > 300
+    assert not target["valid"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({}, ""),
+        ({"completion_tokens": 0}, "no token"),
+        ({"stream_error": "ended by the server"}, "ended by the server"),
+        ({"token_times_ns": []}, "no token"),
+        ({"is_finished": False}, "cut off"),
+    ],
+)
+def test_what_counts_as_failed(change: dict[str, Any], kind: str) -> None:
+    """Only a complete answer with a token is measured."""
+    result = build_result(0, [10, 20])
+    content = dataclasses.replace(result.content, is_finished=True)
+    content = dataclasses.replace(content, **change)
+
+    assert classify_failure(result.response, content) == kind

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of span_writer.py: the spans of one Record by the SDK's own objects; for tests only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace.status import Status, StatusCode
+
+from ttft_otel import __version__, names, stages
+from ttft_otel.context import SAMPLED_FLAG
+from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft
+
+MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
+MAX_ATTRIBUTES: Final = 128  # attributes of one span
+
+_SCOPE: Final = InstrumentationScope(names.SCOPE, __version__)
+_OK: Final = Status(StatusCode.UNSET)
+_ERROR: Final = Status(StatusCode.ERROR)
+
+
+def build_spans(record: Record, resource: Resource) -> list[ReadableSpan]:
+    """All spans of `record`, parents before their children; [] when it is not sampled.
+
+    Raises ValueError for IDs that are not hex numbers, or zero.
+    """
+    if not record.flags & SAMPLED_FLAG:
+        return []
+    tree = _SpanTree(record, resource)
+    return [
+        *tree.build_server_span(),
+        *tree.build_call_spans(),
+        *tree.build_ttft_spans(),
+        *tree.build_late_spans(),
+    ]
+
+
+@dataclass(slots=True)
+class _SpanData:
+    """The fields that differ between spans; times in microseconds after the record's start."""
+
+    name: str
+    context: SpanContext
+    parent: SpanContext | None
+    start: int
+    end: int
+    attributes: Attributes
+    kind: SpanKind = SpanKind.INTERNAL
+    status: Status = _OK
+
+
+class _SpanTree:
+    """Builds the spans of one record; holds the IDs and attributes that they share."""
+
+    def __init__(self, record: Record, resource: Resource) -> None:
+        self.record = record
+        self.resource = resource
+        self.trace_id = _parse_id(record.trace_id)
+        self.flags = TraceFlags(record.flags)
+        self.tracestate = TraceState.from_header([record.state]) if record.state else TraceState()
+        self.server_context = self.make_context(_parse_id(record.span_id))
+        self.shared_attributes: Attributes = {
+            names.ROLE: record.role,
+            names.OUTERMOST: record.outermost,
+        }
+
+    def build_server_span(self) -> Iterator[ReadableSpan]:
+        """The HTTP server span; its parent is the caller's span."""
+        server = self.record.server
+        if server is None:
+            return
+        above = self.record.parent_id
+        parent = self.make_context(_parse_id(above), remote=True) if above else None
+        attributes = self.list_identity_attributes() | server.attributes | _list_outcome(server)
+        status = _ERROR if names.ERROR_TYPE in attributes else _OK
+        yield self.make_span(
+            _SpanData(
+                server.name,
+                self.server_context,
+                parent,
+                0,
+                server.end,
+                attributes,
+                SpanKind.SERVER,
+                status,
+            )
+        )
+
+    def build_call_spans(self) -> Iterator[ReadableSpan]:
+        """The router's client spans, one per attempt at a leg."""
+        for call in self.record.calls:
+            attributes = (
+                self.shared_attributes
+                | {names.LEG: call.leg}
+                | call.attributes
+                | _list_outcome(call)
+            )
+            status = _ERROR if names.ERROR_TYPE in attributes else _OK
+            context = self.make_context(_parse_id(call.span_id))
+            yield self.make_span(
+                _SpanData(
+                    call.name,
+                    context,
+                    self.server_context,
+                    call.start,
+                    call.end,
+                    attributes,
+                    SpanKind.CLIENT,
+                    status,
+                )
+            )
+
+    def build_ttft_spans(self) -> Iterator[ReadableSpan]:
+        """The `ttft` (or `encode`) span and the pieces below it."""
+        ttft = self.record.ttft
+        if ttft is None:
+            return
+        context = self.make_context(_parse_id(ttft.span_id))
+        attributes = self.list_identity_attributes() | ttft.attributes | _list_totals(ttft)
+        status = _ERROR if ttft.error else _OK
+        yield self.make_span(
+            _SpanData(
+                ttft.name,
+                context,
+                self.server_context,
+                ttft.start,
+                ttft.end,
+                attributes,
+                status=status,
+            )
+        )
+        stage_attributes = self.list_stage_attributes(ttft)
+        placed: list[tuple[Piece, SpanContext]] = []
+        # Parts last, because their parents are stages of this list.
+        for piece in sorted(ttft.pieces, key=lambda piece: piece.kind == "part"):
+            parent = _find_enclosing_stage(piece, placed) if piece.kind == "part" else None
+            piece_context = self.make_context(_new_span_id())
+            if piece.kind == "stage":
+                placed.append((piece, piece_context))
+            yield self.make_span(
+                _SpanData(
+                    piece.name,
+                    piece_context,
+                    parent or context,
+                    piece.start,
+                    piece.end,
+                    (stage_attributes if piece.kind == "stage" else self.shared_attributes)
+                    | piece.attributes
+                    | _list_kind_attributes(piece),
+                )
+            )
+
+    def build_late_spans(self) -> Iterator[ReadableSpan]:
+        """Spans after the first token: children of the server span, a `step` of the span before it."""
+        above = self.server_context
+        for piece in self.record.late:
+            piece_context = self.make_context(_new_span_id())
+            parent = above if piece.kind == "step" else self.server_context
+            above = above if piece.kind == "step" else piece_context
+            attributes = self.shared_attributes | piece.attributes
+            yield self.make_span(
+                _SpanData(piece.name, piece_context, parent, piece.start, piece.end, attributes)
+            )
+
+    def list_identity_attributes(self) -> Attributes:
+        """Attributes of both the server span and the `ttft` span."""
+        record = self.record
+        own: Attributes = self.shared_attributes | {names.REQUEST_ID: record.request_id}
+        if record.rank >= 0:
+            own[names.RANK] = record.rank
+        return own | record.attributes
+
+    def list_stage_attributes(self, ttft: Ttft) -> Attributes:
+        """Attributes of stage spans: also model and error, because metrics are made per span."""
+        own = dict(self.shared_attributes)
+        if names.MODEL in self.record.attributes:
+            own[names.MODEL] = self.record.attributes[names.MODEL]
+        if ttft.error:
+            own[names.ERROR_TYPE] = ttft.error
+        return own
+
+    def make_context(self, span_id: int, remote: bool = False) -> SpanContext:
+        """The context of the span `span_id` in this trace, with its flags and tracestate."""
+        return SpanContext(self.trace_id, span_id, remote, self.flags, self.tracestate)
+
+    def make_span(self, data: _SpanData) -> ReadableSpan:
+        """The SDK's span for `data`, with absolute times and bounded attributes."""
+        base = self.record.start_ns
+        return ReadableSpan(
+            name=data.name,
+            context=data.context,
+            parent=data.parent,
+            resource=self.resource,
+            attributes=_bound_attributes(data.attributes),
+            kind=data.kind,
+            status=data.status,
+            start_time=base + data.start * 1000,
+            end_time=base + max(data.start, data.end) * 1000,
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def _list_totals(ttft: Ttft) -> Attributes:
+    """The complete partition as attributes of one span: backends cannot add up over child spans."""
+    total = ttft.end - ttft.start
+    totals: Attributes = {
+        names.name_stage_attribute(stage): length for stage, length in ttft.stages.items()
+    }
+    totals[names.UNATTRIBUTED_US] = ttft.unattributed
+    totals[names.CLAMPED_US] = ttft.clamped
+    totals[names.TOTAL_US] = total
+    if ttft.error:
+        totals[names.ERROR_TYPE] = ttft.error
+    else:
+        totals[names.FIRST_CHUNK] = total / 1e6
+    if ttft.died:
+        totals[names.DIED_IN] = ttft.died
+    return totals
+
+
+def _list_outcome(http: Server | Call) -> Attributes:
+    """Status code and `error.type`; by the HTTP conventions a server fails from 500, a client from 400."""
+    attributes: Attributes = {}
+    if http.status:
+        attributes[names.HTTP_STATUS] = http.status
+    error = http.error
+    if not error and http.status >= (400 if isinstance(http, Call) else 500):
+        error = str(http.status)
+    if error:
+        attributes[names.ERROR_TYPE] = error
+    return attributes
+
+
+def _list_kind_attributes(piece: Piece) -> Attributes:
+    """`ttft.stage` or `ttft.part` of a piece, and its leg on a router's stage."""
+    if piece.kind == "stage":
+        leg = "" if piece.name in stages.ROUTER_STAGES else stages.split_stage(piece.name)[0]
+        found: Attributes = {names.STAGE: piece.name}
+        return found | {names.LEG: leg} if leg else found
+    return {names.PART: piece.name} if piece.kind == "part" else {}
+
+
+def _find_enclosing_stage(
+    part: Piece, placed: list[tuple[Piece, SpanContext]]
+) -> SpanContext | None:
+    """The stage piece that contains a part in time."""
+    for stage, context in placed:
+        if stage.start <= part.start and part.end <= stage.end:
+            return context
+    return None
+
+
+def _bound_attributes(attributes: Attributes) -> Attributes:
+    if len(attributes) > MAX_ATTRIBUTES:  # later ones are ours and matter more
+        attributes = dict(list(attributes.items())[-MAX_ATTRIBUTES:])
+    return {
+        name: value[:MAX_VALUE_CHARS] if isinstance(value, str) else value
+        for name, value in attributes.items()
+    }
+
+
+def _parse_id(digits: str) -> int:
+    number = int(digits, 16)
+    if not number:
+        raise ValueError("an id of zeros")
+    return number
+
+
+def _new_span_id() -> int:
+    return random.getrandbits(64) or 1

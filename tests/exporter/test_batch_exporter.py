@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export against a receiver that is there, away, silent, broken or back again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from ttft_otel import names
+from ttft_otel.exporter import batch_exporter as module
+from ttft_otel.exporter.batch_exporter import BatchExporter, create_span_exporter
+from ttft_otel.exporter.export_worker import export_records, run_worker
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.record_queue import RecordQueue
+from ttft_otel.exporter.resource_cache import MAX_SERVICES, ResourceCache
+from ttft_otel.exporter.span_batch import MAX_BATCH_SPANS, BatchBuilder
+from ttft_otel.record import Record, encode_record
+from ttft_otel.settings import Settings, read_settings
+
+SPANS_PER_RECORD = 4  # of one sample
+RecordMaker = Callable[..., Record]
+
+
+@pytest.fixture
+def record_queue() -> RecordQueue:
+    """A RecordQueue with its own counters."""
+    return RecordQueue(ExporterCounters())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short pauses and timeouts; loggers as they were, afterwards."""
+    monkeypatch.setattr(module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    loggers = [logging.getLogger(name) for name in ("opentelemetry", "urllib3", "requests", "grpc")]
+    yield
+    for logger in loggers:
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def _fill_queue(inbox: RecordQueue, *records: Record) -> RecordQueue:
+    for each in records:
+        inbox.put(encode_record(each))
+    inbox.mark_ended()
+    return inbox
+
+
+def _list_attributes(collector: Any) -> dict[str, object]:
+    attributes = collector.received[0].resource.attributes
+    return {each.key: each.value.string_value or each.value.int_value for each in attributes}
+
+
+def test_resource(
+    collector: Any,
+    record_queue: RecordQueue,
+    make_record: RecordMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Resource: record's service, host's pid, our distro; headers and compression by OTEL_*."""
+    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20x")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
+    run_worker(_fill_queue(record_queue, make_record()), 4711)
+    attributes = _list_attributes(collector)
+    assert attributes["service.name"] == "vllm"
+    assert attributes["process.pid"] == 4711
+    assert str(attributes["service.instance.id"]).endswith(":4711")
+    assert attributes["telemetry.distro.name"] == "ttft-otel"
+    assert attributes["deployment.environment"] == "test"
+    assert collector.headers[0]["authorization"] == "Bearer x"
+    assert record_queue.counters.get_counts()["exported"] == SPANS_PER_RECORD
+
+
+@pytest.mark.parametrize(("detail", "spans"), [("full", 4), ("stages", 4), ("ttft", 2)])
+def test_detail_setting(
+    detail: str,
+    spans: int,
+    collector: Any,
+    record_queue: RecordQueue,
+    make_record: RecordMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TTFT_OTEL_DETAIL says which spans are exported, and only these are counted."""
+    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    monkeypatch.setenv(names.ENV_DETAIL, detail)
+    run_worker(_fill_queue(record_queue, make_record()), 1)
+    assert len(collector.spans()) == spans
+    assert record_queue.counters.get_counts()["exported"] == spans
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(names.ENV_SERVICE, "mine"), ("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine")],
+)
+def test_operator_names_service(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service name that the operator gave wins over the record's."""
+    monkeypatch.setenv(name, value)
+    assert ResourceCache(1).get("vllm").attributes["service.name"] == "mine"
+
+
+def test_resources_are_bounded() -> None:
+    """More service names than roles share one resource, whatever the records claim."""
+    resources = ResourceCache(1)
+    found = [resources.get(f"service-{number}") for number in range(100)]
+    assert len({id(each) for each in found}) <= MAX_SERVICES + 1
+
+
+def test_grpc(
+    record_queue: RecordQueue, make_record: RecordMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OTEL_EXPORTER_OTLP_PROTOCOL=grpc exports the same spans over gRPC."""
+    got: list[trace_service_pb2.ExportTraceServiceRequest] = []
+
+    class Service(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            got.append(request)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv(names.ENV_PROTOCOL, "grpc")
+    monkeypatch.setenv(names.ENV_ENDPOINT, f"http://127.0.0.1:{port}")
+    run_worker(_fill_queue(record_queue, make_record()), 1)
+    server.stop(None).wait()
+    spans = [
+        span for each in got for scope in each.resource_spans[0].scope_spans for span in scope.spans
+    ]
+    assert [span.name for span in spans][:2] == ["POST /v1/completions", "ttft"]
+
+
+def test_foreign(record_queue: RecordQueue, make_record: RecordMaker) -> None:
+    """Bytes that are no record, another version and broken ids are counted; others pass."""
+    broken = encode_record(make_record()).replace(b"%032x" % 1, b"z" * 32)
+    other = bytes([0x9C, 0x7F]) + encode_record(make_record())[2:]
+    for data in (b"no record", broken, other, encode_record(make_record())):
+        record_queue.put(data)
+    memory = InMemorySpanExporter()
+    export_records(
+        _fill_queue(record_queue),
+        BatchExporter(memory, record_queue.counters, "", record_queue.ended),
+        BatchBuilder(ResourceCache(1)),
+    )
+    assert len(memory.get_finished_spans()) == SPANS_PER_RECORD
+    assert record_queue.counters.get_counts()["foreign"] == 3
+
+
+class _ScriptedExporter(SpanExporter):
+    """A span exporter that fails a given number of times, then succeeds."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def export(self, spans: Any) -> SpanExportResult:
+        self.failures -= 1
+        return SpanExportResult.FAILURE if self.failures >= 0 else SpanExportResult.SUCCESS
+
+
+def test_batches(record_queue: RecordQueue, make_record: RecordMaker) -> None:
+    """A burst goes out in batches of bounded size, all of it."""
+    sizes = []
+
+    class Sizes(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            sizes.append(len(spans))
+            return SpanExportResult.SUCCESS
+
+    records = [make_record(number) for number in range(1000)]
+    export_records(
+        _fill_queue(record_queue, *records),
+        BatchExporter(Sizes(), record_queue.counters, "", record_queue.ended),
+        BatchBuilder(ResourceCache(1)),
+    )
+    assert sum(sizes) == 1000 * SPANS_PER_RECORD
+    assert max(sizes) <= MAX_BATCH_SPANS
+
+
+def test_retry(
+    record_queue: RecordQueue, make_record: RecordMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch is tried four times before it is lost, and one line says each outage and its end."""
+    ship = BatchExporter(
+        _ScriptedExporter(3), record_queue.counters, "http://there", threading.Event()
+    )
+    made = BatchBuilder(ResourceCache(1))
+    record_queue.put(encode_record(make_record()))
+    record_queue.put(encode_record(make_record()))
+    worker = threading.Thread(target=export_records, args=(record_queue, ship, made))
+    worker.start()
+    time.sleep(0.1)
+    record_queue.mark_ended()
+    worker.join(10)
+    assert record_queue.counters.get_counts()["exported"] == 2 * SPANS_PER_RECORD
+    assert [entry.levelname for entry in caplog.records] == ["WARNING", "WARNING"]
+    assert "http://there" in caplog.messages[0]
+    assert "again" in caplog.messages[1] and "0 spans were lost" in caplog.messages[1]
+
+
+def test_given_up(
+    record_queue: RecordQueue, make_record: RecordMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What fails for good is counted, in spans, and the line at the end says it."""
+    export_records(
+        _fill_queue(record_queue, make_record()),
+        BatchExporter(
+            _ScriptedExporter(1000), record_queue.counters, "http://there", threading.Event()
+        ),
+        BatchBuilder(ResourceCache(1)),
+    )
+    assert record_queue.counters.get_counts()["failed"] == SPANS_PER_RECORD
+    assert sum("http://there" in line for line in caplog.messages) == 1
+    record_queue.counters.log_losses(final=True)
+    assert "4 lost" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+def test_collector_refuses(
+    status: int,
+    collector: Any,
+    record_queue: RecordQueue,
+    make_record: RecordMaker,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever error a collector answers: one warning, no traceback, the loss counted."""
+    collector.status = status
+    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    run_worker(_fill_queue(record_queue, make_record()), 1)
+    assert record_queue.counters.get_counts()["failed"] == SPANS_PER_RECORD
+    warnings = [
+        entry
+        for entry in caplog.records
+        if entry.name != "ttft_otel" or collector.url in entry.message
+    ]
+    assert len(warnings) == 1
+    assert not any(entry.exc_info for entry in caplog.records)
+
+
+def test_collector_comes_back(
+    unused_port: int,
+    make_collector: Any,
+    record_queue: RecordQueue,
+    make_record: RecordMaker,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Any,
+) -> None:
+    """A collector that starts later gets what was kept meanwhile, without a restart."""
+    settings = read_settings({names.ENV_ENDPOINT: f"http://127.0.0.1:{unused_port}"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(names.ENV_ENDPOINT, settings.endpoint)
+        ship = BatchExporter(
+            create_span_exporter(settings),
+            record_queue.counters,
+            settings.endpoint,
+            record_queue.ended,
+        )
+    worker = threading.Thread(
+        target=export_records, args=(record_queue, ship, BatchBuilder(ResourceCache(1)))
+    )
+    worker.start()
+    record_queue.put(encode_record(make_record()))
+    eventually(lambda: caplog.messages)
+    record_queue.put(encode_record(make_record()))
+    collector = make_collector(unused_port)
+    eventually(lambda: collector.spans(), 20)
+    record_queue.put(encode_record(make_record()))
+    record_queue.mark_ended()
+    worker.join(10)
+    counts = record_queue.counters.get_counts()
+    assert counts["exported"] == len(collector.spans())
+    assert counts["exported"] + counts["failed"] == 3 * SPANS_PER_RECORD
+    assert "again" in caplog.text
+
+
+def test_default_endpoint() -> None:
+    """Without any variable it is http/protobuf to port 4318 of this host."""
+    assert Settings().endpoint == "http://127.0.0.1:4318"

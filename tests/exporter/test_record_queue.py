@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounded queue between the handoff socket and the exporter's worker."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.record_queue import MAX_RECORD_BYTES, RecordQueue
+
+
+def test_reads_to_the_end() -> None:
+    """Records come in order, each whole, and the end of file ends the reading."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    inbox = RecordQueue(ExporterCounters())
+    for number in range(10):
+        ours.send(b"%d" % number * 100)
+    ours.close()
+    inbox.read_socket(theirs)
+    theirs.close()
+    assert inbox.take_batch(100, 0) == [b"%d" % number * 100 for number in range(10)]
+    assert inbox.take_batch(100, 0) == []
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 1 << 20), (1 << 20, 3)])
+def test_full(most: int, most_bytes: int) -> None:
+    """The newest stay when there are too many, or too many bytes; the drops are counted."""
+    inbox = RecordQueue(ExporterCounters(), most, most_bytes)
+    for number in range(10):
+        inbox.put(b"%d" % number)
+    inbox.mark_ended()
+    assert inbox.take_batch(100, 0) == [b"7", b"8", b"9"]
+    assert inbox.counters.get_counts()["received"] == 10
+    assert inbox.counters.get_counts()["overflowed"] == 7
+
+
+def test_too_long() -> None:
+    """A record that is longer than any can be is counted, not cut into something else."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_RECORD_BYTES)
+    try:
+        ours.send(b"x" * (MAX_RECORD_BYTES + 1))
+    except OSError:
+        pytest.skip("this kernel grants no such message at all")
+    finally:
+        ours.close()
+    inbox = RecordQueue(ExporterCounters())
+    inbox.read_socket(theirs)
+    theirs.close()
+    assert len(inbox) == 0
+    assert inbox.counters.get_counts()["overflowed"] == 1
+
+
+def test_gathers() -> None:
+    """The worker is woken by the first record and by the last one of a full batch."""
+    inbox = RecordQueue(ExporterCounters())
+    taken: list[list[bytes]] = []
+    worker = threading.Thread(target=lambda: taken.append(inbox.take_batch(3, 30)))
+    worker.start()
+    for _ in range(3):
+        inbox.put(b"x")
+    worker.join(10)
+    assert taken == [[b"x"] * 3]

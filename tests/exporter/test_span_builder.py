@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole traces: what one record looks like as spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from ttft_otel import names
+from ttft_otel.exporter.attribute_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
+from ttft_otel.exporter.span_builder import build_spans
+from ttft_otel.record import Call, Piece, Record, Server, Ttft
+
+START = 1_700_000_000_000_000_000
+RESOURCE = Resource({"service.name": "test"})
+
+SERVER = Record(
+    version=1,
+    trace_id="0af7651916cd43dd8448eb211c80319c",
+    span_id="00000000000000b1",
+    parent_id="00000000000000a1",
+    flags=1,
+    state="vendor=one,other=two",
+    start_ns=START,
+    role="prefill_decode",
+    outermost=False,
+    service="vllm-prefill-decode",
+    request_id="cmpl-1",
+    rank=2,
+    attributes={"gen_ai.request.model": "tiny"},
+    ttft=Ttft(
+        span_id="00000000000000c1",
+        name="ttft",
+        start=0,
+        end=1000,
+        stages={"receive": 50, "preprocess": 450, "prefill.queue": 300},
+        unattributed=200,
+        clamped=3,
+        pieces=(
+            Piece("stage", "receive", 0, 50),
+            Piece("part", "tokenize", 60, 90),
+            Piece("stage", "preprocess", 50, 500),
+            Piece("stage", "prefill.queue", 500, 600),
+            Piece("stage", "unattributed", 600, 800),
+            Piece("stage", "prefill.queue", 800, 1000, {"ttft.preemptions": 1}),
+            Piece("part", "media", 400, 700),
+            Piece("sibling", "ttft.sibling", 500, 900),
+        ),
+        attributes={"ttft.prefill.own_tokens": 7},
+    ),
+    server=Server("POST /v1/completions", 5000, 200, {"http.route": "/v1/completions"}),
+)
+
+SERVER_TREE = """
+SERVER POST /v1/completions 0..5000 gen_ai.request.model=tiny http.response.status_code=200 \
+http.route=/v1/completions ttft.outermost=False ttft.rank=2 ttft.request_id=cmpl-1 \
+ttft.role=prefill_decode
+  INTERNAL ttft 0..1000 gen_ai.request.model=tiny gen_ai.response.time_to_first_chunk=0.001 \
+ttft.clamped_us=3 ttft.outermost=False ttft.prefill.own_tokens=7 ttft.prefill.queue_us=300 \
+ttft.preprocess_us=450 ttft.rank=2 ttft.receive_us=50 ttft.request_id=cmpl-1 \
+ttft.role=prefill_decode ttft.total_us=1000 ttft.unattributed_us=200
+    INTERNAL receive 0..50 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=receive
+    INTERNAL preprocess 50..500 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=preprocess
+      INTERNAL tokenize 60..90 ttft.outermost=False ttft.part=tokenize ttft.role=prefill_decode
+    INTERNAL media 400..700 ttft.outermost=False ttft.part=media ttft.role=prefill_decode
+    INTERNAL prefill.queue 500..600 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=prefill.queue
+    INTERNAL ttft.sibling 500..900 ttft.outermost=False ttft.role=prefill_decode
+    INTERNAL unattributed 600..800 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.role=prefill_decode ttft.stage=unattributed
+    INTERNAL prefill.queue 800..1000 gen_ai.request.model=tiny ttft.outermost=False \
+ttft.preemptions=1 ttft.role=prefill_decode ttft.stage=prefill.queue
+"""
+
+ROUTER = Record(
+    version=1,
+    trace_id="0af7651916cd43dd8448eb211c80319c",
+    span_id="00000000000000b2",
+    parent_id="",
+    flags=1,
+    state="",
+    start_ns=START,
+    role="router",
+    outermost=True,
+    service="ttft-otel-router",
+    request_id="r-1",
+    ttft=Ttft(
+        span_id="00000000000000c2",
+        name="ttft",
+        start=0,
+        end=900,
+        stages={
+            "router.receive": 100,
+            "router.hop.encode": 200,
+            "encode.receive": 300,
+        },
+        unattributed=300,
+        clamped=0,
+        pieces=(
+            Piece("stage", "router.receive", 0, 100),
+            Piece("stage", "router.hop.encode", 100, 300),
+            Piece("stage", "encode.receive", 300, 600),
+            Piece("stage", "encode.unattributed", 600, 900),
+        ),
+        error="ConnectionError",
+        died="encode.receive",
+    ),
+    server=Server("POST /v1/chat/completions", 950, 502),
+    calls=(
+        Call("00000000000000d1", "POST", "encode", 100, 900, 200),
+        Call("00000000000000d2", "POST", "prefill_decode", 900, 940, 0, error="ConnectionError"),
+        Call("00000000000000d3", "POST", "prefill_decode", 940, 945, 404),
+    ),
+)
+
+ROUTER_TREE = """
+SERVER POST /v1/chat/completions 0..950 ERROR error.type=502 http.response.status_code=502 \
+ttft.outermost=True ttft.request_id=r-1 ttft.role=router
+  INTERNAL ttft 0..900 ERROR error.type=ConnectionError ttft.clamped_us=0 \
+ttft.died_in=encode.receive ttft.encode.receive_us=300 ttft.outermost=True ttft.request_id=r-1 \
+ttft.role=router ttft.router.hop.encode_us=200 ttft.router.receive_us=100 ttft.total_us=900 \
+ttft.unattributed_us=300
+    INTERNAL router.receive 0..100 error.type=ConnectionError ttft.outermost=True \
+ttft.role=router ttft.stage=router.receive
+    INTERNAL router.hop.encode 100..300 error.type=ConnectionError ttft.outermost=True \
+ttft.role=router ttft.stage=router.hop.encode
+    INTERNAL encode.receive 300..600 error.type=ConnectionError ttft.leg=encode \
+ttft.outermost=True ttft.role=router ttft.stage=encode.receive
+    INTERNAL encode.unattributed 600..900 error.type=ConnectionError ttft.leg=encode \
+ttft.outermost=True ttft.role=router ttft.stage=encode.unattributed
+  CLIENT POST 100..900 http.response.status_code=200 ttft.leg=encode ttft.outermost=True \
+ttft.role=router
+  CLIENT POST 900..940 ERROR error.type=ConnectionError ttft.leg=prefill_decode \
+ttft.outermost=True ttft.role=router
+  CLIENT POST 940..945 ERROR error.type=404 http.response.status_code=404 \
+ttft.leg=prefill_decode ttft.outermost=True ttft.role=router
+"""
+
+
+def draw_tree(spans: Sequence[ReadableSpan]) -> str:
+    """Draw spans as an indented tree in time order, times in microseconds after START."""
+    known = {span.context.span_id for span in spans}
+
+    def draw_span(parent: int | None, depth: int) -> list[str]:
+        lines = []
+        below = [span for span in spans if _get_parent(span, known) == parent]
+        for span in sorted(below, key=lambda span: span.start_time):
+            failed = "ERROR " if not span.status.is_unset else ""
+            attributes = " ".join(
+                f"{name}={span.attributes[name]}" for name in sorted(span.attributes)
+            )
+            times = [(time - START) // 1000 for time in (span.start_time, span.end_time)]
+            lines.append(
+                f"{'  ' * depth}{span.kind.name} {span.name} {times[0]}..{times[1]} "
+                f"{failed}{attributes}"
+            )
+            lines += draw_span(span.context.span_id, depth + 1)
+        return lines
+
+    return "\n" + "\n".join(draw_span(None, 0)) + "\n"
+
+
+def _get_parent(span: ReadableSpan, known: set[int]) -> int | None:
+    return span.parent.span_id if span.parent and span.parent.span_id in known else None
+
+
+@pytest.mark.parametrize(("record", "expected"), [(SERVER, SERVER_TREE), (ROUTER, ROUTER_TREE)])
+def test_tree(record: Record, expected: str) -> None:
+    """One record becomes exactly this tree: a server's, and a router's with its calls to legs."""
+    assert draw_tree(build_spans(record, RESOURCE)) == expected
+
+
+def test_stages_cover() -> None:
+    """Stage spans, the unattributed one among them, cover the ttft span end to end."""
+    spans = build_spans(SERVER, RESOURCE)
+    ttft = next(span for span in spans if span.name == names.TTFT)
+    stages = sorted(
+        (span.start_time, span.end_time) for span in spans if names.STAGE in span.attributes
+    )
+    at = ttft.start_time
+    for start, end in stages:
+        assert start == at
+        at = end
+    assert at == ttft.end_time
+
+
+def test_context() -> None:
+    """Trace id, flags and tracestate are the caller's, and only the caller's span is remote."""
+    spans = build_spans(SERVER, RESOURCE)
+    assert {f"{span.context.trace_id:032x}" for span in spans} == {SERVER.trace_id}
+    assert {span.context.trace_flags for span in spans} == {1}
+    assert {span.context.trace_state.to_header() for span in spans} == {SERVER.state}
+    assert len({span.context.span_id for span in spans}) == len(spans)
+    server, *others = spans
+    assert server.parent is not None and server.parent.is_remote
+    assert f"{server.parent.span_id:016x}" == SERVER.parent_id
+    assert not any(span.parent.is_remote for span in others if span.parent)
+
+
+def test_halves() -> None:
+    """A stream's two records together give the spans of the one that holds both halves."""
+    first = build_spans(msgspec.structs.replace(SERVER, server=None), RESOURCE)
+    second = build_spans(msgspec.structs.replace(SERVER, ttft=None), RESOURCE)
+    assert draw_tree(second + first) == draw_tree(build_spans(SERVER, RESOURCE))
+
+
+def test_unsampled(make_record: Callable[[], Record]) -> None:
+    """A record that is not sampled leaves no span."""
+    assert build_spans(msgspec.structs.replace(make_record(), flags=0), RESOURCE) == []
+
+
+@pytest.mark.parametrize("field", ["trace_id", "span_id"])
+@pytest.mark.parametrize("value", ["", "xyz", "0" * 16])
+def test_broken_ids(field: str, value: str, make_record: Callable[[], Record]) -> None:
+    """Ids that are no number, or zero, are refused and not exported as something else."""
+    with pytest.raises(ValueError):
+        build_spans(msgspec.structs.replace(make_record(), **{field: value}), RESOURCE)
+
+
+def test_limits(make_record: Callable[[], Record]) -> None:
+    """Long values are cut, too many attributes are cut, and ours survive the cut."""
+    many = {f"key.{number}": "x" * 1000 for number in range(300)}
+    spans = build_spans(msgspec.structs.replace(make_record(), attributes=many), RESOURCE)
+    ttft = next(span for span in spans if span.name == names.TTFT)
+    assert len(ttft.attributes) == MAX_ATTRIBUTES
+    assert ttft.attributes[names.TOTAL_US] == 900
+    assert (
+        max(len(value) for value in ttft.attributes.values() if isinstance(value, str))
+        == MAX_VALUE_CHARS
+    )
+
+
+def test_time_order(make_record: Callable[[], Record]) -> None:
+    """A span that would end before it starts has no length instead: backends reject the former."""
+    broken = msgspec.structs.replace(make_record(), server=Server("GET", -5, 200))
+    server = build_spans(broken, RESOURCE)[0]
+    assert server.start_time == server.end_time

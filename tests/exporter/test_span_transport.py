@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SDK's own exporters send a batch's message as it is, and its spans where they cannot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from ttft_otel import names
+from ttft_otel.exporter.batch_exporter import create_span_exporter
+from ttft_otel.exporter.resource_cache import ResourceCache
+from ttft_otel.exporter.span_batch import SpanBatch, take_messages
+from ttft_otel.record import Record
+from ttft_otel.settings import read_settings
+
+RESOURCES = ResourceCache(1)
+Requests = list[trace_service_pb2.ExportTraceServiceRequest]
+
+
+@pytest.fixture
+def make_batch(make_record: Callable[..., Record]) -> Callable[[], SpanBatch]:
+    """A batch of two records, eight spans."""
+
+    def build_batch() -> SpanBatch:
+        batch = SpanBatch()
+        batch.add_record(make_record(1), RESOURCES)
+        batch.add_record(make_record(2), RESOURCES)
+        return batch
+
+    return build_batch
+
+
+@pytest.fixture
+def grpc_requests() -> Iterator[tuple[int, Requests]]:
+    """A gRPC receiver's port, and what it got."""
+    requests: Requests = []
+
+    class Service(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            requests.append(request)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield port, requests
+    server.stop(None).wait()
+
+
+@pytest.fixture(params=["http/protobuf", "grpc"])
+def connected(
+    request: pytest.FixtureRequest,
+    collector: Any,
+    grpc_requests: tuple[int, Requests],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[SpanExporter, Callable[[], list[Any]]]]:
+    """The SDK's exporter for each protocol, and what its receiver got."""
+    port, requests = grpc_requests
+    url = f"http://127.0.0.1:{port}" if request.param == "grpc" else collector.url
+    monkeypatch.setenv(names.ENV_ENDPOINT, url)
+    monkeypatch.setenv(names.ENV_PROTOCOL, request.param)
+    exporter = create_span_exporter(read_settings())
+
+    def list_received() -> list[Any]:
+        return collector.received or [group for each in requests for group in each.resource_spans]
+
+    yield exporter, list_received
+    exporter.shutdown()
+
+
+def test_message_is_sent(
+    connected: Any, make_batch: Callable[[], SpanBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This version of the SDK takes the message: nobody builds spans of it."""
+    exporter, list_received = connected
+    batch = make_batch()
+
+    def refuse_reading(_: SpanBatch) -> Iterator[Any]:
+        raise AssertionError("the SDK reads the batch as spans")
+
+    monkeypatch.setattr(SpanBatch, "__iter__", refuse_reading)
+    assert exporter.export(batch) is SpanExportResult.SUCCESS
+    assert list_received() == list(batch.request.resource_spans)
+
+
+def test_other_sdk(
+    connected: Any, make_batch: Callable[[], SpanBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An SDK that encodes elsewhere reads the batch as spans, and exports the same ones."""
+    exporter, list_received = connected
+    module = sys.modules[type(exporter).__module__]
+    monkeypatch.setattr(module, "encode_spans", module.encode_spans.encode)
+    batch = make_batch()
+    assert exporter.export(batch) is SpanExportResult.SUCCESS
+    (received,) = list_received()
+    names_sent = [span.name for span in batch]
+    assert [span.name for span in received.scope_spans[0].spans] == names_sent
+    assert received.resource == batch.request.resource_spans[0].resource
+
+
+def test_other_spans(connected: Any, make_batch: Callable[[], SpanBatch]) -> None:
+    """Spans that somebody else exports in this process are encoded by the SDK, as before."""
+    exporter, list_received = connected
+    take_messages(exporter)  # a second time changes nothing
+    assert exporter.export(list(make_batch())) is SpanExportResult.SUCCESS
+    assert sum(len(group.scope_spans[0].spans) for group in list_received()) == 8
+
+
+def test_unknown_exporter() -> None:
+    """An exporter whose module encodes nothing is left alone."""
+
+    class OtherExporter(SpanExporter):
+        pass
+
+    before = dict(vars(sys.modules[__name__]))
+    take_messages(OtherExporter())
+    assert vars(sys.modules[__name__]) == before
+
+
+def test_compression(
+    collector: Any, make_batch: Callable[[], SpanBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK's variables hold for messages, too: here compression and a header."""
+    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
+    exporter = create_span_exporter(read_settings())
+    assert exporter.export(make_batch()) is SpanExportResult.SUCCESS
+    exporter.shutdown()
+    assert collector.headers[0]["content-encoding"] == "gzip"
+    assert collector.headers[0]["x-tenant"] == "one"
+    assert len(collector.spans()) == 8

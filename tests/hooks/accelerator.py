@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated accelerator and the host threads beside it, in virtual time, for the device clock's tests.
+
+accelerated_runners.py queues work on it in vLLM's order of calls. Events have latency, the device's
+clock drifts against the host's, elapsed times are rounded as CUDA's are, and calls cost host time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Final
+
+MAX_REAL_WAIT_S: Final = 60
+DEVICE_CLOCK_OFFSET_US: Final = 5e8  # the device's clock has an origin of its own
+# Microseconds: what the calls cost on the host, and how long after its submission an event happens
+# on an idle stream.
+RECORD_COST_US: Final = 2.0
+QUERY_COST_US: Final = 1.5
+LAUNCH_LATENCY_US: Final = (4.0, 9.0)
+WAKE_LATENCY_US: Final = (15.0, 70.0)  # of a host thread that slept until an event
+PREEMPTION_SHARE: Final = 0.01  # of the wake-ups and pieces of host work, which take longer by
+PREEMPTION_US: Final = (100.0, 1500.0)
+
+
+class SimulatedHost:
+    """Threads in virtual time: one runs at a time, always the one whose time is the least.
+
+    Called, it tells the time in microseconds, as clock.now_us() does.
+    """
+
+    def __init__(self, seed: int = 1) -> None:
+        self.at = 1_000_000.0
+        self.chance = random.Random(seed)
+        self._sleepers: list[tuple[float, int, threading.Semaphore]] = []
+        self._started = 0
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self) -> int:
+        return int(self.at)
+
+    def sleep(self, us: float) -> None:
+        """Let `us` microseconds pass for this thread; others may run meanwhile."""
+        until = self.at + us
+        if not self._sleepers or until <= self._sleepers[0][0]:
+            self.at = until
+            return
+        own = threading.Semaphore(0)
+        self._push(until, own)
+        self._wake_next()
+        own.acquire()
+
+    def work(self, us: float) -> None:
+        """Host work of about `us`: a tenth more or less, and now and then preempted."""
+        self.sleep(us * self.chance.uniform(0.9, 1.15) + self.draw_preemption())
+
+    def draw_preemption(self) -> float:
+        """Mostly 0, else how long another process has the core."""
+        if self.chance.random() < PREEMPTION_SHARE:
+            return self.chance.uniform(*PREEMPTION_US)
+        return 0.0
+
+    def start_thread(self, target: Callable[[], None]) -> None:
+        """Start `target` as a thread of this host; it runs once the others sleep."""
+        own = threading.Semaphore(0)
+
+        def run() -> None:
+            own.acquire()
+            try:
+                target()
+            finally:
+                self._wake_next()
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        self._push(self.at, own)
+        thread.start()
+
+    def block(self) -> threading.Semaphore:
+        """A token with which wake() resumes the thread that calls wait_for() with it."""
+        return threading.Semaphore(0)
+
+    def wait_for(self, token: threading.Semaphore) -> None:
+        """Sleep until another thread calls wake() with `token`."""
+        self._wake_next()
+        if not token.acquire(timeout=MAX_REAL_WAIT_S):
+            raise TimeoutError("the thread that has to wake this one has ended")
+
+    def wake(self, token: threading.Semaphore, after_us: float) -> None:
+        """Resume the thread that waits for `token`, `after_us` from now."""
+        self._push(self.at + after_us, token)
+
+    def _push(self, at: float, token: threading.Semaphore) -> None:
+        self._started += 1
+        heapq.heappush(self._sleepers, (at, self._started, token))
+
+    def _wake_next(self) -> None:
+        if self._sleepers:
+            at, _, token = heapq.heappop(self._sleepers)
+            self.at = max(self.at, at)
+            token.release()
+
+
+class SimulatedQueue:
+    """A queue between two of a host's threads; what is put arrives `latency_us` later."""
+
+    def __init__(self, host: SimulatedHost, latency_us: float) -> None:
+        self.host = host
+        self.latency_us = latency_us
+        self.items: deque[tuple[float, Any]] = deque()
+        self.waiting: threading.Semaphore | None = None
+
+    def put(self, item: Any) -> None:
+        """Send `item`; does not wait."""
+        arrives_after = self.latency_us * self.host.chance.uniform(0.8, 1.5)
+        self.items.append((self.host.at + arrives_after, item))
+        if self.waiting is not None:
+            waiting, self.waiting = self.waiting, None
+            self.host.wake(waiting, arrives_after)
+
+    def get(self) -> Any:
+        """Wait for the next item."""
+        if not self.items:
+            self.waiting = self.host.block()
+            self.host.wait_for(self.waiting)
+        arrival, item = self.items.popleft()
+        self.host.sleep(max(0.0, arrival - self.host.at))
+        return item
+
+
+class SimulatedDevice:
+    """One accelerator: streams that work through their queues, and a clock of its own.
+
+    drift_ppm: by how much its clock is faster than the host's. calls: how often each call was made.
+    """
+
+    def __init__(self, host: SimulatedHost, drift_ppm: float = 20.0) -> None:
+        self.host = host
+        self.rate = 1 + drift_ppm * 1e-6
+        self.calls: Counter[str] = Counter()
+        self.main = SimulatedStream(self)
+
+    def make_event(self) -> SimulatedEvent:
+        """An event with timing, on the main stream."""
+        self.calls["make"] += 1
+        return SimulatedEvent(self.main)
+
+    def is_idle(self) -> bool:
+        """As the current stream's query(): whether everything queued on it is done."""
+        self.calls["stream query"] += 1
+        self.host.sleep(QUERY_COST_US)
+        return self.main.busy_until <= self.host.at
+
+    def draw_launch(self) -> float:
+        """When work that is submitted now begins on an idle stream."""
+        return self.host.at + self.host.chance.uniform(*LAUNCH_LATENCY_US)
+
+
+class SimulatedStream:
+    """Work in the order in which it was queued."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.busy_until = 0.0
+
+    def queue_work(self, us: float) -> tuple[float, float]:
+        """Queue a kernel of `us` microseconds; returns when it begins and ends."""
+        begin = max(self.busy_until, self.device.draw_launch())
+        self.busy_until = begin + us
+        return begin, self.busy_until
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Later work of this stream begins after all that `other` has queued by now."""
+        self.busy_until = max(self.busy_until, other.busy_until)
+
+    def mark(self) -> float:
+        """When an event that is recorded now would happen."""
+        return max(self.busy_until, self.device.host.at + LAUNCH_LATENCY_US[0])
+
+
+class SimulatedEvent:
+    """Happens when everything that was queued before it is done; `at` is the host's time of that."""
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        self.stream = stream
+        self.device = stream.device
+        self.at = 0.0
+
+    def record(self) -> None:
+        """Queue this event."""
+        self.device.calls["record"] += 1
+        self.at = max(self.stream.busy_until, self.device.draw_launch())
+        self.stream.busy_until = self.at
+        self.device.host.sleep(RECORD_COST_US)
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        self.device.calls["query"] += 1
+        self.device.host.sleep(QUERY_COST_US)
+        return self.device.host.at >= self.at
+
+    def synchronize(self) -> None:
+        """Sleep until it has happened (a blocking event: the thread is woken a while after)."""
+        host = self.device.host
+        wake = host.chance.uniform(*WAKE_LATENCY_US) + host.draw_preemption()
+        host.sleep(max(0.0, self.at - host.at) + (wake if self.at > host.at else 0.0))
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        """Milliseconds by the device's clock, as a float32; never waits."""
+        self.device.calls["elapsed"] += 1
+        if not (self.device.host.at >= self.at and self.device.host.at >= other.at):
+            raise RuntimeError("CUDA error: device not ready")
+        elapsed_ms = (other.read_device_clock() - self.read_device_clock()) / 1000
+        return float(struct.unpack("f", struct.pack("f", elapsed_ms))[0])
+
+    def read_device_clock(self) -> float:
+        """The device's timestamp of this event, in half microseconds."""
+        return round((DEVICE_CLOCK_OFFSET_US + self.at * self.device.rate) * 2) / 2

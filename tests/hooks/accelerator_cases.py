@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases in which the device clock is judged, each over both runners and vLLM's step loops.
+
+test_accelerator.py runs them and writes their table; accelerator_loops.py judges one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ttft_otel import breakdown, clock
+from ttft_otel.hooks import device, encoder_runs, model_runners
+
+from .accelerated_runners import (
+    AcceleratedEcConnector,
+    AcceleratedKvConnector,
+    AcceleratedRunner,
+    StepWork,
+)
+from .accelerator import SimulatedDevice, SimulatedHost
+from .accelerator_loops import LOOPS, Judgement, judge_encoder_runs, judge_outcomes, make_step
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorCase:
+    """One case: what a step costs, and how the server is set up.
+
+    marked: of how many steps one is marked; 0: none. items: steps run the encoder. chunks: steps per request.
+    gap_us: the engine has nothing to do for so long between steps. late_us: see AcceleratedRunner.
+    connector: "" (none), "kv", "ec" or "ec, synchronizing".
+    """
+
+    name: str
+    forward_us: float
+    steps: int = 200
+    marked: int = 1
+    items: bool = False
+    chunks: int = 1
+    gap_us: float = 0.0
+    late_us: float = 0.0
+    encoder_us: float = 0.0
+    drafter_us: float = 0.0
+    kv_save_us: float = 0.0
+    connector: str = ""
+    encode_only: bool = False
+    receive_us: float = 0.0
+    slowest_rank_us: float = 0.0
+    drift_ppm: float = 20.0
+    host_share: float = 1.0
+
+
+CASES: Final[tuple[AcceleratorCase, ...]] = (
+    AcceleratorCase("host-bound, 0.3 ms", 300),
+    AcceleratorCase("one request at a time, 40 ms", 40_000, gap_us=100_000),
+    AcceleratorCase("device-bound, 1 ms", 1_000, steps=400, chunks=2, host_share=0.25),
+    AcceleratorCase("device-bound, 10 ms", 10_000, chunks=2),
+    AcceleratorCase("device-bound, 40 ms", 40_000, chunks=2),
+    AcceleratorCase("device-bound, 200 ms", 200_000, chunks=2),
+    AcceleratorCase("device-bound, 40 ms, one of 5 steps marked", 40_000, steps=400, marked=5),
+    AcceleratorCase("device-bound, 40 ms, clock 20 ppm slow", 40_000, drift_ppm=-20.0),
+    AcceleratorCase("images, 30 ms encoder, 20 ms forward", 20_000, items=True, encoder_us=30_000),
+    AcceleratorCase(
+        "drafter and KV connector, 20 ms", 20_000, drafter_us=6_000, kv_save_us=900, connector="kv"
+    ),
+    AcceleratorCase("KV connector, 20 ms", 20_000, kv_save_us=900, connector="kv"),
+    AcceleratorCase("the anchor is renewed in flight, 40 ms, 1000 steps", 40_000, steps=1000),
+    AcceleratorCase("tensor parallel, waits up to 5 ms for other ranks", 20_000, slowest_rank_us=5_000),
+    AcceleratorCase("last of two pipeline stages, 15 ms each", 15_000, receive_us=15_000),
+    AcceleratorCase("last pipeline stage, images", 15_000, items=True, receive_us=15_000),
+    AcceleratorCase("late reader (2 ms), one request at a time", 40_000, gap_us=100_000, late_us=2_000),
+    AcceleratorCase("late reader (2 ms), device-bound, 600 steps", 40_000, steps=600, late_us=2_000),
+    AcceleratorCase(
+        "encoder-only, 30 ms, idle", 0, items=True, encoder_us=30_000, gap_us=50_000, connector="ec",
+        encode_only=True,
+    ),
+    AcceleratorCase(
+        "encoder-only, 30 ms, saturated", 0, items=True, encoder_us=30_000, gap_us=15_000,
+        connector="ec", encode_only=True,
+    ),
+    AcceleratorCase(
+        "encoder-only, 30 ms, connector waits", 0, items=True, encoder_us=30_000,
+        connector="ec, synchronizing", encode_only=True,
+    ),
+)  # fmt: skip
+
+
+def run_case(
+    case: AcceleratorCase, kinds: dict[str, Any], runner_kind: str, loop: str, seed: int = 1
+) -> Judgement:
+    """Run `case` on a runner of `kinds` in a loop of LOOPS, and judge it."""
+    host = SimulatedHost(seed)
+    simulated = SimulatedDevice(host, case.drift_ppm)
+    true_clock, clock.now_us = clock.now_us, host
+    model_runners._step_clocks[:] = [device.DeviceClock(simulated.make_event, simulated.is_idle)]
+    try:
+        runner = _make_runner(case, kinds[runner_kind], simulated, loop)
+        steps = [
+            make_step(
+                number,
+                marked=bool(case.marked) and number % case.marked == 0,
+                items=case.items,
+                kv=case.connector == "kv",
+                tokens=not case.encode_only or runner_kind != "V1",
+            )
+            for number in range(case.steps)
+        ]
+        outcomes = LOOPS[loop](host, runner, case.gap_us).run(steps)
+        encoder_errors = judge_encoder_runs(host, outcomes) if case.encode_only else []
+    finally:
+        clock.now_us = true_clock
+        model_runners._step_clocks.clear()
+        model_runners.open_steps.clear()
+        model_runners.bound_steps.clear()
+        encoder_runs.unfinished_steps.clear()
+    lost = breakdown.LOST_BEFORE if case.receive_us else 0
+    judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
+    judgement.calls = simulated.calls
+    judgement.encoder_errors = encoder_errors
+    return judgement
+
+
+def _make_runner(
+    case: AcceleratorCase, kind: type[AcceleratedRunner], simulated: SimulatedDevice, loop: str
+) -> AcceleratedRunner:
+    connectors: dict[str, Any] = {}
+    if case.connector == "kv":
+        connectors["kv_connector"] = AcceleratedKvConnector()
+    elif case.connector:
+        connectors["ec_connector"] = AcceleratedEcConnector("synchronizing" in case.connector)
+    return kind(
+        simulated,
+        StepWork(
+            case.forward_us,
+            case.encoder_us,
+            slowest_rank_us=case.slowest_rank_us,
+            drafter_us=case.drafter_us,
+            kv_save_us=case.kv_save_us,
+        ).scale_host(case.host_share),
+        asynchronous=loop != "sync",
+        encode_only=case.encode_only,
+        receive_us=case.receive_us,
+        late_us=case.late_us,
+        **connectors,
+    )

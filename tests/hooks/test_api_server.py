@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API server's hooks: whose marks they are, whatever vLLM does around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab import vllm_releases
+from ttft_otel import names, recorder, settings, testing
+from ttft_otel.hooks import api_server, target_check, vllm_fields
+from ttft_otel.roles import identity
+from ttft_otel.settings import Settings
+
+from .server import STAGES_US, FakeClient, ServerPlan
+
+
+def test_parts(client: FakeClient, records: testing.MemorySender) -> None:
+    """Tokenizer and processor are parts of preprocess; the way back has three parts of its own."""
+    asyncio.run(client.call_server())
+    ttft = records.kept[0].ttft
+    assert ttft is not None
+    parts = {piece.name: piece.end - piece.start for piece in ttft.pieces if piece.kind == "part"}
+
+    assert parts == {
+        "tokenize": 100,
+        "multimodal": 50,
+        "collect": 44,
+        "transport": 46,
+        "detokenize": 4,
+    }
+
+
+def test_text_has_no_multimodal(client: FakeClient) -> None:
+    """A prompt without images has no multimodal part."""
+    assert api_server.stamp_multimodal_start(object(), {"prompt": "x"}) in (0, None)
+
+
+def test_siblings(client: FakeClient, records: testing.MemorySender) -> None:
+    """Of several engine requests the first output closes; the others are siblings, never summed."""
+    client.server.plan = ServerPlan(count=3)
+    asyncio.run(client.call_server())
+    ttft = records.kept[0].ttft
+    assert ttft is not None
+    kinds = [piece.kind for piece in ttft.pieces]
+
+    assert kinds.count("sibling") == 2
+    assert {piece.name for piece in ttft.pieces if piece.kind == "sibling"} == {names.SIBLING}
+    assert {**ttft.stages} == {**STAGES_US, "egress": 5}
+
+
+def test_trace_headers(client: FakeClient) -> None:
+    """What leaves for the engine carries the server span as parent, the caller's state, our key."""
+    seen_headers: list[Any] = []
+    client.server.processors.requests = HeaderKeeper(seen_headers)
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    asyncio.run(
+        client.call_server(traceparent=f"00-{trace}-b7ad6b7169203331-01", tracestate="vendor=1")
+    )
+    (headers,) = seen_headers
+
+    assert headers[names.CARRIER] == "1"
+    assert headers[names.TRACESTATE] == "vendor=1"
+    version, trace_id, span_id, flags = headers[names.TRACEPARENT].split("-")
+    assert (version, trace_id, flags) == ("00", trace, "01")
+    assert span_id != "b7ad6b7169203331"
+
+
+class HeaderKeeper(dict[str, Any]):
+    """Notes the trace headers of whatever is put in."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.seen.append(value.trace_headers)
+        super().__setitem__(key, value)
+
+
+def test_pooling(client: FakeClient) -> None:
+    """An embedding request makes no first token and is left alone."""
+    request = SimpleNamespace(request_id="p", trace_headers=None, pooling_params=object())
+    api_server.register_request(None, request)
+
+    assert request.trace_headers is None
+    assert not recorder.awaiting_traces
+
+
+def test_foreign_outputs(client: FakeClient) -> None:
+    """Outputs of requests that nobody traces pass by."""
+    output = SimpleNamespace(request_id="other", trace_headers=None)
+    api_server.record_outputs(None, None, None, [output])
+
+    assert not recorder.awaiting_traces
+
+
+@pytest.mark.usefixtures("blank_identity")
+@pytest.mark.parametrize(
+    ("transfer", "cache", "role"),
+    [
+        (None, None, "mono"),
+        ("ec_producer", None, "encode"),
+        ("ec_consumer", None, "prefill_decode"),
+        ("ec_consumer", "kv_producer", "prefill"),
+        (None, "kv_producer", "prefill"),
+        (None, "kv_consumer", "decode"),
+        (None, "kv_both", ""),
+        ("ec_consumer", "kv_both", ""),
+        ("ec_both", None, ""),
+    ],
+)
+def test_role(transfer: str | None, cache: str | None, role: str) -> None:
+    """The role is read from vLLM's configuration, where that tells."""
+    start_server(transfer, cache)
+
+    assert identity.role == role
+    assert identity.default_role == ("prefill_decode" if transfer else "mono")
+    assert identity.model == "served"
+
+
+def start_server(transfer: str | None, cache: str | None) -> None:
+    """The server starts with these roles of its connectors."""
+    config = SimpleNamespace(
+        ec_transfer_config=SimpleNamespace(ec_role=transfer) if transfer else None,
+        kv_transfer_config=SimpleNamespace(kv_role=cache) if cache else None,
+        model_config=SimpleNamespace(served_model_name=["served", "alias"]),
+    )
+    api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+
+
+@pytest.mark.usefixtures("blank_identity")
+@pytest.mark.parametrize(
+    ("role", "takes"), [("ec_producer", False), ("ec_consumer", True), ("ec_both", True)]
+)
+def test_cache_connector(role: str, takes: bool) -> None:
+    """The encoder cache's connector is known by name, and whether it takes encodings from others."""
+    config = SimpleNamespace(
+        ec_transfer_config=SimpleNamespace(ec_role=role, ec_connector="ECCPUConnector")
+    )
+    api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+
+    assert (identity.ec_connector, identity.takes_encodings) == ("ECCPUConnector", takes)
+
+
+@pytest.mark.usefixtures("blank_identity")
+def test_operators_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator says of the role counts before everything: nothing else can tell sometimes."""
+    monkeypatch.setenv(names.ENV_ROLE, "encode")
+    monkeypatch.setattr(settings, "_frozen", [])
+    start_server("ec_both", None)
+
+    assert identity.role == "encode"
+
+
+KEEPS_BLOCKS = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+TAKES_BLOCKS = {"kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": True}}
+ANNOUNCES_ITEMS = {"ec_transfer_params": {"0f" * 32: {"peer_host": "127.0.0.1", "peer_port": 1}}}
+PUSHES_ITEMS = {"ec_transfer_params": {"consumer_zmq": "tcp://127.0.0.1:1", "ec_items": []}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "role"),
+    [
+        (None, ""),
+        ({}, ""),
+        (KEEPS_BLOCKS, "prefill"),
+        (TAKES_BLOCKS, "decode"),
+        (ANNOUNCES_ITEMS, "prefill_decode"),
+        (KEEPS_BLOCKS | ANNOUNCES_ITEMS, "prefill"),
+        (TAKES_BLOCKS | ANNOUNCES_ITEMS, "decode"),
+        (PUSHES_ITEMS, "encode"),
+        # NIXL's turn back: what D kept, taken by P. vLLM's own rule: do_remote_decode makes it P.
+        ({"kv_transfer_params": {"do_remote_decode": True, "remote_block_ids": [[1]]}}, "prefill"),
+        ({"kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": False}}, ""),
+        # A client's nonsense, which vLLM refuses or ignores.
+        ({"kv_transfer_params": "do_remote_decode"}, ""),
+        ({"kv_transfer_params": None, "ec_transfer_params": {}}, ""),
+        ({"ec_transfer_params": ["consumer_zmq"]}, ""),
+    ],
+)
+def test_role_by_request(extra: dict[str, Any] | None, role: str) -> None:
+    """Routers' transfer parameters say who this instance is in a request."""
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+
+    assert vllm_fields.get_request_role(request) == role
+
+
+def test_role_of_a_pooling_request() -> None:
+    """An embedding request has no sampling parameters, and says nothing."""
+    assert vllm_fields.get_request_role(SimpleNamespace(sampling_params=None)) == ""
+
+
+@pytest.mark.parametrize(
+    ("extra", "role", "outermost"),
+    [(KEEPS_BLOCKS, "prefill", False), (TAKES_BLOCKS, "decode", True)],
+)
+def test_behind_a_foreign_router(
+    client: FakeClient,
+    records: testing.MemorySender,
+    extra: dict[str, Any],
+    role: str,
+    outermost: bool,
+) -> None:
+    """Without our header the parameters give role and service; what P answers goes to D."""
+    client.server.plan = ServerPlan(stream=False, extra=extra)
+    asyncio.run(client.call_server())
+    record = records.kept[0]
+
+    assert (record.role, record.outermost, record.service) == (role, outermost, f"vllm-{role}")
+    assert record.ttft is not None
+    assert ("egress" in record.ttft.stages) == (role == "prefill")
+
+
+def test_header_before_request(client: FakeClient, records: testing.MemorySender) -> None:
+    """Our router's header wins over what the request carries."""
+    client.server.plan = ServerPlan(extra=TAKES_BLOCKS)
+    asyncio.run(client.call_server(x_ttft_leg="prefill"))
+
+    assert (records.kept[0].role, records.kept[0].outermost) == ("prefill", False)
+
+
+def test_configuration_before_request(client: FakeClient, records: testing.MemorySender) -> None:
+    """A server without a connector ignores such parameters, as vLLM does: no client hides so."""
+    identity.role = "mono"
+    client.server.plan = ServerPlan(extra=KEEPS_BLOCKS)
+    asyncio.run(client.call_server())
+
+    assert (records.kept[0].role, records.kept[0].outermost) == ("mono", True)
+
+
+def test_an_encoder_that_runs_the_language_model(
+    client: FakeClient, records: testing.MemorySender
+) -> None:
+    """An ec_both instance that encodes for another one prefills and samples, too: all of it is told."""
+    client.server.plan = ServerPlan(stream=False, extra=PUSHES_ITEMS)
+    asyncio.run(client.call_server())
+    ttft = records.kept[0].ttft
+    assert ttft is not None
+
+    assert (ttft.name, ttft.unattributed) == (names.ENCODE, 0)
+    assert {name: ttft.stages[name] for name in STAGES_US} == STAGES_US
+
+
+@pytest.mark.parametrize("version", list(vllm_releases.VLLM_RELEASES))
+def test_where_releases_carry_them(version: str) -> None:
+    """Every release puts the body's parameters into SamplingParams.extra_args of the engine's request.
+
+    ec_transfer_params come with 0.29; 0.20.2 and 0.24.0 have encoder caches on a shared folder only.
+    """
+    root = vllm_releases.fetch_sources(version) / "vllm"
+    assert "extra_args: dict[str, Any] | None" in (root / "sampling_params.py").read_text("utf-8")
+    engine = (root / "v1" / "engine" / "__init__.py").read_text("utf-8")
+    assert "sampling_params: SamplingParams | None" in engine
+    for kind in ("chat_completion", "completion", "responses"):
+        path = root / "entrypoints" / "openai" / kind / "protocol.py"
+        text = path.read_text("utf-8")
+        assert 'extra_args["kv_transfer_params"] = self.kv_transfer_params' in text
+        announced = 'extra_args["ec_transfer_params"] = self.ec_transfer_params' in text
+        assert announced == (version not in ("0.20.2", "0.24.0"))
+
+
+VLLM_CLASSES_CODE = """
+import json, sys
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.v1.engine import EngineCoreRequest
+from ttft_otel.hooks import vllm_fields
+for extra in json.loads(sys.argv[1]):
+    for body in (
+        ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}], **extra),
+        CompletionRequest(model="m", prompt="x", **extra),
+    ):
+        sampling = body.to_sampling_params(1, {})
+        request = EngineCoreRequest("r", [1], None, sampling, None, 0.0, None, None, None)
+        print("ROLE", vllm_fields.get_request_role(request) or "none")
+"""
+
+
+@pytest.mark.full
+def test_role_on_vllms_classes() -> None:
+    """From a body to the engine's request through vLLM's own classes."""
+    if target_check.find_vllm_folder() is None:
+        pytest.skip("no vLLM here; run scripts/install")
+    bodies = [
+        {},
+        KEEPS_BLOCKS,
+        TAKES_BLOCKS,
+        ANNOUNCES_ITEMS,
+        PUSHES_ITEMS,
+        KEEPS_BLOCKS | ANNOUNCES_ITEMS,
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", VLLM_CLASSES_CODE, json.dumps(bodies)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    printed_roles = [
+        line.split()[1] for line in run.stdout.splitlines() if line.startswith("ROLE ")
+    ]
+
+    assert printed_roles[::2] == printed_roles[1::2]
+    assert printed_roles[::2] == [
+        "none",
+        "prefill",
+        "decode",
+        "prefill_decode",
+        "encode",
+        "prefill",
+    ]
+
+
+@pytest.mark.usefixtures("blank_identity")
+def test_role_by_engine_client() -> None:
+    """Where the app's state has no configuration, the engine client's is read."""
+    config = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_role="ec_producer"))
+    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
+    api_server.identify_server(SimpleNamespace(state=state))
+
+    assert identity.role == "encode"
+
+
+def test_build() -> None:
+    """The middleware goes around whatever stack the app has built."""
+    stack = object()
+
+    assert api_server.build_middleware(stack).app is stack
+    assert isinstance(api_server.build_middleware(stack).settings, Settings)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of calls that the simulated runners keep, against the sources of vLLM's releases.
+
+What accelerated_runners.py does in another order than vLLM, its judgement of the device clock is worth
+nothing for.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from .test_target_check import BIG_VERSION, IS_BIG_MISSING, find_package
+
+VERSIONS = [
+    pytest.param(
+        version, marks=pytest.mark.full if version == BIG_VERSION and IS_BIG_MISSING else ()
+    )
+    for version in ("0.24.0", "0.29.0", "0.32.0", BIG_VERSION)
+]
+R1, R2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
+KV1, KV2 = "v1/worker/kv_connector_model_runner_mixin.py", "v1/worker/gpu/kv_connector.py"
+SYNC = r"\w*event\.synchronize\("
+# File, class, method: regular expressions that match, each after the one before it.
+ORDERS = {
+    (R1, "GPUModelRunner", "execute_model"): (
+        r"self\._execute_mm_encoder\(",
+        r"return make_empty_encoder_model_runner_output",
+        r"self\.maybe_get_kv_connector_output\(",
+        r"= self\._model_forward\(",
+        r"compute_logits\(",
+    ),
+    (R1, "GPUModelRunner", "sample_tokens"): (
+        r"self\._sample\(",
+        r"propose_draft_token_ids\(sampled_token_ids\)$",
+        r"self\._bookkeeping_sync\(",
+        r"self\.finalize_kv_connector\(",
+        r"AsyncGPUModelRunnerOutput\(",
+    ),
+    (R1, "GPUModelRunner", "_to_list"): (r"transfer_event\.record\(", SYNC),
+    (R1, "AsyncGPUModelRunnerOutput", "__init__"): (r"wait_stream\(", r"ready_event\.record\("),
+    (R1, "AsyncGPUModelRunnerOutput", "get_output"): (SYNC,),
+    (KV1, "KVConnectorModelRunnerMixin", "_get_kv_connector_output"): (
+        r"start_load_kv\(",
+        r"yield output",
+        r"wait_for_save\(",
+    ),
+    (R2, "GPUModelRunner", "execute_model"): (r"pre_forward\(", r"self\.model\("),
+    (R2, "GPUModelRunner", "sample_tokens"): (
+        r"= self\.sample\(",
+        r"= AsyncOutput\(",
+        r"speculator\.propose\(",
+        r"self\.kv_connector\.(post_forward|finalize_step)\(",
+    ),
+    ("v1/worker/gpu/async_utils.py", "AsyncOutput", "__init__"): (
+        r"wait_stream\(",
+        r"copy_event\.record\(",
+    ),
+    ("v1/worker/gpu/async_utils.py", "AsyncOutput", "get_output"): (SYNC,),
+    (KV2, "ActiveKVConnector", "post_forward"): (r"wait_for_save\(",),
+}
+
+
+def read_method(path: Path, owner: str, name: str) -> list[str]:
+    """The lines of a method."""
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef) and member.name == name:
+                    return text.splitlines()[member.lineno - 1 : member.end_lineno]
+    raise AssertionError(f"no {owner}.{name} in {path}")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_order(version: str) -> None:
+    """Each release makes these calls in the order in which the simulated runners make them."""
+    root = find_package(version)
+    for (file, owner, name), patterns in ORDERS.items():
+        lines = read_method(root / file, owner, name)
+        at = 0
+        for pattern in patterns:
+            found = [n for n, line in enumerate(lines) if n >= at and re.search(pattern, line)]
+            assert found, f"{owner}.{name}: nothing like {pattern} after line {at} of it"
+            at = found[0] + 1
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_encoder_only_answers_at_once(version: str) -> None:
+    """Where a release has a runner that only encodes, nothing after the encoder waits for it."""
+    path = find_package(version) / "v1/worker/mm_encoder_model_runner.py"
+    if not path.exists():
+        assert tuple(map(int, version.split("."))) < (0, 29)
+        return
+    lines = read_method(path, "MMEncoderModelRunner", "execute_model")
+    (begin,) = [n for n, line in enumerate(lines) if "execute_mm_encoder(" in line]
+
+    assert not [line for line in lines[begin:] if re.search(r"synchronize|\.item\(|\.cpu\(", line)]

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests as the exporter would send them: Records in, real SDK spans out; the tests' raw material."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from ttft_otel import names, stages
+from ttft_otel.exporter import span_builder as exporter
+from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.report import otlp_decoder
+from ttft_otel.report.report_server import ListeningPorts
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.stages import Role
+
+ENCODE_US = {
+    "receive": 900,
+    "preprocess": 14_200,
+    "ipc": 410,
+    "encoder.queue": 5_300,
+    "dispatch": 2_150,
+    "encoder.compute": 41_700,
+    "ec.transfer": 1_900,
+    "output": 600,
+    "egress": 120,
+}
+DECODE_US = {
+    "receive": 700,
+    "preprocess": 11_800,
+    "ipc": 380,
+    "prefill.queue": 9_400,
+    "ec.transfer": 3_300,
+    "dispatch": 2_400,
+    "prefill.compute": 63_250,
+    "prefill.stall": 4_100,
+    "sample": 1_450,
+    "output": 820,
+    "egress": 140,
+}
+HOP_US = 640
+
+
+def make_random_id(digits: int) -> str:
+    """A random id."""
+    return f"{random.getrandbits(digits * 4) | 1:0{digits}x}"
+
+
+def make_leg_record(
+    role: Role,
+    lengths: Mapping[str, int],
+    trace_id: str = "",
+    parent: str = "",
+    start_ns: int = 0,
+    request_id: str = "r1",
+    outermost: bool = True,
+    lost: int = 300,
+    error: str = "",
+    died: str = "",
+    tail: int = 50_000,
+    model: str = "tiny-vl",
+) -> Record:
+    """One server's record; `lost` microseconds at its end are unattributed."""
+    pieces, at = [], 0
+    for name, length in lengths.items():
+        pieces.append(Piece("stage", name, at, at + length))
+        if name == "preprocess":
+            pieces.append(Piece("part", "media", at, at + length // 3))
+            pieces.append(Piece("part", "tokenize", at + length // 3, at + length // 2))
+        at += length
+    identity: Attributes = {names.MODEL: model, names.PROVIDER: "vllm", names.STREAMING: True}
+    end = at + lost
+    return Record(
+        version=1,
+        trace_id=trace_id or make_random_id(32),
+        span_id=make_random_id(16),
+        parent_id=parent,
+        flags=1,
+        state="",
+        start_ns=start_ns or time.time_ns(),
+        role=role,
+        outermost=outermost,
+        service=stages.SERVICE_NAMES[role],
+        request_id=request_id,
+        attributes=identity,
+        ttft=Ttft(
+            span_id=make_random_id(16),
+            name=names.ENCODE if role == "encode" else names.TTFT,
+            start=0,
+            end=end,
+            stages=dict(lengths),
+            unattributed=lost,
+            clamped=0,
+            pieces=tuple(pieces),
+            error=error,
+            died=died,
+        ),
+        server=Server("POST /v1/chat/completions", end + tail, 500 if error else 200),
+    )
+
+
+def scale_stages(lengths: Mapping[str, int], factor: float) -> dict[str, int]:
+    """The same stages, longer or shorter."""
+    return {name: round(length * factor) for name, length in lengths.items()}
+
+
+def make_routed_records(
+    request_id: str = "r1",
+    factor: float = 1.0,
+    encoders: int = 1,
+    start_ns: int = 0,
+    trace_id: str = "",
+    model: str = "tiny-vl",
+) -> list[Record]:
+    """A request through router, encoder(s) and prefill-decode; the router's record comes last."""
+    trace_id = trace_id or make_random_id(32)
+    start_ns = start_ns or time.time_ns()
+    records: list[Record] = []
+    calls: list[Call] = []
+    pieces = [Piece("stage", "router.receive", 0, 350), Piece("stage", "router.route", 350, 470)]
+    parts = {"router.receive": 350, "router.route": 120}
+    at, lost = 470, 0
+    for role, base, many in (("encode", ENCODE_US, encoders), ("prefill_decode", DECODE_US, 1)):
+        slowest = 0
+        for number in range(many):
+            lengths = scale_stages(base, factor * (1 - 0.2 * number))
+            call = Call(make_random_id(16), f"POST {role}", role, at, 0, 200)
+            record = make_leg_record(
+                role,  # type: ignore[arg-type]
+                lengths,
+                trace_id,
+                call.span_id,
+                start_ns + (at + HOP_US // 2) * 1000,
+                request_id,
+                outermost=False,
+                tail=0 if role == "encode" else 240_000,
+                model=model,
+            )
+            assert record.ttft is not None and record.server is not None
+            length = record.ttft.end + HOP_US
+            calls.append(
+                Call(call.span_id, call.name, role, at, at + record.server.end + HOP_US, 200)
+            )
+            records.append(record)
+            if length > slowest:
+                slowest = length
+                hop = f"router.hop.{role}"
+                own_stages = {f"{role}.{name}": us for name, us in lengths.items()} | {hop: HOP_US}
+                own_unattributed = record.ttft.unattributed
+        parts |= own_stages
+        lost += own_unattributed
+        step = at
+        for name, us in ({hop: HOP_US} | own_stages).items():
+            pieces.append(Piece("stage", name, step, step + us))
+            step += us
+        at += slowest
+    parts["router.egress"] = 90
+    pieces.append(Piece("stage", "router.egress", at, at + 90))
+    at += 90
+    records.append(
+        Record(
+            version=1,
+            trace_id=trace_id,
+            span_id=make_random_id(16),
+            parent_id="",
+            flags=1,
+            state="",
+            start_ns=start_ns,
+            role="router",
+            outermost=True,
+            service=stages.SERVICE_NAMES["router"],
+            request_id=request_id,
+            attributes={names.MODEL: model, names.STREAMING: True},
+            ttft=Ttft(make_random_id(16), names.TTFT, 0, at, parts, lost, 0, tuple(pieces)),
+            server=Server("POST /v1/chat/completions", at + 245_000, 200),
+            calls=tuple(calls),
+        )
+    )
+    return records
+
+
+def make_spans(records: Sequence[Record]) -> list[ReadableSpan]:
+    """The exporter's own spans of these records."""
+    return [
+        span
+        for record in records
+        for span in exporter.build_spans(record, Resource.create({"service.name": record.service}))
+    ]
+
+
+def make_stored_spans(records: Sequence[Record]) -> list[StoredSpan]:
+    """The same spans as the receiver decodes them."""
+    message = encode_spans(make_spans(records))
+    return otlp_decoder.decode_export(message.SerializeToString()).spans
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A running server: its addresses and its database."""
+
+    doors: ListeningPorts
+    path: Path
+
+    @property
+    def http(self) -> str:
+        """Base URL of the page and of OTLP/HTTP."""
+        return f"http://127.0.0.1:{self.doors.http}"
+
+    @property
+    def grpc(self) -> str:
+        """Target of OTLP/gRPC."""
+        return f"127.0.0.1:{self.doors.grpc}"

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An outage in the report: what got no first token, for whatever reason, moves no percentile."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+import sample_records
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
+from sample_records import RunningServer
+
+from ttft_otel import names
+from ttft_otel.record import Record
+
+# error.type, and how many requests end so within 0.2 ms, and after 9 s; most end at once.
+ENDS = {
+    names.ERROR_ENGINE: (40, 3),
+    names.ERROR_NO_TOKEN: (40, 3),
+    "500": (40, 0),
+    "502": (0, 5),
+    names.ERROR_CANCELLED: (10, 4),
+    names.ERROR_DISCONNECTED: (20, 2),
+    "400": (30, 0),
+    "429": (25, 1),
+}
+GOOD_US = [100_000 + 1_700 * number for number in range(50)]
+
+
+def make_request(length_us: int, role: Any = "mono", **changes: Any) -> Record:
+    """One request of this length, all of it in one stage."""
+    return sample_records.make_leg_record(
+        role, {"prefill.compute": length_us}, lost=0, tail=0, **changes
+    )
+
+
+def make_mix() -> list[Record]:
+    """The known truth: GOOD_US by servers and by routers, and all of ENDS."""
+    records = []
+    for number, length_us in enumerate(GOOD_US):
+        if number % 2:
+            records.append(make_request(length_us, request_id=f"good-{number}"))
+            continue
+        # A router with one leg; the leg's own span is not outermost.
+        router = make_request(length_us, "router", request_id=f"good-{number}")
+        leg = make_request(
+            length_us - 900,
+            trace_id=router.trace_id,
+            parent=router.span_id,
+            request_id=f"good-{number}",
+            outermost=False,
+        )
+        records += [leg, router]
+    for error, (quick, slow) in ENDS.items():
+        role = "router" if error in (names.ERROR_NO_TOKEN, names.ERROR_DISCONNECTED) else "mono"
+        for number in range(quick + slow):
+            length_us = 200 if number < quick else 9_000_000
+            records.append(make_request(length_us, role, error=error, died="prefill.queue"))
+    # A router's request that failed although its leg had a first token: the client saw none.
+    router = make_request(300, "router", error="502", died="router.hop.mono")
+    leg = make_request(100, trace_id=router.trace_id, parent=router.span_id, outermost=False)
+    return [*records, leg, router]
+
+
+def fetch_json(served: RunningServer, path: str) -> Any:
+    """An answer of the report."""
+    with urllib.request.urlopen(f"{served.http}{path}", timeout=30) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture
+def summary(report_server: RunningServer) -> Any:
+    """The summary after the mix was exported, as `ttft-otel report --json` has it."""
+    exporter = OTLPSpanExporter(endpoint=f"{report_server.http}/v1/traces", timeout=30)
+    for record in make_mix():
+        assert exporter.export(sample_records.make_spans([record])) is SpanExportResult.SUCCESS
+    exporter.shutdown()
+    return fetch_json(report_server, "/api/summary?last=1000")
+
+
+def test_percentiles_are_those_of_first_tokens(summary: Any) -> None:
+    """Count, percentiles, mean and stage means are those of the requests that got a first token."""
+    ttft = summary["ttft"]
+    true = np.array(GOOD_US) / 1000
+
+    assert summary["count"] == ttft["count"] == len(GOOD_US)
+    for name, share in (("p50", 50), ("p95", 95), ("p99", 99)):
+        assert ttft[name] == pytest.approx(np.percentile(true, share), abs=0.001)
+    assert ttft["mean"] == pytest.approx(true.mean(), abs=0.001)
+    means = [line["mean"] for line in summary["stages"].values()]
+    assert sum(means) == pytest.approx(ttft["mean"], abs=0.001 * len(means))
+
+
+def test_ends_are_counted_by_whose_doing(summary: Any) -> None:
+    """Failed are all others, of which clients left and requests were refused."""
+    counts = {error: sum(pair) for error, pair in ENDS.items()}
+
+    assert summary["failed"] == sum(counts.values()) + 1
+    assert summary["left"] == counts["cancelled"] + counts["disconnected"]
+    assert summary["refused"] == counts["400"] + counts["429"]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Senders that open, begin and wait: they cost an honest export nothing, and hold a bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+import sample_records
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from sample_records import RunningServer
+
+from ttft_otel.report import receiver, waiting_connections
+from ttft_otel.report.body_budget import BodyBudget, BodyBudgetError
+from ttft_otel.report.body_decoding import MAX_BODY_BYTES
+
+EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+IDLE = 64  # senders; eight were enough to stop the receiver
+HEAD = (
+    b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-protobuf\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
+
+
+def make_http_exporter(served: RunningServer) -> SpanExporter:
+    """The SDK's HTTP exporter, with its default time limit."""
+    return HttpExporter(endpoint=f"{served.http}/v1/traces", timeout=10)
+
+
+def make_grpc_exporter(served: RunningServer) -> SpanExporter:
+    """The SDK's gRPC exporter, with its default time limit."""
+    return GrpcExporter(endpoint=served.grpc, insecure=True, timeout=10)
+
+
+def export_request(served: RunningServer, make: Callable[..., SpanExporter]) -> SpanExportResult:
+    """Export one request's spans."""
+    exporter = make(served)
+    result = exporter.export(sample_records.make_spans(sample_records.make_routed_records("r1")))
+    exporter.shutdown()
+    return result
+
+
+def open_senders(served: RunningServer, begun: bytes, count: int) -> list[socket.socket]:
+    """Connections on which `begun` was sent."""
+    senders = []
+    for _ in range(count):
+        sender = socket.create_connection(("127.0.0.1", served.doors.http), timeout=20)
+        sender.sendall(begun)
+        senders.append(sender)
+    return senders
+
+
+def count_open(senders: list[socket.socket]) -> int:
+    """How many of them have got neither an answer nor an end."""
+    waiting = 0
+    for sender in senders:
+        sender.setblocking(False)
+        try:
+            sender.recv(1)
+        except BlockingIOError:
+            waiting += 1
+    return waiting
+
+
+@contextlib.contextmanager
+def idle_posts(served: RunningServer) -> Iterator[Callable[[], int]]:
+    """HTTP senders of a head without a body; gives how many still wait for an answer."""
+    senders = open_senders(served, HEAD % 9, IDLE)
+
+    yield lambda: count_open(senders)
+    for sender in senders:
+        sender.close()
+
+
+@contextlib.contextmanager
+def idle_calls(served: RunningServer) -> Iterator[Callable[[], int]]:
+    """gRPC calls without a message; gives how many still wait. The oldest ones have given way."""
+    released = threading.Event()
+
+    def send_nothing() -> Iterator[bytes]:
+        released.wait(60)
+        yield from ()
+
+    channels = [
+        grpc.insecure_channel(served.grpc, options=[("grpc.use_local_subchannel_pool", 1)])
+        for _ in range(4)
+    ]
+    calls = [
+        channel.stream_unary(EXPORT_METHOD).future(send_nothing())
+        for channel in channels
+        for _ in range(IDLE // 4)
+    ]
+    time.sleep(0.5)  # until the calls have reached the server
+    yield lambda: sum(not call.done() for call in calls)
+    released.set()
+    for call in calls:
+        call.exception(20)
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.parametrize("idle", [idle_posts, idle_calls])
+@pytest.mark.parametrize("make", [make_http_exporter, make_grpc_exporter])
+def test_idle_senders(
+    report_server: RunningServer,
+    idle: Callable[..., contextlib.AbstractContextManager[Callable[[], int]]],
+    make: Callable[..., SpanExporter],
+) -> None:
+    """An export succeeds while many senders have begun one and send nothing."""
+    with idle(report_server) as count_waiting:
+        assert count_waiting() > 8
+        assert export_request(report_server, make) is SpanExportResult.SUCCESS
+        assert count_waiting() > 8, "the export only came through when the others had ended"
+
+
+def test_half_bodies(report_server: RunningServer) -> None:
+    """Half bodies of more bytes than the receiver holds give way to an export."""
+    count = 2 * receiver.BodyBudget().max_bytes // MAX_BODY_BYTES
+    senders: list[socket.socket] = []
+    for _ in range(count):
+        with contextlib.suppress(OSError):  # the receiver may have given up on it already
+            senders += open_senders(
+                report_server, HEAD % MAX_BODY_BYTES + b"x" * (MAX_BODY_BYTES * 3 // 4), 1
+            )
+    assert export_request(report_server, make_http_exporter) is SpanExportResult.SUCCESS
+    for sender in senders:
+        sender.close()
+
+
+def test_budget() -> None:
+    """The largest body that is arriving gives way, of equal ones the oldest; complete ones stay."""
+    budget = BodyBudget(max_bytes=100)
+    with budget.hold_body() as complete, budget.hold_body() as old, budget.hold_body() as young:
+        budget.extend_body(complete, b"c" * 50)
+        complete.is_complete = True
+        budget.extend_body(old, b"o" * 20)
+        budget.extend_body(young, b"y" * 20)
+        with budget.hold_body() as small:
+            budget.extend_body(small, b"s" * 15)
+            assert (old.has_given_way, young.has_given_way) == (True, False)
+            with pytest.raises(BodyBudgetError):
+                budget.extend_body(old, b"o")
+            with pytest.raises(BodyBudgetError):  # the largest is the one that wants to grow
+                budget.extend_body(small, b"s" * 30)
+            assert budget.used_bytes == 70
+        assert bytes(young.data) == b"y" * 20
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/tra"])
+def test_half_heads(
+    report_server: RunningServer, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    """A connection that sends no request is closed; one that sends them now and then is kept."""
+    monkeypatch.setattr(waiting_connections, "MAX_WAIT_S", 1.0)
+    (kept,) = open_senders(report_server, b"", 1)
+    (idle,) = open_senders(report_server, begun, 1)
+    closed = threading.Event()
+    watcher = threading.Thread(target=lambda: (idle.recv(1), closed.set()))
+    watcher.start()
+    for _ in range(100):
+        kept.sendall(b"GET /stages.css HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert kept.recv(65536).startswith(b"HTTP/1.1 200")
+        if closed.wait(0.3):
+            break
+    assert closed.is_set()
+    watcher.join()
+    idle.close()
+    kept.close()
+
+
+def test_many_connections(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound connections that wait are closed, and a new one is served."""
+    monkeypatch.setattr(waiting_connections, "MAX_CONNECTIONS", 10)
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(sender) for sender in open_senders(report_server, b"", 30)]
+        deadline = time.monotonic() + 20
+        while count_open(senders) > 10 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert count_open(senders) == 10
+        assert export_request(report_server, make_http_exporter) is SpanExportResult.SUCCESS

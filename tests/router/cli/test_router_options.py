@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags, variables and file become Options, or a sentence that says what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from ttft_otel import names
+from ttft_otel.router.cli import router_options
+from ttft_otel.router.cli.command import command
+
+INSTANCE_URL = "http://127.0.0.1:1"
+
+
+def read_options(*flags: str) -> router_options.RouterOptions:
+    """The options that these flags give; nothing is started."""
+    return router_options.RouterOptions.from_flags(
+        command.make_context("router", list(flags)).params
+    )
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """Where a configuration may be written."""
+    return tmp_path / "router.yaml"
+
+
+def test_topologies() -> None:
+    """The legs follow from which flags there are; an instance that is named twice is one."""
+    plain, d, p, e = (
+        ["--backend", INSTANCE_URL],
+        ["--decode", INSTANCE_URL],
+        ["--prefill", INSTANCE_URL],
+        ["--encoder", INSTANCE_URL],
+    )
+    assert list(read_options(*plain).build_instances()) == ["mono"]
+    assert list(read_options(*plain, *e).build_instances()) == ["encode", "prefill_decode"]
+    assert list(read_options(*p, *d).build_instances()) == ["prefill", "decode"]
+    assert list(read_options(*e, *p, *d).build_instances()) == ["encode", "prefill", "decode"]
+    assert (
+        len(read_options(*plain, *plain, "--backend", INSTANCE_URL + "/").build_instances()["mono"])
+        == 1
+    )
+    for wrong in ([], p, d, e, [*plain, *d], [*plain, *p, *d]):
+        with pytest.raises(click.UsageError, match="either --backend, or --prefill and --decode"):
+            read_options(*wrong).build_instances()
+
+
+def test_first_token() -> None:
+    """The original flag's name is an alias of strip, and no other mode's."""
+    assert (
+        read_options().resolved_first_token
+        == read_options("--stream-prefill-token").resolved_first_token
+        == "strip"
+    )
+    assert read_options("--first-token", "continue").resolved_first_token == "continue"
+    with pytest.raises(click.UsageError, match="leave out one of"):
+        _ = read_options("--first-token", "off", "--stream-prefill-token").resolved_first_token
+
+
+def test_order(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag beats its variable, that beats the file, that beats the default."""
+    config_file.write_text("retries: 1\nmax_body: 1\nreports: 1\ndrain-delay: 0.5\n")
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_RETRIES", "2")
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_MAX_BODY", "2")
+    made = read_options("--config", str(config_file), "--max-body", "3")
+    assert (made.reports, made.retries, made.limits.max_body) == (1, 2, 3)
+    assert (made.drain_delay, made.port) == (0.5, 8000)
+
+
+def test_file_speaks_yaml(config_file: Path) -> None:
+    """Lists are lists, numbers may be keys, and a bare off is the word, not false."""
+    config_file.write_text(
+        f"backend: [{INSTANCE_URL}]\nfirst-token: off\napi-key: [1234]\ntrust-trace-headers: yes"
+    )
+    made = read_options("--config", str(config_file))
+    assert (made.backend, made.first_token) == ((INSTANCE_URL,), "off")
+    assert (made.api_key, made.trust_trace_headers) == (("1234",), True)
+    for text in ("admin-port: 70000", "port: x", "drain-timeout: -1", "first-token: maybe"):
+        config_file.write_text(text)
+        with pytest.raises(click.UsageError) as wrong:
+            read_options("--config", str(config_file))
+        assert f"'--{text.partition(':')[0]}'" in wrong.value.format_message()
+
+
+def test_an_empty_key_opens_nothing(config_file: Path) -> None:
+    """A key from a variable that nobody set is refused, not taken for one that everybody knows."""
+    config_file.write_text("api-key: [null]")
+    for flags in (["--api-key", ""], ["--api-key", " x"], ["--config", str(config_file)]):
+        with pytest.raises(click.BadParameter, match="a key is empty"):
+            read_options(*flags)
+    assert read_options("--api-key", "x").api_key == ("x",)
+
+
+def test_one_value_is_no_list(config_file: Path) -> None:
+    """A list where there is one value is a sentence, at the start and at SIGHUP, not a traceback."""
+    for text in ("retries: [1]", "retries: {a: 1}", "admin-token: [x]"):
+        config_file.write_text(text)
+        with pytest.raises(click.UsageError, match="is one value"):
+            read_options("--config", str(config_file))
+
+
+def test_numbers(config_file: Path) -> None:
+    """What is no time, or no whole number, is refused, not rounded or kept as a bound that nothing meets."""
+    for word in ("nan", "inf", "-inf"):
+        with pytest.raises(click.BadParameter):
+            read_options("--routing-logic", "ttft", "--slo-ttft-ms", word)
+    for text in ("kv-aware-threshold: 1.5", "retries: 1.5", "slo-ttft-ms: .nan"):
+        config_file.write_text(text)
+        with pytest.raises(
+            click.UsageError, match="not a whole number|not a finite number of milliseconds"
+        ):
+            read_options("--config", str(config_file))
+    config_file.write_text("kv-aware-threshold: 15\nslo-ttft-ms: 1.5\nrouting-logic: kvaware")
+    made = read_options("--config", str(config_file))
+    assert (made.kv_aware_threshold, made.slo_ttft_ms) == (15, 1.5)
+
+
+@pytest.mark.parametrize("name", ["a b", " a", "a\n", "a\r\nb", "a\0"])
+def test_a_session_key_is_a_name(name: str) -> None:
+    """No header can be called so: it is refused, else no request would ever have a session."""
+    with pytest.raises(click.BadParameter, match="leave out its blanks"):
+        read_options("--routing-logic", "session", "--session-key", name)
+
+
+def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router does not trust callers unless it is told to, by its own or the general variable."""
+    assert not read_options().trust_trace_headers
+    monkeypatch.setenv(names.ENV_TRUST, "1")
+    assert read_options().trust_trace_headers
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", "0")
+    assert not read_options().trust_trace_headers
+
+
+def test_a_port_that_others_reach_needs_a_key() -> None:
+    """Without a key the router starts on loopback only, unless --insecure says that this is wanted."""
+    backend = ("--backend", INSTANCE_URL)
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        read_options(*backend, "--host", host).check_exposure()
+    for host in ("0.0.0.0", "::", "10.0.0.1", "router.example", ""):
+        flags = (*backend, "--host", host)
+        with pytest.raises(click.UsageError, match=r"needs --api-key KEY, or --insecure"):
+            read_options(*flags).check_exposure()
+        read_options(*flags, "--api-key", "k").check_exposure()
+        read_options(*flags, "--insecure").check_exposure()

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What instances and launchers send to /instances: with which token, and what is refused with which words."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import click
+import pytest
+from yarl import URL
+
+from router import fake_instances, registration_site
+from router.registration_site import REGISTER_TOKEN
+from ttft_otel import settings
+from ttft_otel.router.cli import router_options
+from ttft_otel.router.cli.command import build_router, command
+from ttft_otel.router.control import admin
+from ttft_otel.router.control.registration_rules import REGISTRABLE_ROLES
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+
+VALID_ANNOUNCEMENT = {"role": "encode", "url": "http://10.0.0.7:8001"}
+
+
+def build_basic_auth(text: str) -> dict[str, str]:
+    """Basic authentication with this user and password."""
+    return {"Authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}
+
+
+def test_the_token_may_be_in_three_places() -> None:
+    """In vLLM's header, as a bearer token, or in the URL: its user information is basic authentication."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            for headers in (
+                {"X-API-Key": REGISTER_TOKEN},
+                {"Authorization": f"Bearer {REGISTER_TOKEN}"},
+                build_basic_auth(f"whoever:{REGISTER_TOKEN}"),
+            ):
+                status, _ = await site.send_as_launcher(
+                    "encode", VALID_ANNOUNCEMENT["url"], **headers
+                )
+                assert status == 200
+                status, _ = await site.send_as_launcher(
+                    "", VALID_ANNOUNCEMENT["url"], "DELETE", **headers
+                )
+                assert status == 200
+            assert (await site.send_as_instance("encode", VALID_ANNOUNCEMENT["url"]))[0] == 200
+            for wrong in (
+                {"X-API-Key": REGISTER_TOKEN[:-1]},
+                {"X-API-Key": ""},
+                {"X-API-Key": "\u00e9"},
+                {"Authorization": REGISTER_TOKEN},
+                {"Authorization": "Bearer"},
+                {"Authorization": "Basic !!!"},
+                {"Authorization": "Basic \u00e9"},
+                build_basic_auth(REGISTER_TOKEN),
+                build_basic_auth(f"{REGISTER_TOKEN}:"),
+                {"X-Nothing": "1"},
+            ):
+                for method in ("POST", "DELETE"):
+                    status, said = await site.send_as_launcher(
+                        "encode", VALID_ANNOUNCEMENT["url"], method, **wrong
+                    )
+                    assert status == said["error"]["code"] == 401
+                    assert "--register-token" in said["error"]["message"]
+            assert [each.url for each in site.router.fleet] == [VALID_ANNOUNCEMENT["url"]]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_two_tokens_for_two_doors() -> None:
+    """Who may register may not order; the operator may both; without any token nothing is told."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site("--admin-token", "boss") as site:
+            operator = {"Authorization": "Bearer boss"}
+            assert (await site.send_as_launcher("encode", VALID_ANNOUNCEMENT["url"], **operator))[
+                0
+            ] == 200
+            order = json.dumps(
+                {"action": "drain", "leg": "encode", "url": VALID_ANNOUNCEMENT["url"]}
+            )
+            status, said = await site.post_body(order)
+            assert status == 401 and "admin token" in said
+            assert (await site.list_instances(**{"X-API-Key": REGISTER_TOKEN}))["encode"] == {
+                "live": [VALID_ANNOUNCEMENT["url"]],
+                "evicted": [],
+            }
+            assert "error" in await site.list_instances()
+            status, said = await site.post_body(order, **{"X-API-Key": "", **operator})
+            assert status == 200
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_page_in_a_browser_registers_nothing() -> None:
+    """The admin port answers to its loopback address only, whatever the token."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            status, said = await site.post_body(json.dumps(VALID_ANNOUNCEMENT), Host="evil.example")
+            assert status == 403 and "loopback address" in said
+            assert not list(site.router.fleet)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_wrong_announcements_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Each with what would be right; nothing of it reaches the fleet, or forges a line of the log."""
+    roles = ", ".join(REGISTRABLE_ROLES)
+    url = "write it like http://10.0.0.7:8001"
+    wrong = (
+        (b"{", "Input data was truncated"),
+        (b"\xff", "malformed"),
+        (b"[" * 60_000, ""),
+        (b"[]", ""),
+        (json.dumps({"url": VALID_ANNOUNCEMENT["url"]}), "`action`"),
+        (json.dumps({"role": "encode"}), "`url`"),
+        (json.dumps(VALID_ANNOUNCEMENT | {"role": 1}), "role"),
+        (json.dumps(VALID_ANNOUNCEMENT | {"role": "embed"}), f"it is one of {roles}"),
+        (json.dumps(VALID_ANNOUNCEMENT | {"role": "x" * 10_000}), f"it is one of {roles}"),
+        (json.dumps(VALID_ANNOUNCEMENT | {"ec_zmq_addrs": "tcp://x"}), "ec_zmq_addrs"),
+        *(
+            (json.dumps(VALID_ANNOUNCEMENT | {"url": each}), url)
+            for each in (
+                "10.0.0.7:8001",
+                "http://10.0.0.7",
+                "http://:8001",
+                "http://10.0.0.7:0",
+                "http://10.0.0.7:99999",
+                "http://10.0.0.7:x",
+                "http://u:p@10.0.0.7:8001",
+                "http://:p@10.0.0.7:8001",
+                "http://10.0.0.7:8001?a=b",
+                "http://10.0.0.7:8001/#a",
+                "ftp://10.0.0.7:8001",
+                "file:///etc/passwd",
+                "http://[::1:8001",
+                "http://10.0.0.7:8001/\nttft-otel: forged",
+                "http://10.0.0.7:8001/\u00e9",
+                "http://10.0.0.7:8001/" + "a" * 2048,
+                "",
+            )
+        ),
+    )
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            for body, words in wrong:
+                status, said = await site.post_body(body)
+                assert status == 400, body[:80]
+                assert words in said
+            status, _ = await site.post_body(b" " * 70_000)
+            assert status == 413
+            status, _ = await site.post_body(b"role=encode", **{"Content-Type": "text/plain"})
+            assert status == 415
+            for query in ("", "?url="):
+                to = URL(f"{site.admin_url}/instances{query}", encoded=True)
+                async with site.router.client.delete(
+                    to, headers={"X-API-Key": REGISTER_TOKEN}, data=b"{}"
+                ) as response:
+                    assert response.status == 400
+                    assert "DELETE /instances?url=URL" in await response.text()
+            assert not list(site.router.fleet)
+            assert "\n" not in "".join(caplog.messages)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_what_it_cannot_use_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    """A consumer's addresses for pushed encodings are not told to encoders: one line, the first time."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            record = VALID_ANNOUNCEMENT | {
+                "role": "decode",
+                "ec_zmq_addrs": ["tcp://10.0.0.7:19019"],
+            }
+            for _ in range(2):
+                assert (await site.post_body(json.dumps(record)))[0] == 200
+            assert sum("ec_zmq_addrs" in each for each in caplog.messages) == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_the_roster_is_that_of_the_proxy() -> None:
+    """URLs by role, whatever leg it became; ours beside it."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            urls = fake_instances.find_unused_urls(2)
+            await site.send_as_instance("encode", urls[0])
+            await site.send_as_instance("decode", urls[1])
+            said = await site.list_instances()
+            found = {role: sum(said[role].values(), []) for role in REGISTRABLE_ROLES}
+            assert found == {
+                "encode": [urls[0]],
+                "prefill": [],
+                "decode": [urls[1]],
+                "prefill_decode": [],
+            }
+            assert [each["leg"] for each in said["instances"]] == ["prefill_decode", "encode"]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_without_register_nobody_registers() -> None:
+    """The admin port is as it was: no DELETE, and an announcement is no order."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances() as (router, a):
+            async with admin.serve_admin(
+                router.app.endpoint.upstream, router.app.endpoint.routing, 0
+            ) as port:
+                to = f"http://127.0.0.1:{port}/instances"
+                async with router.client.delete(f"{to}?url={a.url}") as response:
+                    assert response.status == 405 and "--register" in await response.text()
+                async with router.client.post(to, json=VALID_ANNOUNCEMENT) as response:
+                    assert response.status == 400
+                async with router.client.get(to) as response:
+                    said = await response.json()
+                    assert set(said) == {"routing", "instances"}
+                    assert "registered" not in said["instances"][0]
+            assert [each.url for each in router.fleet] == [a.url]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--register"], "--register needs --admin-port PORT"),
+        (["--register", "--admin-port", "0"], "--register-token TOKEN"),
+        (["--register", "--register-token", "x"], "--register needs --admin-port PORT"),
+        (["--backend", "http://a:1", "--register-token", "x"], "--register-token needs --register"),
+        (
+            ["--backend", "http://a:1", "--admin-port", "0", "--admin-host", "0.0.0.0"],
+            "--admin-host 0.0.0.0 can be reached from other machines: it needs --admin-token",
+        ),
+    ],
+)
+def test_no_door_is_left_open(flags: list[str], words: str) -> None:
+    """A registering router has a port and a token, and what others reach has the operator's."""
+    wanted = router_options.RouterOptions.from_flags(command.make_context("router", flags).params)
+    with pytest.raises(click.UsageError, match=words):
+        build_router(wanted, settings.Settings(), None)
+
+
+def test_tokens_are_visible() -> None:
+    """What a header could not hold would let nobody in."""
+    for token in ("a b", "\u00e9", "a\n"):
+        with pytest.raises(click.BadParameter, match="visible ASCII"):
+            command.make_context("router", ["--register-token", token])
+
+
+def test_other_machines_reach_it_where_it_is_told_so() -> None:
+    """With --admin-host any name leads there, and nothing is told without a token."""
+    for host, own in (("::1", True), ("127.0.0.2", True), ("localhost", True), ("router", False)):
+        assert admin.is_loopback(host) is own
+    with pytest.raises(ValueError, match="needs a token"):
+        routing = RoutingService(InstancePool({}))
+        admin.AdminApi(UpstreamClient(routing.pool, routing), routing, is_loopback_only=False)
+
+    async def run_scenario() -> None:
+        flags = ("--admin-host", "0.0.0.0", "--admin-token", "boss")
+        async with registration_site.run_registration_site(*flags) as site:
+            assert "error" in await site.list_instances(Host="router:9001")
+            assert "error" not in await site.list_instances(
+                Host="router:9001", Authorization="Bearer boss"
+            )
+            assert (await site.send_as_instance("encode", VALID_ANNOUNCEMENT["url"]))[0] == 200
+
+    fake_instances.run_with_timeout(run_scenario)

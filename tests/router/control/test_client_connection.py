@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients may send before and around a request, over raw sockets; limits, refusals, upgrades."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from router import fake_instances
+from router.fake_instances import FakeInstance, InstancePlan, RunningRouter
+from ttft_otel.router.control import front_door
+from ttft_otel.router.limits import RouterLimits
+
+CHAT = "/v1/chat/completions"
+UPLOAD = "/v1/audio/transcriptions"
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+
+
+@contextlib.asynccontextmanager
+async def run_limited(
+    plan: InstancePlan | None = None, keys: Sequence[str] = (), **limits: Any
+) -> AsyncIterator[tuple[RunningRouter, FakeInstance]]:
+    """A router with these limits before one instance."""
+    async with (
+        fake_instances.run_instance(plan) as one,
+        fake_instances.run_router([one.url], keys=keys, limits=RouterLimits(**limits)) as router,
+    ):
+        yield router, one
+
+
+def encode_post(body: bytes = b'{"model": "tiny"}', *lines: str, path: str = CHAT) -> bytes:
+    """A POST with these header lines besides the usual ones."""
+    head = [f"POST {path} HTTP/1.1", "host: router", "content-type: application/json", *lines]
+    if not any(line.startswith("transfer-encoding") for line in lines):
+        head.append(f"content-length: {len(body)}")
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+class RawClient:
+    """A connection to the router."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        """Send `data`; what the router no longer reads is lost."""
+        with contextlib.suppress(ConnectionError):
+            self.writer.write(data)
+            await self.writer.drain()
+
+    async def read_answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next answer: status, headers, body."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        lines = head.split("\r\n")[1:-2]
+        headers = {key.lower(): text for key, text in (line.split(": ", 1) for line in lines)}
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(head.split()[1]), headers, body
+
+    async def read_rest(self) -> bytes:
+        """What comes until the router ends the connection."""
+        with contextlib.suppress(ConnectionError):
+            return await self.reader.read()
+        return b""
+
+
+@contextlib.asynccontextmanager
+async def connect(router: RunningRouter) -> AsyncIterator[RawClient]:
+    """A connection to the router, closed at the end."""
+    host, port = router.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield RawClient(reader, writer)
+    finally:
+        writer.close()
+
+
+async def read_refusals(router: RunningRouter) -> dict[str, float]:
+    """Refusals by reason, as /metrics tells them."""
+    async with router.client.get(f"{router.url}/metrics") as response:
+        text = await response.text()
+    found = re.findall(r'ttft_otel_router_refusals_total\{reason="(\w+)"\} (\S+)', text)
+    return {reason: float(number) for reason, number in found}
+
+
+async def check_refused(router: RunningRouter, data: bytes, status: int, reason: str) -> None:
+    """`data` is refused in OpenAI's form, the connection ends, and the refusal is counted."""
+    before = (await read_refusals(router)).get(reason, 0)
+    async with connect(router) as client:
+        await client.send(data)
+        got, headers, body = await client.read_answer()
+        assert (got, headers["connection"]) == (status, "close")
+        error = json.loads(body)["error"]
+        assert error["code"] == status and error["message"] and error["type"]
+        assert await client.read_rest() == b"", "one answer"
+    assert (await read_refusals(router))[reason] == before + 1
+
+
+HEADS = [
+    pytest.param(
+        encode_post(b"{}", *["x-a: b"] * 300), 431, "headers", id="more headers than allowed"
+    ),
+    pytest.param(encode_post(b"{}", f"x-a: {'b' * 70_000}"), 431, "headers", id="a long header"),
+    pytest.param(
+        f"POST {CHAT} HTTP/1.1\r\nx-a: {'b' * 90_000}".encode(), 431, "headers", id="half a header"
+    ),
+    pytest.param(encode_post(path=f"{CHAT}?{'a' * 8000}"), 414, "target", id="a long target"),
+    pytest.param(f"GET /{'a' * 300_000}".encode(), 414, "target", id="half a target"),
+    pytest.param(b"GET / HTTP/1.1\r\nho st: a\r\n\r\n", 400, "http", id="no HTTP"),
+    pytest.param(b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http", id="a tunnel"),
+    pytest.param(
+        encode_post(b"zz\r\n{}", "transfer-encoding: chunked"), 400, "http", id="a broken chunk"
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "status", "reason"), HEADS)
+def test_heads_beyond_limits(data: bytes, status: int, reason: str) -> None:
+    """A head that is too long or malformed is refused, whatever is sent of it."""
+
+    async def run_scenario() -> None:
+        async with run_limited() as (router, one):
+            await check_refused(router, data, status, reason)
+            assert not one.received
+            assert (await router.post_chat())[0] == 200
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_body_that_is_refused_while_the_client_waits() -> None:
+    """No `100 Continue` follows the refusal, and it is no failure of the router."""
+
+    async def run_scenario() -> None:
+        async with run_limited() as (router, _):
+            lines = ("transfer-encoding: chunked", "expect: 100-continue")
+            await check_refused(router, encode_post(b"zz\r\n", *lines), 400, "http")
+            assert router.app.endpoint.response_counts == {"disconnected": 1}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_heads_within_limits() -> None:
+    """As many headers as allowed, a target as long as allowed, also in pieces; all reach the instance."""
+
+    async def run_scenario() -> None:
+        async with run_limited(max_headers=20, max_target=100) as (router, one):
+            path = f"{CHAT}?{'a' * (99 - len(CHAT))}"
+            data = encode_post(b'{"model": "tiny"}', *[f"x-a: {n}" for n in range(17)], path=path)
+            async with connect(router) as client:
+                for start in range(0, len(data), 50):
+                    await client.send(data[start : start + 50])
+                    await asyncio.sleep(0.001)
+                assert (await client.read_answer())[0] == 200
+            assert one.received[0].path == path
+            assert one.received[0].headers["x-a"] == ", ".join(map(str, range(17)))
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_equal_header_lines_are_joined_once() -> None:
+    """Joining 16 times as many lines takes about 16 times as long, not 256 times."""
+    from ttft_otel.router.upstream.http_headers import split_headers
+
+    def measure_s(count: int) -> float:
+        lines = [(b"x-a", b"b" * 40)] * count
+        times = []
+        for _ in range(5):
+            start_s = time.process_time()
+            split_headers(lines)
+            times.append(time.process_time() - start_s)
+        return min(times)
+
+    assert measure_s(64_000) < 64 * measure_s(4_000)
+
+
+def test_slow_heads() -> None:
+    """A head that stays unfinished gets 408, a connection without a request is closed."""
+
+    async def run_scenario() -> None:
+        async with run_limited(head_timeout=0.3) as (router, _):
+            async with connect(router) as silent, connect(router) as slow, connect(router) as blank:
+                await slow.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n")
+                await blank.send(b"\r\n")
+                started_s = time.monotonic()
+                for _ in range(8):
+                    await asyncio.sleep(0.05)
+                    await slow.send(b"x: a\r\n")
+                assert (await slow.read_answer())[0] == 408
+                assert await silent.read_rest() == b""
+                assert await blank.read_rest() == b""
+                assert time.monotonic() - started_s < 4, "not uvicorn's own five seconds"
+            assert (await read_refusals(router))["head_timeout"] == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_time_between_requests_is_not_counted() -> None:
+    """A connection kept open between requests, and a long answer, are no slow heads."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan(stages_ms={"prefill.compute": 400})
+        async with run_limited(plan, head_timeout=0.2) as (router, _), connect(router) as client:
+            for _ in range(2):
+                await client.send(encode_post())
+                assert (await client.read_answer())[0] == 200
+                await asyncio.sleep(0.4)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_too_many_connections() -> None:
+    """Connections beyond the limit get 503 until others close; those far beyond it get no answer."""
+
+    async def run_scenario() -> None:
+        async with (
+            run_limited(max_connections=8) as (router, _),
+            contextlib.AsyncExitStack() as all,
+        ):
+            clients = [await all.enter_async_context(connect(router)) for _ in range(8)]
+            ninth = await all.enter_async_context(connect(router))
+            status, headers, _ = await ninth.read_answer()
+            assert (status, headers["retry-after"]) == (503, "1")
+            tenth = await all.enter_async_context(connect(router))
+            assert await tenth.read_rest() == b""
+            await clients[0].send(encode_post())
+            assert (await clients[0].read_answer())[0] == 200
+            for client in (*clients[1:], ninth):
+                client.writer.close()
+            await asyncio.sleep(0.05)
+            assert (await router.post_chat())[0] == 200
+            assert (await read_refusals(router))["connections"] == 2
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+@pytest.mark.parametrize("split", [False, True])
+def test_upgrade_is_ignored(upgrade: str, split: bool) -> None:
+    """The body after an Upgrade header is the body, and not another request."""
+    smuggled = encode_post(path="/v1/SMUGGLED")
+    lines = [f"upgrade: {upgrade}", "connection: Upgrade, x-hop", "x-hop: no", "x-own: yes"]
+    data = encode_post(smuggled, *lines, path=UPLOAD).replace(b"application/json", b"audio/wav", 1)
+
+    async def run_scenario() -> None:
+        async with (
+            run_limited() as (router, one),
+            connect(router) as client,
+        ):
+            cut = len(data) - len(smuggled) if split else len(data)
+            await client.send(data[:cut])
+            await asyncio.sleep(0.05)
+            await client.send(data[cut:])
+            assert (await client.read_answer())[0] == 200
+            await client.send(encode_post())
+            assert (await client.read_answer())[0] == 200
+            assert [each.path for each in one.received] == [UPLOAD, CHAT]
+            assert one.received[0].body == smuggled
+            assert one.received[0].headers["x-own"] == "yes"
+            assert not {"upgrade", "x-hop"} & {name.lower() for name in one.received[0].headers}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_trailers_are_dropped() -> None:
+    """What follows a chunked body is no header of this request, nor of the next."""
+    body = b'11\r\n{"model": "tiny"}\r\n0\r\nx-late: 1\r\nauthorization: Bearer k\r\n\r\n'
+
+    async def run_scenario() -> None:
+        async with run_limited() as (router, one), connect(router) as client:
+            for _ in range(2):
+                await client.send(encode_post(body, "transfer-encoding: chunked"))
+                assert (await client.read_answer())[0] == 200
+            names = {name.lower() for each in one.received for name in each.headers}
+            assert len(one.received) == 2
+            assert not {"x-late", "authorization"} & names
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_trailers_are_no_key() -> None:
+    """A key in a trailer opens nothing."""
+    body = b'11\r\n{"model": "tiny"}\r\n0\r\nauthorization: Bearer k\r\n\r\n'
+
+    async def run_scenario() -> None:
+        async with run_limited(keys=["k"]) as (router, one), connect(router) as client:
+            await client.send(encode_post(body, "transfer-encoding: chunked"))
+            assert (await client.read_answer())[0] == 401
+            assert not one.received
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_many_trailers() -> None:
+    """Trailers count as headers."""
+
+    async def run_scenario() -> None:
+        async with run_limited(max_headers=50) as (router, _):
+            body = b"0\r\n" + b"x: a\r\n" * 60 + b"\r\n"
+            data = encode_post(body, "transfer-encoding: chunked")
+            await check_refused(router, data, 431, "headers")
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_garbage_after_a_request() -> None:
+    """It does not break into the answer under way, which comes first and whole."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan(gap_s=0.1)
+        async with run_limited(plan) as (router, _), connect(router) as client:
+            stream = b'{"model": "tiny", "stream": true}'
+            await client.send(encode_post(stream) + b"\x00garbage\r\n\r\n")
+            got = await client.read_rest()
+            assert [int(each) for each in STATUS.findall(got)] == [200, 400]
+            first, _, second = got.partition(b"HTTP/1.1 400 ")
+            assert first.endswith(b"0\r\n\r\n") and b"data: [DONE]" in first
+            assert second.count(b"HTTP/1.1") == 0
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_garbage_within_a_body_that_was_refused() -> None:
+    """A request gets one answer, also if its body turns out malformed after it."""
+
+    async def run_scenario() -> None:
+        async with run_limited(keys=["k"]) as (router, _), connect(router) as client:
+            await client.send(encode_post(b"", "transfer-encoding: chunked"))
+            assert (await client.read_answer())[0] == 401
+            await client.send(b"zz\r\n")
+            assert await client.read_rest() == b""
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_pipelined_requests_are_bounded() -> None:
+    """So many are answered, in order; then the connection ends with 429."""
+    number = front_door.MAX_PIPELINED_REQUESTS
+
+    async def run_scenario() -> None:
+        async with run_limited(InstancePlan(stages_ms={})) as (router, one):
+            async with connect(router) as client:
+                requests = [
+                    encode_post(path=f"/v1/embeddings?{index}") for index in range(number + 10)
+                ]
+                await client.send(b"".join(requests))
+                statuses = [int(each) for each in STATUS.findall(await client.read_rest())]
+            assert statuses == [*[200] * (number + 1), 429]
+            assert [each.path for each in one.received] == [
+                f"/v1/embeddings?{index}" for index in range(number + 1)
+            ]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_client_that_pipelines_and_leaves() -> None:
+    """Its first request, which is under way, ends too."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan(stages_ms={"prefill.compute": 20_000})
+        async with run_limited(plan) as (router, one):
+            async with connect(router) as client:
+                await client.send(encode_post() * 2)
+                while not one.received:
+                    await asyncio.sleep(0.01)
+            while router.app.admission.requests_under_way:
+                await asyncio.sleep(0.01)
+            assert len(one.received) == 1
+
+    fake_instances.run_with_timeout(run_scenario, 15)

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances that register: which leg they join, how they leave, and what configuration says beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from router import fake_instances, fake_pair, registration_site
+from router.fake_instances import STREAM_EVENTS, InstancePlan
+from router.registration_site import PROBE_INTERVAL_S, wait_until
+from ttft_otel import names
+from ttft_otel.router.control import registrations
+
+
+def list_log_lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    """The log's lines with this word."""
+    return [each for each in caplog.messages if word in each]
+
+
+def test_an_encoder_and_a_backend_that_announce_themselves_serve_an_image() -> None:
+    """The roles are vLLM's inference: who is no encoder and no KV producer calls itself `decode`."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan({}), InstancePlan({})]) as (
+            site,
+            encoder,
+            backend,
+        ):
+            assert (await site.send_as_instance("decode", backend.url))[0] == 200
+            status, _, body = await site.router.post_chat("http://x/a")
+            assert (status, body) == (200, b"".join(STREAM_EVENTS))
+            assert (await site.send_as_instance("encode", encoder.url))[0] == 200
+            status, _, body = await site.router.post_chat("http://x/a", "http://x/b")
+            assert (status, body) == (200, b"".join(STREAM_EVENTS))
+            assert (len(encoder.received), len(backend.received)) == (2, 2)
+            assert {each.leg for each in site.router.fleet} == {"encode", "prefill_decode"}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_who_decodes_waits_for_prefill_instances_once_there_are_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """D comes first and answers alone; with P the same D answers after P, and without P not at all."""
+
+    async def run_scenario() -> None:
+        model = fake_pair.PairModel()
+        async with (
+            fake_pair.run_server(model, False) as p,
+            fake_pair.run_server(model, True) as d,
+            registration_site.run_registration_site("--first-token", "off") as site,
+        ):
+            assert await site.send_as_launcher("decode", d.url) == (
+                200,
+                {"registered": True, "role": "decode", "url": d.url},
+            )
+            both = fake_pair.PairFleet(model, p, d, site.router)
+            assert (await both.send_request()).texts == list(fake_pair.ANSWER_TOKENS)
+            assert (await site.list_instances())["routing"]["leg"] == "prefill_decode"
+            await site.send_as_launcher("prefill", p.url)
+            assert list_log_lines(caplog, "is a decode instance now")
+            assert (await both.send_request()).texts == list(fake_pair.ANSWER_TOKENS)
+            assert (len(p.received), len(d.received)) == (1, 2)
+            assert (await site.list_instances())["routing"]["leg"] == "prefill"
+            assert sorted(each.leg for each in site.router.fleet) == ["decode", "prefill"]
+            await site.send_as_launcher("prefill", p.url, "DELETE")
+            answer = await both.send_request()
+            assert answer.status == 503
+            message = json.loads(answer.body)["error"]["message"]
+            assert message == "There is no prefill instance."
+            status, _, said = await site.router.get_json("/readyz")
+            assert (status, said["reason"]) == (503, "no instance registered yet for prefill")
+            # with the last of the two gone, who registers decides anew
+            await site.send_as_launcher("decode", d.url, "DELETE")
+            await site.send_as_launcher("prefill_decode", d.url)
+            assert (await both.send_request()).texts == list(fake_pair.ANSWER_TOKENS)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_router_without_instances_says_what_it_waits_for() -> None:
+    """Not ready, and a request is refused with what is missing; the first one to register changes it."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan({})]) as (site, one):
+            status, _, said = await site.router.get_json("/readyz")
+            assert (status, said) == (
+                503,
+                {
+                    "status": "not ready",
+                    "legs": {},
+                    "reason": "no instance registered yet for prefill_decode",
+                },
+            )
+            status, headers, body = await site.router.post_chat()
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert b"There is no prefill_decode instance." in body
+            assert (await site.router.get_json("/v1/models"))[0] == 502
+            await site.send_as_launcher("prefill_decode", one.url)
+            status, _, said = await site.router.get_json("/readyz")
+            assert (status, said["status"], "reason" in said) == (200, "ready", False)
+            assert (await site.router.post_chat())[0] == 200
+            assert (await site.router.get_json("/v1/models"))[2]["data"] == [{"id": "tiny"}]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_prefill_instance_alone_is_not_enough() -> None:
+    """Its requests would have nowhere to go after it."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan({})]) as (site, p):
+            await site.send_as_launcher("prefill", p.url)
+            status, _, said = await site.router.get_json("/readyz")
+            assert (status, said["reason"]) == (503, "no instance registered yet for decode")
+            assert (await site.router.post_chat())[0] == 503
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_who_deregisters_ends_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    """Its stream comes to its end, new requests go elsewhere, then it is gone; one line says so."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants(
+            [InstancePlan(gap_s=0.5), InstancePlan({})]
+        ) as (site, a, b):
+            await site.send_as_instance("decode", a.url)
+            stream = asyncio.create_task(site.router.post_chat())
+            await wait_until(lambda: bool(a.received))
+            await site.send_as_instance("decode", b.url)
+            status, said = await site.send_as_instance("decode", a.url, "delete")
+            assert (status, said["found"], said["unregistered"]) == (200, True, a.url)
+            assert (await site.map_states())[f"prefill_decode {a.url}"] == "draining"
+            (line,) = list_log_lines(caplog, "deregistered")
+            assert (
+                f"prefill_decode instance {a.url}" in line and "the 1 in flight may finish" in line
+            )
+            for _ in range(3):
+                await site.router.post_chat()
+            assert (len(a.received), len(b.received)) == (1, 3)
+            assert (await stream)[2] == b"".join(STREAM_EVENTS)
+            site.registrations.sweep_once()
+            assert await site.map_states() == {f"prefill_decode {b.url}": "healthy"}
+            assert (await site.send_as_instance("decode", a.url, "delete"))[1]["found"] is False
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_who_registers_again_while_it_drains_stays() -> None:
+    """It was restarted before its last stream ended, or thought better of it."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan(gap_s=0.3)]) as (site, a):
+            await site.send_as_instance("decode", a.url)
+            stream = asyncio.create_task(site.router.post_chat())
+            await wait_until(lambda: bool(a.received))
+            await site.send_as_launcher("", a.url, "DELETE")
+            await site.send_as_instance("decode", a.url)
+            assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
+            await stream
+            site.registrations.sweep_once()
+            assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_an_operator_may_keep_who_deregistered() -> None:
+    """Added again while it drains, it stays when its last stream has ended."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan(gap_s=0.3)]) as (site, a):
+            await site.send_as_launcher("prefill_decode", a.url)
+            stream = asyncio.create_task(site.router.post_chat())
+            await wait_until(lambda: bool(a.received))
+            await site.send_as_launcher("", a.url, "DELETE")
+            order = json.dumps({"action": "add", "leg": "prefill_decode", "url": a.url})
+            assert (await site.post_body(order))[0] == 200
+            await stream
+            site.registrations.sweep_once()
+            assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_announcements_are_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    """Instances do it every 30 s: no second instance, no second line, and no operator's order undone."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan({})]) as (site, a):
+            assert (await site.send_as_instance("decode", a.url))[1]["registered"] is True
+            order = json.dumps({"action": "drain", "leg": "prefill_decode", "url": a.url})
+            assert (await site.post_body(order))[0] == 200
+            for _ in range(3):
+                assert (await site.send_as_instance("decode", a.url + "/"))[1][
+                    "registered"
+                ] is False
+            assert await site.map_states() == {f"prefill_decode {a.url}": "draining"}
+            assert len(list_log_lines(caplog, "registered")) == 1
+            async with site.router.client.get(f"{site.router.url}/metrics") as response:
+                text = await response.text()
+            for result, times in (("registered", 1), ("renewed", 3), ("forgotten", 0)):
+                metric = names.METRIC_REGISTRATIONS
+                assert f'{metric}_total{{result="{result}"}} {times}.0' in text
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_who_stays_unreachable_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """Failed at once, removed after --register-ttl; back when it registers again."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants(
+            [InstancePlan({}), InstancePlan({})], "--register-ttl", "0.4"
+        ) as (site, a, b):
+            await site.send_as_launcher("prefill_decode", a.url)
+            await site.send_as_launcher("prefill_decode", b.url)
+            a.plan.health_status = 500
+            key = f"prefill_decode {a.url}"
+            await wait_until(lambda: len(site.router.fleet) == 2)
+            while (await site.map_states())[key] != "failed":
+                await asyncio.sleep(PROBE_INTERVAL_S)
+            assert (await site.list_instances())["prefill_decode"] == {
+                "live": [b.url],
+                "evicted": [a.url],
+            }
+            await wait_until(lambda: len(site.router.fleet) == 1)
+            (line,) = list_log_lines(caplog, "forgot")
+            assert (
+                key.replace(" ", " instance ") in line
+                and "removed until it registers again" in line
+            )
+            assert (await site.list_instances())["prefill_decode"] == {
+                "live": [b.url],
+                "evicted": [],
+            }
+            a.plan.health_status = 200
+            assert (await site.send_as_launcher("prefill_decode", a.url))[1]["registered"] is True
+            assert (await site.map_states())[key] == "healthy"
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_with_a_ttl_of_zero_nobody_is_forgotten() -> None:
+    """As vLLM's --evicted-ttl 0: instances that are restarted in place are waited for."""
+
+    async def run_scenario() -> None:
+        gone = fake_instances.find_unused_url()
+        async with registration_site.run_registration_site("--register-ttl", "0") as site:
+            await site.send_as_launcher("prefill_decode", gone)
+            while (await site.map_states())[f"prefill_decode {gone}"] != "failed":
+                await asyncio.sleep(PROBE_INTERVAL_S)
+            for _ in range(3):
+                site.registrations.sweep_once()
+            assert (await site.list_instances())["prefill_decode"]["evicted"] == [gone]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_configuration_and_registration_stand_side_by_side(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A URL that both name is one instance, and SIGHUP takes nobody away who registered."""
+    file = tmp_path / "router.yaml"
+    a, b, c = fake_instances.find_unused_urls(3)
+
+    async def run_scenario() -> None:
+        file.write_text(f"backend: [{a}]\n")
+        async with registration_site.run_registration_site("--config", str(file)) as site:
+
+            def list_urls() -> list[str]:
+                return [each.url for each in site.router.fleet.get("prefill_decode")]
+
+            for url in (a, b):
+                assert (await site.send_as_instance("decode", url))[1]["registered"] is True
+            assert list_urls() == [a, b]
+            said = (await site.list_instances())["instances"]
+            assert [each["registered"] for each in said] == [True, True]
+            one = site.router.fleet.find_instance("prefill_decode", b)
+            file.write_text(f"backend: [{c}]\n")
+            site.reload()
+            assert list_urls() == [c, a, b]
+            assert site.router.fleet.find_instance("prefill_decode", b) is one
+            said = (await site.list_instances())["instances"]
+            assert [each["registered"] for each in said] == [False, True, True]
+            await site.send_as_instance("decode", a, "delete")
+            file.write_text(f"backend: [{c}, {b}]\n")
+            site.reload()
+            assert list_urls() == [c, b]
+            # who is configured stays, and gets nothing until it says that it is back
+            await site.send_as_instance("decode", b, "delete")
+            assert list_log_lines(caplog, "drained until it registers again")
+            assert (await site.map_states())[f"prefill_decode {b}"] == "draining"
+            site.registrations.sweep_once()
+            await site.send_as_instance("decode", b)
+            assert list_urls() == [c, b]
+            assert (await site.map_states())[f"prefill_decode {b}"] != "draining"
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_configuration_that_does_not_fit_who_registered_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Combined instances are registered: a file with prefill and decode apart is refused, with why."""
+    file = tmp_path / "router.yaml"
+    a, p, d = fake_instances.find_unused_urls(3)
+
+    async def run_scenario() -> None:
+        file.write_text("retries: 1\n")
+        async with registration_site.run_registration_site("--config", str(file)) as site:
+            await site.send_as_launcher("prefill_decode", a)
+            file.write_text(f"prefill: [{p}]\ndecode: [{d}]\n")
+            site.reload()
+            (line,) = list_log_lines(caplog, "configuration reload failed")
+            assert (
+                "registered instances have the roles prefill_decode" in line
+                and "deregister them" in line
+            )
+            assert [each.url for each in site.router.fleet] == [a]
+            await site.send_as_launcher("", a, "DELETE")
+            await site.send_as_instance("decode", a)
+            site.reload()
+            assert [each.url for each in site.router.fleet] == [p, d, a]
+            assert [each.leg for each in site.router.fleet] == ["prefill", "decode", "decode"]
+            file.write_text(f"backend: [{p}]\n")
+            site.reload()
+            assert len(list_log_lines(caplog, "configuration reload failed")) == 2
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_roles_that_cannot_be_mixed() -> None:
+    """As at vLLM's proxy: combined instances, or prefill and decode apart; 409 says what is there."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            one, two, three = fake_instances.find_unused_urls(3)
+            await site.send_as_launcher("prefill_decode", one)
+            for role in ("prefill", "decode"):
+                status, said = await site.send_as_launcher(role, two)
+                assert status == said["error"]["code"] == 409
+                assert "has prefill_decode instances" in said["error"]["message"]
+            await site.send_as_launcher("", one, "DELETE")
+            await site.send_as_launcher("prefill", two)
+            status, said = await site.send_as_launcher("prefill_decode", three)
+            assert status == 409 and "prefill and decode instances" in said["error"]["message"]
+            assert (await site.send_as_launcher("encode", three))[0] == 200
+        async with registration_site.run_registration_site("--backend", one) as site:
+            status, said = await site.send_as_launcher("prefill", two)
+            assert status == 409 and "has prefill_decode instances" in said["error"]["message"]
+            assert (await site.send_as_launcher("decode", two))[0] == 200
+            assert {each.leg for each in site.router.fleet} == {"prefill_decode"}
+        async with registration_site.run_registration_site(
+            "--prefill", one, "--decode", two
+        ) as site:
+            assert (await site.send_as_launcher("prefill_decode", three))[0] == 409
+            assert (await site.send_as_launcher("decode", three))[0] == 200
+            assert [each.url for each in site.router.fleet.get("decode")] == [two, three]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_an_instance_has_one_role() -> None:
+    """Started anew as something else, it is taken from the leg where it was."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants([InstancePlan({})]) as (site, a):
+            await site.send_as_instance("decode", a.url)
+            assert (await site.send_as_instance("encode", a.url))[0] == 200
+            assert await site.map_states() == {f"encode {a.url}": "healthy"}
+            assert (await site.send_as_instance("prefill", a.url))[0] == 200
+            assert await site.map_states() == {f"prefill {a.url}": "healthy"}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_there_is_a_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """429 for one too many, whoever it is; who is there is still heard."""
+    monkeypatch.setattr(registrations, "MAX_REGISTERED_INSTANCES", 2)
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registration_site() as site:
+            one, two, three = fake_instances.find_unused_urls(3)
+            for url in (one, two, two):
+                assert (await site.send_as_launcher("encode", url))[0] == 200
+            status, said = await site.send_as_launcher("encode", three)
+            assert status == said["error"]["code"] == 429
+            assert "2 instances are registered" in said["error"]["message"]
+            await site.send_as_launcher("", one, "DELETE")
+            assert (await site.send_as_launcher("encode", three))[0] == 200
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_failed_instance_that_announces_itself_is_asked_at_once() -> None:
+    """It came back; nobody waits for the next probe's turn."""
+
+    async def run_scenario() -> None:
+        async with registration_site.run_registrants(
+            [InstancePlan({})], "--health-interval", "60"
+        ) as (site, a):
+            a.plan.health_status = 503
+            await site.send_as_instance("decode", a.url)
+            (one,) = site.router.fleet
+            await wait_until(lambda: one.state == "failed")
+            a.plan.health_status = 200
+            await site.send_as_instance("decode", a.url)
+            await wait_until(lambda: one.state == "healthy")
+            assert one.attempt_results == {}
+
+    fake_instances.run_with_timeout(run_scenario, 10)
+
+
+def test_policies_follow_the_legs() -> None:
+    """The policy that the operator chose is the one of the leg that prefills, whichever that is now."""
+
+    async def run_scenario() -> None:
+        flags = ("--routing-logic", "ttft", "--encoder-routing-logic", "ttft")
+        async with registration_site.run_registrants([InstancePlan({})], *flags) as (site, e):
+            d, p = fake_instances.find_unused_url(), fake_instances.find_unused_url()
+            routing = site.router.app.endpoint.routing
+            chosen = routing.prefill_policy
+            for role, url in (("decode", d), ("encode", e.url), ("prefill", p)):
+                await site.send_as_launcher(role, url)
+            said = await site.list_instances()
+            assert said["routing"] == {"leg": "prefill", "logic": "ttft", "encoders": "ttft"}
+            assert (
+                routing.prefill_policy is chosen and routing.get_leg_policy("decode") is not chosen
+            )
+            with_books = [each["leg"] for each in said["instances"] if "pending" in each]
+            assert sorted(with_books) == ["encode", "prefill"]
+
+    fake_instances.run_with_timeout(run_scenario)

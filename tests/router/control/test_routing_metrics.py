@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's /metrics on what instances have cached, and how the router came to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router import fake_instances, scripted_knowledge
+from ttft_otel import names
+
+
+class ReportingSource(scripted_knowledge.ScriptedSource):
+    """One instance that publishes events, one that was sent something, one that LMCache knows."""
+
+    def describe_instances(self) -> dict[str, Any]:
+        """As the real ones say it."""
+        counts = {"gaps": 2, "replays": 3, "clears": 1}
+        return {
+            "http://a": {"source": "kv-events", "blocks": 7, "counts": counts},
+            "http://b": {"source": "history", "blocks": 5},
+            "http://c": {"source": "lmcache", "blocks": 4, "counts": {"answered": 9}},
+        }
+
+
+def test_each_instances_cache_is_on_metrics() -> None:
+    """Blocks by instance and source; of KV events what became of them, of nobody else."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            routing=scripted_knowledge.build_routing_factory(source=ReportingSource())
+        ) as (router, one):
+            lines = router.app.metrics.render_text().decode().splitlines()
+            blocks, events = names.METRIC_CACHED_BLOCKS, f"{names.METRIC_KV_EVENTS}_total"
+            assert [line for line in lines if line.startswith((blocks, events))] == [
+                f'{blocks}{{instance="http://a",leg="mono",source="kv-events"}} 7.0',
+                f'{blocks}{{instance="http://b",leg="mono",source="history"}} 5.0',
+                f'{blocks}{{instance="http://c",leg="mono",source="lmcache"}} 4.0',
+                f'{events}{{event="gaps",instance="http://a",leg="mono"}} 2.0',
+                f'{events}{{event="replays",instance="http://a",leg="mono"}} 3.0',
+                f'{events}{{event="clears",instance="http://a",leg="mono"}} 1.0',
+            ]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_without_prompts_nothing_is_known() -> None:
+    """A policy that asks for no prompts has no caches to tell of."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances() as (router, one):
+            text = router.app.metrics.render_text().decode()
+            assert names.METRIC_INSTANCE in text
+            assert names.METRIC_CACHED_BLOCKS not in text
+
+    fake_instances.run_with_timeout(run_scenario)

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What encoders announce reaches the leg that prefills, whole and bounded, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from router import fake_instances, fake_pair
+from router.fake_instances import TRACEPARENT, InstancePlan
+from ttft_otel import names
+from ttft_otel.router.disagg import ec_params
+from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
+from ttft_otel.router.errors import InvalidAnswer, TransferParamsTooLarge
+
+CHAT_PATH = "/v1/chat/completions"
+EC_PARAMS_FIELD = "ec_transfer_params"
+# As vLLM 0.32's ECCPUConnector announces it, spacing and number formats of some other JSON writer.
+ENTRY_JSON = (
+    '{"item_indices": [0], "metadata": {"image_grid_thw": [[1, 4, 4.50]]}, '
+    '"peer_host": "10.0.0.1",  "peer_port": 5569, "size_bytes": 8192, "shape": [4, 64], "new": {}}'
+)
+
+
+def compute_image_hash(url: str) -> str:
+    """The hash that an encoder gives an image of a test: of what is before the query."""
+    return hashlib.sha256(url.partition("?")[0].encode()).hexdigest()
+
+
+def build_announcement(body: bytes, entry: str = ENTRY_JSON) -> bytes:
+    """An encoder's answer to a request for one item."""
+    (part,) = json.loads(body)["messages"][0]["content"]
+    value = part[part["type"]]
+    name = compute_image_hash(value.get("url") or value["data"])
+    return f'{{"id": "chatcmpl-1", "choices": [], "{EC_PARAMS_FIELD}": {{"{name}": {entry}}}}}'.encode()
+
+
+def plan_encoder(
+    build_answer: Callable[[bytes], bytes] = build_announcement, **more: Any
+) -> InstancePlan:
+    """An instance that announces what it encodes."""
+    return InstancePlan({"encoder.compute": 1}, answers=build_answer, **more)
+
+
+def expect_params(*urls: str) -> dict[str, Any]:
+    """What the next leg has to get."""
+    return {compute_image_hash(url): json.loads(ENTRY_JSON) for url in urls}
+
+
+@contextlib.asynccontextmanager
+async def run_encoder_and_server(
+    encoder_plan: InstancePlan,
+) -> AsyncIterator[
+    tuple[fake_instances.FakeInstance, fake_instances.FakeInstance, fake_instances.RunningRouter]
+]:
+    """An encoder of this plan, a prefill-decode instance, and a router before both."""
+    async with fake_instances.run_routed_instances(encoders=[encoder_plan]) as (router, e, server):
+        yield e, server, router
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
+    """Two images and one of them twice: two entries, byte for byte, after the client's own bytes."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            encoders=[plan_encoder(), plan_encoder()]
+        ) as (router, e1, e2, server):
+            data = (
+                json.dumps(
+                    fake_instances.build_chat("a", "b", "a", stream=stream), indent=1
+                ).encode()
+                + b"\n"
+            )
+            assert (await router.post_body(CHAT_PATH, data))[0] == 200
+            (seen,) = server.received
+            assert seen.json.pop(EC_PARAMS_FIELD) == expect_params("a", "b")
+            assert seen.body.startswith(data.rstrip()[:-1])
+            assert seen.body.count(ENTRY_JSON.encode()) == 2
+            assert len(e1.received) == len(e2.received) == 1
+            assert EC_PARAMS_FIELD not in e1.received[0].json
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_parts_that_differ_may_be_the_same_image() -> None:
+    """Two spellings of one image are two calls and one entry."""
+
+    async def run_scenario() -> None:
+        async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+            assert (await router.post_chat("a?1", "a?2"))[0] == 200
+            assert len(e.received) == 2 and server.received[0].json[
+                EC_PARAMS_FIELD
+            ] == expect_params("a")
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"choices": []}',
+        b'{"ec_transfer_params": null}',
+        b'{"ec_transfer_params": {}}',
+        b'{"ec_transfer_params": {"a": null}}',
+    ],
+)
+def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> None:
+    """Older releases and shared folders: the body goes on as it came, the header says encoded."""
+
+    async def run_scenario() -> None:
+        async with run_encoder_and_server(plan_encoder(lambda _: answer)) as (e, server, router):
+            data = json.dumps(fake_instances.build_chat("a")).encode()
+            assert (await router.post_body(CHAT_PATH, data))[0] == 200
+            assert server.received[0].body == data
+            assert server.received[0].headers[names.ENCODED_HEADER] == "1"
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_clients_own_parameters_are_replaced() -> None:
+    """However a client spells them, the next leg reads the encoder's."""
+
+    async def run_scenario() -> None:
+        async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+            plain = json.dumps(fake_instances.build_chat("a"))[:-1]
+            for evil in (
+                f', "{EC_PARAMS_FIELD}": {{"x": {{}}}}}}',
+                ', "ec_transfer\\u005fparams": 7}',
+            ):
+                assert (await router.post_body(CHAT_PATH, (plain + evil).encode()))[0] == 200
+                assert server.received[-1].json[EC_PARAMS_FIELD] == expect_params("a")
+            assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
+    """E + P + D: P fetches encodings, D fetches P's blocks; the same for the header."""
+
+    async def run_scenario() -> None:
+        model = fake_pair.PairModel()
+        async with fake_pair.run_disaggregated(model, encoder=plan_encoder(), first_token=mode) as (
+            router,
+            e,
+            p,
+            d,
+        ):
+            body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
+            assert (await router.post_body(CHAT_PATH, body))[0] == 200
+            assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
+            assert p.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
+            assert names.ENCODED_HEADER not in d.received[0].headers
+            assert p.received[0].json["kv_transfer_params"]["do_remote_decode"] is True
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize(("field", "prefills"), [({"n": 2}, False), ({"max_tokens": 1}, True)])
+def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: bool) -> None:
+    """Where one of P and D does all of a request, that one has to fetch the encodings."""
+
+    async def run_scenario() -> None:
+        model = fake_pair.PairModel()
+        async with fake_pair.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
+            body = fake_instances.build_chat("a", stream=False) | {"max_tokens": 4} | field
+            assert (await router.post_body(CHAT_PATH, body))[0] == 200
+            asked, other = (p, d) if prefills else (d, p)
+            assert (
+                asked.received[0].json[EC_PARAMS_FIELD] == expect_params("a") and not other.received
+            )
+            assert asked.received[0].headers[names.ENCODED_HEADER] == "1"
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_decode_that_has_to_prefill_gets_them() -> None:
+    """The first D refuses, P's blocks are lost: the second D computes the prompt from the encodings."""
+
+    async def run_scenario() -> None:
+        full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel()
+        async with (
+            fake_instances.run_instance(plan_encoder()) as e,
+            fake_pair.run_server(full, False) as p,
+            fake_pair.run_server(full, True) as busy,
+            fake_pair.run_server(other, True) as idle,
+            fake_instances.run_router(
+                [], [e.url], prefills=[p.url], decodes=[busy.url, idle.url]
+            ) as router,
+        ):
+            body = fake_instances.build_chat("a") | {"max_tokens": 4}
+            assert (await router.post_body(CHAT_PATH, body))[0] == 200
+            assert EC_PARAMS_FIELD not in busy.received[0].json and p.received[0].json[
+                EC_PARAMS_FIELD
+            ] == expect_params("a")
+            (asked,) = idle.received
+            assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
+            assert asked.headers[names.ENCODED_HEADER] == "1"
+            assert "kv_transfer_params" not in asked.json
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_retry_keeps_them() -> None:
+    """Another backend gets what the first one got, and the encoder is not asked again."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan(status=503), None], [plan_encoder()]
+        ) as (router, e, busy, idle):
+            assert (await router.post_chat("a"))[0] == 200
+            assert busy.received[0].body == idle.received[0].body
+            assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+            assert idle.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert len(e.received) == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_an_encoders_retry_announces() -> None:
+    """The answer that counts is the second encoder's."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            encoders=[InstancePlan(status=500), plan_encoder()]
+        ) as (router, broken, e, server):
+            assert (await router.post_chat("a"))[0] == 200
+            assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+            assert len(broken.received) == len(e.received) == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def build_nested_answer(depth: int) -> bytes:
+    """An answer with one entry of this depth."""
+    inner = "[" * (depth - 1) + "]" * (depth - 1)
+    return f'{{"{EC_PARAMS_FIELD}": {{"a": {{"x": {inner or 0}}}}}}}'.encode()
+
+
+HOSTILE_ANSWERS = {
+    "empty": (b"", "is not JSON"),
+    "html": (b"<html>It works!</html>", "is not JSON"),
+    "cut": (b'{"ec_transfer_params": {"a": {"x"', "is not JSON"),
+    "bom": (b"\xef\xbb\xbf{}", "is not JSON"),
+    "not UTF-8": (b'{"ec_transfer_params": {"a": {"x": "\xff"}}}', "is not JSON"),
+    "NaN": (b'{"ec_transfer_params": {"a": {"x": NaN}}}', "is not JSON"),
+    "half a pair": (b'{"ec_transfer_params": {"a": {"x": "\\ud800"}}}', "is not JSON"),
+    "1e999": (b'{"ec_transfer_params": {"a": {"x": 1e999}}}', "out of range"),
+    "a list": (b"[]", "is not a JSON object"),
+    "params a list": (b'{"ec_transfer_params": []}', "is not a JSON object"),
+    "params a text": (b'{"ec_transfer_params": "x"}', "is not a JSON object"),
+    "an entry a text": (b'{"ec_transfer_params": {"a": "x"}}', "an entry .* is not a JSON object"),
+    "deep": (build_nested_answer(ec_params.MAX_NESTING_DEPTH + 1), "nested too deeply"),
+    "deeper": (build_nested_answer(100_000), "nested too deeply"),
+    "deep elsewhere": (b'{"x": ' + b"[" * 100_000, "nested too deeply"),
+    "many": (
+        json.dumps({EC_PARAMS_FIELD: {str(number): {} for number in range(4097)}}).encode(),
+        "4096 entries",
+    ),
+    "long": (b'{"x": "%b"}' % (b"x" * 10_000_000), "longer than 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ANSWERS)
+def test_a_hostile_answer_is_a_502(name: str) -> None:
+    """Another encoder is tried once; then the client reads what was wrong, and nobody prefills."""
+    answer, why = HOSTILE_ANSWERS[name]
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            encoders=[plan_encoder(lambda _: answer), plan_encoder(lambda _: answer)]
+        ) as (router, e1, e2, server):
+            status, headers, data = await router.post_chat("a", traceparent=TRACEPARENT)
+            error = json.loads(data)["error"]
+            assert (status, headers["Content-Type"]) == (502, "application/json")
+            assert error["type"] == "UpstreamError" and error["code"] == 502
+            message = error["message"]
+            assert message.startswith("The encode instance failed: ") and message.endswith(".")
+            with pytest.raises(AssertionError, match=why):
+                raise AssertionError(message)
+            assert len(e1.received) == len(e2.received) == 1 and not server.received
+            (record, *_) = await router.wait_for_records(1)
+            assert [call.error for call in record.calls] == ["InvalidAnswer"] * 2
+            assert record.ttft is not None and record.ttft.died == "router.hop.encode"
+            assert record.ttft.unattributed + sum(record.ttft.stages.values()) == record.ttft.end
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
+    """Its breaker stays closed: what the router cannot read may be of a client's making."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            encoders=[plan_encoder(lambda _: b"<html>"), plan_encoder()], failures=2
+        ) as (router, wrong, e, server):
+            for number in range(6):
+                assert (await router.post_chat(f"{number}"))[0] == 200
+            assert all(len(each.json[EC_PARAMS_FIELD]) == 1 for each in server.received)
+            assert len(wrong.received) >= 3
+            breaker = router.fleet.get("encode")[0].breaker
+            assert (breaker.state, breaker.consecutive_failures) == ("closed", 0)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_an_error_that_is_too_long_is_not_passed_on() -> None:
+    """An encoder's error is the client's to read, but not ten megabytes of it."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            encoders=[plan_encoder(lambda _: b"x" * 10_000_000)], retries=0
+        ) as (router, e, server):
+            status, _, data = await router.post_chat("a")
+            assert status == 502 and b"longer than 1048576 bytes" in data
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "params", "made"),
+    [
+        (b'{"a":1}', b'{"x":{}}', b'{"a":1,"ec_transfer_params":{"x":{}}}'),
+        (b'{"a":1 } \r\n\t', b"{}", b'{"a":1 ,"ec_transfer_params":{}}'),
+        (b'{"a":{}}', b"{}", b'{"a":{},"ec_transfer_params":{}}'),
+        (b'{"a":"}"}', b"{}", b'{"a":"}","ec_transfer_params":{}}'),
+        (b"{}", b"{}", b'{"ec_transfer_params":{}}'),
+        (b" { \n } ", b"{}", b' { \n "ec_transfer_params":{}}'),
+    ],
+)
+def test_splicing(body: bytes, params: bytes, made: bytes) -> None:
+    """One more member at the end; whatever stands before it is not touched."""
+    assert splice_params(body, params) == made
+
+
+LEAVES = some.none() | some.booleans() | some.integers() | some.text(max_size=8)
+LISTS = some.lists(LEAVES, max_size=3)
+JSON = LEAVES | LISTS | some.dictionaries(some.text(max_size=5), LEAVES | LISTS, max_size=3)
+OBJECTS = some.dictionaries(some.text(max_size=8) | some.just(EC_PARAMS_FIELD), JSON, max_size=4)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    OBJECTS,
+    some.dictionaries(some.text(max_size=8), OBJECTS, min_size=1, max_size=4),
+    some.sampled_from([None, 0, 1]),
+    some.text(" \t\r\n", max_size=3),
+)
+def test_any_object_takes_any_parameters(
+    body: dict[str, Any], params: dict[str, Any], indent: int | None, white: str
+) -> None:
+    """What is read back is the body with the parameters, which win over a member of their name."""
+    data = f"{white}{json.dumps(body, indent=indent)}{white}".encode()
+    collected = TransferParams()
+    collected.add_answer(json.dumps({EC_PARAMS_FIELD: params}, indent=indent).encode())
+    made = splice_params(data, collected.to_json())
+    assert json.loads(made) == body | {EC_PARAMS_FIELD: params}
+    assert made.startswith(data.rstrip()[:-1])
+
+
+ANSWERS = some.one_of(
+    some.binary(max_size=60),
+    some.dictionaries(some.sampled_from([EC_PARAMS_FIELD, "a"]), JSON).map(
+        lambda made: json.dumps(made).encode()
+    ),
+    some.tuples(
+        OBJECTS.map(lambda made: json.dumps({EC_PARAMS_FIELD: {"a": made}}).encode()),
+        some.integers(0, 80),
+    ).map(lambda made: made[0][: made[1]]),
+    some.sampled_from([answer for answer, _ in HOSTILE_ANSWERS.values() if len(answer) < 1000]),
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(some.lists(ANSWERS, max_size=4))
+def test_any_answer_is_taken_or_refused(answers: list[bytes]) -> None:
+    """Whatever encoders say, what is made of it is JSON that Python's reader takes, of objects only."""
+    collected = TransferParams()
+    for answer in answers:
+        try:
+            collected.add_answer(answer)
+        except (InvalidAnswer, TransferParamsTooLarge) as error:
+            assert str(error)
+    entries = json.loads(collected.to_json() or b"{}")
+    assert all(isinstance(each, dict) for each in entries.values())
+
+
+def test_the_fuller_announcement_stays() -> None:
+    """Of two for one image, in either order: one may have been evicted and have no address."""
+    answers = [
+        b'{"%b": {"a": %b}}' % (EC_PARAMS_FIELD.encode(), each)
+        for each in (b'{"metadata":{}}', ENTRY_JSON.encode())
+    ]
+    for order in (answers, answers[::-1]):
+        collected = TransferParams()
+        for answer in order:
+            collected.add_answer(answer)
+        assert json.loads(collected.to_json()) == {"a": json.loads(ENTRY_JSON)}
+
+
+def test_the_bounds_are_of_all_answers_together() -> None:
+    """Each may be long, all of them may not; as deep as is allowed is taken."""
+    collected = TransferParams()
+    collected.add_answer(build_nested_answer(ec_params.MAX_NESTING_DEPTH))
+    entry = json.dumps({"x": "x" * 900_000})
+    for number in range(4):
+        collected.add_answer(f'{{"{EC_PARAMS_FIELD}": {{"{number}": {entry}}}}}'.encode())
+    with pytest.raises(TransferParamsTooLarge, match="4194304 bytes"):
+        collected.add_answer(f'{{"{EC_PARAMS_FIELD}": {{"more": {entry}}}}}'.encode())
+
+
+def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
+    """It gets a 502 that says so; its encoder is not asked again and counts as well."""
+    entries = {str(number): {} for number in range(ec_params.MAX_ENTRIES)}
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            encoders=[
+                plan_encoder(lambda _: json.dumps({EC_PARAMS_FIELD: entries}).encode()),
+                plan_encoder(),
+            ]
+        ) as (router, full, e, server):
+            status, _, data = await router.post_chat("a", "b")
+            assert (status, len(full.received), len(e.received), len(server.received)) == (
+                502,
+                1,
+                1,
+                0,
+            )
+            assert "answers cannot be used: " in json.loads(data)["error"]["message"]
+            assert [each.breaker.consecutive_failures for each in router.fleet.get("encode")] == [
+                0,
+                0,
+            ]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_who_is_told_that_items_are_encoded() -> None:
+    """The leg after encoders; not a request without images; and a client cannot say so."""
+
+    async def run_scenario() -> None:
+        async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+            for images in (("a",), ()):
+                assert (await router.post_chat(*images, x_ttft_encoded="yes"))[0] == 200
+            with_image, without = (each.headers for each in server.received)
+            assert with_image[names.ENCODED_HEADER] == "1"
+            assert names.ENCODED_HEADER not in without
+            assert names.ENCODED_HEADER not in e.received[0].headers
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_with_tracing_off_parameters_still_travel() -> None:
+    """They are the deployment's, not the tracing's; nothing is said about them."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(encoders=[plan_encoder()], traced=False) as (
+            router,
+            e,
+            server,
+        ):
+            assert (await router.post_chat("a"))[0] == 200
+            assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+            assert names.ENCODED_HEADER not in server.received[0].headers
+
+    fake_instances.run_with_timeout(run_scenario)

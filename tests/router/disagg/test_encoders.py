@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with media: prompts are read before any encoder is asked, and items go where the least work is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import click
+import pytest
+
+from router import fake_instances, fake_pair, scripted_knowledge
+from router.cli.test_router_options import INSTANCE_URL, read_options
+from router.control.test_admin import open_admin
+from router.fake_instances import TRACEPARENT, InstancePlan
+from router.scripted_knowledge import ScriptedReader, ScriptedSource
+from ttft_otel import clock, names, timing
+from ttft_otel.router.disagg.encoders import DEFAULT_ITEM_TOKENS, build_encoder_requests
+from ttft_otel.router.disagg.request_body import RequestBody, parse_body
+from ttft_otel.router.errors import SloUnreachable
+from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.routing.booking import Booking
+from ttft_otel.router.routing.policies.block_index import BlockHolders
+from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
+from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels
+from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.stages import ENCODE
+from ttft_otel.timing import ServerTiming, TokenCounts
+
+CHAT_PATH = "/v1/chat/completions"
+TRACED_HEADERS = {"traceparent": TRACEPARENT}
+A, B = (parse_instance_url(f"http://127.0.0.1:{port}", ENCODE) for port in (8001, 8002))
+LONG_PROMPT_TOKENS = 1000  # ms: what is to be seen meanwhile is seen, on a busy machine too
+
+
+def build_item_request(number: int, tokens: int) -> RoutingRequest:
+    """A call for one item."""
+    return RoutingRequest(ENCODE, CHAT_PATH, "tiny", str(number), {}, b"", prompt_tokens=tokens)
+
+
+def build_image_chat(*items: int, tokens: int = 800, **more: Any) -> dict[str, Any]:
+    """A chat with an image for each of these sizes, all of them different ones."""
+    urls = [f"{random.random()}" for _ in items]
+    return fake_instances.build_chat(*urls) | {
+        "tokens": tokens,
+        "items": items,
+        "max_tokens": 4,
+        **more,
+    }
+
+
+def teach_leg(router: fake_instances.RunningRouter, leg: str, url: str, seconds: float) -> None:
+    """So many seconds a token, on this instance."""
+    models = router.app.endpoint.routing.get_leg_policy(leg).state.models
+    for tokens in range(100, 2100, 100):
+        models.add_sample("tiny", url, compute_work(tokens, 0), tokens * seconds)
+
+
+def list_sent_images(encoder: fake_instances.FakeInstance) -> list[str]:
+    """The images that an encoder got."""
+    return [each.json["messages"][0]["content"][0]["image_url"]["url"] for each in encoder.received]
+
+
+def list_image_urls(body: dict[str, Any]) -> list[str]:
+    """The images of a chat."""
+    return [part["image_url"]["url"] for part in body["messages"][0]["content"][1:]]
+
+
+@contextlib.asynccontextmanager
+async def run_fleet(
+    is_disaggregated: bool, *encoders: str, **more: object
+) -> AsyncIterator[fake_instances.RunningRouter]:
+    """A router before these encoders and one server that answers, or before P and D."""
+    if not is_disaggregated:
+        async with (
+            fake_instances.run_instance(InstancePlan({"prefill.compute": 20})) as one,
+            fake_instances.run_router([one.url], encoders, **more) as router,  # type: ignore[arg-type]
+        ):
+            yield router
+        return
+    model = fake_pair.PairModel()
+    async with (
+        fake_pair.run_server(model, False) as p,
+        fake_pair.run_server(model, True) as d,
+        fake_instances.run_router(
+            [], encoders, prefills=[p.url], decodes=[d.url], **more
+        ) as router,  # type: ignore[arg-type]
+    ):
+        yield router
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
+def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
+    """`router.tokenize` and `router.lookup` come before the encode leg, once, and the sum closes."""
+
+    async def run_scenario() -> None:
+        routing = scripted_knowledge.build_routing_factory(
+            "ttft", ScriptedReader(0.2), ScriptedSource(0.1)
+        )
+        async with (
+            fake_instances.run_instance(InstancePlan({"encoder.compute": 50})) as e,
+            run_fleet(apart, e.url, routing=routing) as router,
+        ):
+            body = fake_instances.build_chat("a", "b") | {"tokens": 800, "max_tokens": 4}
+            status, headers, _ = await router.post_body(
+                CHAT_PATH, body, x_ttft_timing="1", **TRACED_HEADERS
+            )
+            assert status == 200
+            told = timing.parse_server_timing(headers["Server-Timing"])
+            ttft = next(
+                each.ttft for each in await router.wait_for_records(2) if each.ttft is not None
+            )
+            pieces = [each for each in ttft.pieces if each.name.startswith(("router.", "encode."))]
+            order = [each.name for each in pieces]
+            assert order[:6] == [
+                *("router.receive", "router.route", "router.tokenize", "router.lookup"),
+                *("router.route", "router.hop.encode"),
+            ]
+            assert order.count("router.tokenize") == order.count("router.lookup") == 1
+            assert 200_000 <= ttft.stages["router.tokenize"] < 300_000
+            assert 100_000 <= ttft.stages["router.lookup"] < 200_000
+            assert ttft.stages["encode.encoder.compute"] >= 50_000
+            assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end - ttft.start
+            assert told is not None
+            assert told.stages["router.lookup"] == ttft.stages["router.lookup"]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("line", [None, PrefillLine(0.01, 1e-4, 1e-8)], ids=["pairs", "seconds"])
+def test_less_work_wins_over_fewer_items(line: PrefillLine | None) -> None:
+    """Three small items are less to do than a big one, by pairs as by learnt seconds."""
+    state = PolicyState(BlockHolders(1), models=PrefillModels(line))
+    policy = LeastTtftPolicy(state)
+    state.record_sent(build_item_request(0, 4000), Decision(A, 0.0, ""), 0)
+    for number in (1, 2, 3):
+        state.record_sent(build_item_request(number, 100), Decision(B, 0.0, ""), 0)
+    assert policy.choose_instance(build_item_request(4, 100), (A, B), 0, False).instance is B
+    state.record_sent(build_item_request(5, 8000), Decision(B, 0.0, ""), 0)
+    assert policy.choose_instance(build_item_request(6, 100), (A, B), 0, False).instance is A
+
+
+def test_sizes_are_of_distinct_items() -> None:
+    """An item that comes twice is encoded once; counts that are of other parts say nothing."""
+    body = RequestBody(b"", media_items=(b"a", b"b"), item_positions=(0, 2), media_part_count=3)
+    assert body.map_item_tokens((6, 6, 50)) == [6, 50]
+    assert body.map_item_tokens((6, 50)) == body.map_item_tokens(()) == [0, 0]
+
+
+def test_what_is_learnt_of_encoders() -> None:
+    """What keeps an encoder from its next item: its run, dispatch and save, its share of a batch."""
+    routing = scripted_knowledge.build_routing_factory(encoders="ttft")(
+        InstancePool({ENCODE: [A], "prefill_decode": [B]})
+    )
+    state = routing.get_leg_policy(ENCODE).state
+    kept: list[tuple[Any, ...]] = []
+    state.models.add_sample = lambda *told: kept.append(told)  # type: ignore[method-assign]
+    stages = {
+        "preprocess": 90_000,
+        "encoder.queue": 50_000,
+        "dispatch": 2000,
+        "ec.transfer": 8000,
+        "encoder.compute": 100_000,
+    }
+
+    def book_and_answer(
+        asked: RoutingRequest, stages: dict[str, int], tokens: TokenCounts | None
+    ) -> None:
+        made = Booking(state, asked, Decision(A, 0.0, "", predicted_ttft_s=0.2), "1", 1_000_000)
+        made.record_first_token(
+            1_300_000, ServerTiming(stages, 0, sum(stages.values()), None, tokens), True
+        )
+
+    book_and_answer(build_item_request(0, 500), stages, None)
+    book_and_answer(build_item_request(0, 500), stages, TokenCounts(510, 0, 510, 1020))
+    book_and_answer(
+        build_item_request(0, 500), {"preprocess": 90_000}, None
+    )  # it had this image already
+    book_and_answer(
+        RoutingRequest(
+            ENCODE,
+            CHAT_PATH,
+            "tiny",
+            "0",
+            {},
+            b"",
+            prompt_tokens=DEFAULT_ITEM_TOKENS,
+            tokens_estimated=True,
+        ),
+        stages,
+        None,
+    )
+    assert kept == [
+        ("tiny", A.url, compute_work(500, 0), 0.11),
+        ("tiny", A.url, compute_work(510, 0), 0.055),
+    ]
+    assert state.overheads_s[A.url] == pytest.approx(0.14)
+    assert len(state.pending) == 0
+
+
+def test_items_go_where_the_least_work_is() -> None:
+    """One big item keeps its encoder from small ones, of the same request and of the next."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
+        routing = scripted_knowledge.build_routing_factory(encoders="ttft")
+        async with (
+            fake_instances.run_instance(plan) as a,
+            fake_instances.run_instance(plan) as b,
+            run_fleet(False, a.url, b.url, routing=routing) as router,
+        ):
+            first, second = build_image_chat(200, 4000, 300), build_image_chat(100)
+            tasks = [asyncio.create_task(router.post_body(CHAT_PATH, first))]
+            await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 3)
+            tasks.append(asyncio.create_task(router.post_body(CHAT_PATH, second)))
+            await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 4)
+            big, small = (a, b) if len(a.received) == 1 else (b, a)
+            assert list_sent_images(big) == [list_image_urls(first)[1]]
+            assert sorted(list_sent_images(small)) == sorted(
+                [list_image_urls(first)[0], list_image_urls(first)[2], *list_image_urls(second)]
+            )
+            pending = router.app.endpoint.routing.get_leg_policy(ENCODE).state.pending
+            assert (
+                pending.get_load(big.url).tokens_to_compute,
+                pending.get_load(small.url).tokens_to_compute,
+            ) == (4000, 600)
+            assert [(await task)[0] for task in tasks] == [200, 200]
+            assert len(pending) == 0
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_items_of_unknown_size_are_alike() -> None:
+    """Where nobody has counted them each encoder gets as many, and nothing is learnt."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
+        async with (
+            fake_instances.run_instance(plan) as a,
+            fake_instances.run_instance(plan) as b,
+            run_fleet(
+                False,
+                a.url,
+                b.url,
+                routing=scripted_knowledge.build_routing_factory(encoders="ttft"),
+            ) as router,
+        ):
+            body = build_image_chat(1, 1, 1, 1, 1, 1) | {
+                "items": [4000, 100]
+            }  # these are none of its parts
+            task = asyncio.create_task(router.post_body(CHAT_PATH, body))
+            await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 6)
+            assert len(a.received) == len(b.received) == 3
+            state = router.app.endpoint.routing.get_leg_policy(ENCODE).state
+            assert state.pending.get_load(a.url).tokens_to_compute == 3 * DEFAULT_ITEM_TOKENS
+            assert (await task)[0] == 200
+            assert (state.models.list_fits(), len(state.pending)) == ({}, 0)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
+def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
+    """GET /instances and /metrics tell of encoders, too; `ttft.predicted_ms` is not theirs."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan()
+        async with (
+            fake_instances.run_instance(plan) as e,
+            run_fleet(
+                apart, e.url, routing=scripted_knowledge.build_routing_factory(encoders="ttft")
+            ) as router,
+            open_admin(router) as here,
+        ):
+            for number in range(10):
+                size = 400 + 40 * (number % 3)
+                plan.stages_ms = {"preprocess": 5, "encoder.compute": size // 20}
+                assert (
+                    await router.post_body(CHAT_PATH, build_image_chat(size), **TRACED_HEADERS)
+                )[0] == 200
+            said = (await here.list_instances())[1]
+            assert said["routing"]["encoders"] == "ttft"
+            told = said["instances"][0]
+            assert told["leg"] == ENCODE
+            assert told["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
+            assert told["fits"]["tiny"]["samples"] == 10
+            assert told["fits"]["tiny"]["b"] is not None and told["predictions"]["outcomes"] == 2
+            assert told["besides"] >= 0.005
+            text = router.app.metrics.render_text().decode()
+            labels = f'instance="{e.url}",leg="encode"'
+            assert f"{names.METRIC_PENDING_TOKENS}{{{labels}}} 0.0" in text
+            assert f'{names.METRIC_FIT_SAMPLES}{{{labels},model="tiny"}} 10.0' in text
+            record = next(each for each in (await router.wait_for_records(20))[-2:] if each.ttft)
+            assert record.ttft is not None
+            routes = [each.attributes for each in record.ttft.pieces if each.attributes]
+            assert names.ROUTE_SCORE in next(each for each in routes if names.POLICY in each)
+            leg = router.app.endpoint.routing.prefilling_leg
+            own = router.app.endpoint.routing.get_leg_policy(leg).state.models.get_line("tiny")
+            assert (names.PREDICTED_MS in record.ttft.attributes) is (own is not None)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_too_late_is_refused_before_encoders_work() -> None:
+    """A prefill instance that is too busy, or encoders that are: a 429, and no encoder is asked."""
+
+    async def run_scenario() -> None:
+        routing = scripted_knowledge.build_routing_factory(encoders="ttft", slo_s=0.5)
+        async with (
+            fake_instances.run_instance(InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})) as e,
+            run_fleet(False, e.url, routing=routing) as router,
+        ):
+            (answering,) = router.fleet.get("prefill_decode")
+            teach_leg(router, ENCODE, e.url, 0.001)
+            teach_leg(router, "prefill_decode", answering.url, 0.0001)
+            first = asyncio.create_task(
+                router.post_body(CHAT_PATH, build_image_chat(2000))
+            )  # late, but who is idle tries
+            await scripted_knowledge.wait_until(lambda: len(e.received) == 1)
+            status, headers, _ = await router.post_body(CHAT_PATH, build_image_chat(100))
+            assert status == 429 and 1 <= int(headers["Retry-After"]) <= 2
+            assert (
+                await router.post_body(CHAT_PATH, fake_instances.build_chat() | {"tokens": 800})
+            )[0] == 200  # no item
+            assert (await first)[0] == 200
+            assert len(e.received) == 1
+
+            state = router.app.endpoint.routing.prefill_policy.state
+            other = RoutingRequest(
+                "prefill_decode", CHAT_PATH, "tiny", "x", {}, b"", prompt_tokens=20_000
+            )
+            state.record_sent(other, Decision(answering, 0.0, ""), clock.now_us())
+            assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 429
+            assert len(e.received) == 1 and router.app.endpoint.routing.slo_rejections == 2
+            state.record_left(other, clock.now_us())
+            assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 200
+            assert len(state.pending) == 0
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_time_already_spent_counts() -> None:
+    """What came long ago, or will be with encoders for long, is too late sooner; an idle one tries it."""
+    second = 1_000_000
+    now = 10 * second
+    state = PolicyState(
+        BlockHolders(1),
+        PolicyOptions(slo_s=1.0),
+        models=PrefillModels(PrefillLine(0.0, 0.001, 0.0)),
+    )
+    policy = LeastTtftPolicy(state)
+
+    def get_retry_after_s(**more: Any) -> float:
+        asked = RoutingRequest(
+            "prefill", CHAT_PATH, "tiny", "1", {}, b"", prompt_tokens=500, **more
+        )
+        try:
+            policy.choose_instance(asked, (A,), now, False)
+        except SloUnreachable as error:
+            return error.wait_s
+        return 0.0
+
+    busy = RoutingRequest("prefill", CHAT_PATH, "tiny", "0", {}, b"", prompt_tokens=300)
+    state.record_sent(busy, Decision(A, 0.0, ""), now)
+    assert get_retry_after_s() == get_retry_after_s(arrived_us=now - second // 10) == 0
+    assert get_retry_after_s(arrived_us=now - second // 4) == pytest.approx(0.05)
+    assert get_retry_after_s(encode_wait_s=0.4) == 0  # longer than the wait, which passes meanwhile
+    assert get_retry_after_s(encode_wait_s=0.7) == pytest.approx(0.2)
+    state.record_left(busy, now)
+    assert get_retry_after_s(arrived_us=now - second) == get_retry_after_s(encode_wait_s=0.7) == 0
+    assert get_retry_after_s(encode_wait_s=0.7, encoders_busy=True) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (("--backend", INSTANCE_URL, "--routing-logic", "ttft"), "needs --encoder"),
+        (
+            ("--backend", INSTANCE_URL, "--encoder", INSTANCE_URL),
+            "--routing-logic prefix or kvaware or ttft",
+        ),
+        (
+            ("--backend", INSTANCE_URL, "--encoder", INSTANCE_URL, "--routing-logic", "qps"),
+            "prefix or kvaware or",
+        ),
+    ],
+)
+def test_encoders_by_work_need_items_that_are_counted(flags: tuple[str, ...], remedy: str) -> None:
+    """Without encoders, or with a policy that reads no prompts, the flag is refused with the remedy."""
+    options = read_options(*flags, "--encoder-routing-logic", "ttft")
+    with pytest.raises(click.UsageError, match=remedy):
+        options.build_routing(InstancePool(options.build_instances()))
+    options = read_options(
+        "--backend", INSTANCE_URL, "--encoder", INSTANCE_URL, "--routing-logic", "ttft"
+    )
+    assert (
+        options.build_routing(InstancePool(options.build_instances()))
+        .get_leg_policy(ENCODE)
+        .policy_name
+        == "least_requests"
+    )
+
+
+def test_an_encoder_that_is_gone_is_forgotten() -> None:
+    """What was learnt of it goes with it, at once."""
+    fleet = InstancePool(
+        {ENCODE: [A, B], "prefill_decode": [parse_instance_url(INSTANCE_URL, "prefill_decode")]}
+    )
+    routing = scripted_knowledge.build_routing_factory(encoders="ttft")(fleet)
+    state = routing.get_leg_policy(ENCODE).state
+    for each in (A, B):
+        state.models.add_sample("tiny", each.url, compute_work(500, 0), 0.1)
+        state.record_overhead(each.url, 0.01)
+    fleet.remove_instance(B)
+    routing.sync_instances()
+    assert set(state.overheads_s) == set(routing.describe_instances(ENCODE)) == {A.url}
+    assert ("tiny", B.url) not in state.models.list_fits()
+
+
+def test_too_many_items_are_refused_before_any_encoder_is_asked() -> None:
+    """One item more than --max-items is a 400; the same item again is none."""
+
+    async def run_scenario() -> None:
+        async with (
+            fake_instances.run_instance(InstancePlan({})) as e,
+            fake_instances.run_instance(InstancePlan({})) as pd,
+            fake_instances.run_router(
+                [pd.url], [e.url], limits=RouterLimits(max_items=3)
+            ) as router,
+        ):
+            status, _, body = await router.post_chat("a", "b", "c", "d")
+            assert status == 400 and b"more than 3 different media items" in body
+            assert not e.received and not pd.received
+            assert (await router.post_chat("a", "b", "c", "a"))[0] == 200
+            assert len(e.received) == 3
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_the_fields_of_all_items_are_held_once() -> None:
+    """Sixty-four items with a template of half a megabyte do not make sixty-four copies of it."""
+
+    async def run_scenario() -> None:
+        async with (
+            fake_instances.run_instance(InstancePlan({})) as e,
+            fake_instances.run_instance(InstancePlan({})) as pd,
+            fake_instances.run_router([pd.url], [e.url]) as router,
+        ):
+            body = fake_instances.build_chat(*map(str, range(64))) | {
+                "chat_template": "x" * 500_000
+            }
+            parsed = parse_body(json.dumps(body).encode(), CHAT_PATH)
+            request = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, parsed.data)
+            requests = build_encoder_requests(parsed, request)
+            assert len({id(each.body_frame) for each in requests}) == 1
+            assert not any(each.body for each in requests)
+            assert (await router.post_body(CHAT_PATH, body))[0] == 200
+            assert {len(each.json["chat_template"]) for each in e.received} == {500_000}
+            assert sorted(list_sent_images(e), key=int) == [str(number) for number in range(64)]
+
+    fake_instances.run_with_timeout(run_scenario)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's token and D's stream become one plain stream, however D cuts its text and its chunks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from ttft_otel.router.disagg.request_plan import LegPlan
+from ttft_otel.router.disagg.stream_splice import (
+    DONE_EVENT,
+    PrefillToken,
+    StreamSplicer,
+    parse_prefill_answer,
+    render_first_events,
+    render_stream_error,
+)
+from ttft_otel.router.types import MODE_CONTINUE, MODE_STRIP
+
+BOTH_LEGS = ("prefill", "decode")
+USAGE = {"prompt_tokens": 10, "total_tokens": 11, "completion_tokens": 1}
+
+
+def build_prefill_answer(
+    text: str = "Hel", finish: str = "length", chat: bool = True, **more: Any
+) -> bytes:
+    """P's plain answer of one token."""
+    own = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    choice = {"index": 0, **own, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    top = {"id": "cmpl-1", "created": 100, "model": "tiny", "choices": [choice], "usage": USAGE}
+    return json.dumps({**top, **more}).encode()
+
+
+def build_token(*args: Any, **more: Any) -> PrefillToken:
+    """P's token."""
+    prefill_token = parse_prefill_answer(
+        build_prefill_answer(*args, **more), more.get("chat", True)
+    )
+    assert prefill_token is not None
+    return prefill_token
+
+
+def build_event(
+    text: str | None, finish: str | None = None, chat: bool = True, role: str = "", **more: Any
+) -> bytes:
+    """One event of D's stream."""
+    delta: dict[str, Any] = {"content": text} if text is not None else {}
+    delta = {"role": role, **delta} if role else delta
+    choice = {"index": 0, "delta": delta} if chat else {"index": 0, "text": text}
+    top = {"id": "cmpl-1", "created": 100, "model": "tiny"}
+    top |= {"choices": [choice | {"finish_reason": finish}], **more}
+    return b"data: " + json.dumps(top).encode() + b"\n\n"
+
+
+ROLE_EVENT = build_event("", role="assistant")
+END_EVENT = build_event("", "length")
+
+
+def list_texts(data: bytes) -> list[str | None]:
+    """The text of every event that has one; [DONE] as it is."""
+    event_texts: list[str | None] = []
+    for event_bytes in data.split(b"\n\n")[:-1]:
+        if event_bytes == b"data: [DONE]":
+            event_texts.append("[DONE]")
+            continue
+        choice = json.loads(event_bytes[6:])["choices"][0]
+        event_texts.append(choice["text"] if "text" in choice else choice["delta"].get("content"))
+    return event_texts
+
+
+def splice_chunks(splicer: StreamSplicer, chunks: Iterable[bytes]) -> bytes:
+    """All that the client gets of D's chunks."""
+    return b"".join([splicer.splice_chunk(chunk) for chunk in chunks]) + splicer.flush_rest()
+
+
+def splice_stripped(
+    text: str, chunks: Sequence[bytes], chat: bool = True
+) -> tuple[list[str | None], StreamSplicer]:
+    """What is left of D's stream after P's text in strip, and the seam."""
+    splicer = StreamSplicer(
+        build_token(text, chat=chat), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=chat)
+    )
+    return list_texts(splice_chunks(splicer, chunks)), splicer
+
+
+def test_the_duplicate_goes_the_rest_stays() -> None:
+    """One token per event: preamble and duplicate are dropped, everything else is as it came."""
+    rest = build_event("lo") + END_EVENT + DONE_EVENT
+    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
+    assert (
+        splice_chunks(
+            joint, [ROLE_EVENT + build_event("Hel"), build_event("lo"), END_EVENT, DONE_EVENT]
+        )
+        == rest
+    )
+    assert not joint.has_mismatch
+    joint = StreamSplicer(build_token(chat=False), LegPlan(BOTH_LEGS, MODE_STRIP))
+    assert splice_chunks(
+        joint, [build_event("Hel", chat=False), build_event("lo", chat=False), DONE_EVENT]
+    ) == (build_event("lo", chat=False) + DONE_EVENT)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "left"),
+    [
+        ([ROLE_EVENT, build_event("Hello, "), build_event("you"), END_EVENT], ["lo, ", "you", ""]),
+        (
+            [ROLE_EVENT, build_event(""), build_event("Hel"), build_event("lo"), END_EVENT],
+            ["lo", ""],
+        ),
+        (
+            [ROLE_EVENT, build_event("H"), build_event("el"), build_event("lo"), END_EVENT],
+            ["lo", ""],
+        ),
+        ([ROLE_EVENT, build_event("H"), build_event("ello"), END_EVENT], ["lo", ""]),
+        ([ROLE_EVENT, build_event("Hello", "stop")], ["lo"]),
+        ([ROLE_EVENT, build_event("Hel", "stop")], [""]),
+        ([build_event("Hello", role="assistant"), END_EVENT], ["lo", ""]),
+    ],
+)
+def test_only_the_duplicates_text_goes(chunks: list[bytes], left: list[str]) -> None:
+    """D's first event may hold several tokens, a part of one, none, or the end of the answer."""
+    found, joint = splice_stripped("Hel", chunks)
+    assert found == left and not joint.has_mismatch
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+def test_any_cut_of_the_bytes_gives_the_same(size: int) -> None:
+    """Chunks need not be events: cut anywhere, the client gets the same events."""
+    whole = (
+        ROLE_EVENT
+        + build_event("Hé")
+        + build_event("llo 😀")
+        + build_event("you")
+        + END_EVENT
+        + DONE_EVENT
+    )
+    found, _ = splice_stripped("Hé", [whole[at : at + size] for at in range(0, len(whole), size)])
+    assert found == ["llo 😀", "you", "", "[DONE]"]
+
+
+def test_after_the_seam_bytes_pass_as_they_are() -> None:
+    """Once the duplicate is gone nothing is parsed or held back, not even half an event."""
+    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
+    assert joint.splice_chunk(ROLE_EVENT + build_event("Hel") + b"data: {ha") == b"data: {ha"
+    assert joint.splice_chunk(b"lf") == b"lf" and joint.passes_unchanged
+
+
+@pytest.mark.parametrize(
+    ("chunks", "left"),
+    [
+        ([ROLE_EVENT, build_event("Tra"), build_event("lala"), END_EVENT], ["lala", ""]),
+        (
+            [ROLE_EVENT, build_event("He"), build_event("y"), build_event("ho"), END_EVENT],
+            ["ho", ""],
+        ),
+        ([ROLE_EVENT, build_event("", "stop")], [""]),
+    ],
+)
+def test_another_first_token_is_noticed(chunks: list[bytes], left: list[str]) -> None:
+    """D's first token, where it is another one, is replaced by P's; the seam says so."""
+    found, joint = splice_stripped("Hel", chunks)
+    assert joint.has_mismatch and found == left
+
+
+def test_a_token_that_d_takes_for_reasoning_is_a_mismatch() -> None:
+    """Where D's parser puts the token elsewhere, its event goes on as it is."""
+    other = b'data: {"id": "cmpl-1", "created": 100, "choices": [{"delta": {"reasoning": "Hel"}}]}'
+    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
+    out = splice_chunks(joint, [ROLE_EVENT, other + b"\n\n", END_EVENT])
+    assert b'"reasoning"' in out and joint.has_mismatch
+
+
+def test_one_id_and_one_time() -> None:
+    """D's own id and time become those of P's events, in every event, never inside a text."""
+    mine = {"id": "cmpl-9", "created": 105}
+    quoted = '"created":105 and "id":"cmpl-9"'
+    chunks = [
+        build_event("Hel", **mine),
+        build_event(quoted, **mine),
+        build_event("", "length", **mine),
+        DONE_EVENT,
+    ]
+    compact = [chunk.replace(b'": ', b'":') for chunk in chunks]
+    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
+    events = [json.loads(each[6:]) for each in splice_chunks(joint, compact).split(b"\n\n")[:-2]]
+    assert {(each["id"], each["created"]) for each in events} == {("cmpl-1", 100)}
+    assert events[0]["choices"][0]["delta"]["content"] == quoted
+
+
+def test_continued_streams_lose_nothing_but_the_preamble() -> None:
+    """Continue: D's first event is the second token; usage counts P's token as an answer's."""
+    joint = StreamSplicer(
+        build_token(), LegPlan(BOTH_LEGS, MODE_CONTINUE, is_chat=True, include_usage=True)
+    )
+    usage = {"prompt_tokens": 11, "total_tokens": 14, "completion_tokens": 3}
+    last = b'data: {"choices":[],"usage":' + json.dumps(usage).encode() + b"}\n\n"
+    out = splice_chunks(
+        joint, [ROLE_EVENT + build_event("Hel"), build_event("lo"), END_EVENT, last, DONE_EVENT]
+    )
+    assert list_texts(out.replace(last, b"")[: out.index(b'data: {"choices":[]')]) == [
+        "Hel",
+        "lo",
+        "",
+    ]
+    said = json.loads(out[out.index(b'{"choices":[]') :].split(b"\n\n")[0])["usage"]
+    assert said == {"prompt_tokens": 10, "total_tokens": 14, "completion_tokens": 4}
+    assert out.endswith(DONE_EVENT)
+
+
+def test_the_opening_is_a_servers_own() -> None:
+    """Chat: preamble, then the token; completions: the token; nothing ends."""
+    events = [
+        json.loads(each[6:])
+        for each in render_first_events(
+            build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True)
+        ).split(b"\n\n")[:-1]
+    ]
+    assert [each["choices"][0]["delta"] for each in events] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hel"},
+    ]
+    assert {each["object"] for each in events} == {"chat.completion.chunk"}
+    assert all(each["choices"][0]["finish_reason"] is None for each in events)
+    (event,) = render_first_events(build_token(chat=False), LegPlan(BOTH_LEGS, MODE_STRIP)).split(
+        b"\n\n"
+    )[:-1]
+    assert json.loads(event[6:])["choices"][0]["text"] == "Hel"
+
+
+def test_an_answer_that_ends_on_p_is_whole() -> None:
+    """P's finish reason, usage if it was asked for, and [DONE]."""
+    for usage in (False, True):
+        plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, include_usage=usage)
+        out = render_first_events(build_token("", "stop", system_fingerprint="f"), plan)
+        *events, done, end = out.split(b"\n\n")
+        assert (done, end) == (b"data: [DONE]", b"")
+        found = [json.loads(each[6:]) for each in events]
+        assert found[1]["choices"][0]["finish_reason"] == "stop"
+        assert [each.get("usage") for each in found] == [None, None] + [USAGE] * usage
+        assert [each.get("system_fingerprint") for each in found][-1] == "f"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (build_token("ok"), ""),
+        (build_token(""), "character"),
+        (build_token("h\ufffd"), "character"),
+        (build_token("", "stop"), ""),
+        (build_token("x", "error"), "finish_reason"),
+        (build_token("a\n"), "stop"),
+        (build_token("aST"), "stop"),
+        (build_token("STOPPED"), ""),
+        (
+            build_token("x", usage={"completion_tokens_details": {"reasoning_tokens": 0}}),
+            "reasoning",
+        ),
+    ],
+)
+def test_some_tokens_are_not_handed_out(given: PrefillToken, reason: str) -> None:
+    """Half a character, the possible start of a stop string, and what a parser may have split."""
+    assert (
+        given.explain_refusal(
+            LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("\n\n", "STOP"))
+        )
+        == reason
+    )
+
+
+def test_a_long_stop_string_is_not_cut_into_pieces() -> None:
+    """Only the ends of P's token are compared: twenty times the length costs about twenty times as much."""
+
+    def measure_s(length: int) -> float:
+        plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("x" * length,))
+        token, seconds = build_token("Hel"), []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            assert token.explain_refusal(plan) == ""
+            seconds.append(time.perf_counter() - began_s)
+        return min(seconds)
+
+    # a slice for each length would take four hundred times as long
+    assert measure_s(200_000) < 100 * measure_s(10_000)
+    plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("lo" + "x" * 200_000,))
+    assert build_token("Hello").explain_refusal(plan) == "stop"
+
+
+def test_what_is_no_answer_of_one_token_is_none() -> None:
+    """Another shape of answer is not guessed at."""
+    for data in (b"", b"[]", b"{}", b'{"choices": [{}, {}]}', b'{"choices": [{"message": 3}]}'):
+        assert (
+            parse_prefill_answer(data, True) is None and parse_prefill_answer(data, False) is None
+        )
+
+
+def test_transfer_parameters_and_ids_are_read() -> None:
+    """Where chat and completions put them; none is None."""
+    found = parse_prefill_answer(
+        build_prefill_answer(kv_transfer_params={"a": 1}, prompt_token_ids=[1, 2]), True
+    )
+    assert found is not None and (found.kv_params, found.prompt_token_ids) == ({"a": 1}, [1, 2])
+    assert build_token().kv_params is None
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        b"{oops",
+        b'{"choices": [{"index": 0}]}',
+        b'{"choices": [{"index": 0, "delta": null}]}',
+        b'{"choices": {"a": 1}}',
+        b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}',
+    ],
+)
+@pytest.mark.parametrize("mode", [MODE_STRIP, MODE_CONTINUE])
+def test_an_event_of_another_shape_goes_on_as_it_came(mode: str, strange: bytes) -> None:
+    """What no vLLM writes is the client's to read, and does not cut its stream off."""
+    joint = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, mode, is_chat=True))
+    sent = b"data: " + strange + b"\n\n" + DONE_EVENT
+    assert joint.splice_chunk(sent) + joint.flush_rest() == sent
+
+
+def test_a_stream_that_breaks_says_why() -> None:
+    """D's own error, else ours, then [DONE]: as a server ends a stream that failed."""
+    out = render_stream_error(b'{"error": {"message": "no", "code": 400}}', "x")
+    assert out == b'data: {"error":{"message":"no","code":400}}\n\n' + DONE_EVENT
+    assert b'"message":"gone"' in render_stream_error(b"<html>", "gone")

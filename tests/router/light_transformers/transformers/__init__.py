@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for transformers in a tokenizer's child process, and is imported in a tenth of its time.
+
+It reads folders of small_tokenizer.py and has what model_tokenizer.py asks of transformers. Tests of the
+process put it on PYTHONPATH; that the real one gives the same is shown by test_model_tokenizer.py and
+test_prompt_processes.py::test_local.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from router.small_tokenizer import PlainTokenizer
+
+
+class PretrainedConfig:
+    """Reads config.json."""
+
+    @staticmethod
+    def get_config_dict(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The config of the folder `source`, and no arguments left over."""
+        return json.loads((Path(source) / "config.json").read_text()), {}
+
+
+class PreTrainedTokenizerBase(PlainTokenizer):
+    """A tokenizer with its chat template."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.chat_template = (Path(folder) / "chat_template.jinja").read_text()
+
+    def get_chat_template(self, chat_template: str | None, tools: Any = None) -> str:
+        """`chat_template`, or the tokenizer's own."""
+        return chat_template or self.chat_template
+
+    def apply_chat_template(
+        self, conversation: Any, tools: Any, chat_template: str, tokenize: bool, **variables: Any
+    ) -> str:
+        """The text of a conversation."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(chat_template)
+        return template.render(
+            messages=conversation, tools=tools, bos_token="<|begin|>", **variables
+        )
+
+
+class AutoTokenizer:
+    """Loads tokenizers."""
+
+    @staticmethod
+    def from_pretrained(source: str, **_: Any) -> PreTrainedTokenizerBase:
+        """The tokenizer of the folder `source`."""
+        return PreTrainedTokenizerBase(source)
+
+
+def add_module(name: str, **contents: Any) -> ModuleType:
+    """Make a module of this package with these `contents`."""
+    module = ModuleType(f"{__name__}.{name}")
+    vars(module).update(contents)
+    sys.modules[module.__name__] = module
+    return module
+
+
+add_module("models")
+add_module("models.auto")
+add_module("models.auto.processing_auto", PROCESSOR_MAPPING_NAMES={})
+logging = ModuleType("logging")
+vars(logging)["set_verbosity_error"] = lambda: None
+utils = add_module("utils", logging=logging, cached_file=lambda *_, **__: None)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of cached blocks against plain sets, and that nothing stays in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHistory
+from ttft_otel.router.routing.policies.partitioned_table import PART_COUNT, PartitionedTable
+
+URLS = ("a", "b", "c")
+BLOCK_LISTS = st.lists(st.integers(0, 2 * PART_COUNT + 1), max_size=6)
+ACTION_LISTS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "remove", "retire", "tidy"]),
+        st.sampled_from(URLS),
+        st.integers(0, 1),
+        BLOCK_LISTS,
+    ),
+    max_size=30,
+)
+
+
+def count_held_prefix(blocks: list[int], held: set[int]) -> int:
+    """How many of them, from the first on, are held."""
+    return next((at for at, block in enumerate(blocks) if block not in held), len(blocks))
+
+
+@settings(deadline=None)
+@given(ACTION_LISTS, BLOCK_LISTS)
+def test_sets(acts: list[tuple[str, str, int, list[int]]], asked: list[int]) -> None:
+    """Whatever came and went, of each instance's caches the one with the longest prefix counts."""
+    index = BlockHolders(16)
+    held: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for act, url, rank, blocks in acts:
+        if act == "add":
+            index.add_blocks(url, blocks, rank)
+            held[url, rank] |= set(blocks)
+        elif act == "remove":
+            index.remove_blocks(url, blocks, rank)
+            held[url, rank] -= set(blocks)
+        elif act == "retire":
+            index.retire_cache(url, rank, iter(held.pop((url, rank), ())))
+        else:
+            next(index.free_retired(), None)  # left off after one step
+
+    assert index.match_blocks(asked, URLS) == [
+        max(count_held_prefix(asked, held[url, rank]) for rank in (0, 1)) for url in URLS
+    ]
+    for url in URLS:
+        assert index.has_block(url, 5, 1) == (5 in held[url, 1])
+    for (url, rank), own in held.items():
+        index.retire_cache(url, rank, iter(own))
+    assert not any(index.match_blocks(asked, URLS))
+    deque(index.free_retired(), 0)
+    assert len(index) == 0
+
+
+def test_unlearn() -> None:
+    """What an instance was sent counts no more at once; its memory goes in steps."""
+    index = SentHistory(16, 10_000)
+    index.record_served("a", range(5_000))
+    index.record_served("b", range(4_000, 6_000))
+
+    index.forget_instance("a")
+
+    assert index.match_blocks(range(5), ["a"]) == [0]
+    assert index.count_blocks("a") == 0
+    assert len(index) == 6_000
+    steps = sum(1 for _ in index.free_retired())
+    assert steps > 10
+    assert len(index) == 2_000
+    index.record_served("a", range(4_000, 4_002))
+    assert index.match_blocks(range(4_000, 6_000), ["a", "b"]) == [2, 2_000]
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.integers(0, 1 << 80), st.integers(0, 1 << 63)))
+def test_table(plain: dict[int, int]) -> None:
+    """It is a dict of integers."""
+    table = PartitionedTable()
+    for key, value in plain.items():
+        table[key] = value
+
+    assert len(table) == len(plain)
+    assert all(key in table and table.get(key) == plain[key] for key in plain)
+    for key in list(plain)[::2]:
+        assert table.pop(key) == plain.pop(key)
+    assert table.get(1 << 81) is None
+    assert sorted(table.drain_values()) == sorted(plain.values())
+    assert len(table) == 0
+
+
+def test_limit() -> None:
+    """A lower bound holds for what is there already, in steps."""
+    index = SentHistory(16, 10_000)
+    index.record_served("a", range(10_000))
+    index.set_max_blocks(100)
+
+    index.record_served("a", range(10_000, 10_001))
+    assert 100 < index.count_blocks("a") < 10_000
+    for block in range(10_001, 10_010):
+        index.record_served("a", range(block, block + 1))
+
+    assert index.count_blocks("a") == len(index) == 100
+    assert index.match_blocks(range(10_000, 10_010), ["a"]) == [10]
+
+
+def test_too_many_instances() -> None:
+    """For one instance too many the oldest counts no more at once; its memory goes in steps."""
+    index = SentHistory(16, 10_000, max_instances=2)
+    index.record_served("a", range(10_000))
+    index.record_served("b", range(10_000, 10_001))
+
+    index.record_served("c", range(10_001, 10_002))
+
+    assert index.match_blocks(range(5), ["a"]) == [0]
+    assert 9_000 < len(index) < 10_000
+    for _ in range(30):
+        index.record_served("c", range(10_001, 10_002))
+    assert len(index) == 2

@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy on instances that never serve, with a clock that the test moves: whom it chooses, and why."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ttft_otel.router.errors import SloUnreachable
+from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHistory
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND, PendingLoads
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine, PrefillModels
+from ttft_otel.router.routing.policies.prefill_work import compute_work, count_pairs
+from ttft_otel.router.types import Decision, Instance, RoutingRequest, parse_instance_url
+
+BLOCK_TOKENS = 16
+INSTANCES = tuple(
+    parse_instance_url(f"http://127.0.0.1:{port}", "prefill") for port in (8001, 8002, 8003)
+)
+A, B, C = INSTANCES
+PREFILL_LINE = PrefillLine(0.01, 1e-4, 1e-8)
+
+
+def build_request(
+    number: int = 0, tokens: int = 0, blocks: Sequence[int] = (), **more: object
+) -> RoutingRequest:
+    """A request with a prompt of this length and these full blocks."""
+    body = json.dumps({"model": "m", **more}).encode()
+    return RoutingRequest(
+        "prefill",
+        "/v1/completions",
+        "m",
+        str(number),
+        {},
+        body,
+        prompt_tokens=tokens,
+        block_keys=(*blocks,),
+    )
+
+
+def build_state(**options: object) -> PolicyState:
+    """Nothing known yet; ties are broken the same way each time."""
+    return PolicyState(
+        BlockHolders(BLOCK_TOKENS), PolicyOptions(**options), tie_breaker=random.Random(7)
+    )  # type: ignore[arg-type]
+
+
+def book_request(
+    policy_state: PolicyState,
+    request: RoutingRequest,
+    chosen_instance: Instance,
+    cached: int = 0,
+    now: int = 0,
+) -> None:
+    """The request goes there, whoever chose it."""
+    policy_state.record_sent(request, Decision(chosen_instance, 0.0, "test", cached), now)
+
+
+def choose_instance(
+    name: str, policy_state: PolicyState, request: RoutingRequest, now: int = 0
+) -> Decision:
+    """What a new policy of this name chooses."""
+    return POLICIES[name](policy_state).choose_instance(request, INSTANCES, now, False)
+
+
+# By hand from the formula: tokens, cached, pairs.
+PAIRS_BY_PROMPT = [
+    (0, 0, 0),
+    (1, 0, 1),
+    (1, 1, 0),
+    (2, 0, 3),
+    (2, 1, 2),
+    (3, 1, 5),
+    (10, 0, 55),
+    (10, 4, 45),
+    (16, 16, 0),
+    (100, 0, 5050),
+    (100, 99, 100),
+    (1000, 512, 369_172),
+    (4096, 0, 8_390_656),
+    (4096, 2048, 6_292_480),
+    (20_260, 260, 205_210_000),
+    (131_072, 0, 8_590_000_128),
+    (131_072, 131_056, 2_097_032),
+]
+
+
+@pytest.mark.parametrize(("tokens", "cached", "pairs"), PAIRS_BY_PROMPT)
+def test_trapezoid(tokens: int, cached: int, pairs: int) -> None:
+    """The formula's worked cases, exactly; and it is the sum that it stands for."""
+    assert count_pairs(tokens, cached) == pairs
+    if tokens <= 20_260:
+        assert sum(range(cached + 1, tokens + 1)) == pairs
+
+
+# Pending prompts (tokens, cached) of A, B and C; what each has cached of the new one of 64; the scores.
+SCORE_CASES = [
+    ([[], [], []], (0, 0, 48), (2080, 2080, 904)),
+    ([[(64, 0)], [(64, 48)], []], (0, 16, 0), (4160, 2848, 2080)),
+    ([[(10, 0)], [(10, 4), (3, 1)], [(100, 99)]], (32, 32, 32), (1607, 1602, 1652)),
+    ([[(1000, 512)], [(100, 0)], [(100, 0), (2, 0)]], (48, 0, 0), (370_076, 7130, 7133)),
+]
+
+
+@pytest.mark.parametrize(("pending", "cached", "scores"), SCORE_CASES)
+def test_original_score(
+    pending: list[list[tuple[int, int]]], cached: tuple[int, ...], scores: tuple[int, ...]
+) -> None:
+    """An instance's score is its pending prompts' pairs and the new one's; the least wins."""
+    known = build_state(ttft_model="trapezoid")
+    prompt = range(4)
+    for at, each in enumerate(INSTANCES):
+        known.index.add_blocks(each.url, prompt[: cached[at] // BLOCK_TOKENS])  # type: ignore[attr-defined]
+        for number, (tokens, had) in enumerate(pending[at]):
+            book_request(known, build_request(10 * at + number, tokens), each, had)
+    request = build_request(99, 64, prompt)
+
+    every = [
+        POLICIES["ttft"](known).choose_instance(request, (each,), 0, False).score
+        for each in INSTANCES
+    ]
+    best = choose_instance("ttft", known, request)
+
+    assert every == [*scores]
+    assert best.score == min(scores)
+    assert (best.instance, best.reason) == (INSTANCES[scores.index(min(scores))], "trapezoid")
+
+
+def test_one_token() -> None:
+    """A prompt that is cached to its last token is computed from its last block on."""
+    known = build_state()
+    known.index.add_blocks(A.url, range(4))  # type: ignore[attr-defined]
+
+    assert known.estimate_cached(build_request(0, 64, range(4)), INSTANCES) == [48, 0, 0]
+    assert known.estimate_cached(build_request(0, 65, range(4)), INSTANCES) == [64, 0, 0]
+
+
+def test_shared() -> None:
+    """With a cache that all share, the longest prefix counts for each."""
+    known = build_state(shared_cache=True)
+    known.index.add_blocks(B.url, range(2))  # type: ignore[attr-defined]
+
+    assert known.estimate_cached(build_request(0, 64, range(4)), INSTANCES) == [32, 32, 32]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_known(name: str) -> None:
+    """Without tokens, history, session or models each policy still chooses one of those offered."""
+    assert choose_instance(name, build_state(), build_request()).instance in INSTANCES
+
+
+@pytest.mark.parametrize("name", ["least_requests", "ttft"])
+def test_ties(name: str) -> None:
+    """Among equals any is taken, about as often; the same seed takes the same ones."""
+    one, other = (POLICIES[name](build_state()) for _ in range(2))
+    took = [
+        one.choose_instance(build_request(), INSTANCES, 0, False).instance.url for _ in range(300)
+    ]
+    again = [
+        other.choose_instance(build_request(), INSTANCES, 0, False).instance.url for _ in range(300)
+    ]
+
+    assert took == again
+    assert min(Counter(took).values()) > 60
+
+
+def test_least() -> None:
+    """The fewest under way, as the fleet counts."""
+    busy = [
+        replace(each, in_flight=count) for each, count in zip(INSTANCES, (3, 1, 2), strict=True)
+    ]
+
+    assert (
+        POLICIES["least_requests"](build_state())
+        .choose_instance(build_request(), busy, 0, False)
+        .instance
+        is busy[1]
+    )
+
+
+def test_qps() -> None:
+    """The fewest sent within the window, however many of them have ended; then all is forgotten."""
+    known = build_state()
+    for number, to in enumerate((A, A, B, B, B, C)):
+        book_request(known, build_request(number), to, now=number * US_PER_SECOND)
+    known.record_left(build_request(5), 6 * US_PER_SECOND)
+
+    assert choose_instance("qps", known, build_request(9), 10 * US_PER_SECOND).instance is C
+    assert choose_instance("qps", known, build_request(9), 61 * US_PER_SECOND).instance is A
+    assert choose_instance("qps", known, build_request(9), 90 * US_PER_SECOND).score == 0
+
+
+def test_session() -> None:
+    """A session stays where it is; when an instance goes, only its own sessions move."""
+    policy = POLICIES["session"](build_state(session_key="user"))
+
+    def choose_url(user: object, among: Sequence[Instance]) -> str:
+        return policy.choose_instance(build_request(user=user), among, 0, False).instance.url
+
+    before = {user: choose_url(user, INSTANCES) for user in range(300)}
+    after = {user: choose_url(user, (A, C)) for user in range(300)}
+
+    assert min(Counter(before.values()).values()) > 60
+    assert all(after[user] == url for user, url in before.items() if url != B.url)
+    assert {after[user] for user, url in before.items() if url == B.url} == {A.url, C.url}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [({"x-user": "ann"}, b""), ({}, b'{"X-User": "ann"}'), ({"x-user": "ann"}, b"no json")],
+)
+def test_session_key(headers: dict[str, str], body: bytes) -> None:
+    """The key is a header or one of the body's own."""
+    request = replace(build_request(), headers=headers, body=body)
+    plain = replace(build_request(), headers={"x-user": "ann"})
+
+    found = choose_instance("session", build_state(session_key="X-User"), request)
+
+    assert found.reason == "session"
+    assert (
+        found.instance
+        is choose_instance("session", build_state(session_key="x-user"), plain).instance
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"user": {"id": 1}}', b'{"user": ""}', b"\xff"])
+def test_no_session(body: bytes) -> None:
+    """Whoever names no session goes where the fewest were sent."""
+    assert (
+        choose_instance(
+            "session", build_state(session_key="user"), replace(build_request(), body=body)
+        ).reason
+        == "qps"
+    )
+
+
+def test_prefix() -> None:
+    """The longest beginning that an instance was sent, computed or not; else the fewest under way."""
+    known = build_state()
+    known.index.add_blocks(A.url, range(2))  # type: ignore[attr-defined]
+    book_request(known, build_request(1, 64, range(4)), B)
+
+    found = choose_instance("prefix", known, build_request(2, 80, range(5)))
+
+    assert (found.instance, found.cached_tokens, found.reason) == (B, 64, "prefix")
+    assert (
+        choose_instance("prefix", known, build_request(3, 80, range(50, 55))).reason
+        == "least_requests"
+    )
+
+
+def test_prefix_shared() -> None:
+    """What all prompts begin with draws nobody: the match must be a good part of the prompt."""
+    known = build_state()
+    known.index.add_blocks(A.url, range(3))  # type: ignore[attr-defined]
+    own = [*range(3), *range(100, 107)]
+
+    assert choose_instance("prefix", known, build_request(1, 160, own)).reason == "least_requests"
+    assert choose_instance("prefix", known, build_request(2, 144, own[:9])).instance is A
+
+
+def test_prefix_busy() -> None:
+    """Not even a whole prefix is worth many more requests than elsewhere; among equals the fewest count."""
+    known = build_state()
+    for each in (A, B):
+        known.index.add_blocks(each.url, range(5))  # type: ignore[attr-defined]
+    policy = POLICIES["prefix"](known)
+
+    def choose_among(*counts: int) -> tuple[int, str]:
+        busy = [
+            replace(each, in_flight=count) for each, count in zip(INSTANCES, counts, strict=True)
+        ]
+        found = policy.choose_instance(build_request(1, 80, range(5)), busy, 0, False)
+        return busy.index(found.instance), found.reason
+
+    assert choose_among(8, 9, 0) == (0, "prefix")
+    assert choose_among(9, 9, 0) == (2, "least_requests")
+    assert choose_among(29, 29, 20) == (0, "prefix") or choose_among(29, 29, 20) == (1, "prefix")
+    assert choose_among(31, 31, 20) == (2, "least_requests")
+
+
+@pytest.mark.parametrize(("threshold", "reason"), [(16, "kvaware"), (15, "session")])
+def test_kvaware(threshold: int, reason: str) -> None:
+    """The longest cached prefix, if no more than the threshold is missing; else by session."""
+    known = build_state(session_key="user", kv_aware_threshold=threshold)
+    known.index.add_blocks(C.url, range(4))  # type: ignore[attr-defined]
+    known.index.add_blocks(A.url, range(3))  # type: ignore[attr-defined]
+    request = build_request(1, 80, range(5), user="ann")
+
+    found = choose_instance("kvaware", known, request)
+
+    assert found.reason == reason
+    assert reason == "session" or found.instance is C
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_kvaware_among_equals(shared: bool) -> None:
+    """What several have cached goes to each of them alike, or by session: never all to the first one."""
+    known = build_state(session_key="user", shared_cache=shared)
+    for each in (A,) if shared else (A, C):
+        known.index.add_blocks(each.url, range(4))  # type: ignore[attr-defined]
+    policy, sent = POLICIES["kvaware"](known), Counter[str]()
+    for number in range(300):
+        request = build_request(number, 80, range(4))
+        found = policy.choose_instance(request, INSTANCES, number, False)
+        assert (found.reason, found.cached_tokens, found.score) == ("kvaware", 64, 16)
+        known.record_sent(request, found, number)
+        sent[found.instance.url] += 1
+
+    assert sent == ({each.url: 100 for each in INSTANCES} if shared else {A.url: 150, C.url: 150})
+    of = [build_request(number, 80, range(4), user="ann") for number in range(300, 309)]
+    assert (
+        len({policy.choose_instance(each, INSTANCES, 300, False).instance.url for each in of}) == 1
+    )
+
+
+def test_calibrated() -> None:
+    """What is waiting and what is new, in seconds; the running one's part that is done is taken off."""
+    known = build_state()
+    known.models = PrefillModels(PREFILL_LINE)
+    book_request(known, build_request(1, 1000), A)
+    book_request(known, build_request(2, 500), A)
+    book_request(known, build_request(3, 1400), B)
+    one = PREFILL_LINE.predict_seconds(compute_work(1000, 0))
+    new = PREFILL_LINE.predict_seconds(compute_work(100, 0))
+
+    def predict_ttft(each: Instance, now: float) -> float | None:
+        request = build_request(9, 100)
+        policy = POLICIES["ttft"](known)
+        return policy.choose_instance(
+            request, (each,), round(now * US_PER_SECOND), False
+        ).predicted_ttft_s
+
+    start = one + PREFILL_LINE.predict_seconds(compute_work(500, 0)) + new
+    assert predict_ttft(C, 0.05) == pytest.approx(new)
+    assert predict_ttft(A, 0) == pytest.approx(start)
+    assert predict_ttft(A, 0.05) == pytest.approx(start - 0.05)
+    assert predict_ttft(A, 60) == pytest.approx(start - 0.9 * one)  # late: it may end any moment
+    assert choose_instance("ttft", known, build_request(9, 100)).instance is C
+    known.record_first_token(build_request(1, 1000), US_PER_SECOND, 1.0, 0)
+    assert predict_ttft(A, 1) == pytest.approx(
+        PREFILL_LINE.predict_seconds(compute_work(500, 0)) + new
+    )  # the next one began now
+
+
+def test_others() -> None:
+    """The busier the fleet, the longer a request waits where its prompt is cached: others need the time."""
+    known = build_state()
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    request = build_request(99, 1600, range(100))
+    known.index.add_blocks(A.url, range(50))  # type: ignore[attr-defined]
+    book_request(known, build_request(1, 1000), A)
+    book_request(known, build_request(2, 100), B)
+    book_request(known, build_request(3, 100), C)
+
+    quiet = choose_instance("ttft", known, request)
+    for number in range(10, 400):
+        now = number * US_PER_SECOND // 10
+        book_request(known, build_request(number, 1), INSTANCES[number % 3], now=now)
+        known.record_left(build_request(number), now)
+    book_request(known, build_request(1, 1000), A, now=now)
+    book_request(known, build_request(2, 100), B, now=now)
+    book_request(known, build_request(3, 100), C, now=now)
+    busy = choose_instance("ttft", known, request, now)
+
+    assert quiet.instance is not A  # 1.7 s there, 1.8 s at A
+    assert busy.instance is A  # 0.8 s of work instead of 1.6 s
+    assert (busy.predicted_ttft_s, quiet.predicted_ttft_s) == (
+        pytest.approx(1.8),
+        pytest.approx(1.7),
+    )
+
+
+def test_near() -> None:
+    """Among about equal ones the instance that had the least to compute lately; what is better still wins."""
+    known = build_state()
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    for number, each in enumerate((A, A, B, C, C)):
+        book_request(known, build_request(number, 1000), each)
+        known.record_left(build_request(number), 0)
+
+    assert choose_instance("ttft", known, build_request(9, 1000)).instance is B
+    known.index.add_blocks(A.url, range(2))  # type: ignore[attr-defined]
+    assert (
+        choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is B
+    )  # A: 3 % less
+    known.index.add_blocks(A.url, range(6))  # type: ignore[attr-defined]
+    assert choose_instance("ttft", known, build_request(9, 1000, range(60))).instance is A
+
+
+def test_speculative() -> None:
+    """A prefix that waits on an instance counts as cached there, but not for the original formula."""
+    known = build_state()
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    book_request(known, build_request(1, 160, range(10)), A)
+    book_request(known, build_request(2, 160, range(20, 30)), B)
+    request = build_request(3, 320, range(20))
+    original = PolicyState(
+        BlockHolders(BLOCK_TOKENS), PolicyOptions(ttft_model="trapezoid"), known.pending
+    )
+
+    assert [
+        POLICIES["ttft"](known).choose_instance(request, (x,), 0, False).cached_tokens
+        for x in INSTANCES
+    ] == [
+        160,
+        0,
+        0,
+    ]
+    assert POLICIES["ttft"](original).choose_instance(request, (A,), 0, False).cached_tokens == 0
+
+
+def test_slow() -> None:
+    """An instance of half the speed gets the request only where the faster one's queue is longer."""
+    known = build_state()
+    for number in range(1, 60):
+        todo = compute_work(100 * number, 0)
+        known.models.add_sample("m", A.url, todo, PREFILL_LINE.predict_seconds(todo))
+        known.models.add_sample("m", B.url, todo, 2 * PREFILL_LINE.predict_seconds(todo))
+    policy = POLICIES["ttft"](known)
+    chosen = []
+    for number in range(6):
+        choice = policy.choose_instance(build_request(number, 1000), (A, B), 0, False)
+        known.record_sent(build_request(number, 1000), choice, 0)
+        chosen.append(choice.instance)
+
+    assert chosen.count(A) == 4
+    assert chosen[0] is A
+
+
+def test_start() -> None:
+    """Before there are enough samples the pairs decide; then seconds, also for an instance without any."""
+    known = build_state()
+    reasons = []
+    for number in range(10):
+        choice = choose_instance("ttft", known, build_request(number, 100))
+        reasons.append(choice.reason)
+        known.record_sent(build_request(number, 100), replace(choice, instance=A), number)
+        known.record_first_token(build_request(number, 100), number, 0.1, 0)
+
+    assert reasons == ["trapezoid"] * 8 + ["calibrated"] * 2
+    assert choose_instance("ttft", known, build_request(11, 100)).predicted_ttft_s == pytest.approx(
+        0.1
+    )
+
+
+def test_late() -> None:
+    """Where nobody can make it in time, it says so, and when somebody might."""
+    known = build_state(slo_s=0.5)
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    for number, (each, tokens) in enumerate(zip(INSTANCES, (800, 700, 900), strict=True)):
+        book_request(known, build_request(number, tokens), each)
+
+    with pytest.raises(SloUnreachable) as late:
+        choose_instance("ttft", known, build_request(9, 100))
+
+    assert late.value.wait_s == pytest.approx(0.3)
+    assert (
+        choose_instance("ttft", known, build_request(9, 100), 31 * US_PER_SECOND // 100).instance
+        is B
+    )
+
+
+def test_late_idle() -> None:
+    """Waiting makes an idle instance no faster: it serves what is late anyway, and shows how late."""
+    known = build_state(slo_s=0.5)
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    assert choose_instance("ttft", known, build_request(9, 2000)).predicted_ttft_s == pytest.approx(
+        2
+    )
+    book_request(known, build_request(1, 100), A)
+    book_request(known, build_request(2, 3000), B)
+    assert choose_instance("ttft", known, build_request(9, 2000)).instance is C
+    book_request(known, build_request(3, 3000), C)
+    with pytest.raises(SloUnreachable) as late:
+        choose_instance("ttft", known, build_request(9, 2000))
+    assert late.value.wait_s == pytest.approx(0.1)  # then A is idle
+
+
+def test_late_besides() -> None:
+    """What an instance takes around queue and prefill counts against the limit, too."""
+    known = build_state(slo_s=0.5)
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    for number, each in enumerate(INSTANCES):
+        book_request(known, build_request(number, 200), each)
+        known.record_overhead(each.url, 0.3)
+    with pytest.raises(SloUnreachable) as late:
+        choose_instance("ttft", known, build_request(9, 100))
+    assert late.value.wait_s == pytest.approx(0.1)
+
+
+def test_late_unknown() -> None:
+    """A request of no known work, such as one that loads an adapter, is never too late."""
+    known = build_state(slo_s=0.5)
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    for number, each in enumerate(INSTANCES):
+        book_request(known, build_request(number, 1000), each)
+    assert choose_instance("ttft", known, build_request(9)).instance in INSTANCES
+
+
+def test_outcome() -> None:
+    """What was predicted is held against what came."""
+    known = build_state()
+    known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
+    for number in range(4):
+        request = build_request(number, 100 * (1 + number % 2))
+        choice = replace(
+            choose_instance("ttft", known, request, number * US_PER_SECOND), instance=A
+        )
+        known.record_sent(request, choice, number * US_PER_SECOND)
+        known.record_first_token(
+            request, number * US_PER_SECOND + 1250 * request.prompt_tokens, 0.1, 0
+        )
+
+    assert known.outcomes[A.url].mape == pytest.approx(0.2)
+    assert known.outcomes[A.url].r2 == pytest.approx(0.6, rel=0.01)
+
+
+def test_elsewhere() -> None:
+    """A request that is sent again is no longer where it was."""
+    known = build_state()
+    book_request(known, build_request(1, 100), A)
+    book_request(known, build_request(1, 100), B, now=5)
+
+    assert [known.pending.get_load(each.url).pairs for each in INSTANCES] == [0, 5050, 0]
+    assert len(known.pending) == 1
+
+
+def test_time_out() -> None:
+    """What nobody told the end of is forgotten; instances without requests leave nothing."""
+    pending = PendingLoads(max_pending_us=10 * US_PER_SECOND)
+    known = PolicyState(BlockHolders(BLOCK_TOKENS), pending=pending)
+    book_request(known, build_request(1, 100), A)
+    book_request(known, build_request(2, 100), B, now=9 * US_PER_SECOND)
+    book_request(known, build_request(3, 100), B, now=11 * US_PER_SECOND)
+
+    assert pending.get_load(A.url).entries == {}
+    assert len(pending) == 2
+
+
+def test_history() -> None:
+    """What was sent counts as cached; the latest blocks stay, ends of prompts go before beginnings."""
+    index = SentHistory(BLOCK_TOKENS, 6)
+    index.record_served(A.url, range(4))
+    index.record_served(B.url, range(2))
+    urls = [each.url for each in INSTANCES]
+
+    assert index.match_blocks(range(5), urls) == [4, 2, 0]
+    index.record_served(A.url, range(10, 14))
+    assert index.match_blocks(range(5), urls) == [2, 2, 0]
+    for number in range(0, 10_000, 3):
+        index.record_served(A.url, range(number, number + 3))
+        index.record_served(B.url, range(number, number + 3))
+    assert len(index) == 6

@@ -1,0 +1,586 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts as templates and tokenizers see them: the pure parts, and a real tokenizer made here."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import random
+import signal
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router import small_tokenizer
+from router.small_tokenizer import decode_token_ids
+from ttft_otel.router.errors import UnreadablePrompt
+from ttft_otel.router.routing.policies.block_keys import compute_block_keys, encode_extra_keys
+from ttft_otel.router.routing.prompts import chat_messages, template_format
+from ttft_otel.router.routing.prompts.chat_messages import ChatMessages, MediaItem
+from ttft_otel.router.routing.prompts.child_frames import TokenizeAnswer
+from ttft_otel.router.routing.prompts.placeholders import (
+    PlaceholderCounter,
+    PlaceholderSpan,
+    build_extra_keys,
+    expand_placeholders,
+    read_dimensions,
+)
+from ttft_otel.router.routing.prompts.text_encoder import (
+    ENTRY_OVERHEAD_BYTES,
+    MIN_PIECE_CHARS,
+    TextEncoder,
+    TokenCache,
+)
+from ttft_otel.router.routing.prompts.tokenizer_worker import CHILD_MODULE
+
+PromptReading = Callable[..., TokenizeAnswer]
+PROMPT_TEXTS = st.lists(
+    st.sampled_from(["<|im_start|>", "<|im_end|>", " ", "\n", "é", "e\u0301", "Hello", "x", "😀"]),
+    max_size=60,
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer with a chat template, no model."""
+    return small_tokenizer.build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def plain_tokenizer(folder: str) -> small_tokenizer.PlainTokenizer:
+    """The same, loaded here."""
+    return small_tokenizer.PlainTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_child() -> Iterator[small_tokenizer.TokenizerChild]:
+    """A process that holds tokenizers."""
+    found = small_tokenizer.TokenizerChild()
+    yield found
+    assert found.close() == 0
+
+
+@pytest.fixture(scope="module")
+def read_prompt(tokenizer_child: small_tokenizer.TokenizerChild, folder: str) -> PromptReading:
+    """Reads a body's prompt."""
+    assert tokenizer_child.read_prompt(folder).detail == ""
+    return functools.partial(tokenizer_child.read_prompt, folder)
+
+
+def convert_messages(
+    conversation: list[dict[str, Any]], wrap: bool = False
+) -> list[dict[str, Any]]:
+    """What the template gets."""
+    expected_messages = ChatMessages(wrap, lambda modality: f"<{modality}>")
+    expected_messages.add_messages(conversation)
+    return expected_messages.messages
+
+
+MESSAGE_CASES: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
+    ({"role": "user", "content": "a"}, False, {"role": "user", "content": "a"}),
+    ({"role": "user", "content": "a"}, True, {"content": [{"type": "text", "text": "a"}]}),
+    ({"role": "user"}, False, {"content": ""}),
+    ({"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, False, {"content": "a\nb"}),
+    (
+        {"role": "user", "content": [{"type": "text", "text": ""}, "b"]},
+        False,
+        {"content": "b"},
+    ),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]},
+        True,
+        {"content": [{"type": "text", "text": "a", "cache": 1}]},
+    ),
+    (
+        {"role": "user", "content": ["a", {"type": "image_url", "image_url": {"url": "u"}}]},
+        False,
+        {"content": "<image>\na"},
+    ),
+    (
+        {"role": "user", "content": ["a", {"image_url": "u"}]},
+        True,
+        {"content": [{"type": "text", "text": "a"}, {"type": "image"}]},
+    ),
+    (
+        {"role": "user", "content": ["<image> a", {"image_url": "u"}]},
+        False,
+        {"content": "<image> a"},
+    ),
+    ({"role": "user", "content": "a", "name": "n", "other": 1}, False, {"name": "n"}),
+    ({"role": "system", "content": "x-anthropic-billing-header: 1\nb"}, False, {"content": "b"}),
+    ({"role": "system", "content": "x-anthropic-billing-header: 1"}, True, {"content": []}),
+    (
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        False,
+        {"reasoning": "r", "reasoning_content": "r"},
+    ),
+    (
+        {"role": "tool", "tool_call_id": "c", "content": ["a", "b"]},
+        True,
+        {"tool_call_id": "c", "content": "a\nb"},
+    ),
+    ({"role": "developer", "content": "a"}, False, {"role": "developer", "tools": None}),
+    ({"role": "assistant", "content": "a", "tool_calls": []}, False, {"content": "a"}),
+]
+
+
+@pytest.mark.parametrize(("given", "wrap", "wanted"), MESSAGE_CASES)
+def test_messages(given: dict[str, Any], wrap: bool, wanted: dict[str, Any]) -> None:
+    """Messages reach the template as vLLM's parser leaves them."""
+    (found,) = convert_messages([given], wrap)
+
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert "other" not in found
+    assert found.get("tool_calls") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [('{"a": 1}', {"a": 1}), ("", {}), ("[]", {}), ("{bad", {}), ({"b": 2}, {"b": 2})],
+)
+def test_arguments(arguments: Any, wanted: dict[str, Any]) -> None:
+    """A tool call's arguments are an object whatever was sent, its keys in OpenAI's order."""
+    call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": arguments}}
+    (found,) = convert_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+    assert found["tool_calls"][0]["function"]["arguments"] == wanted
+    assert list(found["tool_calls"][0]) == ["id", "function", "type"]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "prompt_embeds", "data": "x"}, {"type": "image_embeds"}, {"type": "nothing"}]
+)
+def test_embeddings(part: dict[str, Any]) -> None:
+    """A prompt whose length only the engine knows is not guessed."""
+    with pytest.raises(UnreadablePrompt, match="unsupported"):
+        convert_messages([{"role": "user", "content": [part]}])
+
+
+def test_tools() -> None:
+    """Tools have their known keys, in the order of vLLM's types, and what was not given is null."""
+    given = {"function": {"parameters": {}, "name": "f", "x": 1}, "type": "function", "y": 2}
+
+    (found,) = chat_messages.convert_tools({"tools": [given]}) or []
+
+    assert json.dumps(found) == (
+        '{"type": "function", "function": {"name": "f", "description": null, "parameters": {}}}'
+    )
+    assert chat_messages.convert_tools({}) is None
+
+
+def test_variables() -> None:
+    """The request's own fields win over its chat_template_kwargs; what is unset is not there."""
+    found = chat_messages.collect_template_variables(
+        {
+            "chat_template_kwargs": {"add_generation_prompt": False, "a": 1},
+            "reasoning_effort": "low",
+        }
+    )
+
+    assert found == {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "a": 1,
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+    }
+
+
+def test_developer() -> None:
+    """Where the template knows no developer, all system messages become one at the beginning."""
+    given = [
+        {"role": "user", "content": "u"},
+        {"role": "developer", "content": [{"type": "text", "text": "d"}], "tools": None},
+        {"role": "system", "content": "s"},
+    ]
+
+    assert chat_messages.merge_system_messages(given) == [
+        {"role": "system", "content": "d\n\ns"},
+        {"role": "user", "content": "u"},
+    ]
+
+
+FORMAT_BY_TEMPLATE = {
+    "{% for m in messages %}{{ m.content }}{% endfor %}": False,
+    "{% for m in messages %}{% for c in m['content'] %}{{ c }}{% endfor %}{% endfor %}": True,
+    "{% for m in messages[1:] %}{% for c in m.content %}{% endfor %}{% endfor %}": True,
+    "{% set x = messages %}{% for m in x %}{% for c in m.content %}{% endfor %}{% endfor %}": True,
+    "{% macro f(t) %}{% for c in t %}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ f(m.content) }}{% endfor %}": True,
+    "{% macro f(t) %}{% for c in t %}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ f(m.role) }}{% endfor %}": False,
+    "{% for m in messages %}{% set content = m.content %}{% for c in content %}{% endfor %}"
+    "{% endfor %}": True,
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}": False,
+    "{% for m in": False,
+    "{% set a = messages %}{% set messages = a %}{% for m in a %}{{ m.content }}{% endfor %}": False,
+}
+
+
+@pytest.mark.parametrize(("template", "wanted"), FORMAT_BY_TEMPLATE.items())
+def test_format(template: str, wanted: bool) -> None:
+    """A template that goes through the parts of a content gets parts, any other one text."""
+    assert template_format.iterates_parts(template) is wanted
+
+
+def test_reads() -> None:
+    """A template's own variables are no one's to give."""
+    assert template_format.list_template_variables("{% set a = b %}{{ a }}{{ c.d }}") == {"b", "c"}
+
+
+def test_kept() -> None:
+    """What is kept stays within its room; the longest unused goes first."""
+    kept = TokenCache(3 * (ENTRY_OVERHEAD_BYTES + 40))
+    for key in (b"1", b"2", b"3"):
+        kept.put_ids(key, array("I", range(10)))
+    kept.get_ids(b"1")
+    kept.put_ids(b"4", array("I", range(10)))
+    kept.put_ids(b"5", array("I", range(10_000)))
+
+    assert [bool(kept.get_ids(key)) for key in (b"1", b"2", b"3", b"4", b"5")] == [1, 0, 1, 1, 0]
+    assert kept.used_bytes == 3 * (ENTRY_OVERHEAD_BYTES + 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PROMPT_TEXTS, max_size=5))
+def test_pieces(plain_tokenizer: small_tokenizer.PlainTokenizer, parts: list[str]) -> None:
+    """Texts cut at special tokens have the ids of the whole, beginnings from memory or not."""
+    encoder = TextEncoder(plain_tokenizer, "<|im_end|>")
+    text = "<|im_end|>\n".join(part * 99 for part in parts)
+
+    found, _ = encoder.encode_text(text, False)
+    again, kept = encoder.encode_text(text, False)
+
+    assert encoder.cut_tokens == ("<|im_end|>",)
+    assert found.tolist() == plain_tokenizer(text, False)["input_ids"]
+    assert again == found
+    assert kept == len(found)
+
+
+class ContextualTokenizer(small_tokenizer.PlainTokenizer):
+    """A tokenizer whose tokens depend on what came before, and which is not what is behind it."""
+
+    def __call__(self, text: str, *args: Any, **more: Any) -> dict[str, list[int]]:
+        """The number of characters, once each."""
+        return {"input_ids": [len(text)] * len(text)}
+
+
+def test_odd(folder: str) -> None:
+    """Such a tokenizer's texts are never cut, and it is asked itself."""
+    encoder = TextEncoder(ContextualTokenizer(folder), "<|im_end|>")
+    text = "<|im_end|>" * MIN_PIECE_CHARS
+
+    assert encoder.cut_tokens == ()
+    assert encoder.encode_text(text, False)[0].tolist() == [len(text)] * len(text)
+
+
+def test_beginning(read_prompt: PromptReading) -> None:
+    """A conversation's next round finds its earlier rounds tokenized."""
+    rounds = [
+        {"role": role, "content": role * MIN_PIECE_CHARS}
+        for _ in range(3)
+        for role in ("user", "assistant")
+    ]
+    read_prompt("chat", messages=rounds, limit=100_000)
+    more = read_prompt(
+        "chat", messages=[*rounds, {"role": "user", "content": "and?"}], limit=100_000
+    )
+
+    assert more.tokens > more.cached_tokens > 0.9 * more.tokens
+
+
+def test_chat(read_prompt: PromptReading, plain_tokenizer: small_tokenizer.PlainTokenizer) -> None:
+    """A chat is rendered by the model's template and numbered in blocks."""
+    told = read_prompt("chat", messages=[{"role": "user", "content": "Hello"}])
+    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+    assert decode_token_ids(told) == plain_tokenizer(text, False)["input_ids"]
+    assert told.tokens == len(decode_token_ids(told))
+    assert told.blocks == compute_block_keys(decode_token_ids(told), 4)
+
+
+COMPLETION_CASES: list[tuple[dict[str, Any], Callable[[list[int]], list[int]]]] = [
+    ({}, lambda found: found),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, lambda found: found[-5:]),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, lambda found: found[:5]),
+    ({"truncate_prompt_tokens": 5}, lambda found: [found[0], *found[-4:]]),
+    ({"truncate_prompt_tokens": -1}, lambda found: [found[0], *found[-98:]]),
+    ({"truncate_prompt_tokens": -1, "max_tokens": 0}, lambda found: [found[0], *found[-99:]]),
+    ({"add_special_tokens": False}, lambda found: found[1:]),
+]
+
+
+@pytest.mark.parametrize(("body", "wanted"), COMPLETION_CASES)
+def test_completion(
+    read_prompt: PromptReading,
+    folder: str,
+    body: dict[str, Any],
+    wanted: Callable[[list[int]], list[int]],
+) -> None:
+    """A completion's prompt has special tokens, and is truncated, as the request says."""
+    text = "the quick brown fox " * 40
+    whole = small_tokenizer.PlainTokenizer(folder)(text, True)["input_ids"]
+
+    assert whole[0] == 0
+    assert decode_token_ids(read_prompt("completion", prompt=text, **body)) == wanted(whole)
+    assert decode_token_ids(read_prompt("completion", prompt=text + "x"))[:-1] == whole, (
+        "a truncation has stayed"
+    )
+
+
+def test_several(read_prompt: PromptReading) -> None:
+    """Prompts that come as token ids are taken as they are; of several all are counted."""
+    one = read_prompt("completion", prompt=[1, 2, 3, 4, 5])
+    two = read_prompt("completion", prompt=[[1, 2, 3, 4, 5], [6, 7]])
+
+    assert (decode_token_ids(one), one.tokens) == ([1, 2, 3, 4, 5], 5)
+    assert (decode_token_ids(two), two.tokens, two.blocks) == ([], 7, one.blocks)
+
+
+def test_salt(read_prompt: PromptReading) -> None:
+    """A cache salt and an adapter have blocks of their own, numbered as KV events number them."""
+    found = [1, 2, 3, 4, 5, 6, 7, 8]
+    plain = read_prompt("completion", prompt=found).blocks
+    salted = read_prompt("completion", prompt=found, cache_salt="s").blocks
+    lora = read_prompt("completion", adapter="a", prompt=found, cache_salt="s").blocks
+
+    assert plain == compute_block_keys(found, 4)
+    assert salted == compute_block_keys(found, 4, {0: encode_extra_keys(["s"])})
+    assert lora == compute_block_keys(
+        found, 4, {0: encode_extra_keys(["a", "s"]), 1: encode_extra_keys(["a"])}
+    )
+
+
+def draw_data_url(width: int, height: int, kind: str = "PNG", orientation: int = 0) -> str:
+    """A picture as a data: URL."""
+    from PIL import Image
+
+    out, more = BytesIO(), {}
+    if orientation:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        more = {"exif": exif.tobytes()}
+    Image.new("RGB", (width, height)).save(out, kind, **more)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_dimensions(kind: str) -> None:
+    """A picture's height and width come from its header."""
+    assert read_dimensions(draw_data_url(30, 20, kind)) == (20, 30)
+
+
+@pytest.mark.parametrize(("orientation", "wanted"), [(1, (20, 30)), (3, (20, 30)), (6, (30, 20))])
+def test_turned(orientation: int, wanted: tuple[int, int]) -> None:
+    """A picture that was taken upright is upright for the model too."""
+    assert read_dimensions(draw_data_url(30, 20, "JPEG", orientation)) == wanted
+
+
+@pytest.mark.parametrize("url", ["", "http://h/a.png", "data:image/png;base64,xx", "data:,"])
+def test_unknown_size(url: str) -> None:
+    """Nothing is fetched, and what is no picture has no size."""
+    assert read_dimensions(url) is None
+
+
+def test_expand() -> None:
+    """Placeholders are repeated where they stand, in order; blocks carry the items in them."""
+    expanded = expand_placeholders(array("I", [1, 9, 2, 9, 3]), [(9, 3, "a"), (9, 2, "b")])
+
+    assert expanded is not None
+    assert expanded[0].tolist() == [1, 9, 9, 9, 2, 9, 9, 3]
+    assert expanded[1] == [PlaceholderSpan(1, 3, "a"), PlaceholderSpan(5, 2, "b")]
+    assert build_extra_keys(expanded[1], 3) == {
+        0: encode_extra_keys([("a", 1)]),
+        1: encode_extra_keys([("a", -2), ("b", 2)]),
+        2: encode_extra_keys([("b", -1)]),
+    }
+
+
+@pytest.mark.parametrize("items", [[(None, 1, "a")], [(9, 1, "a"), (9, 1, "b")]])
+def test_unfit(items: list[tuple[int | None, int, str]]) -> None:
+    """Items that have no place in the prompt are not put anywhere."""
+    assert expand_placeholders(array("I", [1, 9, 2]), items) is None
+
+
+class CountingProcessor:
+    """Counts one placeholder for 100 pixels, and how often it was asked."""
+
+    call_count = 0
+
+    def _get_num_multimodal_tokens(self, image_sizes: list[tuple[int, int]]) -> Any:
+        self.call_count += 1
+        ((height, width),) = image_sizes
+        return type("Counted", (), {"num_image_tokens": [height * width // 100]})
+
+
+def test_count() -> None:
+    """A picture is measured once; what cannot be measured is taken for the mean of the others."""
+    processor = CountingProcessor()
+    counter = PlaceholderCounter(processor, {"image_token_id": 7})
+    picture, web = (
+        MediaItem("image", draw_data_url(30, 20), None),
+        MediaItem("image", "http://h/a.png", None),
+    )
+
+    guess, _ = counter.count_item(web)
+    first, second = counter.count_item(picture), counter.count_item(picture)
+    other, _ = counter.count_item(MediaItem("image", draw_data_url(30, 40), None))
+
+    assert (guess, first[0], other, processor.call_count) == (576, 6, 12, 2)
+    assert first == second
+    assert counter.count_item(web)[0] == 9
+    assert counter.count_item(MediaItem("image", None, "mine"))[1] == "mine"
+    assert counter.find_token_id("image") == 7
+    assert counter.find_token_id("audio") is None
+
+
+def test_media(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path: Path) -> None:
+    """A picture's placeholders count as prompt, and two pictures make two prompts."""
+    vision = small_tokenizer.build_tokenizer(tmp_path, model_type="qwen2_5_vl")
+    tokenizer_child.read_prompt(vision)
+    shot = [draw_data_url(84, 56), draw_data_url(280, 140), draw_data_url(140, 280)]
+    parts = [[{"type": "image_url", "image_url": {"url": each}}] for each in shot]
+    told = [
+        tokenizer_child.read_prompt(vision, "chat", messages=[{"role": "user", "content": each}])
+        for each in parts
+    ]
+    bare = tokenizer_child.read_prompt(vision, "chat", messages=[{"role": "user", "content": ""}])
+    several = [{"role": "user", "content": parts[at]} for at in (0, 1, 0)]
+
+    assert tokenizer_child.read_prompt(vision, "chat", messages=several).item_tokens == (6, 50, 6)
+    assert [each.item_tokens for each in told] == [(6,), (50,), (50,)]
+    assert [each.tokens - sum(each.item_tokens) for each in told] == [bare.tokens] * 3
+    assert decode_token_ids(told[1]) == decode_token_ids(told[2])
+    assert told[1].blocks != told[2].blocks
+
+
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
+    ("completion", {}, "unsupported"),
+    ("completion", {"prompt": []}, "refused"),
+    ("completion", {"prompt": [-1]}, "malformed"),
+    ("completion", {"prompt": "x", "prompt_embeds": "y"}, "unsupported"),
+    ("completion", {"prompt": "\ud800"}, "malformed"),
+    ("chat", {"messages": []}, "malformed"),
+    ("chat", {"messages": [{"role": "user", "content": "a"}], "tools": []}, "refused"),
+    (
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "refused",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "error"), BAD_REQUESTS)
+def test_refused(read_prompt: PromptReading, path: str, body: dict[str, Any], error: str) -> None:
+    """What the engine will refuse has no prompt."""
+    assert read_prompt(path, **body).error == error
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}],
+)
+def test_template(read_prompt: PromptReading, given: dict[str, Any]) -> None:
+    """A client's program is not run here, and vLLM refuses it too."""
+    assert (
+        read_prompt("chat", messages=[{"role": "user", "content": "a"}], **given).error == "refused"
+    )
+
+
+LONG_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "x" * 1601}, "refused"),
+    ({"prompt": ["x", "x" * 1601]}, "refused"),
+    ({"prompt": "x" * 1601, "truncate_prompt_tokens": 5}, "unsupported"),
+    ({"prompt": ["x" * 1600] * 3000}, "unsupported"),
+]
+
+
+@pytest.mark.parametrize(("body", "error"), LONG_REQUESTS)
+def test_long(read_prompt: PromptReading, body: dict[str, Any], error: str) -> None:
+    """What is longer than any prompt of the model is not tokenized: that would cost the others' time."""
+    assert read_prompt("completion", **body).error == error
+
+
+def test_long_unknown(read_prompt: PromptReading) -> None:
+    """Where nobody has said how long prompts may be there is a bound all the same."""
+    assert read_prompt("completion", limit=0, prompt="x " * 1600).error == ""
+    assert read_prompt("completion", limit=0, prompt="x" * 5_000_000).error == "unsupported"
+
+
+def test_foreign_code(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path: Path) -> None:
+    """A tokenizer that is code of the model's own is not run, and nobody is asked about it."""
+    small_tokenizer.build_tokenizer(tmp_path)
+    (tmp_path / "own.py").write_text("raise SystemExit(3)")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").unlink()
+
+    told = tokenizer_child.read_prompt(str(tmp_path))
+
+    assert told.error == "load"
+    assert "--tokenize engine" in told.detail
+
+
+def test_orphan(tmp_path: Path) -> None:
+    """A process that nobody can kill any more ends itself, whatever keeps it busy."""
+    hurried = f"import {CHILD_MODULE} as child; child.PROMPT_TIMEOUT_S = 1; child.main()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", hurried], stdin=pipe, stdout=pipe)
+    child = small_tokenizer.TokenizerChild(process)
+    folder = small_tokenizer.build_tokenizer(tmp_path, template=small_tokenizer.ENDLESS_TEMPLATE)
+    assert child.read_prompt(folder).error == ""
+
+    with contextlib.suppress(EOFError, msgspec.DecodeError):
+        child.read_prompt(folder, "chat", messages=[{"role": "endless", "content": "a"}])
+
+    assert child.close() == -signal.SIGALRM
+
+
+def test_own(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path: Path) -> None:
+    """A model whose chats vLLM renders without a template is left to the engine."""
+    own = small_tokenizer.build_tokenizer(tmp_path, model_type="gpt_oss")
+    tokenizer_child.read_prompt(own)
+
+    assert (
+        tokenizer_child.read_prompt(own, "chat", messages=[{"role": "user", "content": "a"}]).error
+        == "unsupported"
+    )
+    assert tokenizer_child.read_prompt(own, "completion", prompt="a").tokens == 2
+
+
+def test_random_messages(read_prompt: PromptReading) -> None:
+    """Malformed messages get an answer, and leave nothing behind."""
+    rng = random.Random(3)
+    values: list[Any] = [None, 1, "", "a", [], {}, [1], [{}], [{"type": 1}], {"a": 1}]
+    wanted = read_prompt("chat", messages=[{"role": "user", "content": "Hello"}])
+    for _ in range(200):
+        body = {key: rng.choice(values) for key in ("messages", "tools", "chat_template_kwargs")}
+
+        assert read_prompt("chat", **body).error in ("malformed", "refused", "unsupported")
+    assert read_prompt("chat", messages=[{"role": "user", "content": "Hello"}]).ids == wanted.ids
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "", "."])
+def test_no_tokenizer(tokenizer_child: small_tokenizer.TokenizerChild, source: str) -> None:
+    """What cannot be loaded is said in one line, with the remedy, and asks no network."""
+    told = tokenizer_child.read_prompt(source)
+
+    assert told.error == "load"
+    assert "--tokenizer DIR" in told.detail
+    assert "\n" not in told.detail
+    assert tokenizer_child.read_prompt(source, "completion", prompt="a").error == "load"

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure parts of benchmarks/routing/experiments.py: loads, turns, intervals, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.routing import experiment_statistics
+from benchmarks.routing.experiment_loads import (
+    EXPERIMENTS,
+    MEASURED_POLICIES,
+    ROUTER_FLAGS_BY_POLICY,
+    SINGLE_PROMPT_FLAGS,
+    WARMUP_FLAGS,
+    order_policies,
+)
+from benchmarks.routing.experiment_options import parse_experiment_options
+from benchmarks.routing.experiment_pages import (
+    draw_experiment,
+    format_experiment_table,
+    format_interference,
+    replace_in_page,
+)
+from benchmarks.routing.experiment_statistics import (
+    compare_policies,
+    compute_capacity,
+    compute_experiment_figures,
+    compute_mape,
+    draw_bootstrap_samples,
+    list_mapes,
+    select_complete_rounds,
+    split_into_windows,
+)
+from benchmarks.routing.experiments import TimeBudget
+from ttft_otel.bench.command import bench
+from ttft_otel.router.cli.command import command as router
+from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
+
+ROOT = Path(__file__).parents[3]
+ROUTING = ROOT / "benchmarks" / "routing"
+
+RESULTS = ROOT / "benchmarks" / "results"
+LIVE_RESULTS = RESULTS / "routing-live.json"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def remembered_draws() -> Iterator[None]:
+    """Draw from equal windows once: two thousand draws take half a second, and tables, pictures and
+    figures of the same runs need the same ones (test_draws)."""
+    known: dict[bytes, Any] = {}
+
+    def draw_once(windows: Any) -> Any:
+        key = pickle.dumps(windows)
+        if key not in known:
+            known[key] = draw_bootstrap_samples(windows)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment_statistics, "draw_bootstrap_samples", draw_once)
+        yield
+
+
+def build_run(policy: str, number: int, *ttfts: float, **more: Any) -> dict[str, Any]:
+    """A run whose requests are 4 s apart: a thousand prompt tokens each, a hundred of them cached."""
+    rows = [[4000 * place, ttft, 1000, 100, ttft] for place, ttft in enumerate(ttfts)]
+    name = {"experiment": "shared-prefix", "policy": policy, "round": number}
+    return {**name, "requests": rows, **more}
+
+
+def build_three_rounds(factor: float = 1.0) -> list[dict[str, Any]]:
+    """Three rounds in which `qps` takes exactly twice as long as `trapezoid`."""
+    rounds = ([100, 300, 200, 600], [400, 100, 100, 200], [300, 300, 100, 500])
+    return [
+        build_run(policy, number, *(each * times * factor for each in ttfts))
+        for number, ttfts in enumerate(rounds, 1)
+        for policy, times in (("trapezoid", 1), ("qps", 2))
+    ]
+
+
+def build_results(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """As experiments.py keeps them."""
+    results: dict[str, Any] = {"runs": runs, "warm": {}}
+    return {**results, "figures": compute_experiment_figures(results, "shared-prefix")}
+
+
+def test_ratio() -> None:
+    """A policy that always takes half as long has -50 % and no doubt about it, whatever the rounds do."""
+    weighed = compare_policies(build_three_rounds(), "shared-prefix")
+
+    (against,) = weighed["against"]
+    assert against["mean"] == [-0.5, -0.5, -0.5]
+    assert against["p99"] == [-0.5, -0.5, -0.5]
+    assert against["rounds"] == [-0.5, -0.5, -0.5]
+
+
+def test_means() -> None:
+    """Means and rounds are in seconds, the interval holds the mean, and cached is a share of tokens."""
+    each = compare_policies(build_three_rounds(), "shared-prefix")["policies"]["trapezoid"]
+
+    value, low, high = each["mean"]
+    assert value == pytest.approx(3.2 / 12, abs=1e-4)
+    assert low < value < high
+    assert each["rounds"] == [0.3, 0.2, 0.3]
+    assert each["cached"] == 0.1
+    assert each["requests"] == 12
+
+
+def test_windows() -> None:
+    """Requests fall into windows of ten seconds by when they were sent."""
+    found = split_into_windows(select_complete_rounds(build_three_rounds(), "shared-prefix"))
+
+    assert [len(part) for part in found["qps"][0]] == [3, 1]
+    assert found["qps"][0][1] == pytest.approx([1.2])
+
+
+def test_draws() -> None:
+    """Every draw gives all policies the same rounds and windows, and the same seed the same draws."""
+    found = split_into_windows(select_complete_rounds(build_three_rounds(), "shared-prefix"))
+
+    one, other = draw_bootstrap_samples(found, 50), draw_bootstrap_samples(found, 50)
+
+    assert one["qps"] == pytest.approx(2 * one["trapezoid"])
+    assert one["qps"] == pytest.approx(other["qps"])
+
+
+def test_incomplete() -> None:
+    """A round that lacks a policy, or its answers, does not count; nor do other experiments."""
+    other = {**build_run("kvaware", 1, 1), "experiment": "multi-round"}
+    runs = [
+        *build_three_rounds(),
+        build_run("trapezoid", 4, 9),
+        build_run("trapezoid", 5, 9),
+        build_run("qps", 5),
+        other,
+    ]
+
+    assert compare_policies(runs, "shared-prefix")["rounds"] == 3
+    assert compare_policies([build_run("qps", 1)], "shared-prefix") == {}
+    assert build_results([])["figures"] == {}
+
+
+def test_figures() -> None:
+    """Goals are met by what was measured, missed ones are said to be."""
+    slow = [
+        build_run("calibrated", n, *(row[1] * 1.1 for row in each["requests"]))
+        for n, each in enumerate(
+            (each for each in build_three_rounds() if each["policy"] == "trapezoid"), 1
+        )
+    ]
+
+    found = build_results([*build_three_rounds(), *slow])["figures"]
+
+    assert found["shared_prefix_trapezoid_to_qps"]["met"] is True
+    assert found["shared_prefix_trapezoid_to_qps"]["goal"] == -0.15
+    assert found["shared_prefix_calibrated_to_trapezoid"]["met"] is False
+    assert found["shared_prefix_calibrated_to_trapezoid"]["value"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("rounds", "more"), [(2, {}), (3, {"valid": False})])
+def test_undecided(rounds: int, more: dict[str, Any]) -> None:
+    """Nothing is met or missed by fewer than three rounds, nor where the load itself was late."""
+    runs = [{**each, **more} for each in build_three_rounds() if each["round"] <= rounds]
+
+    figure = build_results(runs)["figures"]["shared_prefix_trapezoid_to_qps"]
+
+    assert (figure["met"], figure["value"] < -0.15) == (None, True)
+    assert "not decided" in format_experiment_table(build_results(runs), "shared-prefix")
+
+
+def build_predictions(counts: list[int], errors: list[float]) -> dict[str, Any]:
+    """What a router says of its instances after so many answers each."""
+    return {
+        "instances": [
+            {"url": str(place), "predictions": {"outcomes": count, "mape": error}}
+            for place, (count, error) in enumerate(zip(counts, errors, strict=True))
+        ]
+    }
+
+
+def test_mape() -> None:
+    """A run's own error comes out of what the router says before and after it, by its own measure."""
+    quality = [PredictionQuality(), PredictionQuality()]
+    for number in range(30):
+        for each in quality:
+            each.add_outcome(1.5 if number % 2 else 1.0, 1.0)
+    before = build_predictions([30, 30], [each.mape or 0 for each in quality])
+    for _ in range(40):
+        quality[0].add_outcome(1.2, 1.0)
+    after = build_predictions([70, 30], [each.mape or 0 for each in quality])
+
+    assert compute_mape(before, after) == pytest.approx(0.2, abs=1e-4)
+    assert compute_mape(None, before) == pytest.approx(0.25, abs=0.01)
+    assert (
+        compute_mape(None, {"instances": [{"url": "0", "results": {}, "predictions": None}]})
+        is None
+    )
+
+
+def test_mapes() -> None:
+    """A run of `calibrated` starts from the one before, of any experiment; the first from the warm-up."""
+    states = [
+        build_predictions([20], [0.5]),
+        build_predictions([60], [0.3]),
+        build_predictions([90], [0.3]),
+    ]
+    own = build_run("calibrated", 1, 1, learnt=states[1])
+    runs = [own, {**own, "experiment": "multi-round", "learnt": states[2]}]
+    found = {"runs": runs, "warm": {"calibrated": states[0]}}
+
+    assert list_mapes(found, "shared-prefix") == [compute_mape(states[0], states[1])]
+    assert list_mapes(found, "multi-round") == [0.3]
+
+
+def test_capacity() -> None:
+    """Two servers that take half a second for each request do four a second, however the run ends."""
+    rows = [[0, 0, 1, 0, 500 * (1 + place // 2)] for place in range(40)]
+
+    assert compute_capacity([*rows, [0, 0, 1, 0, 60_000]], 8) == pytest.approx(4, rel=0.05)
+
+
+def test_table() -> None:
+    """The table says each policy's mean and each goal's outcome."""
+    shown = format_experiment_table(build_results(build_three_rounds()), "shared-prefix")
+
+    assert "| `trapezoid` | 12 | 0.27 (" in shown
+    assert "| `trapezoid` to `qps` | -50% (-50% to -50%) |" in shown
+    assert shown.endswith("| -15% | met |\n")
+    assert format_experiment_table(build_results([]), "shared-prefix") == ""
+
+
+def test_table_admits() -> None:
+    """The table says the load, that rounds were too few, and in how many runs the load was late."""
+    runs = [build_run(policy, 1, 1, valid=policy != "qps") for policy in ("qps", "trapezoid")]
+
+    shown = format_experiment_table(
+        {**build_results(runs), "loads": {"shared-prefix": ["--rate", "2"]}}, "shared-prefix"
+    )
+
+    assert "Load: `--rate 2`" in shown
+    assert "Fewer than three rounds" in shown
+    assert "the load itself was late (p99 over 5 ms): 1." in shown
+
+
+def test_paged() -> None:
+    """Tables are put between their marks, in the place of older ones; a page without marks is refused."""
+    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
+
+    assert replace_in_page(page, "x", "new\n") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="no marks for y"):
+        replace_in_page(page, "y", "new\n")
+
+
+def test_apart() -> None:
+    """The sentence says by how much both servers together are slower."""
+    found = {"apart": {"alone": 1.0, "together": 1.25}}
+
+    assert (
+        "took 1.00 s on one server alone, 1.25 s with both at work (+25%)"
+        in format_interference(found)
+    )
+    assert format_interference({}) == ""
+
+
+def test_page() -> None:
+    """docs/routing.md shows the kept results with their pictures, all of them."""
+    found = json.loads(LIVE_RESULTS.read_text("utf-8"))
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+
+    for name in EXPERIMENTS:
+        assert f"<!-- {name} -->\n{format_experiment_table(found, name)}<!-- end" in page
+        drawn = ROOT / "docs" / "img" / f"routing-{name}.svg"
+        assert drawn.read_text("utf-8") == draw_experiment(found, name)
+    assert format_interference(found) in page
+
+
+@pytest.mark.parametrize("factor", [0.001, 1, 1000])
+def test_picture(factor: float) -> None:
+    """The picture is valid, and everything drawn is inside of it."""
+    drawn = ET.fromstring(
+        draw_experiment(build_results(build_three_rounds(factor)), "shared-prefix")
+    )
+
+    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
+    circles = drawn.findall("{*}circle")
+    assert len(circles) == 2 * 2 + 2 * 3  # mean and p99, and the means of three rounds
+    for each in circles:
+        assert 0 < float(each.attrib["cx"]) < width
+        assert 0 < float(each.attrib["cy"]) < height
+
+
+def test_order() -> None:
+    """Every round has all policies, the second one backwards, and in ten each is nearly as often first."""
+    rounds = [order_policies(MEASURED_POLICIES, number) for number in range(10)]
+
+    assert all(sorted(each) == sorted(MEASURED_POLICIES) for each in rounds)
+    assert rounds[0] == list(MEASURED_POLICIES)
+    assert rounds[1] == rounds[0][::-1]
+    assert {each[0] for each in rounds} == set(MEASURED_POLICIES)
+
+
+def test_seed() -> None:
+    """Loads differ in nothing but their seed."""
+    for experiment in EXPERIMENTS.values():
+        assert [
+            a
+            for a, b in zip(
+                experiment.build_load_flags(1), experiment.build_load_flags(2), strict=True
+            )
+            if a != b
+        ] == ["1"]
+
+
+def test_bench_takes_loads() -> None:
+    """`ttft-otel bench` knows all flags of the loads."""
+    paced = [replace(each, rate=2) for each in EXPERIMENTS.values()]
+    full = [each.build_saturation_flags(1) for each in paced if each.share]
+    for flags in (
+        *(each.build_load_flags(1) for each in paced),
+        *full,
+        list(WARMUP_FLAGS),
+        list(SINGLE_PROMPT_FLAGS),
+    ):
+        given = bench.make_context("bench", ["--url", "http://127.0.0.1:1", *flags]).params
+        assert given["dataset"] in flags
+
+
+def test_router_takes_policies() -> None:
+    """`ttft-otel router` knows all flags of the policies."""
+    for flags in ROUTER_FLAGS_BY_POLICY.values():
+        given = router.make_context("router", ["--backend", "http://127.0.0.1:1", *flags]).params
+        reads = given["routing_logic"] in ("ttft", "kvaware")
+        assert given["prefix_index"] == ("kv-events" if reads else "history")
+
+
+def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round begins only if all policies still fit into the time."""
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    experiment = EXPERIMENTS["shared-prefix"]
+    each = experiment.seconds + 5
+    enough, short = TimeBudget(100 + 5 * each), TimeBudget(99 + 5 * each)
+    for clock in (enough, short):
+        clock.record_run(experiment, each - 2)
+        clock.record_run(experiment, each)
+        clock.record_run(experiment, each - 1)
+
+    assert enough.has_room(experiment, 5)
+    assert not short.has_room(experiment, 5)
+
+
+def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are one for all experiments or one for each."""
+    names = list(EXPERIMENTS)
+    monkeypatch.setattr(
+        sys, "argv", ["experiments.py", *names, "--rate", "3", "4", "5", "--seconds", "9"]
+    )
+
+    found = parse_experiment_options().experiments
+
+    assert [each.rate for each in found] == [3, 4, 5]
+    assert [each.seconds for each in found] == [9, 9, 9]
+
+
+def test_nothing_asked() -> None:
+    """Without an experiment it says what it needs."""
+    done = subprocess.run(
+        [sys.executable, ROUTING / "experiments.py"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2
+    assert "name an experiment" in done.stderr
+
+
+def test_decision_costs() -> None:
+    """The page's table of what a decision costs is what decision_cost.py measured and kept."""
+    told = json.loads((RESULTS / "routing-decision.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+
+    for size in (2, 16, 128, 1000):
+        parts = ("lookup", "score", "decision", "decision, trapezoid", "accounts")
+        values = [told[f"us of {part}, {size} instances"]["value"] for part in parts]
+        row = " | ".join(f"{value:,.0f}".replace(",", " ") for value in (size, *values))
+        assert f"| {row} |\n" in page

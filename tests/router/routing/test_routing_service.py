@@ -1,0 +1,648 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router decides by prompts, prefixes and predictions, tells what it decided, and learns from answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from router import fake_instances, fake_pair, scripted_knowledge
+from router.cli.test_router_options import INSTANCE_URL, read_options
+from router.fake_instances import TRACEPARENT, InstancePlan
+from router.scripted_knowledge import ScriptedReader, ScriptedSource
+from ttft_otel import guard, names, timing
+from ttft_otel.record import Attributes, Record
+from ttft_otel.router.routing.booking import Booking
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.types import (
+    Decision,
+    Instance,
+    RoutingPolicy,
+    RoutingRequest,
+    parse_instance_url,
+)
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.timing import ServerTiming, TokenCounts
+
+COMPLETIONS_PATH = "/v1/completions"
+TRACED_HEADERS = {"traceparent": TRACEPARENT}
+
+
+def build_completion(
+    tokens: int | None = 800, at: int = 1, stream: bool = True, **more: Any
+) -> dict[str, Any]:
+    """A completion whose prompt a ScriptedReader finds so long."""
+    prompt_fields = {} if tokens is None else {"tokens": tokens, "from": at}
+    return {
+        "model": "tiny",
+        "prompt": "a",
+        "stream": stream,
+        "max_tokens": 8,
+        **prompt_fields,
+        **more,
+    }
+
+
+def get_route_attributes(record: Record) -> Attributes:
+    """The attributes of the last choice."""
+    assert record.ttft is not None
+    route_pieces = [piece for piece in record.ttft.pieces if piece.name == "router.route"]
+    return route_pieces[-1].attributes
+
+
+def teach_prefills(
+    routing: RoutingService, url: str, seconds: float = 0.0001, model: str = "tiny"
+) -> None:
+    """Prefills that took so many seconds a token, on this instance."""
+    for tokens in range(100, 2100, 100):
+        routing.prefill_policy.state.models.add_sample(
+            model, url, compute_work(tokens, 0), tokens * seconds
+        )
+
+
+def get_routing(router: fake_instances.RunningRouter) -> RoutingService:
+    """The router's."""
+    return router.app.endpoint.routing
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--routing-logic", "session"),
+        ("--encoder-routing-logic", "ttft"),
+        ("--slo-ttft-ms", "500"),
+        ("--slo-ttft-ms", "500", "--routing-logic", "ttft", "--ttft-model", "trapezoid"),
+        ("--prefix-index", "lmcache", "--routing-logic", "ttft"),
+        ("--lmcache-controller-url", "http://127.0.0.1:9"),
+        ("--lmcache-instances", "a,b"),
+        ("--kv-events-endpoint", "http://127.0.0.1:1=tcp://127.0.0.1:2"),
+        ("--enable-shared-cache",),
+        ("--prefix-index", "kv-events"),
+        ("--prefix-index", "history", "--routing-logic", "qps"),
+        ("--tokenizer", "/m"),
+        ("--tokenize", "local"),
+        ("--ttft-model", "calibrated", "--routing-logic", "kvaware"),
+        ("--kv-aware-threshold", "0", "--routing-logic", "ttft"),
+        ("--session-key", "user", "--routing-logic", "qps"),
+        ("--request-stats-window", "60", "--routing-logic", "least_requests"),
+    ],
+)
+def test_a_flag_that_needs_another_says_which(flags: tuple[str, ...]) -> None:
+    """A combination that would do nothing is refused at start, with the remedy."""
+    with pytest.raises(click.UsageError, match="needs|go together"):
+        read_options("--backend", INSTANCE_URL, *flags).build_routing(InstancePool({}))
+
+
+def test_flags_without_effect_are_refused_wherever_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable or a line of the file is refused as a flag is; what is empty or false asks for nothing."""
+    file = tmp_path / "router.yaml"
+    file.write_text("tokenize: local")
+    with pytest.raises(
+        click.UsageError, match="--tokenize needs --routing-logic prefix or kvaware"
+    ):
+        read_options("--config", str(file))
+    assert read_options("--config", str(file), "--routing-logic", "prefix").tokenize == "local"
+    file.write_text("enable-shared-cache: false\ntokenizer: ''")
+    assert read_options("--config", str(file)).routing_logic == "round_robin"
+    monkeypatch.setenv("TTFT_OTEL_ROUTER_KV_AWARE_THRESHOLD", "2000")
+    with pytest.raises(
+        click.UsageError, match="--kv-aware-threshold needs --routing-logic kvaware"
+    ):
+        read_options("--routing-logic", "ttft")
+    assert read_options("--routing-logic", "kvaware").kv_aware_threshold == 2000
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [((), "share an address"), (("--lmcache-instances", "a,b,c"), "3 names for 2 instances")],
+)
+def test_instances_that_lmcache_cannot_tell_apart(more: tuple[str, ...], why: str) -> None:
+    """Ids that fit no instance, or no ids where one address has two, are refused at start."""
+    controller = ("--prefix-index", "lmcache", "--lmcache-controller-url", "http://127.0.0.1:9")
+    backends = ("--backend", "http://127.0.0.1:8001", "--backend", "http://127.0.0.1:8002")
+    options = read_options(*backends, "--routing-logic", "ttft", *controller, *more)
+    with pytest.raises(click.UsageError, match=why):
+        options.build_routing(InstancePool(options.build_instances()))
+
+
+def test_unknown_logic() -> None:
+    """A word that is no policy is refused with the words that are."""
+    with pytest.raises(
+        click.BadParameter, match=r"'fastest' is not one of .*'round_robin'.*'ttft'"
+    ):
+        read_options("--routing-logic", "fastest")
+
+
+def test_who_decides_for_which_leg() -> None:
+    """The flag is for the leg that prefills; encoders and decoders get requests by least_requests."""
+    given = {
+        "encode": [parse_instance_url(INSTANCE_URL, "encode")],
+        "prefill": [parse_instance_url(INSTANCE_URL, "prefill")],
+    }
+    made = read_options("--routing-logic", "qps").build_routing(
+        InstancePool(given | {"decode": [parse_instance_url(INSTANCE_URL, "d")]})
+    )
+    logics = {leg: made.get_leg_policy(leg).policy_name for leg in ("encode", "prefill", "decode")}
+    assert logics == {
+        "encode": "least_requests",
+        "prefill": "qps",
+        "decode": "least_requests",
+    }
+    assert (made.prompt_reader, made.prefix_source) == (None, None)
+    assert (
+        read_options().build_routing(InstancePool({})).prefill_policy.policy_name == "round_robin"
+    )
+
+
+class ToyPolicy(RoutingPolicy):
+    """All that adding a policy takes, but its line in the registry."""
+
+    tracks_load = reads_prompts = True
+
+    def __init__(self, state: PolicyState) -> None:
+        self.state = state
+        self.observations: list[tuple[int, list[int], int]] = []
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], *_: Any
+    ) -> Decision:
+        """The first one; keeps what it could have decided by."""
+        cached = self.state.estimate_cached(request, instances)
+        fresh = self.state.pending.get_load(instances[0].url).tokens_to_compute
+        self.observations.append((request.prompt_tokens, cached, fresh))
+        return Decision(instances[0], 0.0, "toy", cached[0])
+
+
+def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says that it needs it gets: prompts, who has them cached, and what is pending where."""
+    monkeypatch.setitem(POLICIES, "toy", ToyPolicy)
+    asks = replace(read_options("--backend", INSTANCE_URL), routing_logic="toy").build_routing(
+        InstancePool({})
+    )
+    assert asks.prompt_reader is not None and asks.prefix_source is not None
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({"prefill.compute": 500})],
+            routing=scripted_knowledge.build_routing_factory("toy"),
+        ) as (router, one):
+            toy = get_routing(router).prefill_policy.policy
+            assert isinstance(toy, ToyPolicy)
+            first = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion(800)))
+            await scripted_knowledge.wait_until(lambda: len(toy.observations) == 1)
+            await router.post_body(COMPLETIONS_PATH, build_completion(160, 2))
+            await first
+            await router.post_body(COMPLETIONS_PATH, build_completion(800))
+            assert toy.observations == [(800, [0], 0), (160, [0], 800), (800, [784], 0)]
+            assert names.METRIC_PENDING_TOKENS in router.app.metrics.render_text().decode()
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_delays_are_where_they_were() -> None:
+    """A reader that takes 300 ms is `router.tokenize`, a source that takes 500 is `router.lookup`."""
+
+    async def run_scenario() -> None:
+        routing = scripted_knowledge.build_routing_factory(
+            "ttft", ScriptedReader(0.3), ScriptedSource(0.5)
+        )
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({"prefill.compute": 20})], routing=routing
+        ) as (router, one):
+            _, headers, _ = await router.post_body(
+                COMPLETIONS_PATH, build_completion(), x_ttft_timing="1", **TRACED_HEADERS
+            )
+            record = (await router.wait_for_records(2))[0]
+            assert record.ttft is not None
+            stages = record.ttft.stages
+            assert 300_000 <= stages["router.tokenize"] < 450_000
+            assert 500_000 <= stages["router.lookup"] < 650_000
+            assert stages["router.route"] < 150_000
+            length = record.ttft.end - record.ttft.start
+            assert sum(stages.values()) + record.ttft.unattributed == length
+            told = timing.parse_server_timing(headers["Server-Timing"])
+            assert told is not None and told.stages["router.lookup"] == stages["router.lookup"]
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_client_that_leaves_in_between() -> None:
+    """Who leaves while its prompt is read died in `router.tokenize`; or in `router.lookup`."""
+
+    async def run_scenario() -> None:
+        for reader, source, stage in (
+            (ScriptedReader(5), ScriptedSource(), "router.tokenize"),
+            (ScriptedReader(), ScriptedSource(5), "router.lookup"),
+        ):
+            async with fake_instances.run_routed_instances(
+                routing=scripted_knowledge.build_routing_factory("ttft", reader, source)
+            ) as (router, one):
+                task = asyncio.create_task(
+                    router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+                )
+                await scripted_knowledge.wait_until(
+                    lambda: router.app.admission.requests_under_way == 1
+                )
+                await asyncio.sleep(0.15)
+                task.cancel()
+                (record,) = await router.wait_for_records(1)
+                assert record.ttft is not None and record.ttft.died == stage
+                assert record.ttft.stages[stage] > 50_000
+                assert not one.received
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_the_choice_is_told() -> None:
+    """Policy, reason, candidates' scores and caches are on `router.route`, the prediction on `ttft`."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [None, None], routing=scripted_knowledge.build_routing_factory()
+        ) as (router, a, b):
+            teach_prefills(get_routing(router), a.url, 0.0001)
+            teach_prefills(get_routing(router), b.url, 0.0002)
+            await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
+            record = (await router.wait_for_records(2))[0]
+            found = get_route_attributes(record)
+            assert record.ttft is not None
+            assert found[names.POLICY] == "ttft" and found[names.ROUTE_REASON] == "calibrated"
+            assert found[names.CANDIDATES] == 2
+            near = [each.url.removeprefix("http://") for each in (a, b)]
+            assert found[names.ROUTE_INSTANCES] == tuple(near)
+            scores = found[names.ROUTE_SCORES]
+            assert isinstance(scores, tuple) and found[names.ROUTE_SCORE] == scores[0] < scores[1]
+            assert found[names.ROUTE_CACHED] == (0, 0)
+            assert record.ttft.attributes[names.PREDICTED_MS] == pytest.approx(80, rel=0.3)
+            await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
+            again = get_route_attributes((await router.wait_for_records(4))[2])
+            assert again[names.ROUTE_CACHED] == (784, 0)  # all blocks but the one of the last token
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_at_most_sixteen_candidates() -> None:
+    """Of many candidates the sixteen best are told, the best first."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_instance() as one:
+            others = [f"http://127.0.0.1:{port}" for port in range(1, 31)]
+            source = ScriptedSource(cached_by_url={one.url: 784, others[7]: 160})
+            routing = scripted_knowledge.build_routing_factory("ttft", None, source)
+            async with fake_instances.run_router([*others, one.url], routing=routing) as router:
+                await router.app.endpoint.upstream.health_monitor.close()
+                for each in router.fleet:
+                    each.state = "healthy"
+                router.fleet.reset_candidates()
+                await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+                found = get_route_attributes((await router.wait_for_records(2))[0])
+                assert found[names.CANDIDATES] == 31
+                scores = found[names.ROUTE_SCORES]
+                assert isinstance(scores, tuple) and len(scores) == 16
+                assert list(scores) == sorted(scores) and scores[0] == found[names.ROUTE_SCORE]
+                assert found[names.ROUTE_CACHED] == (784, 160, *[0] * 14)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_prompts_that_nobody_can_read_are_guessed() -> None:
+    """A prompt of unknown length counts by its bytes, so that pending work is not nothing."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({"prefill.compute": 1000})],
+            routing=scripted_knowledge.build_routing_factory(),
+        ) as (router, one):
+            body = build_completion(None, prompt="word " * 400)
+            task = asyncio.create_task(router.post_body(COMPLETIONS_PATH, body))
+            await scripted_knowledge.wait_until(
+                lambda: len(get_routing(router).prefill_policy.state.pending) == 1
+            )
+            load = get_routing(router).prefill_policy.state.pending.get_load(one.url)
+            assert 500 < load.tokens_to_compute < 520
+            await task
+            assert len(get_routing(router).prefill_policy.state.pending) == 0
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in reading or looking up is caught and counted; the request is routed by its bytes."""
+    monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
+
+    class FailingSource(ScriptedSource):
+        async def look_up(self, *_: Any) -> dict[str, int] | None:
+            raise RuntimeError("broken")
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            routing=scripted_knowledge.build_routing_factory("ttft", None, FailingSource())
+        ) as (router, one):
+            before = guard.error_counts["router.look"]
+            assert (await router.post_body(COMPLETIONS_PATH, build_completion()))[0] == 200
+            assert guard.error_counts["router.look"] == before + 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_what_is_learnt() -> None:
+    """A prefill's share of its steps, with the tokens that its engine really had cached."""
+    leg = InstancePool({"mono": [parse_instance_url(INSTANCE_URL, "mono")]})
+    routing = scripted_knowledge.build_routing_factory()(leg)
+    (to,) = leg.get("mono")
+    asked = RoutingRequest("mono", COMPLETIONS_PATH, "tiny", "r", {}, b"", prompt_tokens=800)
+    kept: list[tuple[Any, ...]] = []
+    routing.prefill_policy.state.models.add_sample = lambda *told: kept.append(told)  # type: ignore[method-assign]
+
+    def book_and_answer(
+        stages: Mapping[str, int], tokens: TokenCounts | None, streaming: bool = True
+    ) -> None:
+        made = Booking(
+            routing.prefill_policy.state, asked, Decision(to, 0.0, "", 160), "1", 1_000_000
+        )
+        told = ServerTiming(dict(stages), 0, sum(stages.values()), None, tokens) if stages else None
+        made.record_first_token(1_500_000, told, streaming)
+
+    stages = {"receive": 9000, "dispatch": 2000, "prefill.compute": 100_000, "sample": 8000}
+    book_and_answer(stages, TokenCounts(801, 320, 481, 481))
+    book_and_answer(stages, TokenCounts(801, 320, 481, 962))
+    book_and_answer(stages, None)
+    book_and_answer({"receive": 9000}, None)  # not traced as far as its engine
+    book_and_answer({}, None)  # not traced at all, but alone
+    book_and_answer({}, None, streaming=False)  # its whole answer
+    asked = replace(asked, tokens_estimated=True)
+    book_and_answer(stages, None)
+    book_and_answer({}, None)
+    book_and_answer(stages, TokenCounts(801, 320, 481, 481))  # its engine has counted
+    assert kept == [
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.055),
+        ("tiny", INSTANCE_URL, compute_work(800, 160), 0.11),
+        ("tiny", INSTANCE_URL, compute_work(800, 160), 0.5),
+        ("tiny", INSTANCE_URL, compute_work(801, 320), 0.11),
+    ]
+
+
+def test_a_whole_answer_of_unknown_ttft_is_no_outcome() -> None:
+    """What an untraced instance took for all of an answer says nothing of a predicted TTFT."""
+    leg = InstancePool({"mono": [parse_instance_url(INSTANCE_URL, "mono")]})
+    state = scripted_knowledge.build_routing_factory()(leg).prefill_policy.state
+    (to,) = leg.get("mono")
+    asked = RoutingRequest(
+        "mono", COMPLETIONS_PATH, "tiny", "r", {}, b"", prompt_tokens=800, block_keys=(7,)
+    )
+    choice = Decision(to, 0.0, "", predicted_ttft_s=0.1)
+    Booking(state, asked, choice, "1", 1_000_000).record_first_token(9_000_000, None, False)
+    assert (state.outcomes, state.overheads_s, len(state.pending)) == ({}, {}, 0)
+    assert state.index.match_blocks((7,), [INSTANCE_URL]) == [1]
+    Booking(state, asked, choice, "2", 1_000_000).record_first_token(1_100_000, None, True)
+    assert state.outcomes[INSTANCE_URL].outcomes == 1
+
+
+def test_events_before_the_engine_are_no_first_token() -> None:
+    """A stream of /v1/responses is pending until its first delta, and nothing is learnt of its begin."""
+
+    async def run_scenario() -> None:
+        created, delta = (
+            f'event: response.{name}\ndata: {{"type":"response.{name}"}}\n\n'.encode()
+            for name in ("created", "output_text.delta")
+        )
+        plan = InstancePlan({}, sends_timing=False, chunks=(created, *[delta] * 60), gap_s=0.5)
+        async with fake_instances.run_routed_instances(
+            [plan], routing=scripted_knowledge.build_routing_factory()
+        ) as (router, one):
+            teach_prefills(get_routing(router), one.url)
+            state, (to,) = get_routing(router).prefill_policy.state, router.fleet
+            before = state.models.list_fits()["tiny", one.url].samples
+            async with router.client.post(
+                f"{router.url}/v1/responses", json=build_completion()
+            ) as response:
+                assert await response.content.readany() == created
+                assert len(state.pending) == 1
+                assert (await response.content.readany()).startswith(delta)
+                await scripted_knowledge.wait_until(lambda: not len(state.pending))
+                assert to.in_flight == 1
+            assert state.models.list_fits()["tiny", one.url].samples == before
+            assert state.outcomes == {}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_without_tracing_instances_are_asked_all_the_same(wants: bool) -> None:
+    """With tracing off ttft learns from Server-Timing, which only clients that asked for it see."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({"prefill.compute": 30}, rest_ms=100)],
+            routing=scripted_knowledge.build_routing_factory(),
+            traced=False,
+        ) as (router, one):
+            own = {"x_ttft_timing": "1"} if wants else {}
+            _, headers, _ = await router.post_body(
+                COMPLETIONS_PATH, build_completion(stream=False), **own
+            )
+            assert one.received[0].headers[names.ASK] == "1"
+            assert names.TRACEPARENT not in one.received[0].headers
+            assert ("Server-Timing" in headers) == wants
+            assert (
+                get_routing(router).prefill_policy.state.models.list_fits()["tiny", one.url].samples
+                == 1
+            )
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
+    """A policy that predicts nothing sends no header of its own, and takes none away."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            routing=scripted_knowledge.build_routing_factory("prefix"), traced=False
+        ) as (router, one):
+            _, headers, _ = await router.post_body(COMPLETIONS_PATH, build_completion())
+            assert names.ASK not in one.received[0].headers
+            assert "Server-Timing" in headers
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_messages_are_work() -> None:
+    """A body of /v1/messages counts by its length; one that loads an adapter is no work."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({"prefill.compute": 1000})],
+            routing=scripted_knowledge.build_routing_factory(),
+        ) as (router, one):
+            load = get_routing(router).prefill_policy.state.pending
+            for path, least in (("/v1/messages", 500), ("/v1/load_lora_adapter", 0)):
+                body = build_completion(None, prompt="word " * 400)
+                task = asyncio.create_task(router.post_body(path, body))
+                await scripted_knowledge.wait_until(lambda: len(load) == 1)
+                assert least <= load.get_load(one.url).tokens_to_compute <= least + 20 * bool(least)
+                await task
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_what_comes_besides_is_expected_too() -> None:
+    """The way there, tokenizing and the way back are in the prediction, not in the prefill's cost."""
+    leg = InstancePool({"mono": [parse_instance_url(INSTANCE_URL, "mono")]})
+    state = scripted_knowledge.build_routing_factory()(leg).prefill_policy.state
+    (to,) = leg.get("mono")
+    asked = RoutingRequest("mono", COMPLETIONS_PATH, "tiny", "r", {}, b"", prompt_tokens=800)
+    made = Booking(state, asked, Decision(to, 0.0, ""), "1", 1_000_000)
+    stages = {"preprocess": 7000, "prefill.queue": 90_000, "prefill.compute": 100_000}
+    made.record_first_token(1_200_000, ServerTiming(stages, 0, 197_000), True)
+    assert state.predict_ttft(Decision(to, 0.0, "", predicted_ttft_s=0.1)) == pytest.approx(0.11)
+    assert state.predict_ttft(Decision(to, 0.0, "")) is None
+    state.forget_instance(INSTANCE_URL)
+    assert state.predict_ttft(Decision(to, 0.0, "", predicted_ttft_s=0.1)) == 0.1
+
+
+def test_predictions_are_held_against_outcomes() -> None:
+    """After some requests the fit is the instance's own speed, and predictions come near."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan({"prefill.compute": 40})
+        async with fake_instances.run_routed_instances(
+            [plan], routing=scripted_knowledge.build_routing_factory()
+        ) as (router, one):
+            for number in range(14):
+                tokens = 400 + 40 * (number % 3)
+                plan.stages_ms = {"prefill.compute": tokens // 10}
+                await router.post_body(
+                    COMPLETIONS_PATH, build_completion(tokens, number + 1), **TRACED_HEADERS
+                )
+            told = get_routing(router).describe_instances()[one.url]
+            assert told["fits"]["tiny"]["samples"] == 14
+            assert 0 < told["fits"]["tiny"]["mape"] < 0.1
+            assert told["predictions"]["mape"] < 0.3
+            text = router.app.metrics.render_text().decode()
+            assert f'{names.METRIC_PREDICTION_ERROR}{{instance="{one.url}",leg="mono"}} 0.' in text
+            assert f"{names.METRIC_FIT_SAMPLES}" in text and 'coefficient="b"' in text
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_too_late_is_429() -> None:
+    """What has to wait too long for --slo-ttft-ms is refused and counted; an idle instance serves it late."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({"prefill.compute": 1000})],
+            routing=scripted_knowledge.build_routing_factory(slo_s=0.5),
+        ) as (router, one):
+            teach_prefills(get_routing(router), one.url, 0.001)
+            late = asyncio.create_task(
+                router.post_body(COMPLETIONS_PATH, build_completion(20_000), **TRACED_HEADERS)
+            )
+            await scripted_knowledge.wait_until(
+                lambda: len(get_routing(router).prefill_policy.state.pending) == 1
+            )
+            status, headers, body = await router.post_body(
+                COMPLETIONS_PATH, build_completion(100, 9), **TRACED_HEADERS
+            )
+            assert status == 429 and 10 < int(headers["Retry-After"]) <= 20
+            assert b'"type":"RateLimitError"' in body and b'"code":429' in body
+            assert (await late)[0] == 200
+            assert len(one.received) == 1
+            assert f"{names.METRIC_LATE}_total 1.0" in router.app.metrics.render_text().decode()
+            assert len(get_routing(router).prefill_policy.state.pending) == 0
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_prefill_instances_are_accounted_for_until_their_token() -> None:
+    """With P and D apart the policy is P's: an entry while P computes, none while D answers."""
+
+    async def run_scenario() -> None:
+        model = fake_pair.PairModel()
+        async with fake_pair.run_disaggregated(
+            model, routing=scripted_knowledge.build_routing_factory()
+        ) as (router, p, d):
+            routing = get_routing(router)
+            assert routing.prefilling_leg == "prefill"
+            body = fake_instances.build_chat() | {"tokens": 800, "max_tokens": 4}
+            assert (await router.post_body("/v1/chat/completions", body, **TRACED_HEADERS))[
+                0
+            ] == 200
+            state = routing.prefill_policy.state
+            assert len(state.pending) == 0 and state.index.match_blocks(
+                range(1_000_000, 1_000_003), [p.url]
+            ) == [3]
+            found = [
+                piece.attributes
+                for each in await router.wait_for_records(2)
+                for piece in (each.ttft.pieces if each.ttft else ())
+                if piece.name == "router.route" and piece.attributes
+            ]
+            assert found[0][names.POLICY] == "ttft"
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_whoever_is_removed_is_forgotten() -> None:
+    """Added by /instances it is chosen, removed its outcomes go; the source is told each time."""
+
+    async def run_scenario() -> None:
+        source = ScriptedSource()
+        async with (
+            fake_instances.run_instance() as a,
+            fake_instances.run_instance() as b,
+            fake_instances.run_router(
+                [a.url], routing=scripted_knowledge.build_routing_factory("ttft", None, source)
+            ) as router,
+        ):
+            legs, routing = router.app.endpoint.upstream, get_routing(router)
+            legs.pool.add_instance(parse_instance_url(b.url, "mono"))
+            teach_prefills(routing, a.url, 0.001)
+            teach_prefills(routing, b.url, 0.0001)
+            await router.post_body(COMPLETIONS_PATH, build_completion())
+            assert len(b.received) == 1 and b.url in routing.prefill_policy.state.outcomes
+            found = legs.pool.find_instance("mono", b.url)
+            assert found is not None
+            begun = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion()))
+            await scripted_knowledge.wait_until(lambda: len(b.received) == 2)
+            legs.pool.remove_instance(found)
+            assert source.sync_count == 2
+            state = routing.prefill_policy.state
+            assert (await begun)[0] == 200 and len(state.pending) == 0
+            assert b.url not in state.outcomes and b.url not in routing.describe_instances()
+            assert (
+                b.url not in state.overheads_s and ("tiny", b.url) not in state.models.list_fits()
+            )
+            await router.post_body(COMPLETIONS_PATH, build_completion())
+            assert len(a.received) == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_shared_cache() -> None:
+    """What one instance has, all have: then the cached prefix decides nothing, and counts everywhere."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+            source = ScriptedSource(cached_by_url={a.url: 160})
+            routing = scripted_knowledge.build_routing_factory(
+                "ttft", None, source, shared_cache=True
+            )
+            async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
+                await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+                assert get_route_attributes((await router.wait_for_records(2))[0])[
+                    names.ROUTE_CACHED
+                ] == (160, 160)
+
+    fake_instances.run_with_timeout(run_scenario)

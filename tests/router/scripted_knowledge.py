@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt reader and a prefix source with scripted results and delays, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.policies.policy_state import PolicyOptions
+from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.upstream.instance_pool import InstancePool
+
+BLOCK_TOKENS = 16
+
+
+class ScriptedReader:
+    """Takes the prompt's length from the key `tokens` of the body, and its block keys from `from`.
+
+    The key `items` has the placeholder tokens of each media part. delay_s: seconds per prompt.
+    """
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.counts: Counter[str] = Counter()
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Nothing to load."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    async def read_prompt(
+        self, path: str, model: str, body: bytes, block_size: int
+    ) -> Prompt | None:
+        """The prompt that `body` describes; None without the key `tokens`."""
+        await asyncio.sleep(self.delay_s)
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            fields = {}
+        if "tokens" not in fields:
+            self.counts["failed-unknown"] += 1
+            return None
+        self.counts["read"] += 1
+        tokens, start = fields["tokens"], fields.get("from", 1) * 1_000_000
+        items = tuple(fields.get("items", ()))
+        return Prompt(tokens, (), tuple(range(start, start + tokens // block_size)), items)
+
+
+class ScriptedSource:
+    """A source that looks up `cached_by_url` after `delay_s` seconds; None: the estimate is used."""
+
+    def __init__(self, delay_s: float = 0.0, cached_by_url: dict[str, int] | None = None) -> None:
+        self.delay_s, self.cached_by_url = delay_s, cached_by_url
+        self.index = SentHistory(BLOCK_TOKENS, 10_000)
+        self.sync_count = 0
+
+    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+        """Do nothing: there is no instance to ask."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+    def sync_instances(self) -> None:
+        """Count the call."""
+        self.sync_count += 1
+
+    async def look_up(
+        self, model: str, prompt: Prompt, urls: Sequence[str]
+    ) -> dict[str, int] | None:
+        """The scripted result."""
+        await asyncio.sleep(self.delay_s)
+        return self.cached_by_url
+
+    def describe_instances(self) -> dict[str, Any]:
+        """Nothing is known of instances."""
+        return {}
+
+
+def build_routing_factory(
+    policy_name: str = "ttft",
+    reader: ScriptedReader | None = None,
+    source: ScriptedSource | None = None,
+    encoders: str = "",
+    **options: Any,
+) -> Callable[[InstancePool], RoutingService]:
+    """A factory of routing services for `fake_instances.run_router`.
+
+    options: fields of PolicyOptions. encoders: policy of the encode leg.
+    """
+
+    def build_routing(fleet: InstancePool) -> RoutingService:
+        policy_options = PolicyOptions(**options)
+        knowledge = (reader or ScriptedReader(), source or ScriptedSource())
+        return RoutingService(
+            fleet, policy_name, policy_options, 60, *knowledge, "round_robin", encoders
+        )
+
+    return build_routing
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds, 5 seconds and more on a busy machine."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition did not become true")

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's whole trace of one request, per topology, against tests/golden/trees.json.
+
+All spans with all attributes, as the exporter makes them; lengths, ports and ids apart. To accept a
+change: PYTHONPATH=tests python -c "from router import test_trees; test_trees.write_golden()".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from router import fake_instances, fake_pair, scripted_knowledge
+from router.fake_instances import TRACEPARENT, InstancePlan
+from ttft_otel import names
+from ttft_otel.exporter import span_builder
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "trees.json"
+REQUEST_ID = "golden"
+ENCODER_PLAN = InstancePlan(
+    {"encoder.compute": 12}, reported_us={"receive": 1000, "encoder.compute": 9000}
+)
+BACKEND_PLAN = InstancePlan(
+    {"prefill.compute": 12}, reported_us={"prefill.queue": 1000, "prefill.compute": 9000}
+)
+DeployedRouter = AsyncIterator[
+    tuple[fake_instances.RunningRouter, Sequence[fake_instances.FakeInstance]]
+]
+
+
+@contextlib.asynccontextmanager
+async def deploy_mono() -> DeployedRouter:
+    """One plain server."""
+    async with fake_instances.run_routed_instances([BACKEND_PLAN]) as (router, one):
+        yield router, [one]
+
+
+@contextlib.asynccontextmanager
+async def deploy_retried() -> DeployedRouter:
+    """Two plain servers, of which the first one cannot."""
+    plans = [InstancePlan(status=503), BACKEND_PLAN]
+    async with fake_instances.run_routed_instances(plans) as (router, a, b):
+        yield router, [a, b]
+
+
+@contextlib.asynccontextmanager
+async def deploy_routed() -> DeployedRouter:
+    """Two plain servers, of which one has a part of the prompt."""
+    async with (
+        fake_instances.run_instance(BACKEND_PLAN) as a,
+        fake_instances.run_instance(BACKEND_PLAN) as b,
+    ):
+        source = scripted_knowledge.ScriptedSource(cached_by_url={b.url: 320})
+        routing = scripted_knowledge.build_routing_factory(
+            "ttft", None, source, ttft_model="trapezoid"
+        )
+        async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
+            yield router, [a, b]
+
+
+@contextlib.asynccontextmanager
+async def deploy_failed() -> DeployedRouter:
+    """A plain server that cuts the connection."""
+    plan = InstancePlan({"prefill.compute": 150}, dropped_requests=1)
+    async with fake_instances.run_routed_instances([plan]) as (router, one):
+        yield router, [one]
+
+
+@contextlib.asynccontextmanager
+async def deploy_epd() -> DeployedRouter:
+    """An encoder, and one server for the rest."""
+    async with fake_instances.run_routed_instances([BACKEND_PLAN], [ENCODER_PLAN]) as (
+        router,
+        e,
+        pd,
+    ):
+        yield router, [e, pd]
+
+
+def deploy_disaggregated(
+    mode: str, has_encoder: bool
+) -> Callable[[], contextlib.AbstractAsyncContextManager[Any]]:
+    """Prefill and decode apart, behind an encoder or not."""
+
+    @contextlib.asynccontextmanager
+    async def deploy_pair() -> DeployedRouter:
+        model = fake_pair.PairModel()
+        async with (
+            fake_pair.run_server(model, False) as prefill,
+            fake_pair.run_server(model, True) as decode,
+            fake_instances.run_instance(ENCODER_PLAN) as e,
+            fake_instances.run_router(
+                [],
+                [e.url] if has_encoder else [],
+                prefills=[prefill.url],
+                decodes=[decode.url],
+                first_token=mode,
+            ) as router,
+        ):
+            yield router, [e, prefill, decode]
+
+    return deploy_pair
+
+
+TOPOLOGIES = {
+    "mono": deploy_mono,
+    "retried": deploy_retried,
+    "routed": deploy_routed,
+    "failed": deploy_failed,
+    "epd": deploy_epd,
+    **{f"pd {mode}": deploy_disaggregated(mode, False) for mode in ("off", "strip", "continue")},
+    **{f"epd3 {mode}": deploy_disaggregated(mode, True) for mode in ("off", "strip", "continue")},
+}
+
+
+async def build_tree(topology: str) -> Any:
+    """The trace of one streamed request with an image, as nested dictionaries."""
+    async with TOPOLOGIES[topology]() as (router, instances):
+        await router.get_json("/v1/models")
+        for each in router.fleet:
+            while each.models is None:
+                await asyncio.sleep(0.01)
+        images = ["a"] if topology.startswith("epd") else []
+        body = fake_instances.build_chat(*images) | {"max_tokens": 4, "tokens": 800}
+        named = {"X_Request_Id": REQUEST_ID, "traceparent": TRACEPARENT}
+        await router.post_body("/v1/chat/completions", body, **named)
+        records = await router.wait_for_records(1 if topology == "failed" else 2)
+        made = [span for each in records for span in span_builder.build_spans(each, Resource({}))]
+        served = {
+            seen.headers["traceparent"].split("-")[2]: [seen.headers[names.LEG_HEADER], seen.path]
+            for instance in instances
+            for seen in instance.received
+        }
+        return nest_spans(made, int(TRACEPARENT.split("-")[2], 16), served)
+
+
+def nest_spans(made: list[ReadableSpan], parent: int, served: dict[str, list[str]]) -> list[Any]:
+    """The spans below a parent, in the order in which they began."""
+    below = [each for each in made if each.parent is not None and each.parent.span_id == parent]
+    found = []
+    for each in sorted(below, key=lambda span: (span.start_time or 0, span.end_time or 0)):
+        assert each.context is not None
+        node: dict[str, Any] = {"name": each.name, "kind": each.kind.name}
+        if not each.status.is_ok and each.status.status_code.name == "ERROR":
+            node["status"] = "ERROR"
+        node["attributes"] = {
+            key: normalize_attribute(key, value)
+            for key, value in sorted((each.attributes or {}).items())
+        }
+        if f"{each.context.span_id:016x}" in served:
+            node["served"] = served[f"{each.context.span_id:016x}"]
+        if children := nest_spans(made, each.context.span_id, served):
+            node["children"] = children
+        found.append(node)
+    return found
+
+
+def normalize_attribute(key: str, value: Any) -> Any:
+    """An attribute without what differs from run to run: lengths and ports."""
+    if key.endswith("_us") or key == names.FIRST_CHUNK:
+        return "length"
+    if key == names.SERVER_PORT:
+        return "port"
+    if key == names.ROUTE_INSTANCES:
+        return [each.rpartition(":")[0] + ":port" for each in value]
+    if isinstance(value, tuple):
+        return list(value)
+    return value.rpartition(":")[0] + ":port" if key == names.INSTANCE else value
+
+
+def build_tree_sync(topology: str) -> Any:
+    """The tree, in a loop of its own."""
+    tree: list[Any] = []
+
+    async def run_scenario() -> None:
+        tree.extend(await build_tree(topology))
+
+    fake_instances.run_with_timeout(run_scenario)
+    return tree
+
+
+def write_golden() -> None:
+    """Write what is into the golden file."""
+    made = {topology: build_tree_sync(topology) for topology in TOPOLOGIES}
+    GOLDEN.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_tree(topology: str) -> None:
+    """Every span, its place, its attributes, and who served each call, are the golden file's."""
+    assert build_tree_sync(topology) == json.loads(GOLDEN.read_text())[topology]
+
+
+def test_golden_is_whole() -> None:
+    """The golden file has these topologies, and no other."""
+    assert set(json.loads(GOLDEN.read_text())) == set(TOPOLOGIES)
+
+
+def test_attempts_are_spans() -> None:
+    """A retry has both attempts in its tree; what failed has its error, and the stage it died in."""
+    golden = json.loads(GOLDEN.read_text())
+    (server,) = golden["retried"]
+    calls = [each for each in server["children"] if each["kind"] == "CLIENT"]
+    assert [each["attributes"].get(names.ERROR_TYPE) for each in calls] == ["503", None]
+    assert [each["attributes"].get(names.ATTEMPT) for each in calls] == [None, 2]
+    (server,) = golden["failed"]
+    told = {each["name"]: each for each in server["children"]}
+    assert told[names.TTFT]["attributes"][names.DIED_IN] == "router.hop.mono"
+    assert len(server["children"]) == 2

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of `ttft-otel bench`, in groups, which command.py adds to the command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from ttft_otel.bench.load_plan import DATASETS
+from ttft_otel.bench.trace_replay import BLOCK_TOKENS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+OptionDecorator = Callable[[Any], Any]
+
+POSITIVE_INT: Final = click.IntRange(min=1)
+NON_NEGATIVE_INT: Final = click.IntRange(min=0)
+POSITIVE_FLOAT: Final = click.FloatRange(min=0, min_open=True)
+RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+def _require_block_divisor(_context: click.Context, _option: click.Parameter, value: int) -> int:
+    """Check that `value` divides a trace's blocks. Raises BadParameter."""
+    if BLOCK_TOKENS % value:
+        raise click.BadParameter(
+            f"{value} does not divide blocks of {BLOCK_TOKENS} tokens. Give a power of two, 1 to "
+            f"{BLOCK_TOKENS}; "
+            "--max-input cuts prompts to any length."
+        )
+    return value
+
+
+def list_misplaced_flags(context: click.Context, dataset: str) -> list[str]:
+    """Flags on the command line that belong to a dataset other than `dataset`.
+
+    A flag belongs to the dataset with whose name its help begins ("replay: ...").
+    """
+    other_datasets = {f"{candidate}:" for candidate in DATASETS} - {f"{dataset}:"}
+    return [
+        candidate.opts[0]
+        for candidate in context.command.params
+        if isinstance(candidate, click.Option)
+        and (candidate.help or "").split(" ")[0] in other_datasets
+        and context.get_parameter_source(candidate.name or "") is ParameterSource.COMMANDLINE
+    ]
+
+
+def _make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
+    """An option with a number and a default that --help shows."""
+    return click.option(name, type=kind, default=default, show_default=True, help=help_text)
+
+
+TARGET_OPTIONS: Final = (
+    click.option("--url", metavar="URL", help="The server or router to measure: http://host:port"),
+    click.option(
+        "--ab",
+        nargs=2,
+        metavar="URL_A URL_B",
+        help="Compare two servers or routers, in alternating rounds.",
+    ),
+    click.option(
+        "--apart",
+        is_flag=True,
+        help="With --ab: different prompts for B, for two routers that share a prefix cache.",
+    ),
+    click.option("--model", help="Model name.  [default: the first of /v1/models]"),
+    click.option(
+        "--header",
+        "headers",
+        multiple=True,
+        metavar="'NAME: VALUE'",
+        help="Add this header to every request.",
+    ),
+    _make_number_option(
+        "--timeout", POSITIVE_FLOAT, 600.0, "Seconds until a request counts as failed."
+    ),
+)
+DATASET_OPTIONS: Final = (
+    click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
+    click.argument("file", required=False, type=click.Path(path_type=Path)),
+    click.option("--api", type=click.Choice(("completions", "chat")), help="API to use."),
+    click.option(
+        "--requests",
+        type=POSITIVE_INT,
+        help="Number of requests.  [default: 100; replay: all; multi-round: until --time]",
+    ),
+    _make_number_option(
+        "--input-len", POSITIVE_INT, 512, "Prompt tokens (shared-prefix: after the prefix)."
+    ),
+    _make_number_option("--output-len", POSITIVE_INT, 64, "Output tokens."),
+    _make_number_option(
+        "--spread", click.FloatRange(0, 1), 0.0, "Relative spread of both lengths: 0.2 is ±20 %."
+    ),
+    _make_number_option(
+        "--prefix-len", NON_NEGATIVE_INT, 256, "shared-prefix: tokens of each prefix."
+    ),
+    _make_number_option("--prefixes", POSITIVE_INT, 1, "shared-prefix: number of prefixes."),
+    _make_number_option("--images", POSITIVE_INT, 1, "images: images per request."),
+    _make_number_option("--image-size", POSITIVE_INT, 224, "images: width and height in pixels."),
+    click.option(
+        "--vocab",
+        type=click.IntRange(min=200),
+        help="Draw token IDs from 100 to this number.  [default: IDs of common words, asked of the "
+        "server]",
+    ),
+    _make_number_option(
+        "--speed", POSITIVE_FLOAT, 1.0, "replay: divide the trace's times by this."
+    ),
+    click.option(
+        "--shrink",
+        type=click.IntRange(1, BLOCK_TOKENS),
+        default=1,
+        show_default=True,
+        callback=_require_block_divisor,
+        help="replay: divide prompt lengths by this power of two.",
+    ),
+    click.option("--max-input", type=POSITIVE_INT, help="replay: cut prompts to this many tokens."),
+    click.option(
+        "--max-output", type=POSITIVE_INT, help="replay: limit outputs to this many tokens."
+    ),
+)
+MULTI_ROUND_OPTIONS: Final = (
+    _make_number_option("--num-users", POSITIVE_INT, 5, "multi-round: concurrent users."),
+    _make_number_option("--num-rounds", POSITIVE_INT, 10, "multi-round: questions per user."),
+    _make_number_option(
+        "--qps", POSITIVE_FLOAT, 1.0, "multi-round: questions per second of all users together."
+    ),
+    _make_number_option(
+        "--shared-system-prompt", NON_NEGATIVE_INT, 100, "multi-round: tokens shared by all users."
+    ),
+    _make_number_option(
+        "--user-history-prompt", NON_NEGATIVE_INT, 200, "multi-round: first tokens of each user."
+    ),
+    _make_number_option("--question-len", POSITIVE_INT, 20, "multi-round: tokens per question."),
+    _make_number_option("--answer-len", POSITIVE_INT, 100, "multi-round: tokens per answer."),
+    _make_number_option("--time", POSITIVE_FLOAT, 60.0, "multi-round: duration in seconds."),
+)
+LOAD_OPTIONS: Final = (
+    click.option("--rate", type=POSITIVE_FLOAT, help="Open loop: requests per second."),
+    click.option(
+        "--arrivals",
+        type=click.Choice(("poisson", "constant")),
+        default="poisson",
+        show_default=True,
+    ),
+    click.option("--concurrency", type=POSITIVE_INT, help="Closed loop: concurrent requests."),
+    click.option(
+        "--max-unfinished",
+        "--max-unfinished-queries",
+        "most",
+        type=POSITIVE_INT,
+        help="Delay requests while this many are unfinished.",
+    ),
+    _make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
+    _make_number_option("--repeat", POSITIVE_INT, 1, "Number of rounds."),
+    _make_number_option(
+        "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
+    ),
+)
+OUTPUT_OPTIONS: Final = (
+    click.option(
+        "--slo",
+        "slos",
+        multiple=True,
+        metavar="NAME=MS",
+        help="Limit of ttft, tpot or latency for goodput.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
+    click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),
+    click.option("--html", type=RESULT_FILE, help="Also write an HTML page with charts."),
+)
+
+
+def add_options(*groups: tuple[OptionDecorator, ...]) -> Callable[[Command], Command]:
+    """A decorator that adds the options of all `groups` to a command, in their order."""
+
+    def apply_options(command: Command) -> Command:
+        for option in reversed([group_option for group in groups for group_option in group]):
+            command = option(command)
+        return command
+
+    return apply_options

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a LoadPlan against one or two targets: warm-up and alternating rounds, until done or stopped.
+
+command.py passes plan and targets; result_document.py describes the LoadRuns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from types import FrameType
+from typing import Final, Protocol
+
+from ttft_otel.bench import kernel_timestamps, report_lookup
+from ttft_otel.bench.http_exchange import BenchTarget
+from ttft_otel.bench.load_driver import LoadDriver, LoadRun
+from ttft_otel.bench.load_plan import LoadFunction, LoadPlan
+from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
+
+PROGRESS_INTERVAL_S: Final = 0.5  # between two updates of the progress line
+STOP_POLL_S: Final = 0.001  # given to the event loop while prompts are made, to notice a stop
+RUN_LOOKUP_TIMEOUT_S: Final = 60.0  # for fetching breakdowns that responses did not carry
+STOPPED_LOOKUP_TIMEOUT_S: Final = 3.0  # the same after Ctrl-C
+
+
+class ProgressReporter(Protocol):
+    """Shows the progress of a benchmark; `title` names round and target."""
+
+    def report_prepared(self, title: str, count: int, total: int) -> None:
+        """`count` of a run's `total` prompts are made."""
+        ...
+
+    def report_sent(self, title: str, run: LoadRun) -> None:
+        """`run` has the results so far."""
+        ...
+
+
+@dataclass(slots=True)
+class BenchSide:
+    """A target, how to build requests for it, and its finished and current runs."""
+
+    target: BenchTarget
+    factory: RequestFactory
+    runs: list[LoadRun] = field(default_factory=list)
+
+
+class InterruptCounter:
+    """Counts Ctrl-C while a block runs, instead of raising KeyboardInterrupt.
+
+    on_interrupt: called at each of them.
+    """
+
+    def __init__(self) -> None:
+        """Start with a count of 0."""
+        self.count = 0
+        self.on_interrupt: Callable[[], object] = _do_nothing
+
+    @contextmanager
+    def count_interrupts(self) -> Iterator[None]:
+        """Replace the handler of SIGINT while the block runs."""
+        before = signal.signal(signal.SIGINT, self._record_interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def ignore_interrupts(self) -> None:
+        """Ignore Ctrl-C until the block ends, so that it cannot truncate a result file."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _record_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.on_interrupt()
+
+
+def check_plan(plan: LoadPlan, sides: Sequence[BenchSide]) -> None:
+    """Check `plan` before anything is sent. Raises ContextTooSmallError and TraceFormatError."""
+    for target_index, side in enumerate(sides):
+        plan.check_context(side.factory, target_index)
+
+
+def run_plan(
+    plan: LoadPlan,
+    sides: Sequence[BenchSide],
+    reporter: ProgressReporter,
+    interrupts: InterruptCounter,
+) -> None:
+    """Run a checked `plan` and append its results to each side's runs; Ctrl-C ends it early."""
+    asyncio.run(_run_until_stopped(plan, sides, reporter, interrupts))
+
+
+async def _run_until_stopped(
+    plan: LoadPlan,
+    sides: Sequence[BenchSide],
+    reporter: ProgressReporter,
+    interrupts: InterruptCounter,
+) -> None:
+    stop = asyncio.Event()
+    interrupts.on_interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
+    try:
+        await _run_rounds(plan, sides, reporter, stop)
+    finally:
+        interrupts.on_interrupt = _do_nothing  # the loop closes
+
+
+async def _run_rounds(
+    plan: LoadPlan, sides: Sequence[BenchSide], reporter: ProgressReporter, stop: asyncio.Event
+) -> None:
+    for round_index in range(plan.repeat):
+        # Alternate the order, so that a drift of the machine affects both sides alike.
+        for side in sides if round_index % 2 == 0 else reversed(sides):
+            seed = plan.compute_seed(round_index, sides.index(side))
+            title = f"round {round_index + 1}/{plan.repeat} {side.target.url}"
+            await _run_round(plan, side, seed, stop, reporter, title)
+            if stop.is_set():
+                return
+
+
+async def _run_round(
+    plan: LoadPlan,
+    side: BenchSide,
+    seed: int,
+    stop: asyncio.Event,
+    reporter: ProgressReporter,
+    title: str,
+) -> None:
+    """A warm-up and a run on one side."""
+    if plan.warmup:
+        warmup_driver = LoadDriver(side.target, plan.timeout_s, plan.max_unfinished)
+        await _run_load(plan.build_warmup(side.factory, seed), warmup_driver, stop)
+    requests = await _prepare_requests(
+        plan, side.factory, seed, stop, partial(reporter.report_prepared, title)
+    )
+    if stop.is_set():
+        return
+    driver = LoadDriver(side.target, plan.timeout_s, plan.max_unfinished)
+    side.runs.append(driver.run)
+    await _run_load(
+        plan.build_load(side.factory, seed, requests),
+        driver,
+        stop,
+        partial(reporter.report_sent, title),
+    )
+    with suppress(asyncio.TimeoutError):
+        lookups = report_lookup.fetch_missing_breakdowns(side.target, driver.run.results)
+        await asyncio.wait_for(
+            lookups, STOPPED_LOOKUP_TIMEOUT_S if stop.is_set() else RUN_LOOKUP_TIMEOUT_S
+        )
+
+
+async def _prepare_requests(
+    plan: LoadPlan,
+    factory: RequestFactory,
+    seed: int,
+    stop: asyncio.Event,
+    show_progress: Callable[[int, int], None],
+) -> list[BenchRequest]:
+    """Build the bodies of a run's requests, up to a minute for a long trace; fewer after a stop."""
+    requests: list[BenchRequest] = []
+    total, next_report = plan.count_requests(), monotonic() + PROGRESS_INTERVAL_S
+    for request in plan.generate_requests(factory, seed):
+        requests.append(request)
+        if monotonic() >= next_report:
+            show_progress(len(requests), total)
+            await asyncio.sleep(STOP_POLL_S)
+            if stop.is_set():
+                break
+            next_report = monotonic() + PROGRESS_INTERVAL_S
+    return requests
+
+
+async def _run_load(
+    load: LoadFunction,
+    driver: LoadDriver,
+    stop: asyncio.Event,
+    show_progress: Callable[[LoadRun], None] | None = None,
+) -> None:
+    """Send one run's load; a stop cancels it."""
+    with _pause_garbage_collection(), kernel_timestamps.keep_timestamps_enabled():
+        async with driver.measure_loop_lag():
+            load_task = asyncio.ensure_future(load(driver))
+            stop_task = asyncio.create_task(stop.wait())
+            while not (load_task.done() or stop_task.done()):
+                await asyncio.wait(
+                    {load_task, stop_task},
+                    timeout=PROGRESS_INTERVAL_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if show_progress:
+                    show_progress(driver.run)
+            stop_task.cancel()
+            driver.run.stopped = load_task.cancel()
+            await asyncio.gather(load_task, return_exceptions=driver.run.stopped)
+
+
+@contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection while times are measured: a full one stops the process for long."""
+    gc.collect()
+    gc.freeze()  # objects that exist now, such as all prompts, are not scanned until unfreeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _do_nothing() -> None:
+    """The handler outside of a run."""

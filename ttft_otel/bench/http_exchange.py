@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send one request on its own connection when it is due; each piece of the response has its time.
+
+Implemented as an asyncio protocol rather than with an HTTP client: a client reports a piece when its
+reader's task is woken, which under load is a turn of the event loop later. Times are CLOCK_MONOTONIC
+in nanoseconds; a piece has the time at which the kernel received it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from dataclasses import dataclass, field
+from functools import lru_cache
+from time import monotonic_ns
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httptools
+
+from ttft_otel.bench.kernel_timestamps import TimestampedSocket
+
+USER_AGENT: Final = "ttft-otel-bench"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """A server's address, and headers for every request to it."""
+
+    url: str
+    host: str
+    port: int
+    base_path: str
+    uses_tls: bool
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse_url(cls, url: str, headers: dict[str, str] | None = None) -> BenchTarget:
+        """Take a URL apart. Raises ValueError."""
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            # Not quoted: it holds a password.
+            raise ValueError(
+                "a URL's user and password are not sent; "
+                "give --header 'Authorization: Basic ...' instead"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
+        uses_tls = parts.scheme == "https"
+        base_path = parts.path.rstrip("/").removesuffix("/v1")
+        port = parts.port or (443 if uses_tls else 80)
+        public_url = f"{parts.scheme}://{parts.netloc}{base_path}"
+        return cls(public_url, parts.hostname, port, base_path, uses_tls, headers or {})
+
+    def encode_request(
+        self, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
+    ) -> bytes:
+        """The bytes of a request, to be sent with one write. `headers` take precedence over ours."""
+        all_headers = {
+            "host": f"[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"{self.host}:{self.port}",
+            "user-agent": USER_AGENT,
+            "connection": "close",  # one request per connection
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **self.headers,
+            **headers,
+        }
+        lines = [
+            f"{method} {self.base_path}{path} HTTP/1.1",
+            *(f"{k}: {v}" for k, v in all_headers.items()),
+        ]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+@dataclass(slots=True)
+class RawResponse:
+    """A response. Times in ns: when the request was due, written, and the response's last byte came.
+
+    connect_us: duration of connecting. lag_ns: how late this process itself sent the request.
+    pieces: (arrival time, bytes) of the body. error: "" when it was read to its end.
+    """
+
+    due_ns: int
+    sent_ns: int = 0
+    end_ns: int = 0
+    connect_us: int = 0
+    lag_ns: int = 0
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    pieces: list[tuple[int, bytes]] = field(default_factory=list)
+    error: str = ""
+
+
+class ResponseProtocol(asyncio.Protocol):
+    """Fills a RawResponse; httptools calls the on_... methods from within `data_received`."""
+
+    def __init__(self, response: RawResponse, sock: TimestampedSocket) -> None:
+        """`sock` is the connection's socket, which knows when its last byte arrived."""
+        self.response, self.sock = response, sock
+        self.last_byte_ns = 0
+        self.completed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.parser: Any = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse `data`, which arrived at the time of the socket's last read."""
+        self.last_byte_ns = self.sock.last_byte_ns
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.finish_response("no HTTP")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line."""
+        self.response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The headers are complete."""
+        self.response.status = self.parser.get_status_code()
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body, without chunked encoding."""
+        self.response.pieces.append((self.last_byte_ns, data))
+
+    def on_message_complete(self) -> None:
+        """The response is complete."""
+        self.finish_response("")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection was closed: an error, unless only closing marks the end of the body."""
+        self.last_byte_ns = monotonic_ns()
+        framing_headers = {"content-length", "transfer-encoding"} & set(self.response.headers)
+        self.finish_response(
+            "cut off" if exc or framing_headers or not self.response.status else ""
+        )
+
+    def finish_response(self, error: str) -> None:
+        """End the exchange with `error` ("" for success); later calls do nothing."""
+        if not self.completed.done():
+            self.response.end_ns, self.response.error = self.last_byte_ns, error
+            self.completed.set_result(None)
+
+
+async def perform_exchange(
+    target: BenchTarget, message: bytes, due_ns: int, timeout_s: float
+) -> RawResponse:
+    """Connect now, send `message` at `due_ns`, wait for the end of the response.
+
+    timeout_s: for all of it. Does not raise: failures are in the response's `error`.
+    """
+    response = RawResponse(due_ns)
+    try:
+        await asyncio.wait_for(_send_and_receive(target, message, response), timeout_s)
+    except asyncio.TimeoutError:
+        response.end_ns, response.error = monotonic_ns(), "timeout"
+    except OSError as error:
+        response.end_ns, response.error = monotonic_ns(), f"connection: {type(error).__name__}"
+    response.sent_ns = response.sent_ns or response.end_ns
+    return response
+
+
+async def _send_and_receive(target: BenchTarget, message: bytes, response: RawResponse) -> None:
+    began_ns = monotonic_ns()
+    sock = await _connect_socket(target)
+    tls_context, server_hostname = (
+        (_create_tls_context(), target.host) if target.uses_tls else (None, None)
+    )
+    try:
+        transport, protocol = await asyncio.get_running_loop().create_connection(
+            lambda: ResponseProtocol(response, sock),
+            sock=sock,
+            ssl=tls_context,
+            server_hostname=server_hostname,
+        )
+    except BaseException:
+        sock.close()
+        raise
+    connected_ns = monotonic_ns()
+    try:
+        await sleep_until(response.due_ns)
+        response.sent_ns = monotonic_ns()  # right before the write: the TTFT starts here
+        transport.write(message)
+        await protocol.completed
+    finally:
+        transport.abort()
+    response.connect_us = (connected_ns - began_ns) // 1000
+    # Our own lateness: beginning to connect after the due time, and writing late on a connection that
+    # is open. The time that connecting takes is the server's and the network's.
+    response.lag_ns = (
+        max(0, began_ns - response.due_ns) + response.sent_ns - max(connected_ns, response.due_ns)
+    )
+
+
+async def _connect_socket(target: BenchTarget) -> TimestampedSocket:
+    """Connect to the first of the target's addresses that answers. Raises OSError."""
+    loop, place = asyncio.get_running_loop(), (target.host, target.port)
+    last_error = OSError(f"no address for {target.host}")
+    for family, kind, protocol, _, address in await _resolve_addresses(loop, *place):
+        sock = TimestampedSocket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.enable_timestamps()
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            last_error = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise last_error
+
+
+async def _resolve_addresses(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[Any]:
+    """A host's addresses; a numeric one is parsed here, names are resolved in a thread."""
+    try:
+        flags = socket.AI_NUMERICHOST
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except socket.gaierror:
+        return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+@lru_cache(maxsize=1)
+def _create_tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+async def sleep_until(due_ns: int) -> None:
+    """Sleep until `due_ns` of CLOCK_MONOTONIC; returns at once when that has passed."""
+    remaining_s = (due_ns - monotonic_ns()) / 1e9
+    if remaining_s > 0:
+        await asyncio.sleep(remaining_s)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send requests on time, as an open or a closed loop, and collect RequestResults.
+
+A response is parsed after its last byte and in slices, so that parsing hardly delays the reading of
+other responses. How late this process itself is, is measured throughout the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import monotonic_ns
+from typing import Final
+
+from ttft_otel import context, names, timing
+from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange, sleep_until
+from ttft_otel.bench.request_factory import BenchRequest
+from ttft_otel.bench.stream_parser import StreamContent, StreamParser
+
+CONNECT_LEAD_NS: Final = 20_000_000  # connections are opened this long before their request is due
+START_SPACING_NS: Final = 1_000_000  # between the first requests of a closed loop
+LAG_SAMPLE_INTERVAL_S: Final = 0.01
+HTTP_OK: Final = 200
+# In vLLM's error messages for prompts that are too long.
+CONTEXT_EXCEEDED_PHRASES: Final = ("maximum context length", "maximum model length")
+MAX_PIECES_PER_TURN: Final = 32  # pieces parsed in one turn of the event loop
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """One request: its response, the parsed stream, and the server's breakdown if it sent one.
+
+    error: "" when it succeeded, else the kind of failure. server_message: the server's error message.
+    """
+
+    request_id: str
+    trace_id: str
+    response: RawResponse
+    content: StreamContent
+    timing: timing.ServerTiming | None
+    error: str
+    server_message: str = ""
+
+    @property
+    def ttft_us(self) -> float:
+        """Microseconds from the write to the event with the first token."""
+        return (self.content.token_times_ns[0] - self.response.sent_ns) / 1000
+
+    @property
+    def latency_us(self) -> float:
+        """Microseconds from the write to the end of the response."""
+        return (self.response.end_ns - self.response.sent_ns) / 1000
+
+
+@dataclass(slots=True)
+class LoadRun:
+    """Results of one run.
+
+    loop_lags_ns: lateness of this process's event loop. started: requests sent. held_back: requests
+    delayed by --max-unfinished. stopped: ended by Ctrl-C.
+    """
+
+    results: list[RequestResult] = field(default_factory=list)
+    loop_lags_ns: list[int] = field(default_factory=list)
+    started: int = 0
+    held_back: int = 0
+    stopped: bool = False
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that were sent and have no result (yet)."""
+        return self.started - len(self.results)
+
+
+class LoadDriver:
+    """Sends requests to a target and collects their results in `run`.
+
+    max_unfinished: at most so many requests at once, None: no limit. timeout_s: for each request.
+    """
+
+    def __init__(
+        self, target: BenchTarget, timeout_s: float = 600.0, max_unfinished: int | None = None
+    ) -> None:
+        """Create an empty run."""
+        self.target, self.timeout_s = target, timeout_s
+        self.slots = asyncio.Semaphore(max_unfinished) if max_unfinished else None
+        self.run = LoadRun()
+        self.slot_freed_ns = 0
+
+    async def acquire_slot(self, due_ns: int) -> int:
+        """Wait for a slot below max_unfinished; returns when the request is due now.
+
+        That is `due_ns`, or for a request that had to wait the time at which a slot became free.
+        """
+        if self.slots is None:
+            return due_ns
+        was_full = self.slots.locked()
+        await self.slots.acquire()
+        if was_full:
+            self.slot_freed_ns = monotonic_ns()
+        self.run.held_back += due_ns < self.slot_freed_ns
+        return max(due_ns, self.slot_freed_ns)
+
+    def release_slot(self) -> None:
+        """Free the slot of a request that is not sent after all."""
+        if self.slots is not None:
+            self.slots.release()
+
+    async def send_request(self, request: BenchRequest, due_ns: int) -> RequestResult:
+        """Send `request` at `due_ns`, and add its result to the run; call acquire_slot() before."""
+        trace_id, request_id = context.new_trace_id(), uuid.uuid4().hex
+        headers = {
+            **request.headers,
+            # Flag 01: sampled, so that the server's spans of every request are exported.
+            names.TRACEPARENT: f"00-{trace_id}-{context.new_span_id()}-01",
+            names.REQUEST_HEADER: request_id,
+            names.ASK: "1",
+        }
+        self.run.started += 1
+        try:
+            message = self.target.encode_request(request.path, request.body, headers)
+            response = await perform_exchange(self.target, message, due_ns, self.timeout_s)
+        finally:
+            self.release_slot()
+        content = await _parse_response(response)
+        breakdown = timing.parse_server_timing(response.headers.get(names.TIMING, ""))
+        error = classify_failure(response, content)
+        result = RequestResult(
+            request_id,
+            trace_id,
+            response,
+            content,
+            breakdown,
+            error,
+            content.server_message if error else "",
+        )
+        self.run.results.append(result)
+        return result
+
+    @asynccontextmanager
+    async def measure_loop_lag(self) -> AsyncIterator[None]:
+        """Sample how late this process's event loop is while the block runs."""
+        task = asyncio.create_task(self._sample_loop_lag())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _sample_loop_lag(self) -> None:
+        while True:
+            due_ns = monotonic_ns() + int(LAG_SAMPLE_INTERVAL_S * 1e9)
+            await asyncio.sleep(LAG_SAMPLE_INTERVAL_S)
+            lag_ns = max(0, monotonic_ns() - due_ns)
+            # A stall delays all samples that were due within it. Only one was taken, so add the others;
+            # otherwise a long stall would count as a single sample.
+            self.run.loop_lags_ns += [
+                lag_ns,
+                *range(
+                    lag_ns - int(LAG_SAMPLE_INTERVAL_S * 1e9), 0, -int(LAG_SAMPLE_INTERVAL_S * 1e9)
+                ),
+            ]
+
+
+async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, BenchRequest]]) -> None:
+    """Send each request at its offset, whether or not earlier ones are answered.
+
+    arrivals: (seconds after the start, request), in time order.
+    """
+    start_ns = monotonic_ns() + 2 * CONNECT_LEAD_NS
+    under_way: set[asyncio.Task[RequestResult]] = set()
+    try:
+        for offset_s, request in arrivals:
+            due_ns = start_ns + int(offset_s * 1e9)
+            await sleep_until(due_ns - CONNECT_LEAD_NS)
+            task = asyncio.create_task(
+                driver.send_request(request, await driver.acquire_slot(due_ns))
+            )
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+        await asyncio.gather(*under_way)
+    finally:
+        await cancel_tasks(under_way)
+
+
+async def run_closed_loop(
+    driver: LoadDriver, requests: Iterable[BenchRequest], concurrency: int
+) -> None:
+    """Keep `concurrency` requests unfinished until all `requests` are answered.
+
+    The first ones are sent 1 ms apart: sent at once, this process would be late with most of them.
+    """
+    queue, start_ns = iter(requests), monotonic_ns() + 2 * CONNECT_LEAD_NS
+    tasks = {
+        asyncio.create_task(_send_in_turn(driver, queue, start_ns + place * START_SPACING_NS))
+        for place in range(concurrency)
+    }
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await cancel_tasks(tasks)
+
+
+async def cancel_tasks(tasks: Iterable[asyncio.Task[object]]) -> None:
+    """Cancel the `tasks` that are not done, and wait until they have ended."""
+    pending = list(tasks)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def _send_in_turn(driver: LoadDriver, requests: Iterator[BenchRequest], due_ns: int) -> None:
+    await sleep_until(due_ns - CONNECT_LEAD_NS)
+    for request in requests:
+        result = await driver.send_request(request, await driver.acquire_slot(due_ns))
+        due_ns = result.response.end_ns  # the next one is due when this one has ended
+
+
+async def _parse_response(response: RawResponse) -> StreamContent:
+    """Parse an answer's pieces, a slice at a time."""
+    reader = StreamParser()
+    if response.status != HTTP_OK:
+        reader.parse_refusal(b"".join(piece for _, piece in response.pieces))
+    for place, (received_ns, piece) in enumerate(response.pieces):
+        if place % MAX_PIECES_PER_TURN == MAX_PIECES_PER_TURN - 1:
+            await asyncio.sleep(0)  # let the event loop read other responses
+        reader.parse_piece(received_ns, piece)
+    response.pieces.clear()  # parsed; a long run would keep all bodies in memory
+    return reader.content
+
+
+def classify_failure(response: RawResponse, content: StreamContent) -> str:
+    """The kind of a failure; "" for a success."""
+    if response.error:
+        return response.error
+    if any(word in content.server_message for word in CONTEXT_EXCEEDED_PHRASES):
+        return "longer than the context"
+    if response.status != HTTP_OK:
+        return f"HTTP {response.status}"
+    # A finish reason alone looks like a token with an empty text; the server's count tells.
+    if content.stream_error or not content.token_times_ns or content.completion_tokens == 0:
+        return content.stream_error or "no token"
+    return "" if content.is_finished else "cut off"

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests to send, and when: command.py builds a LoadPlan, bench_session.py runs it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from ttft_otel.bench import multi_round, synthetic_datasets, trace_replay
+from ttft_otel.bench.load_driver import LoadDriver, run_closed_loop, run_open_loop
+from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
+
+DATASETS: Final = ("random", "shared-prefix", "multi-round", "images", "replay")
+DEFAULT_REMEDY: Final = "Make --input-len or --output-len smaller."
+REMEDY_BY_DATASET: Final = {
+    "replay": "--max-input and --max-output cut them, --shrink divides prompts.",
+    "multi-round": "Make --num-rounds, --answer-len or the prompts smaller.",
+}
+TARGET_SEED_STRIDE: Final = 1_000_003  # far from the seeds of other rounds
+CHAT_DATASETS: Final = ("multi-round", "images")  # datasets that only a chat can carry
+
+
+class ContextTooSmallError(ValueError):
+    """Requests are longer than the server's context; the message has the remedy."""
+
+
+LoadFunction = Callable[[LoadDriver], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A dataset, its arrival process, and the number of rounds.
+
+    rate: open loop, requests per second. concurrency: closed loop. Neither: a trace's own times.
+    arrivals: "poisson" or "constant", for `rate`. warmup: uncounted requests before each run.
+    apart: with two targets each gets its own prompts.
+    """
+
+    dataset: str = "random"
+    shape: synthetic_datasets.DatasetShape = field(default_factory=synthetic_datasets.DatasetShape)
+    trace: trace_replay.ReplayTrace = field(
+        default_factory=lambda: trace_replay.ReplayTrace(Path())
+    )
+    rounds: multi_round.MultiRoundOptions = field(default_factory=multi_round.MultiRoundOptions)
+    rate: float | None = None
+    arrivals: str = "poisson"
+    concurrency: int | None = None
+    max_unfinished: int | None = None
+    warmup: int = 0
+    repeat: int = 1
+    seed: int = 0
+    timeout_s: float = 600.0
+    apart: bool = False
+
+    def build_load(
+        self, factory: RequestFactory, seed: int, requests: Sequence[BenchRequest]
+    ) -> LoadFunction:
+        """A function that sends one run's load: `requests`, or conversations drawn from `seed`."""
+        if self.dataset == "multi-round":
+            return lambda driver: multi_round.run_conversations(driver, factory, self.rounds, seed)
+        if self.concurrency:
+            concurrency = self.concurrency
+            return lambda driver: run_closed_loop(driver, requests, concurrency)
+        offsets_s = (
+            self._generate_offsets_s(seed) if self.rate else (ask.send_offset_s for ask in requests)
+        )
+        arrivals = list(zip(offsets_s, requests, strict=False))
+        return lambda driver: run_open_loop(driver, arrivals)
+
+    def build_warmup(self, factory: RequestFactory, seed: int) -> LoadFunction:
+        """The load before a run: prompts like the run's, but different ones; not counted."""
+        requests = list(
+            itertools.islice(self._generate_warmup_requests(factory, seed), self.warmup)
+        )
+        return lambda driver: run_closed_loop(driver, requests, min(4, self.warmup))
+
+    def compute_seed(self, round_index: int, target_index: int) -> int:
+        """The seed of a round on a target, both counted from 0."""
+        return self.seed + round_index + (TARGET_SEED_STRIDE * target_index if self.apart else 0)
+
+    def check_context(self, factory: RequestFactory, target_index: int) -> None:
+        """Raise ContextTooSmallError when requests are known to exceed the target's context."""
+        # Without --spread all rounds and warm-ups have the lengths of the first.
+        for round_index in range(self.repeat if self.shape.length_spread else 1):
+            self._require_context(
+                factory,
+                self._count_request_tokens(factory, self.compute_seed(round_index, target_index)),
+            )
+
+    def _count_request_tokens(self, factory: RequestFactory, seed: int) -> list[int]:
+        """Tokens of each request of a round; [] where only the server can count them."""
+        if self.dataset == "multi-round":
+            return [self.rounds.max_conversation_tokens]
+        if factory.uses_chat and self.dataset != "replay":
+            return []
+        if self.dataset == "replay":
+            return list(trace_replay.count_row_tokens(factory, self.trace))
+        if self.shape.length_spread:
+            warmup_requests = itertools.islice(
+                self._generate_warmup_requests(factory, seed), self.warmup
+            )
+            return [
+                ask.total_tokens
+                for ask in itertools.chain(self.generate_requests(factory, seed), warmup_requests)
+            ]
+        prefix_tokens = self.shape.prefix_tokens if self.dataset == "shared-prefix" else 0
+        return [
+            prefix_tokens + self.shape.input_tokens + self.shape.output_tokens
+        ] * self.shape.request_count
+
+    def _require_context(self, factory: RequestFactory, token_counts: Sequence[int]) -> None:
+        context_tokens = factory.profile.context_tokens
+        oversized = [room for room in token_counts if context_tokens and room > context_tokens]
+        if oversized:
+            subject = f"{len(oversized)} of {len(token_counts)} requests need"
+            if self.dataset == "multi-round":
+                subject = "a conversation's last round needs"
+            raise ContextTooSmallError(
+                f"{subject} up to {max(oversized)} tokens for prompt and answer; the server's context is "
+                f"{context_tokens}. {REMEDY_BY_DATASET.get(self.dataset, DEFAULT_REMEDY)}"
+            )
+
+    def count_requests(self) -> int:
+        """Number of requests that generate_requests() yields."""
+        if self.dataset == "multi-round":
+            return 0
+        return (
+            trace_replay.count_trace_requests(self.trace)
+            if self.dataset == "replay"
+            else self.shape.request_count
+        )
+
+    def _generate_warmup_requests(
+        self, factory: RequestFactory, seed: int
+    ) -> Iterator[BenchRequest]:
+        warmup_seed = -1 - seed  # negative: no round has it
+        if self.dataset == "multi-round":
+            return multi_round.generate_first_questions(factory, self.rounds, warmup_seed)
+        warmup_shape = replace(self.shape, request_count=self.warmup)
+        return replace(self, shape=warmup_shape).generate_requests(factory, warmup_seed)
+
+    def generate_requests(self, factory: RequestFactory, seed: int) -> Iterator[BenchRequest]:
+        """A run's requests; none for multi-round, whose bodies depend on earlier answers."""
+        if self.dataset == "multi-round":
+            return iter(())
+        if self.dataset == "shared-prefix":
+            return synthetic_datasets.generate_shared_prefix_requests(factory, self.shape, seed)
+        if self.dataset == "images":
+            return synthetic_datasets.generate_image_requests(factory, self.shape, seed)
+        if self.dataset == "replay":
+            return trace_replay.generate_trace_requests(factory, self.trace, seed)
+        return synthetic_datasets.generate_random_requests(factory, self.shape, seed)
+
+    def _generate_offsets_s(self, seed: int) -> Iterator[float]:
+        """Send times for `rate`, in seconds from the start: constant gaps, or a Poisson process."""
+        rate = self.rate or 1.0
+        rng = random.Random(f"arrivals/{seed}")
+        is_constant = self.arrivals == "constant"
+        gaps_s = (1 / rate if is_constant else rng.expovariate(rate) for _ in itertools.count())
+        return itertools.accumulate(gaps_s, initial=0.0)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build request bodies, for the datasets; load_driver.py sends them.
+
+Bodies are encoded before the run: encoding a long prompt during the run would delay other requests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+
+MIN_TOKEN_ID: Final = 100  # smaller IDs are often special tokens
+UNIVERSAL_TOKEN_IDS: Final = range(MIN_TOKEN_ID, 256)  # in every vocabulary
+PROMPT_WORDS: Final = tuple(
+    (
+        "time year people way day man thing woman life child world school state family student "
+        "group country problem hand part place case week company system program question work "
+        "government number night point home water room mother area money story fact month lot "
+        "right study book eye job word business issue side kind head house service friend father "
+        "power hour game line end member law car city community name president team minute idea"
+    ).split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """A request's path, body and additional headers.
+
+    send_offset_s: send time in a trace, seconds from its start. total_tokens: prompt and answer, 0
+    where only the server can count them.
+    """
+
+    path: str
+    body: bytes
+    send_offset_s: float = 0.0
+    total_tokens: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """Properties of a model, from model_discovery.py.
+
+    token_ids: IDs for prompts. tokens_per_word: mean over PROMPT_WORDS. context_tokens: 0 when unknown.
+    """
+
+    token_ids: Sequence[int] = UNIVERSAL_TOKEN_IDS
+    tokens_per_word: float = 1.0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFactory:
+    """Builds bodies from prompts; a prompt is a list of units.
+
+    Units are token IDs for the completions API, and indices of PROMPT_WORDS for the chat API.
+    """
+
+    model: str
+    uses_chat: bool = False
+    profile: ModelProfile = field(default_factory=ModelProfile)
+
+    def count_units(self, tokens: int) -> int:
+        """Number of units of a prompt with about `tokens` tokens."""
+        if not self.uses_chat:
+            return tokens
+        return max(1, round(tokens / self.profile.tokens_per_word)) if tokens else 0
+
+    def draw_prompt(self, rng: random.Random, tokens: int) -> list[int]:
+        """Random units of about `tokens` tokens."""
+        pool = range(len(PROMPT_WORDS)) if self.uses_chat else self.profile.token_ids
+        return rng.choices(pool, k=self.count_units(tokens))
+
+    def build_request(
+        self, units: Sequence[int], answer_tokens: int, send_offset_s: float = 0.0
+    ) -> BenchRequest:
+        """A request with the prompt `units` for an answer of `answer_tokens` tokens."""
+        if self.uses_chat:
+            return self.build_chat_request(
+                [{"role": "user", "content": join_words(units)}], answer_tokens, send_offset_s
+            )
+        return BenchRequest(
+            COMPLETIONS_PATH,
+            self._encode_body({"prompt": list(units)}, answer_tokens),
+            send_offset_s,
+            len(units) + answer_tokens,
+        )
+
+    def build_chat_request(
+        self,
+        messages: list[dict[str, Any]],
+        answer_tokens: int,
+        send_offset_s: float = 0.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> BenchRequest:
+        """A chat request with these `messages`, also where uses_chat is False."""
+        return BenchRequest(
+            CHAT_PATH,
+            self._encode_body({"messages": messages}, answer_tokens),
+            send_offset_s,
+            headers=headers or {},
+        )
+
+    def _encode_body(self, body: dict[str, Any], answer_tokens: int) -> bytes:
+        defaults = {
+            "model": self.model,
+            "max_tokens": answer_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps({**defaults, **body}).encode()
+
+
+def join_words(word_indices: Sequence[int]) -> str:
+    """The PROMPT_WORDS at `word_indices`, joined to a text."""
+    return " ".join(PROMPT_WORDS[index] for index in word_indices)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics over RequestResults: percentiles, goodput, failures, the stage behind slow requests.
+
+All times are in milliseconds, except where the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ttft_otel import stages
+from ttft_otel.bench.load_driver import LoadRun, RequestResult
+from ttft_otel.stages import PREFILLING_ROLES
+
+# The client's TTFT minus the server's: network, HTTP parsing, this process.
+OUTSIDE_STAGE: Final = "outside"
+QUEUE_WAIT: Final = "queue_wait"
+PREFILL_TO_FIRST_TOKEN: Final = "prefill_to_first_token"
+MAX_GENERATOR_LAG_MS: Final = 5.0  # p99 beyond which a run is not valid
+MIN_EXPLAINED_REQUESTS: Final = 20
+MAX_FAILURES_PER_KIND: Final = 10  # failures of a kind that are listed with their IDs
+PREFILL_ROLES: Final = ("", *PREFILLING_ROLES)
+STAGES_AFTER_QUEUE: Final = stages.STAGE_NAMES[stages.STAGE_NAMES.index("prefill.queue") + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean and percentiles of one quantity over many requests."""
+
+    count: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def from_values(cls, values: Iterable[float]) -> Distribution | None:
+        """The distribution of `values`; None without any."""
+        array = np.fromiter(values, dtype=float)
+        if not array.size:
+            return None
+        p50, p95, p99 = np.percentile(array, (50, 95, 99))
+        return cls(int(array.size), float(array.mean()), float(p50), float(p95), float(p99))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSample:
+    """One successful request; `stages_ms` is {} when there is no breakdown.
+
+    sent_ms: after the run's first request. tpot_ms: mean time per output token after the first, None
+    for a single one. gaps_ms: between successive token events.
+    """
+
+    request_id: str
+    trace_id: str
+    sent_ms: float
+    ttft_ms: float
+    latency_ms: float
+    tpot_ms: float | None
+    gaps_ms: tuple[float, ...]
+    input_tokens: int | None
+    output_tokens: int
+    cached_tokens: int | None
+    stages_ms: Mapping[str, float]
+
+    @property
+    def slo_metrics(self) -> dict[str, float]:
+        """The metrics that --slo can limit."""
+        tpot = {} if self.tpot_ms is None else {"tpot": self.tpot_ms}
+        return {"ttft": self.ttft_ms, "latency": self.latency_ms, **tpot}
+
+
+def measure_request(result: RequestResult, start_ns: int) -> RequestSample:
+    """The sample of a successful RequestResult. start_ns: the run's first write."""
+    content, token_times_ns = result.content, result.content.token_times_ns
+    output_tokens = (
+        content.completion_tokens if content.completion_tokens is not None else len(token_times_ns)
+    )
+    tpot_ms = (
+        # By tokens, not by events: a server may send several tokens in one event.
+        (token_times_ns[-1] - token_times_ns[0]) / 1e6 / (output_tokens - 1)
+        if output_tokens > 1
+        else None
+    )
+    return RequestSample(
+        request_id=result.request_id,
+        trace_id=result.trace_id,
+        sent_ms=(result.response.sent_ns - start_ns) / 1e6,
+        ttft_ms=result.ttft_us / 1000,
+        latency_ms=result.latency_us / 1000,
+        tpot_ms=tpot_ms,
+        gaps_ms=tuple(
+            (b - a) / 1e6 for a, b in zip(token_times_ns, token_times_ns[1:], strict=False)
+        ),
+        input_tokens=content.prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=content.cached_tokens,
+        stages_ms=_split_ttft(result),
+    )
+
+
+def _split_ttft(result: RequestResult) -> dict[str, float]:
+    """The client's TTFT as the server's stages, unattributed time, and time outside of the server."""
+    breakdown = result.timing
+    if breakdown is None:
+        return {}
+    parts = {name: us / 1000 for name, us in breakdown.stages.items()}
+    rest = {
+        stages.UNATTRIBUTED: breakdown.unattributed / 1000,
+        OUTSIDE_STAGE: (result.ttft_us - breakdown.ttft) / 1000,
+    }
+    return {**parts, **rest}
+
+
+def collect_samples(run: LoadRun) -> list[RequestSample]:
+    """Samples of all successful requests of `run`, in the order in which they were sent."""
+    start_ns = find_start_ns(run)
+    unsorted_samples = [measure_request(each, start_ns) for each in run.results if not each.error]
+    return sorted(unsorted_samples, key=lambda each: each.sent_ms)
+
+
+def find_start_ns(run: LoadRun) -> int:
+    """Time of the first write in `run`, CLOCK_MONOTONIC; 0 without results."""
+    return min((result.response.sent_ns for result in run.results), default=0)
+
+
+def compute_duration_s(run: LoadRun) -> float:
+    """Seconds from the first write to the last byte of `run`."""
+    if not run.results:
+        return 0.0
+    return (max(result.response.end_ns for result in run.results) - find_start_ns(run)) / 1e9
+
+
+def count_failures(run: LoadRun) -> dict[str, int]:
+    """Number of failed requests in `run` by kind, the most frequent first."""
+    counts = Counter(result.error for result in run.results if result.error)
+    return dict(counts.most_common())
+
+
+def collect_failure_messages(run: LoadRun) -> dict[str, str]:
+    """The first message of the server for each kind of failure."""
+    messages: dict[str, str] = {}
+    for result in run.results:
+        if result.error and result.server_message:
+            messages.setdefault(result.error, result.server_message)
+    return messages
+
+
+def collect_failures(run: LoadRun) -> dict[str, list[RequestResult]]:
+    """The first MAX_FAILURES_PER_KIND failures of each kind, in the order of sending."""
+    by_kind: dict[str, list[RequestResult]] = {kind: [] for kind in count_failures(run)}
+    for result in sorted(run.results, key=lambda result: result.response.sent_ns):
+        if result.error and len(by_kind[result.error]) < MAX_FAILURES_PER_KIND:
+            by_kind[result.error].append(result)
+    return by_kind
+
+
+def measure_lag(run: LoadRun) -> dict[str, float]:
+    """How late this process was in `run`: p99 of its sends and of its event loop, in milliseconds."""
+    send_lag = Distribution.from_values(each.response.lag_ns / 1e6 for each in run.results)
+    loop_lag = Distribution.from_values(each / 1e6 for each in run.loop_lags_ns)
+    return {
+        "send_p99": send_lag.p99 if send_lag else 0.0,
+        "loop_p99": loop_lag.p99 if loop_lag else 0.0,
+    }
+
+
+def order_stages(samples: Sequence[RequestSample]) -> list[str]:
+    """All stages in `samples`, in order; unattributed and outside last."""
+    names = dict.fromkeys(name for sample in samples for name in sample.stages_ms)
+    last = {stages.UNATTRIBUTED: 1, OUTSIDE_STAGE: 2}
+    return sorted(names, key=lambda name: last.get(name, 0))
+
+
+def summarize_metrics(samples: Sequence[RequestSample]) -> dict[str, Distribution]:
+    """Distributions of all metrics over `samples`; metrics without values are left out."""
+    traced = [sample for sample in samples if sample.stages_ms]
+    distributions = {
+        "ttft": Distribution.from_values(sample.ttft_ms for sample in samples),
+        QUEUE_WAIT: Distribution.from_values(sum_queue_wait(sample.stages_ms) for sample in traced),
+        PREFILL_TO_FIRST_TOKEN: Distribution.from_values(
+            sum_prefill(sample.stages_ms) for sample in traced
+        ),
+        "tpot": Distribution.from_values(
+            sample.tpot_ms for sample in samples if sample.tpot_ms is not None
+        ),
+        "itl": Distribution.from_values(gap for sample in samples for gap in sample.gaps_ms),
+        "latency": Distribution.from_values(sample.latency_ms for sample in samples),
+    }
+    return {name: line for name, line in distributions.items() if line is not None}
+
+
+def summarize_stages(samples: Sequence[RequestSample]) -> dict[str, Distribution]:
+    """Distributions of all stages over the samples with a breakdown; a missing stage counts as 0."""
+    traced = [sample for sample in samples if sample.stages_ms]
+    distributions = {
+        name: Distribution.from_values(sample.stages_ms.get(name, 0.0) for sample in traced)
+        for name in order_stages(traced)
+    }
+    return {name: line for name, line in distributions.items() if line is not None}
+
+
+def sum_queue_wait(parts: Mapping[str, float]) -> float:
+    """Time in the schedulers' queues, for encoding and prefill. parts: stage -> milliseconds."""
+    queues = ("encoder.queue", "prefill.queue")
+    return sum(value for name, value in parts.items() if stages.split_stage(name)[1] in queues)
+
+
+def sum_prefill(parts: Mapping[str, float]) -> float:
+    """Time from the end of the prefill's queue until that server sends the first token.
+
+    parts: stage -> milliseconds; stages of encoders and of decode instances do not count.
+    """
+    split_parts = ((stages.split_stage(name), value) for name, value in parts.items())
+    return sum(
+        value
+        for (leg, stage), value in split_parts
+        if leg in PREFILL_ROLES and stage in STAGES_AFTER_QUEUE
+    )
+
+
+def count_good(samples: Sequence[RequestSample], slo_ms: Mapping[str, float]) -> int:
+    """Number of `samples` within all limits. slo_ms: metric -> limit."""
+    return sum(
+        all(sample.slo_metrics.get(name, 0.0) <= limit for name, limit in slo_ms.items())
+        for sample in samples
+    )
+
+
+def average_tail_stages(samples: Sequence[RequestSample]) -> dict[str, dict[str, float]]:
+    """Mean stages of the middle tenth ("p50") and of the slowest hundredth ("p99").
+
+    Each adds up to the mean TTFT of its requests. {} when there are too few `samples`.
+    """
+    traced = [sample for sample in samples if sample.stages_ms]
+    if len(traced) < MIN_EXPLAINED_REQUESTS:
+        return {}
+    slow, usual = _select_tail(traced)
+    return {
+        title: {name: _average_stage(part, name) for name in order_stages(traced)}
+        for title, part in (("p50", usual), ("p99", slow))
+    }
+
+
+def explain_tail(samples: Sequence[RequestSample]) -> str:
+    """A sentence that names the stage by which the slowest hundredth differs most from the middle tenth."""
+    traced = [each for each in samples if each.stages_ms]
+    if not samples:
+        return "No request succeeded, so there is nothing to explain."
+    if not traced:
+        return (
+            "No breakdown: no answer had a Server-Timing of ttft-otel and there is no /ttft_report "
+            "(a server without ttft-otel), so nothing is said about stages."
+        )
+    if len(traced) < MIN_EXPLAINED_REQUESTS:
+        return (
+            f"{len(traced)} requests with a breakdown are too few to explain the slowest (from "
+            f"{MIN_EXPLAINED_REQUESTS})."
+        )
+    slow, usual = _select_tail(traced)
+    excess_ms = _average_stage(slow, "") - _average_stage(usual, "")
+    excess_by_stage = {
+        name: _average_stage(slow, name) - _average_stage(usual, name)
+        for name in order_stages(traced)
+    }
+    name = max(excess_by_stage, key=lambda each: excess_by_stage[each])
+    subject = f"The slowest {len(slow)} requests are" if len(slow) > 1 else "The slowest request is"
+    sentence = f"{subject} {excess_ms:.1f} ms slower than the middle tenth on average"
+    if excess_by_stage[name] > excess_ms:  # no share of it: other stages were quicker
+        return f"{sentence}; {name} alone takes {excess_by_stage[name]:.1f} ms more."
+    share = 100 * excess_by_stage[name] / excess_ms if excess_ms > 0 else 0.0
+    return f"{sentence}, {excess_by_stage[name]:.1f} ms of it ({share:.0f} %) in {name}."
+
+
+def _select_tail(
+    samples: Sequence[RequestSample],
+) -> tuple[list[RequestSample], list[RequestSample]]:
+    """The slowest hundredth (at least one request), and the middle tenth."""
+    ranked = sorted(samples, key=lambda sample: sample.ttft_ms)
+    count, middle = len(ranked), len(ranked) // 2
+    half_width = max(1, count // 20)
+    # Half of the middle tenth lies on each side of the median.
+    return ranked[-max(1, count // 100) :], ranked[middle - half_width : middle + half_width]
+
+
+def _average_stage(samples: Sequence[RequestSample], name: str) -> float:
+    """The mean of a stage, or of the TTFT for ""."""
+    values = [sample.stages_ms.get(name, 0.0) if name else sample.ttft_ms for sample in samples]
+    return sum(values) / len(values)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as a JSON document, whose schema is docs/bench.schema.json; comparison.py reads it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from ttft_otel import __version__
+from ttft_otel.bench import request_statistics
+from ttft_otel.bench.bench_session import BenchSide
+from ttft_otel.bench.load_driver import LoadRun
+from ttft_otel.bench.request_statistics import MAX_GENERATOR_LAG_MS, Distribution, RequestSample
+
+RESULT_FORMAT: Final = "ttft-otel-bench/1"
+LAG_REMEDY: Final = "run it on a CPU core of its own"
+
+
+def build_document(
+    load: Mapping[str, Any], sides: Sequence[BenchSide], slo_ms: Mapping[str, float]
+) -> Any:
+    """The result document: the load's flags, and each target's summary, runs and requests.
+
+    load: flags of the load. slo_ms: metric -> limit for goodput, {} without.
+    """
+    return {
+        "format": RESULT_FORMAT,
+        "version": __version__,
+        "load": dict(load),
+        "targets": [describe_target(side, slo_ms) for side in sides],
+        "comparison": None,
+        "uncompared": None,
+    }
+
+
+def describe_target(side: BenchSide, slo_ms: Mapping[str, float]) -> dict[str, Any]:
+    """One target: its runs, and a summary over all of them. slo_ms: as in build_document()."""
+    samples_by_run = [request_statistics.collect_samples(run) for run in side.runs]
+    rows = [_build_run(run, sample) for run, sample in zip(side.runs, samples_by_run, strict=True)]
+    all_samples = [sample for run_samples in samples_by_run for sample in run_samples]
+    duration_s = sum(request_statistics.compute_duration_s(run) for run in side.runs)
+    return {
+        "url": side.target.url,
+        "model": side.factory.model,
+        "valid": bool(rows) and all(row["valid"] for row in rows),
+        "summary": _build_summary(
+            all_samples, duration_s, slo_ms, sum(len(run.results) for run in side.runs)
+        ),
+        "runs": rows,
+    }
+
+
+def _build_summary(
+    samples: Sequence[RequestSample],
+    duration_s: float,
+    slo_ms: Mapping[str, float],
+    answered_count: int,
+) -> dict[str, Any]:
+    per_second = 1 / duration_s if duration_s else 0.0
+    good_count = request_statistics.count_good(samples, slo_ms)
+    return {
+        "figures_ms": _build_distributions(request_statistics.summarize_metrics(samples)),
+        "stages_ms": _build_distributions(request_statistics.summarize_stages(samples)),
+        "breakdowns": sum(bool(sample.stages_ms) for sample in samples),
+        "explanation": request_statistics.explain_tail(samples),
+        "ends_ms": {
+            title: {name: _round_value(value) for name, value in parts.items()}
+            for title, parts in request_statistics.average_tail_stages(samples).items()
+        },
+        "throughput": {
+            "requests_per_s": _round_value(len(samples) * per_second),
+            "input_tokens_per_s": _round_value(
+                sum(sample.input_tokens or 0 for sample in samples) * per_second
+            ),
+            "output_tokens_per_s": _round_value(
+                sum(sample.output_tokens for sample in samples) * per_second
+            ),
+        },
+        "counted": all(sample.input_tokens is not None for sample in samples),
+        "goodput": {
+            "slo_ms": dict(slo_ms),
+            "requests_per_s": _round_value(good_count * per_second),
+            "share": _round_value(good_count / max(1, answered_count)),
+        }
+        if slo_ms
+        else None,
+    }
+
+
+def _build_run(run: LoadRun, samples: Sequence[RequestSample]) -> dict[str, Any]:
+    lags_ms = request_statistics.measure_lag(run)
+    reasons = [
+        f"the generator itself was late: {name} {value:.1f} ms > {MAX_GENERATOR_LAG_MS:g} ms; {LAG_REMEDY}"
+        for name, value in lags_ms.items()
+        if value > MAX_GENERATOR_LAG_MS
+    ]
+    if not samples:
+        reasons.append("no request succeeded")
+    return {
+        "valid": not reasons,
+        "why": reasons,
+        "stopped": run.stopped,
+        "seconds": _round_value(request_statistics.compute_duration_s(run)),
+        "lag_ms": {name: _round_value(value) for name, value in lags_ms.items()},
+        "started": run.started,
+        "succeeded": len(samples),
+        "unfinished": run.unfinished,
+        "held": run.held_back,
+        "failures": request_statistics.count_failures(run),
+        "complaints": request_statistics.collect_failure_messages(run),
+        "failed": _describe_failures(run),
+        "requests": [_build_request_row(sample) for sample in samples],
+    }
+
+
+def _describe_failures(run: LoadRun) -> dict[str, list[dict[str, Any]]]:
+    """IDs by which the first failures of each kind can be found in traces and logs."""
+    start_ns = request_statistics.find_start_ns(run)
+    return {
+        kind: [
+            {
+                "request_id": result.request_id,
+                "trace_id": result.trace_id,
+                "sent_ms": _round_value((result.response.sent_ns - start_ns) / 1e6),
+            }
+            for result in results
+        ]
+        for kind, results in request_statistics.collect_failures(run).items()
+    }
+
+
+def _build_request_row(sample: RequestSample) -> dict[str, Any]:
+    return {
+        "request_id": sample.request_id,
+        "trace_id": sample.trace_id,
+        "sent_ms": _round_value(sample.sent_ms),
+        "ttft_ms": _round_value(sample.ttft_ms),
+        "latency_ms": _round_value(sample.latency_ms),
+        "tpot_ms": None if sample.tpot_ms is None else _round_value(sample.tpot_ms),
+        "itl_ms": _round_value(sum(sample.gaps_ms) / len(sample.gaps_ms))
+        if sample.gaps_ms
+        else None,
+        "itl_count": len(sample.gaps_ms),
+        "input_tokens": sample.input_tokens,
+        "output_tokens": sample.output_tokens,
+        "cached_tokens": sample.cached_tokens,
+        "stages_ms": {name: _round_value(value) for name, value in sample.stages_ms.items()},
+    }
+
+
+def _build_distributions(distributions: Mapping[str, Distribution]) -> dict[str, Any]:
+    return {
+        name: {
+            key: value if key == "count" else _round_value(value)
+            for key, value in asdict(line).items()
+        }
+        for name, line in distributions.items()
+    }
+
+
+def _round_value(value: float) -> float:
+    return round(value, 3)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export batches of spans with the SDK's OTLP exporters: bounded retries, one warning per outage.
+
+export_worker.py passes batches (span_batch.py). Endpoint, headers, TLS, compression and timeout are the
+standard OTEL_* variables, which the SDK's exporter reads itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, set_value
+from opentelemetry.sdk.environment_variables import (
+    OTEL_EXPORTER_OTLP_TIMEOUT,
+    OTEL_EXPORTER_OTLP_TRACES_TIMEOUT,
+)
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.span_batch import take_messages
+from ttft_otel.guard import Guard
+from ttft_otel.otlp_exporter import build_span_exporter
+from ttft_otel.settings import Settings
+
+log = logging.getLogger("ttft_otel")
+
+RETRY_PAUSES_S: Final = (1.0, 2.0, 4.0)  # seconds between attempts for a batch; then it is lost
+EXPORT_TIMEOUT_S: Final = 4.0  # seconds per attempt, unless OTEL_EXPORTER_OTLP_TIMEOUT is set
+
+
+class BatchExporter:
+    """Sends one batch at a time; during an outage of the collector records pile up in RecordQueue.
+
+    endpoint: for log lines. stop_retrying: set when the host is gone: one attempt per batch, no pauses.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        counters: ExporterCounters,
+        endpoint: str,
+        stop_retrying: threading.Event,
+    ) -> None:
+        self.exporter = exporter
+        self.counters = counters
+        self.endpoint = endpoint
+        self.stop_retrying = stop_retrying
+        self.failure_log = _FailureLog()
+        self._failing_since = 0.0
+        self._lost_spans = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt failed; the outage is logged then."""
+        return bool(self._failing_since)
+
+    def export_batch(self, batch: Sequence[ReadableSpan]) -> None:
+        """Export one batch; returns when it was accepted, or counted as failed."""
+        if self._retry_export(batch):
+            self.counters.add("exported", len(batch))
+            self._note_recovery()
+        else:
+            self.counters.add("failed", len(batch))
+            self._lost_spans += len(batch)
+
+    def _retry_export(self, batch: Sequence[ReadableSpan]) -> bool:
+        for pause in self._iterate_pauses():
+            if self._try_export(batch):
+                return True
+            self._note_failure()
+            self.stop_retrying.wait(pause)
+        return False
+
+    def _iterate_pauses(self) -> Iterator[float]:
+        # The last attempt is followed by no pause: the batch is lost then.
+        for pause in (*RETRY_PAUSES_S, 0.0):
+            yield pause
+            if self.stop_retrying.is_set():
+                return
+
+    def _try_export(self, batch: Sequence[ReadableSpan]) -> bool:
+        result = SpanExportResult.FAILURE
+        self.failure_log.text = ""
+        with Guard("exporter.ship"):
+            try:
+                result = self.exporter.export(batch)
+            except OSError as error:  # the SDK before 1.34 lets errors of requests pass
+                self.failure_log.text = str(error)
+        return result is SpanExportResult.SUCCESS
+
+    def _note_failure(self) -> None:
+        # One warning per outage, however many batches fail in it.
+        if self.is_failing:
+            return
+        self._failing_since = time.monotonic()
+        log.warning(
+            "ttft-otel exporter: export to %s failed: %s; retrying. The server is not affected; the "
+            "oldest records are dropped when the queue is full",
+            self.endpoint,
+            self.failure_log.text or "no answer",
+        )
+
+    def _note_recovery(self) -> None:
+        if not self.is_failing:
+            return
+        log.warning(
+            "ttft-otel exporter: export to %s works again after %.0f s; %d spans were lost",
+            self.endpoint,
+            time.monotonic() - self._failing_since,
+            self._lost_spans,
+        )
+        self._failing_since, self._lost_spans = 0.0, 0
+
+
+class _FailureLog(logging.Handler):
+    """Keeps the first log message of an attempt, for our own line; other libraries log nothing.
+
+    The first one has the cause ("connection refused"), the last one only says that it gave up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        for name in ("opentelemetry", "urllib3", "requests", "grpc"):
+            logger = logging.getLogger(name)
+            # Handlers of the SDK's loggers would write a traceback per attempt to the server's stderr.
+            logger.handlers[:] = [self]
+            logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = self.text or record.getMessage()[:300]
+
+
+def create_span_exporter(settings: Settings) -> SpanExporter:
+    """The SDK's exporter for the protocol in `settings`; it reads the other OTEL_* variables itself."""
+    # If an HTTP client is instrumented in this environment, our own exports must not become spans.
+    attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
+    if not os.environ.get(OTEL_EXPORTER_OTLP_TRACES_TIMEOUT):
+        os.environ.setdefault(OTEL_EXPORTER_OTLP_TIMEOUT, f"{EXPORT_TIMEOUT_S:.0f}")
+    exporter = build_span_exporter(settings.protocol)
+    take_messages(exporter)
+    return exporter

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exporter's main thread: read until the host is gone, wait for the worker to drain, exit.
+
+handoff.py passes the socket, the shared page and the host's process ID as arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from typing import Final
+
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.record_queue import RecordQueue
+
+log = logging.getLogger("ttft_otel")
+
+# Seconds to wait for the worker's imports, where the host ended before they were done (busy machine).
+MAX_START_S: Final = 4.0
+MAX_DRAIN_S: Final = 4.5  # seconds from then, or from the end of file, to exit, at most
+
+
+def run_exporter(fd: int, page: int, pid: int) -> None:
+    """Run the exporter, and exit the process.
+
+    fd: file descriptor of the socket. page: of the shared memory page. pid: the host's process.
+    """
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    logging.raiseExceptions = False  # the process that reads our stderr may be gone
+    record_queue = RecordQueue(ExporterCounters(page))
+    ready = threading.Event()
+    worker = threading.Thread(target=_run_worker, args=(record_queue, pid, ready), daemon=True)
+    worker.start()
+    # The socket stays open until all is exported: RecordSender.close() waits for its end.
+    with socket.socket(fileno=fd) as source:
+        record_queue.read_socket(source)
+        ready.wait(MAX_START_S)
+        worker.join(MAX_DRAIN_S)
+        if worker.is_alive():
+            record_queue.counters.add("overflowed", len(record_queue))
+            log.warning(
+                "ttft-otel exporter: %d records and the current batch are lost: not exported within "
+                "%.1f s after the host's end",
+                len(record_queue),
+                MAX_DRAIN_S,
+            )
+        record_queue.counters.log_losses(final=True)
+    os._exit(0)  # without exit handlers, of which a library's could block
+
+
+def _run_worker(inbox: RecordQueue, pid: int, ready: threading.Event) -> None:
+    try:
+        # Imported in this thread: the SDK takes 0.4 s, in which the main thread reads records.
+        from ttft_otel.exporter.export_worker import run_worker
+    finally:
+        ready.set()
+    run_worker(inbox, pid)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenTelemetry resources of the exported spans, one per service name; used by export_worker.py."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from opentelemetry.sdk.resources import (
+    PROCESS_PID,
+    SERVICE_INSTANCE_ID,
+    SERVICE_NAME,
+    OTELResourceDetector,
+    Resource,
+)
+
+from ttft_otel import __version__, stages
+
+DISTRO_NAME: Final = "telemetry.distro.name"
+DISTRO_VERSION: Final = "telemetry.distro.version"
+MAX_SERVICES: Final = 16  # service names per host process; ours are one per role
+
+
+class ResourceCache:
+    """One resource per service name, bounded; the operator's OTEL_* variables take precedence.
+
+    pid: the host process, for service.instance.id and process.pid.
+    """
+
+    def __init__(self, pid: int) -> None:
+        attributes: dict[str, str | int] = {
+            SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{pid}",
+            PROCESS_PID: pid,
+            DISTRO_NAME: "ttft-otel",
+            DISTRO_VERSION: __version__,
+        }
+        self._operator = OTELResourceDetector().detect()
+        self._base = Resource.create().merge(Resource(attributes)).merge(self._operator)
+        self._resources: dict[str, Resource] = {}
+
+    def get(self, service: str) -> Resource:
+        """The resource for records of `service`, "" for the default name; one object for equal ones.
+
+        OTEL_SERVICE_NAME, where set, replaces the name in all of them.
+        """
+        found = self._resources.get(service)
+        if found is None and len(self._resources) >= MAX_SERVICES:
+            found = self._resources.get("")
+        if found is None:
+            found = self._build_resource(service if len(self._resources) < MAX_SERVICES else "")
+        return found
+
+    def _build_resource(self, service: str) -> Resource:
+        name = Resource({SERVICE_NAME: service or stages.SERVICE_NAMES["mono"]})
+        built = self._base.merge(name).merge(self._operator)
+        equal = (other for other in self._resources.values() if other == built)
+        self._resources[service] = next(equal, built)
+        return self._resources[service]

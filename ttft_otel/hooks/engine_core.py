@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks in the engine core's input thread: end of `ipc`; attach an EngineTimeline to each Request.
+
+scheduler.py fills the timeline. Also adds the utility methods to the engine core that the API server
+calls: ABORTED_QUERY (in which stage an aborted request was), KEPT_BLOCKS_QUERY and KEPT_ITEMS_QUERY
+(how long KV blocks and encodings were kept), ENCODER_QUERY (when an encoder ran that had not ended).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ttft_otel import clock, names
+from ttft_otel.carrier import (
+    ABORTED_QUERY,
+    ENCODER_QUERY,
+    KEPT_BLOCKS_QUERY,
+    KEPT_ITEMS_QUERY,
+    EngineTimeline,
+)
+from ttft_otel.hooks import ec_kept, encoder_runs, kv, scheduler, wrap
+
+
+def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
+    """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced."""
+    headers = request.trace_headers
+    return clock.now_us() if headers and names.CARRIER in headers else None
+
+
+def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:
+    """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
+    result[0]._ttft = EngineTimeline(added=added)
+    # Once per process: vLLM looks the method of a utility call up by its name on the engine core.
+    if not hasattr(type(core), ABORTED_QUERY):
+        setattr(type(core), ABORTED_QUERY, answer_aborted)
+        setattr(type(core), KEPT_BLOCKS_QUERY, kv.answer_kept_blocks)
+        setattr(type(core), KEPT_ITEMS_QUERY, ec_kept.answer_kept_items)
+        setattr(type(core), ENCODER_QUERY, encoder_runs.answer_encoder_run)
+
+
+def answer_aborted(core: Any, request_id: str) -> str:
+    """Utility call: the timeline of a request that ended without a first token; "" when unknown.
+
+    Removes it, so that it can be read once.
+    """
+    return scheduler.aborted_timelines.pop(request_id, "")
+
+
+HOOKS: Final = {"engine.input": wrap.Hook(before=stamp_engine_input, after=attach_timeline)}

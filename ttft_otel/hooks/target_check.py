@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check which patch targets (hooks/targets/) an installed vLLM has, by parsing its sources.
+
+Used by doctor, for the log line at the start, and by tests/hooks/test_target_check.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from ttft_otel import __version__, settings
+from ttft_otel.hooks import syntax
+from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
+
+log = logging.getLogger("ttft_otel")
+
+
+def find_vllm_folder() -> Path | None:
+    """The folder of the installed vllm package; None when it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def check_targets(vllm: Path) -> dict[str, str]:
+    """Target name -> "" when at least one of its places exists in `vllm`, else what is missing.
+
+    vllm: the package's folder. Targets without an address of their own are left out.
+    """
+    return {target.name: _check_target(vllm, target) for target in TARGETS if target.places}
+
+
+def check_places(vllm: Path, target: PatchTarget) -> dict[str, str]:
+    """Address of each place of `target` -> "" when it exists, else what is missing."""
+    return {place.address: check_place(vllm, place, target.reads) for place in target.places}
+
+
+def _check_target(vllm: Path, target: PatchTarget) -> str:
+    answers = list(check_places(vllm, target).values())
+    return "" if "" in answers else answers[0]
+
+
+def check_place(vllm: Path, place: TargetPlace, reads: tuple[str, ...]) -> str:
+    """What is missing of a function or its parameters; "" when all is there.
+
+    vllm: the package's folder. reads: names of the parameters that our hook reads.
+    """
+    address = place.address
+    if not place.module.startswith("vllm."):
+        return ""
+    parameters = syntax.read_module(vllm, place.module).functions.get(place.name)
+    if parameters is None:
+        return address
+    missing = [word for word in reads if word not in parameters]
+    return f"{address}({', '.join(missing)})" if missing else ""
+
+
+def log_start_line(role: str) -> None:
+    """Log version, `role`, active targets and endpoint in one line, and problems of the settings."""
+    vllm = find_vllm_folder()
+    states = check_targets(vllm) if vllm is not None else {}
+    lost = [f"{name} ({what})" for name, what in states.items() if what]
+    chosen = settings.get_settings()
+    log.info(
+        "ttft-otel %s: role %s, %d of %d targets active%s, exporting %s to %s",
+        __version__,
+        role,
+        len(states) - len(lost),
+        len(states),
+        f", missing: {'; '.join(lost)}" if lost else "",
+        chosen.protocol,
+        chosen.endpoint,
+    )
+    for line in chosen.problems:
+        log.warning("ttft-otel: %s", line)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets in the API server, from the ASGI call to the engine and back; for hooks/api_server.py."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel.hooks.targets.patch_target import (
+    ALL_STAGES,
+    ENGINE_STAGES,
+    VLLM_EMITS_IT,
+    PatchTarget,
+    TargetPlace,
+)
+
+FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
+    PatchTarget(
+        "frontend.app",
+        "api",
+        (TargetPlace("fastapi.applications", "FastAPI.build_middleware_stack"),),
+        "arrival, first chunk, end; trace context; Server-Timing",
+        ALL_STAGES,
+        "--middleware needs a flag and endpoint plugins (0.29) VLLM_PLUGINS; a patch is always outermost",
+        "a plugin that nobody has to name can add the outermost middleware",
+    ),
+    PatchTarget(
+        "frontend.render",
+        "api",
+        (
+            TargetPlace("vllm.renderers.base", "BaseRenderer.render_chat_async"),
+            TargetPlace("vllm.renderers.base", "BaseRenderer.render_cmpl_async"),
+        ),
+        "end of receive",
+        ("receive", "preprocess"),
+        "vLLM sets arrival_time here and does not hand it out",
+        VLLM_EMITS_IT,
+    ),
+    PatchTarget(
+        "frontend.media",
+        "api",
+        (TargetPlace("vllm.multimodal.media.connector", "MediaConnector.load_from_url_async"),),
+        "part of preprocess: fetch and decode",
+        (),
+        "vLLM has no event for it",
+        VLLM_EMITS_IT,
+        part=True,
+    ),
+    PatchTarget(
+        "frontend.tokenize",
+        "api",
+        (TargetPlace("vllm.renderers.base", "BaseRenderer.tokenize_prompts_async"),),
+        "part of preprocess: tokenizer",
+        (),
+        "vLLM has no event for it",
+        VLLM_EMITS_IT,
+        part=True,
+    ),
+    PatchTarget(
+        "frontend.multimodal",
+        "api",
+        (TargetPlace("vllm.renderers.base", "BaseRenderer.process_for_engine_async"),),
+        "part of preprocess: multimodal processor",
+        (),
+        "enable_mm_processor_stats only sums it, per server",
+        VLLM_EMITS_IT,
+        reads=("prompt",),
+        part=True,
+    ),
+    PatchTarget(
+        "frontend.assign",
+        "api",
+        (TargetPlace("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id"),),
+        "end of preprocess; the role that the request's transfer parameters give",
+        ("preprocess", "ipc"),
+        "the last call before the request leaves for the engine, in all releases",
+        VLLM_EMITS_IT,
+        reads=("request",),
+    ),
+    PatchTarget(
+        "frontend.register",
+        "api",
+        (TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),),
+        "engine request id; trace headers",
+        ("ipc", *ENGINE_STAGES, "egress"),
+        "the only place where every engine request (n > 1 too) has its final id",
+        "trace headers reach the engine core without --otlp-traces-endpoint",
+        reads=("request",),
+    ),
+    PatchTarget(
+        "frontend.outputs",
+        "api",
+        (TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),),
+        "end of output; the engine's marks",
+        ("ipc", *ENGINE_STAGES, "egress"),
+        "vLLM's own first-token time is a wall-clock difference",
+        VLLM_EMITS_IT,
+        reads=("engine_core_outputs",),
+    ),
+)

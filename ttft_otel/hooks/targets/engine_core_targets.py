@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets in the engine core: input and scheduler; for hooks/{engine_core,scheduler}.py."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel.hooks.targets.patch_target import (
+    ENGINE_STAGES,
+    QUEUE_STAGES,
+    PatchTarget,
+    TargetPlace,
+)
+
+CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
+    PatchTarget(
+        "engine.input",
+        "core",
+        (TargetPlace("vllm.v1.engine.core", "EngineCore.preprocess_add_request"),),
+        "end of ipc",
+        ("ipc", *QUEUE_STAGES, "kv.transfer"),
+        "QUEUED is stamped later, after the wait for the running step",
+        "a QUEUED event at the input thread",
+        reads=("request",),
+    ),
+    PatchTarget(
+        "scheduler.schedule",
+        "core",
+        (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),),
+        "end of the queue; which steps the worker measures",
+        ("ipc", *ENGINE_STAGES),
+        "a custom scheduler_cls would exclude the operator's own",
+        "scheduled events carry the step and its encoder inputs",
+    ),
+    PatchTarget(
+        "scheduler.update",
+        "core",
+        (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),),
+        "joins the worker's marks; sends them along",
+        ("ipc", *ENGINE_STAGES),
+        "the only place that has one step's input and output together",
+        "EngineCoreOutput has a field for timings",
+        reads=("scheduler_output", "model_runner_output"),
+    ),
+    PatchTarget(
+        "scheduler.free",
+        "core",
+        (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),
+        "where an aborted request was",
+        (),
+        "every end of a request passes here",
+        "vLLM reports aborted requests",
+        reads=("request",),
+        part=True,
+    ),
+)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The type of a patch target, and groups of stages that several targets share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+QUEUE_STAGES: Final = ("encoder.queue", "prefill.queue")
+COMPUTE_STAGES: Final = ("dispatch", "encoder.compute", "prefill.compute", "prefill.stall")
+WORKER_STAGES: Final = (*COMPUTE_STAGES, "ec.transfer", "kv.transfer")
+ENGINE_STAGES: Final = (*QUEUE_STAGES, *WORKER_STAGES, "sample", "output")
+ALL_STAGES: Final = ("receive", "preprocess", "ipc", *ENGINE_STAGES, "egress")
+VLLM_EMITS_IT: Final = "vLLM emits this time per request itself"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlace:
+    """Address of a target: module and dotted name.
+
+    since: first vLLM release that has it, until: first one that has not; "" is unbounded.
+    """
+
+    module: str
+    name: str
+    since: str = ""
+    until: str = ""
+
+    @property
+    def address(self) -> str:
+        """The form used in messages: "module:Class.method"."""
+        return f"{self.module}:{self.name}"
+
+    def exists_in(self, version: str) -> bool:
+        """Whether the release `version` should have this place; "" is a tree newer than all."""
+        if not version:
+            return not self.until
+        release = _parse_release(version)
+        return _parse_release(self.since) <= release and (
+            not self.until or release < _parse_release(self.until)
+        )
+
+
+def _parse_release(version: str) -> tuple[int, ...]:
+    """Major and minor number, for comparing; "" comes before all others."""
+    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PatchTarget:
+    """One patched function.
+
+    process: vLLM process. marks: what the hook measures. lost, lost_encode: stages that become
+    unattributed without it, see the package's docstring. why: why a patch is needed.
+    drop_when: what vLLM has to offer before it can go. reads: parameters that the hook reads by name.
+    """
+
+    name: str
+    process: str
+    places: tuple[TargetPlace, ...]
+    marks: str
+    lost: tuple[str, ...]
+    why: str
+    drop_when: str
+    reads: tuple[str, ...] = ()
+    lost_encode: tuple[str, ...] | None = None
+    runner: str = ""
+    part: bool = False  # a detail inside a stage: without it nothing becomes unattributed

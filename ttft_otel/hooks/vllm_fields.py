@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Getters for fields of vLLM's objects, independent of vLLM's release; the other hooks use these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttft_otel import stages
+from ttft_otel.hooks import ec_fields
+
+
+class SchedulerFacts:
+    """Constant properties of one scheduler; read once and stored on it.
+
+    block_size: tokens per KV block, 0 when unknown. ec_may_wait: its encoder-cache connector can delay
+    requests. vllm_traces: vLLM's own tracing is on.
+    """
+
+    __slots__ = (
+        "block_size",
+        "ec_connector",
+        "has_kv_connector",
+        "rank",
+        "vllm_traces",
+        "ec_may_wait",
+    )
+
+    def __init__(self, scheduler: Any) -> None:
+        config = getattr(scheduler, "vllm_config", None)
+        observability = getattr(config, "observability_config", None)
+        # Whether the operator switched vLLM's own tracing on: its span needs the traceparent.
+        self.vllm_traces = bool(getattr(observability, "otlp_traces_endpoint", None))
+        self.rank = get_data_parallel_rank(config)
+        self.ec_connector = getattr(scheduler, "ec_connector", None)
+        self.ec_may_wait = can_delay_requests(self.ec_connector)
+        self.has_kv_connector = getattr(scheduler, "connector", None) is not None
+        self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
+
+
+def get_facts(scheduler: Any) -> SchedulerFacts:
+    """The SchedulerFacts of `scheduler`, created at the first call."""
+    scheduler_facts = getattr(scheduler, "_ttft", None)
+    if scheduler_facts is None:
+        scheduler_facts = scheduler._ttft = SchedulerFacts(scheduler)
+    return scheduler_facts
+
+
+def can_delay_requests(connector: Any) -> bool:
+    """Whether this encoder-cache connector can delay a request (vLLM 0.24 and later)."""
+    return ec_fields.has_own_method(type(connector), "ensure_cache_available")
+
+
+def get_instance_role(config: Any) -> str:
+    """The role in a VllmConfig; "" when each request decides (kv_both, ec_both).
+
+    config: None or an incomplete one counts as a server without connectors ("mono").
+    """
+    transfer = getattr(config, "ec_transfer_config", None)
+    ec_role = getattr(transfer, "ec_role", None) or ""
+    if ec_role == "ec_producer":
+        return "encode"
+    cache = getattr(config, "kv_transfer_config", None)
+    kv_role = getattr(cache, "kv_role", None) or ""
+    role_by_kv_role: dict[str, stages.Role] = {"kv_producer": "prefill", "kv_consumer": "decode"}
+    if kv_role:
+        return role_by_kv_role.get(kv_role, "")
+    return {"ec_consumer": "prefill_decode", "": "mono"}.get(ec_role, "")
+
+
+def get_default_role(config: Any) -> str:
+    """The role of a request without transfer parameters, where `config` leaves it to the request."""
+    transfer = getattr(config, "ec_transfer_config", None)
+    return "prefill_decode" if getattr(transfer, "ec_role", None) else "mono"
+
+
+def get_request_role(request: Any) -> str:
+    """The role that an EngineCoreRequest's transfer parameters give this instance; "" without any.
+
+    Routers put `kv_transfer_params` and `ec_transfer_params` into the body; vLLM's protocol classes
+    copy both into SamplingParams.extra_args unchanged. Prefill is recognized by `do_remote_decode`, as
+    in vLLM's NIXL connector (`is_p_node`). `consumer_zmq` names the instance to which an encoder has
+    to push (Mooncake); all other `ec_transfer_params` announce encodings to an instance that prefills.
+    """
+    extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
+    if not isinstance(extra, dict):
+        return ""
+    blocks = extra.get("kv_transfer_params")
+    if isinstance(blocks, dict):
+        if blocks.get("do_remote_decode"):
+            return "prefill"
+        if blocks.get("do_remote_prefill"):
+            return "decode"
+    encodings = extra.get("ec_transfer_params")
+    if isinstance(encodings, dict) and encodings:
+        return "encode" if encodings.get("consumer_zmq") else "prefill_decode"
+    return ""
+
+
+def get_kv_connector_name(config: Any) -> str:
+    """Name of the KV connector in `config`; "" without one."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return str(getattr(transfer, "kv_connector", None) or "")[:256]
+
+
+def get_ec_connector_name(config: Any) -> str:
+    """Name of the encoder-cache connector in `config`; "" without one."""
+    transfer = getattr(config, "ec_transfer_config", None)
+    return str(getattr(transfer, "ec_connector", None) or "")[:256]
+
+
+def is_ec_consumer(config: Any) -> bool:
+    """Whether `config` makes this instance take encodings from others (ec_consumer, ec_both)."""
+    transfer = getattr(config, "ec_transfer_config", None)
+    return getattr(transfer, "ec_role", None) in ("ec_consumer", "ec_both")
+
+
+def lacks_first_token(output: Any) -> bool:
+    """Whether the EngineCoreOutput `output` ends its request without giving its caller a token.
+
+    The engine ends requests so when a KV load or an encoding fails ("error"), when it is paused or put
+    to sleep ("abort"), or when it does not take them ("length"). Only an encoder-only instance stops
+    without a token regularly: that output is its whole result.
+    """
+    reason = getattr(output, "finish_reason", None)
+    if reason is None:
+        return False
+    return str(reason) == "error" or not (
+        getattr(output, "new_token_ids", True) or str(reason) == "stop"
+    )
+
+
+def get_vllm_config(state: Any) -> Any:
+    """The VllmConfig in the `state` of vLLM's app (stored there, or on its engine client), or None."""
+    vllm_config = getattr(state, "vllm_config", None)
+    if vllm_config is None:
+        vllm_config = getattr(getattr(state, "engine_client", None), "vllm_config", None)
+    return vllm_config
+
+
+def get_model_name(config: Any) -> str:
+    """The first name under which the model of `config` is served; "" when unknown."""
+    name = getattr(getattr(config, "model_config", None), "served_model_name", "")
+    return str(name[0] if isinstance(name, (list, tuple)) and name else name)[:256]
+
+
+def get_data_parallel_rank(config: Any) -> int:
+    """Data-parallel rank of this engine core; 0 when `config` does not name one."""
+    parallel = getattr(config, "parallel_config", None)
+    for name in ("data_parallel_index", "data_parallel_rank"):
+        value = getattr(parallel, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

@@ -1,8 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What scripts/stack starts: the commands of command.py."""
-
-from __future__ import annotations
-
-from ttft_otel.lab.stack.command import main
-
-main(prog_name="scripts/stack")

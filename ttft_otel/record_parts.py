@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HOT: build the parts of a Record from a RequestTrace; recorder.py puts them together and sends them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import breakdown, carrier, media_items, names
+from ttft_otel.endpoints import OPERATION_BY_PATH
+from ttft_otel.record import Attributes, Piece, Server, Ttft
+from ttft_otel.request_trace import RequestTrace
+from ttft_otel.roles import identity, resolve_role
+
+MAX_PARTS: Final = 64  # parts of stages that are kept of a request
+
+
+def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
+    """Count the trace's media items by the source of their encodings; None without media items."""
+    timeline = trace.timeline
+    if timeline is None or not timeline.media:
+        return None
+    counts = media_items.count_items(timeline.media, timeline.complete, trace.encoded_before)
+    consumer = identity.takes_encodings and resolve_role(trace) != "encode"
+    return counts if consumer else counts._replace(remote=None, recomputed=None)
+
+
+def list_identity_attributes(trace: RequestTrace) -> Attributes:
+    """Attributes of both the server span and the `ttft` span."""
+    attributes: Attributes = {
+        names.OPERATION: OPERATION_BY_PATH.get(trace.path, "generate_content"),
+        names.PROVIDER: names.PROVIDER_VLLM,
+        names.STREAM: trace.streamed,
+    }
+    if identity.model:
+        attributes[names.MODEL] = identity.model
+    return attributes
+
+
+def make_server(trace: RequestTrace) -> Server:
+    """The server half of the record of `trace`, which has ended."""
+    attributes: Attributes = {
+        names.HTTP_METHOD: trace.method,
+        names.URL_PATH: trace.path,
+        names.URL_SCHEME: trace.scheme,
+    }
+    if trace.route:
+        attributes[names.HTTP_ROUTE] = trace.route
+    name = f"{trace.method} {trace.route}" if trace.route else trace.method
+    # By HTTP's conventions a 4xx is the client's error, not this server's.
+    error = "" if 400 <= trace.status < 500 else trace.error
+    return Server(name, trace.end - trace.arrive, trace.status, attributes, error)
+
+
+def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
+    """The `ttft` half of the record of `trace`, whose breakdown is `cut`."""
+    base = trace.arrive
+    pieces = [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
+    pieces += [
+        Piece("part", name, low - base, high - base) for name, low, high in trace.parts[:MAX_PARTS]
+    ]
+    pieces += [
+        Piece("sibling", names.SIBLING, max(0, engine.assign - base), engine.output - base)
+        for engine in trace.engine_requests.values()
+        if engine is not trace.first_output and engine.output
+    ]
+    return Ttft(
+        span_id=trace.ttft_id,
+        name=names.ENCODE if resolve_role(trace) == "encode" else names.TTFT,
+        start=0,
+        end=cut.end - base,
+        stages=cut.stages,
+        unattributed=cut.unattributed,
+        clamped=cut.clamped,
+        pieces=tuple(pieces),
+        attributes=_list_ttft_attributes(trace),
+        error="" if trace.has_first_token else trace.error,
+        died=trace.failed_stage,
+    )
+
+
+def _list_ttft_attributes(trace: RequestTrace) -> Attributes:
+    attributes: Attributes = {names.STREAMING: trace.streamed}
+    if trace.timeline is None:
+        return attributes
+    if trace.timeline.blocks and identity.kv_connector:
+        attributes[names.KV_CONNECTOR] = identity.kv_connector
+    attributes |= carrier.list_timeline_attributes(trace.timeline, trace.clock_error)
+    if trace.timeline.media:
+        attributes |= media_items.list_item_attributes(
+            count_trace_items(trace), identity.ec_connector
+        )
+    return attributes

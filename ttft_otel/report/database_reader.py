@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the database: requests by filter, by request ID or by trace ID.
+
+Each reader opens its own connection, so that a command can read while `serve` writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ttft_otel.report import database_schema, request_assembly, retention, time_before
+from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.request_rows import MAX_SEARCHED_CHARS
+from ttft_otel.report.span_rows import (
+    MAX_TRACE_TRUNKS,
+    select_parents,
+    select_spans,
+    select_trunks,
+)
+
+ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
+MAX_REQUESTS: Final = 2000  # requests in one result
+MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFilter:
+    """Conditions on requests; a field with its default does not restrict the result.
+
+    error: "any", "none" or an error.type. min_us: shortest TTFT, microseconds.
+    last: number of requests, newest first.
+    """
+
+    model: str = ""
+    role: str = ""
+    error: str = ""
+    min_us: int = 0
+    last: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrace:
+    """The stored spans of one trace, and the requests assembled from them."""
+
+    trace_id: str
+    spans: tuple[StoredSpan, ...]
+    requests: tuple[Request, ...]
+
+
+class DatabaseReader:
+    """Queries on one snapshot of the database: `with open_reader(path) as db`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def list_latest(self, wanted: RequestFilter) -> list[Request]:
+        """The newest requests that match `wanted`, newest first."""
+        where, values = _build_where(wanted)
+        return self._load_requests(where, values, min(max(wanted.last, 1), MAX_REQUESTS))
+
+    def find_request(self, request_id: str) -> Request | None:
+        """The newest request with this ID; None when there is none.
+
+        request_id: the caller's x-request-id, or the trace ID where it sent none, or the ID in vLLM's
+        answer (`chatcmpl-` and the request ID).
+        """
+        candidates = [request_id, request_id.lower()]  # trace IDs are stored in lower case
+        candidates += [
+            request_id.removeprefix(candidate)
+            for candidate in ANSWER_ID_PREFIXES
+            if request_id.startswith(candidate)
+        ]
+        for candidate in candidates:
+            searched = candidate[:MAX_SEARCHED_CHARS]
+            for request in self._load_requests(
+                "WHERE (request_id=? AND request_id<>'') OR "
+                "(request_id='' AND trace=(SELECT id FROM traces WHERE trace_id=?))",
+                (searched, _parse_id(candidate)),
+                1,
+            ):
+                if request.request_id == candidate:
+                    return request
+        return None
+
+    def find_trace(self, trace_id: str) -> StoredTrace | None:
+        """All spans and requests of a trace; None when no span of it is stored."""
+        row = self._connection.execute(
+            "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
+        ).fetchone()
+        if row is None:
+            return None
+        spans = select_spans(self._connection, row[0], trace_id)
+        requests = _assemble_trace(trace_id, spans)
+        return StoredTrace(
+            trace_id, tuple(time_before.annotate_spans(spans, requests)), tuple(requests)
+        )
+
+    def list_models(self) -> list[str]:
+        """Names of models in the database, at most 100, for the page's filter."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT model FROM requests WHERE model<>'' ORDER BY model LIMIT 100"
+        )
+        return [row[0] for row in rows]
+
+    def count_rows(self) -> dict[str, int]:
+        """Number of stored traces, spans and requests."""
+        return {
+            table: retention.count_kept(self._connection, table)
+            for table in ("traces", "spans", "requests")
+        }
+
+    def _load_requests(self, where: str, values: Sequence[object], limit: int) -> list[Request]:
+        """Assemble the newest requests that match a condition on the table `requests`, newest first."""
+        rows = self._connection.execute(
+            "SELECT trace, number, (SELECT trace_id FROM traces WHERE traces.id=trace) "
+            f"FROM requests {where} ORDER BY start_ns DESC LIMIT ?",
+            (*values, limit),
+        ).fetchall()
+        built: dict[int, list[Request]] = {}
+        for trace, _, trace_id in rows:
+            if trace not in built:
+                built[trace] = self._assemble_stored(trace, trace_id.hex())
+        return [built[trace][number] for trace, number, _ in rows if number < len(built[trace])]
+
+    def _assemble_stored(self, trace: int, trace_id: str) -> list[Request]:
+        parents = select_parents(self._connection, trace)
+        trunks = select_trunks(self._connection, trace, trace_id)
+        ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
+        above = _select_spans_by_id(self._connection, trace, trace_id, sorted(ancestors))
+        requests = request_assembly.assemble_requests(trace_id, trunks, parents)
+        return time_before.add_before(requests, parents, above)
+
+
+@contextmanager
+def open_reader(path: Path) -> Iterator[DatabaseReader]:
+    """Open the database at `path` for reading. Raises StoreError, whose text has the remedy."""
+    with closing(database_schema.open_for_reading(path)) as connection:
+        connection.execute("BEGIN")  # all queries of this reader see one snapshot
+        yield DatabaseReader(connection)
+
+
+def _parse_id(text: str) -> bytes:
+    """The bytes of an ID in hex; b"", which no trace has, for other texts."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _select_spans_by_id(
+    connection: sqlite3.Connection, trace: int, trace_id: str, span_ids: Sequence[str]
+) -> dict[str, StoredSpan]:
+    """The spans of a trace that have these IDs, by ID."""
+    spans: dict[str, StoredSpan] = {}
+    for start in range(0, len(span_ids), MAX_SQL_VARIABLES):
+        some = [bytes.fromhex(each) for each in span_ids[start : start + MAX_SQL_VARIABLES]]
+        condition = f"AND span_id IN ({','.join('?' * len(some))})"
+        for span in select_spans(connection, trace, trace_id, condition, some):
+            spans[span.span_id] = span
+    return spans
+
+
+def _assemble_trace(trace_id: str, spans: Sequence[StoredSpan]) -> list[Request]:
+    parents = {span.span_id: span.parent_id for span in spans}
+    trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]
+    requests = request_assembly.assemble_requests(trace_id, trunks, parents)
+    return time_before.add_before(requests, parents, {span.span_id: span for span in spans})
+
+
+def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:
+    parts: list[str] = []
+    values: list[str | int] = []
+    if wanted.model:
+        parts.append("model=?")
+        values.append(wanted.model[:MAX_SEARCHED_CHARS])
+    if wanted.role:
+        # `roles` is a list of words: with spaces around it `decode` does not match `prefill_decode`.
+        parts.append("' '||roles||' ' LIKE ?")
+        values.append(f"% {wanted.role} %")
+    if wanted.error == "any":
+        parts.append("error<>''")
+    elif wanted.error == "none":
+        parts.append("error=''")
+    elif wanted.error:
+        parts.append("error=?")
+        values.append(wanted.error[:MAX_SEARCHED_CHARS])
+    if wanted.min_us:
+        parts.append("ttft_us>=?")
+        values.append(wanted.min_us)
+    return ("WHERE " + " AND ".join(parts) if parts else ""), values

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SQLite database: its tables, its schema version, and how to open it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from ttft_otel.report import schema_migration
+
+SCHEMA_VERSION: Final = 2
+DB_OPTION_HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
+BUSY_S: Final = 2.0  # seconds to wait for another process's lock
+
+# Numbers of traces grow in the order of arrival and are never used again: what is below the smallest has been
+# removed. Bytes for each span are bounded (tests/report/test_storage_bounds.py): IDs are bytes, attributes
+# MessagePack, what spans share is in `shared`, and tables of long values have row IDs, because entries of an
+# index beyond 1000 bytes take a page of their own.
+CREATE_TABLES: Final = """
+CREATE TABLE traces (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, trace_id BLOB NOT NULL UNIQUE,
+  seen_ms INTEGER NOT NULL, spans INTEGER NOT NULL
+);
+CREATE TABLE shared (
+  id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, content BLOB NOT NULL,
+  spans INTEGER NOT NULL
+);
+CREATE TABLE spans (
+  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, span_id BLOB NOT NULL, parent_id BLOB NOT NULL,
+  name TEXT NOT NULL, kind INTEGER NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
+  status INTEGER NOT NULL, message TEXT NOT NULL, attributes BLOB NOT NULL,
+  resource INTEGER NOT NULL, scope INTEGER NOT NULL, dropped INTEGER NOT NULL,
+  trunk INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX spans_trace ON spans (trace, span_id);
+CREATE TABLE requests (
+  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, number INTEGER NOT NULL,
+  request_id TEXT NOT NULL, start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
+  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL
+);
+CREATE INDEX requests_trace ON requests (trace);
+CREATE INDEX requests_start ON requests (start_ns);
+CREATE INDEX requests_id ON requests (request_id) WHERE request_id<>'';
+"""
+
+
+class StoreError(Exception):
+    """The database (or a port) cannot be used; the text says why and what to do."""
+
+
+def get_default_path(env: Mapping[str, str] | None = None) -> Path:
+    """${XDG_STATE_HOME:-~/.local/state}/ttft-otel/spans.db"""
+    source = os.environ if env is None else env
+    state = source.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "ttft-otel" / "spans.db"
+
+
+def open_for_writing(path: Path, max_bytes: int) -> sqlite3.Connection:
+    """Open the database for writing; create it if it is absent. Raises StoreError.
+
+    max_bytes: size of the file at which SQLite refuses to write (SQLITE_FULL).
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Readable for its owner only: it has request IDs and timings. SQLite's -wal and -shm files
+        # take over this mode.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(
+            path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # evictions shrink the file
+            connection.execute("PRAGMA journal_mode=WAL")  # commands read while `serve` writes
+            connection.execute("PRAGMA synchronous=NORMAL")
+            _prepare_schema(connection, path)
+            size = connection.execute("PRAGMA page_size").fetchone()[0]
+            connection.execute(f"PRAGMA max_page_count={max(1, max_bytes // size)}")
+        except BaseException:
+            connection.close()
+            raise
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"cannot write {path}: {error}; choose another with --db FILE") from error
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """Open the database read-only; another process may write to it. Raises StoreError."""
+    if not path.exists():
+        raise StoreError(
+            f"no database at {path} yet; start `ttft-otel serve` and send it spans, "
+            "or name another file with --db FILE"
+        )
+    try:
+        connection = sqlite3.connect(
+            f"file:{quote(str(path))}?mode=ro", uri=True, timeout=BUSY_S, isolation_level=None
+        )
+        try:
+            _check_version(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise StoreError(f"cannot read {path}: {error}; is it a ttft-otel database?") from error
+    return connection
+
+
+def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Create the tables of a new database, or rewrite those of schema 1, in one transaction."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 1:
+            schema_migration.set_old_tables_aside(connection)
+        if version in (0, 1):
+            for statement in CREATE_TABLES.split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        if version == 1:
+            schema_migration.copy_old_spans(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    _check_version(connection, path)
+
+
+def _check_version(connection: sqlite3.Connection, path: Path) -> None:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version != SCHEMA_VERSION:
+        hint = (
+            "start `ttft-otel serve` once, which rewrites it, "
+            if version == 1
+            else "move it away, "
+        )
+        raise StoreError(
+            f"{path} has schema {version}, this version of ttft-otel reads {SCHEMA_VERSION}; "
+            f"{hint}or name another file with --db FILE"
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `ttft-otel serve`: HTTP and gRPC servers around one store, until SIGINT or SIGTERM.
+
+Spans that were accepted are on disk before it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+import uvicorn
+
+from ttft_otel.report import app, self_tracing
+from ttft_otel.report.database_schema import StoreError
+from ttft_otel.report.receiver import Receiver, create_grpc_server
+from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.waiting_connections import WaitingConnections
+
+SHUTDOWN_GRACE_S: Final = 3  # seconds for requests in progress at the end
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options of `ttft-otel serve`.
+
+    path: of the database. http_port, grpc_port: 0 takes a free one, grpc_port -1 disables gRPC.
+    max_traces, max_age_hours, max_bytes: limits of the database; the oldest traces are removed.
+    allowed_hosts: further Host headers to accept.
+    """
+
+    path: Path
+    host: str = "127.0.0.1"
+    http_port: int = 4318
+    grpc_port: int = 4317
+    max_traces: int = 20_000
+    max_age_hours: float = 168.0
+    max_bytes: int = 2 << 30
+    allowed_hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ListeningPorts:
+    """The ports (grpc -1: disabled), and a function that ends the server from another thread."""
+
+    http: int
+    grpc: int
+    close: Callable[[], None]
+
+
+class ReportServer(uvicorn.Server):
+    """uvicorn's server, with gRPC on the same event loop and a bound on connections that wait.
+
+    bind_grpc: creates the gRPC server and binds its port (-1: none). on_started: gets both ports.
+    """
+
+    bind_grpc: Callable[[], tuple[grpc.aio.Server | None, int]]
+    on_started: Callable[[int, int], None]
+
+    def close(self) -> None:
+        """End after requests in progress."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Bind (`sockets` as in uvicorn), then call on_started. Raises StoreError for gRPC's port."""
+        self.grpc_server, port = self.bind_grpc()
+        if self.grpc_server:
+            await self.grpc_server.start()
+        try:
+            await super().startup(sockets)  # type: ignore[arg-type]
+        except SystemExit:
+            await self._stop_grpc()
+            raise
+        self._waiting = WaitingConnections()
+        if self.started:
+            self.on_started(self.servers[0].sockets[0].getsockname()[1], port)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: close connections that have waited too long for a request."""
+        self._waiting.close_overdue(self.server_state.connections)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """End both servers after requests in progress."""
+        await asyncio.gather(super().shutdown(sockets), self._stop_grpc())  # type: ignore[arg-type]
+
+    async def _stop_grpc(self) -> None:
+        if self.grpc_server:
+            await self.grpc_server.stop(SHUTDOWN_GRACE_S)
+
+
+def run_server(options: ServeOptions, on_started: Callable[[ListeningPorts], None]) -> None:
+    """Serve until a signal. Raises StoreError when the database or a port cannot be used.
+
+    on_started: called once HTTP and gRPC are listening.
+    """
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises SIGTERM again after its shutdown: without a handler that would end the process
+        # before the store is closed.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    store = SpanStore(options.path, options.max_traces, options.max_age_hours, options.max_bytes)
+    try:
+        _run_until_signal(options, Receiver(store), on_started)
+    finally:
+        store.close()
+
+
+def _run_until_signal(
+    options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ListeningPorts], None]
+) -> None:
+    web = app.create_app(span_receiver, list_allowed_hosts(options))
+    provider = self_tracing.instrument_app(web, (options.http_port, options.grpc_port))
+    config = uvicorn.Config(
+        web,
+        host=options.host,
+        port=options.http_port,
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        server_header=False,
+    )
+    server = ReportServer(config)
+    server.bind_grpc = lambda: _bind_grpc(span_receiver, options)
+    server.on_started = lambda http, port: on_started(ListeningPorts(http, port, server.close))
+    try:
+        server.run()
+    except SystemExit as error:
+        # uvicorn exits with a code when it cannot bind; without one it is our SIGTERM handler.
+        if error.code:
+            raise StoreError(
+                _describe_taken_port(options.host, options.http_port, "--http-port")
+            ) from error
+    finally:
+        if provider:
+            provider.shutdown()
+
+
+def list_allowed_hosts(options: ServeOptions) -> Sequence[str]:
+    """Accepted Host headers: on loopback only its own names, against DNS rebinding by web pages."""
+    if is_loopback_host(options.host):
+        return [*app.LOOPBACK_HOSTS, options.host, *options.allowed_hosts]
+    return options.allowed_hosts or ["*"]
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether only processes of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bind_grpc(
+    span_receiver: Receiver, options: ServeOptions
+) -> tuple[grpc.aio.Server | None, int]:
+    if options.grpc_port < 0:
+        return None, -1
+    server = create_grpc_server(span_receiver)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    try:
+        return server, server.add_insecure_port(f"{host}:{options.grpc_port}")
+    except RuntimeError as error:
+        raise StoreError(
+            _describe_taken_port(options.host, options.grpc_port, "--grpc-port")
+        ) from error
+
+
+def _describe_taken_port(host: str, port: int, option: str) -> str:
+    return f"cannot listen on {host}:{port}: is it taken? choose another with {option} PORT"

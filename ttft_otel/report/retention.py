@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removal of old traces from the database; span_store.py calls it in its transactions and while idle.
+
+Traces beyond the limits disappear at once, with their requests. Their spans, which nothing reads any more,
+are deleted in slices, so that no commit takes long.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from typing import Final
+
+MAX_PURGED_SPANS: Final = 4096  # spans deleted by one call; as many as a transaction stores
+MAX_FREED_PAGES: Final = 512  # pages returned to the file system by one call
+_FIRST_KEPT: Final = "(SELECT coalesce(min(id), 1 << 62) FROM traces)"
+
+
+def has_old(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> bool:
+    """Whether there are traces beyond the limits, or spans of removed traces."""
+    first_kept = _find_first_kept(connection, max_traces, oldest_kept_ms)
+    found = connection.execute(
+        f"SELECT EXISTS (SELECT 1 FROM traces WHERE id<?) OR "
+        f"EXISTS (SELECT 1 FROM spans WHERE trace<{_FIRST_KEPT})",
+        (first_kept,),
+    ).fetchone()
+    return bool(found[0])
+
+
+def evict_traces(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> int:
+    """Remove traces beyond `max_traces`, and those seen before `oldest_kept_ms`; returns their number.
+
+    To be called within a transaction, so that no reader sees more than the limits allow.
+    """
+    return _evict_below(connection, _find_first_kept(connection, max_traces, oldest_kept_ms))
+
+
+def evict_share(connection: sqlite3.Connection, share: float) -> int:
+    """Remove the oldest `share` of the traces, at least one, with their spans; returns their number."""
+    run = connection.execute
+    number = int(run("SELECT count(*) FROM traces").fetchone()[0] * share) + 1
+    row = run("SELECT id FROM traces ORDER BY id LIMIT 1 OFFSET ?", (number,)).fetchone()
+    evicted = _evict_below(connection, row[0] if row else 1 << 62)
+    while purge_spans(connection):
+        pass
+    return evicted
+
+
+def purge_spans(connection: sqlite3.Connection) -> int:
+    """Delete up to MAX_PURGED_SPANS spans of removed traces; returns their number.
+
+    To be called within a transaction.
+    """
+    rows = connection.execute(
+        f"SELECT id, resource, scope FROM spans WHERE trace<{_FIRST_KEPT} ORDER BY trace LIMIT ?",
+        (MAX_PURGED_SPANS,),
+    ).fetchall()
+    references = Counter(number for row in rows for number in row[1:])
+    connection.executemany("DELETE FROM spans WHERE id=?", [row[:1] for row in rows])
+    connection.executemany(
+        "UPDATE shared SET spans=spans-? WHERE id=?",
+        [(count, number) for number, count in references.items()],
+    )
+    connection.executemany(
+        "DELETE FROM shared WHERE id=? AND spans=0", [(number,) for number in references]
+    )
+    return len(rows)
+
+
+def shrink_file(connection: sqlite3.Connection) -> bool:
+    """Return up to MAX_FREED_PAGES unused pages to the file system; whether there were any."""
+    if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
+        return False
+    connection.execute(f"PRAGMA incremental_vacuum({MAX_FREED_PAGES})").fetchall()
+    return True
+
+
+def count_kept(connection: sqlite3.Connection, table: str) -> int:
+    """The number of rows of `table`, spans of removed traces not counted."""
+    kept = f" WHERE trace>={_FIRST_KEPT}" if table == "spans" else ""
+    count: int = connection.execute(f"SELECT count(*) FROM {table}{kept}").fetchone()[0]
+    return count
+
+
+def _find_first_kept(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> int:
+    run = connection.execute
+    newest = "SELECT id FROM traces ORDER BY id DESC LIMIT 1 OFFSET ?"
+    by_number = run(newest, (max_traces - 1,)).fetchone()
+    oldest_young = "SELECT id FROM traces WHERE seen_ms>=? ORDER BY id LIMIT 1"
+    by_age = run(oldest_young, (oldest_kept_ms,)).fetchone()
+    return max(by_number[0] if by_number else 0, by_age[0] if by_age else 1 << 62)
+
+
+def _evict_below(connection: sqlite3.Connection, first_kept: int) -> int:
+    connection.execute("DELETE FROM requests WHERE trace<?", (first_kept,))
+    return connection.execute("DELETE FROM traces WHERE id<?", (first_kept,)).rowcount

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store spans in SQLite. receiver.py adds batches and answers each once it is on disk, or refused.
+
+One writer thread commits the batches that wait in one transaction. A span that is sent twice is
+stored once.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Final
+
+from ttft_otel.guard import Guard
+from ttft_otel.report import database_schema, request_rows, retention
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.span_rows import SpanInserter, SpanRow, encode_spans
+
+MAX_WAITING_BATCHES: Final = 64  # batches in the writer's queue; more are refused with 503
+MAX_TRANSACTION_SPANS: Final = 4096  # spans in one transaction, so that no commit takes long
+RETENTION_INTERVAL_S: Final = (
+    1.0  # seconds between two looks for expired traces while nothing arrives
+)
+RETENTION_TROUBLE: Final = "retention: "  # begins last_error when old traces could not be removed
+EVICTED_SHARE: Final = 0.1  # of the traces, removed when the file has reached its limit
+
+QueuedBatch = tuple[Sequence[SpanRow], "Future[int]"]
+
+
+class StoreUnavailableError(Exception):
+    """The batch could not be stored: the sender should retry."""
+
+
+class SpanStore:
+    """Writes spans to the database; `add` may be called from any thread.
+
+    counts: spans "stored", "duplicate" and "refused"; batches "busy" (queue full) and
+    "failed_batches"; "evicted_traces". last_error: "" while writing works.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_traces: int = 20_000,
+        max_age_hours: float = 168.0,
+        max_bytes: int = 2 << 30,
+    ) -> None:
+        """Open the database at `path` and start the writer thread. Raises StoreError.
+
+        max_traces, max_age_hours, max_bytes: limits beyond which the oldest traces are removed.
+        """
+        self.path = path
+        self.max_traces = max_traces
+        self.max_age_hours = max_age_hours
+        self.max_bytes = max_bytes
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self._connection = database_schema.open_for_writing(path, max_bytes)
+        self._queue: Queue[QueuedBatch | None] = Queue(MAX_WAITING_BATCHES)
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._run_writer, name="ttft-otel-store", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, spans: Sequence[StoredSpan]) -> Future[int]:
+        """Encode and queue a batch. Raises StoreUnavailableError when the queue is full or the store closed.
+
+        The future gives the number of spans of the batch that were refused (MAX_TRACE_SPANS). Encoding
+        takes a while for large batches, and must not run on an event loop.
+        """
+        done: Future[int] = Future()
+        done.set_running_or_notify_cancel()  # a sender that gave up must not cancel the write
+        if self._closed:
+            raise StoreUnavailableError("the store is closed")
+        if not spans:
+            done.set_result(0)
+            return done
+        try:
+            self._queue.put_nowait((encode_spans(spans), done))
+        except Full:
+            self.counts["busy"] += 1
+            raise StoreUnavailableError("too many batches wait for the disk") from None
+        return done
+
+    def close(self) -> None:
+        """Write the batches in the queue, then close; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _run_writer(self) -> None:
+        ended = False
+        wait_s = RETENTION_INTERVAL_S
+        while not ended:
+            batches, ended = self._take_batches(wait_s)
+            with Guard("store"):
+                if batches:
+                    self._commit_batches(batches)
+            # Batches that were answered are left alone; the others failed by a bug that Guard caught.
+            _fail_batches(batches, "an error of ttft-otel, see its log")
+            with Guard("store.retention"):
+                # While something is left to remove, the next slice follows without a pause.
+                wait_s = 0.0 if not batches and self._remove_old() else RETENTION_INTERVAL_S
+        while not self._queue.empty():
+            if waiting := self._queue.get():
+                _fail_batches([waiting], "the store is closed")
+
+    def _take_batches(self, wait_s: float) -> tuple[list[QueuedBatch], bool]:
+        """The batches of one turn, none after `wait_s` seconds; True when close() was called."""
+        batches: list[QueuedBatch] = []
+        size = 0
+        while size < MAX_TRANSACTION_SPANS and not (batches and self._queue.empty()):
+            try:
+                queued = self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
+            except Empty:
+                break
+            if queued is None:  # from close()
+                return batches, True
+            batches.append(queued)
+            size += len(queued[0])
+        return batches, False
+
+    def _commit_batches(self, batches: Sequence[QueuedBatch]) -> None:
+        refused = [0] * len(batches)
+        work = [(number, row) for number, (rows, _) in enumerate(batches) for row in rows]
+        try:
+            for start in range(0, len(work), MAX_TRANSACTION_SPANS):
+                self._write_slice(work[start : start + MAX_TRANSACTION_SPANS], refused)
+        except sqlite3.Error as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+            self.counts["failed_batches"] += len(batches)
+            _fail_batches(batches, str(error))
+            return
+        self.last_error = ""
+        for (_, done), count in zip(batches, refused, strict=True):
+            done.set_result(count)
+
+    def _write_slice(self, work: Sequence[tuple[int, SpanRow]], refused: list[int]) -> None:
+        """Write rows, each with the number of its batch, and add to `refused` of these batches."""
+        try:
+            outcomes = self._write_rows([row for _, row in work])
+        except sqlite3.OperationalError:
+            # SQLITE_FULL by our own limit: remove a share of the traces and write once more.
+            if not self._is_full():
+                raise
+            self._run_transaction(self._evict_share)
+            outcomes = self._write_rows([row for _, row in work])
+        for (number, _), outcome in zip(work, outcomes, strict=True):
+            refused[number] += outcome == "refused"
+
+    def _write_rows(self, rows: Sequence[SpanRow]) -> list[str]:
+        """Write rows and enforce the limits in one transaction; what became of each row."""
+        outcomes: list[str] = []
+
+        def write_rows() -> int:
+            inserter = SpanInserter(self._connection, time.time_ns() // 1_000_000)
+            outcomes.extend(inserter.insert_row(row) for row in rows)
+            inserter.finish()
+            request_rows.write_requests(self._connection, inserter.touched)
+            # Deletes as many spans as are stored, so that those of removed traces do not pile up.
+            return self._evict_and_purge()
+
+        self._run_transaction(write_rows)
+        self.counts.update(outcomes)
+        return outcomes
+
+    def _remove_old(self) -> bool:
+        """While idle, enforce the limits and shrink the file a little; whether more is left to do."""
+        try:
+            if retention.has_old(self._connection, self.max_traces, self._compute_oldest_ms()):
+                self._run_transaction(self._evict_and_purge)
+                is_left = True
+            else:
+                is_left = retention.shrink_file(self._connection)
+        except sqlite3.Error as error:  # the spans are safe; the next turn tries again
+            self.last_error = f"{RETENTION_TROUBLE}{error}"
+            return False
+        if self.last_error.startswith(RETENTION_TROUBLE):
+            self.last_error = ""
+        return is_left
+
+    def _compute_oldest_ms(self) -> int:
+        return time.time_ns() // 1_000_000 - int(self.max_age_hours * 3600e3)
+
+    def _evict_and_purge(self) -> int:
+        evicted = retention.evict_traces(
+            self._connection, self.max_traces, self._compute_oldest_ms()
+        )
+        retention.purge_spans(self._connection)
+        return evicted
+
+    def _evict_share(self) -> int:
+        return retention.evict_share(self._connection, EVICTED_SHARE)
+
+    def _run_transaction(self, change: Callable[[], int]) -> None:
+        """Run `change`, which returns the number of traces that it removed, in one transaction."""
+        run = self._connection.execute
+        run("BEGIN IMMEDIATE")
+        try:
+            evicted = change()
+            run("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                run("ROLLBACK")
+            raise
+        self.counts["evicted_traces"] += evicted
+
+    def _is_full(self) -> bool:
+        """Whether the file is near its own limit, max_bytes (as opposed to a full disk)."""
+        run = self._connection.execute
+        used, size = (run(f"PRAGMA {word}").fetchone()[0] for word in ("page_count", "page_size"))
+        traces: int = run("SELECT count(*) FROM traces").fetchone()[0]
+        return bool(used * size >= 0.9 * self.max_bytes and traces)
+
+
+def _fail_batches(batches: Sequence[QueuedBatch], reason: str) -> None:
+    """Answer batches that are not answered yet: their spans are not stored."""
+    for _, done in batches:
+        if not done.done():
+            done.set_exception(StoreUnavailableError(reason))

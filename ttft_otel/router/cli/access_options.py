@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that say who may use the router, and what it believes them; command.py adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ttft_otel import names
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def add_access_options(
+    declare_option: Callable[..., Callable[[Decorated], Decorated]],
+) -> Callable[[Decorated], Decorated]:
+    """Add the flags to a command."""
+    declared = (
+        declare_option(
+            "--api-key",
+            multiple=True,
+            callback=check_keys,
+            metavar="KEY",
+            help="A key that clients may send; repeatable. Without one, Authorization is passed on.",
+        ),
+        declare_option(
+            "--insecure",
+            is_flag=True,
+            help="Serve whoever reaches --host, without a key.",
+        ),
+        declare_option(
+            "--upstream-key",
+            default="",
+            metavar="KEY",
+            help="API key that the router sends to instances.",
+        ),
+        declare_option(
+            "--trust-trace-headers",
+            is_flag=True,
+            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", names.ENV_TRUST],
+            help="Honour the caller's sampled flag; by default only its trace ID is used.",
+        ),
+        declare_option(
+            "--cors-origin",
+            multiple=True,
+            metavar="ORIGIN",
+            help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
+        ),
+    )
+
+    def decorate(command: Decorated) -> Decorated:
+        for each in reversed(declared):
+            command = each(command)
+        return command
+
+    return decorate
+
+
+def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
+    if not all(key and key == key.strip() for key in keys):
+        raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
+    return keys

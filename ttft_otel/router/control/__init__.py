@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything beside the data path: the ASGI application, admin API, registration, metrics, the server
+process."""

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admin API, /instances on its own port: operators list and change instances, instances register.
+
+command.py starts it beside the router; announcements.py handles registrations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, Literal
+
+import msgspec
+from aiohttp import web
+from yarl import URL
+
+from ttft_otel import stages
+from ttft_otel.router import types
+from ttft_otel.router.control.announcements import Announcements
+from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.proxy import error_responses
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.types import JSON_ERRORS, Instance
+from ttft_otel.router.upstream.instance_queries import build_authorization
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+
+DEFAULT_ADMIN_HOST: Final = "127.0.0.1"
+MAX_ADMIN_BODY_BYTES: Final = 65_536  # bytes of a request body
+
+log: Final = logging.getLogger("ttft_otel")
+AdminHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class InstanceOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of an operator's POST /instances."""
+
+    action: Literal["add", "drain", "remove"]
+    leg: str
+    url: str
+
+
+class AdminApi:
+    """The request handlers.
+
+    token: of operators; "" admits every process on this machine. announcements: None if instances cannot
+    register. is_loopback_only: whether it listens on loopback only; otherwise a token is required.
+    """
+
+    def __init__(
+        self,
+        upstream: UpstreamClient,
+        routing: RoutingService,
+        token: str = "",
+        announcements: Announcements | None = None,
+        is_loopback_only: bool = True,
+    ) -> None:
+        if not (token or is_loopback_only):
+            raise ValueError("an admin port that other machines reach needs a token")
+        self.upstream, self.routing, self.token = upstream, routing, token
+        self.announcements, self.is_loopback_only = announcements, is_loopback_only
+
+    async def list_instances(self, _: web.Request) -> web.Response:
+        """Answer GET: every instance with its state and what routing knows of it."""
+        routing = self.routing
+        described = {leg: routing.describe_instances(leg) for leg in routing.reported_legs}
+        policies = {"leg": routing.prefilling_leg, "logic": routing.prefill_policy.policy_name}
+        if self.upstream.pool.get(stages.ENCODE):
+            policies["encoders"] = routing.get_leg_policy(stages.ENCODE).policy_name
+        roster: dict[str, Any] = {}
+        instances = [
+            _describe_instance(instance) | described.get(instance.leg, {}).get(instance.url, {})
+            for instance in self.upstream.pool
+        ]
+        if self.announcements is not None:
+            registrations = self.announcements.registrations
+            roster = registrations.describe_roster()
+            for instance, described_instance in zip(self.upstream.pool, instances, strict=True):
+                described_instance["registered"] = instance in registrations
+        return web.json_response({"routing": policies, "instances": instances, **roster})
+
+    async def change_instances(self, request: web.Request) -> web.Response:
+        """Answer POST: add, drain, remove (operators) or register an instance. Raises RequestRejected."""
+        if request.content_type != "application/json":
+            raise RequestRejected(415, "Send application/json.")
+        try:
+            fields = msgspec.json.decode(await request.read())
+        except JSON_ERRORS as error:
+            raise RequestRejected(400, str(error)) from error
+        if self.announcements is not None and isinstance(fields, dict) and "role" in fields:
+            self._require_announcer(request)
+            return await self.announcements.register_instance(fields)
+        self._require_operator(request)
+        try:
+            order = msgspec.convert(fields, InstanceOrder)
+            named_instance = types.parse_instance_url(order.url, order.leg)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise RequestRejected(400, str(error)) from error
+        instance = self._apply_order(order.action, named_instance)
+        log.warning(
+            "ttft-otel: operator request on /instances applied: %s %s instance %s",
+            order.action,
+            named_instance.leg,
+            named_instance.url,
+        )
+        return web.json_response(_describe_instance(instance))
+
+    async def deregister_instance(self, request: web.Request) -> web.Response:
+        """Answer DELETE: deregister an instance. Raises RequestRejected."""
+        if self.announcements is None:
+            raise RequestRejected(
+                405, "No instance can register here: start the router with --register."
+            )
+        self._require_announcer(request)
+        return await self.announcements.deregister_instance(request)
+
+    def _apply_order(self, action: str, named_instance: Instance) -> Instance:
+        pool = self.upstream.pool
+        if named_instance.leg not in pool.list_legs():
+            legs = ", ".join(pool.list_legs()) or "none that has an instance yet"
+            raise RequestRejected(
+                404, f"This router has no leg {named_instance.leg!r}, but: {legs}."
+            )
+        instance = pool.find_instance(named_instance.leg, named_instance.url)
+        if instance is None and action != "add":
+            raise RequestRejected(
+                404, f"No {named_instance.leg} instance {named_instance.url}; see GET /instances."
+            )
+        if instance is None:
+            pool.add_instance(named_instance)
+        elif action != "remove":
+            pool.set_draining(instance, action == "drain")
+        elif len(pool.get(named_instance.leg)) > 1:
+            pool.remove_instance(instance)
+        else:
+            raise RequestRejected(
+                409, f"It is the last {named_instance.leg} instance: drain it instead."
+            )
+        return instance or named_instance
+
+    def check_access(self, request: web.Request) -> None:
+        """Raise RequestRejected for `request`s without a token, and for DNS rebinding by web pages."""
+        try:
+            host = URL(f"http://{request.host}").host
+        except ValueError:
+            host = None
+        if self.is_loopback_only and not is_loopback(
+            host or ""
+        ):  # a host name that was made to resolve to this machine
+            raise RequestRejected(403, "Use the loopback address, like 127.0.0.1, for this port.")
+        if not (self._may_order(request) or self._may_announce(request)):
+            self._require_operator(request)
+
+    def _may_order(self, request: web.Request) -> bool:
+        authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        expected = build_authorization(self.token).encode()
+        return not self.token or hmac.compare_digest(authorization, expected)
+
+    def _may_announce(self, request: web.Request) -> bool:
+        return self.announcements is not None and self.announcements.is_authorized(request)
+
+    def _require_operator(self, request: web.Request) -> None:
+        if not self._may_order(request):
+            raise RequestRejected(401, "Send the admin token: Authorization: Bearer TOKEN.")
+
+    def _require_announcer(self, request: web.Request) -> None:
+        """Raise RequestRejected without the registration token; the admin token is accepted too."""
+        if not (self._may_announce(request) or (self.token and self._may_order(request))):
+            raise RequestRejected(
+                401,
+                "Send the token of --register-token: X-API-Key: TOKEN, Authorization: Bearer TOKEN, "
+                "or in the URL, http://instance:TOKEN@HOST:PORT.",
+            )
+
+
+@contextlib.asynccontextmanager
+async def serve_admin(
+    upstream: UpstreamClient,
+    routing: RoutingService,
+    port: int,
+    token: str = "",
+    announcements: Announcements | None = None,
+    host: str = DEFAULT_ADMIN_HOST,
+) -> AsyncIterator[int]:
+    """Serve the admin API on `host`; yields the port, which the system chooses if `port` is 0."""
+    admin = AdminApi(upstream, routing, token, announcements, is_loopback(host))
+
+    @web.middleware
+    async def check_request(request: web.Request, handler: AdminHandler) -> web.StreamResponse:
+        try:
+            admin.check_access(request)
+            return await handler(request)
+        except RequestRejected as error:
+            headers, data = error_responses.render_error(error)
+            text = {name.decode(): value.decode() for name, value in headers}
+            return web.Response(body=data, status=error.status, headers=text)
+
+    app = web.Application(middlewares=[check_request], client_max_size=MAX_ADMIN_BODY_BYTES)
+    app.router.add_get("/instances", admin.list_instances)
+    app.router.add_post("/instances", admin.change_instances)
+    app.router.add_delete("/instances", admin.deregister_instance)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        async with _sweep_registrations(announcements):
+            yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def _sweep_registrations(announcements: Announcements | None) -> AsyncIterator[None]:
+    """Run the sweep of registered instances meanwhile."""
+    if announcements is None:
+        yield
+        return
+    sweeping = asyncio.create_task(announcements.registrations.sweep_forever())
+    try:
+        yield
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is a loopback address or localhost; other names are not resolved."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _describe_instance(instance: Instance) -> dict[str, Any]:
+    return {
+        "leg": instance.leg,
+        "url": instance.url,
+        "state": instance.state,
+        "breaker": instance.breaker.state,
+        "in_flight": instance.in_flight,
+        "models": sorted(instance.models or ()),
+        "results": dict(instance.attempt_results),
+    }

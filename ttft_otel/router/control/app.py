@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane (health, models, metrics, /ttft_report) around the data path of endpoint.py.
+
+command.py builds the application and runs it under uvicorn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from ttft_otel import __version__, names, stages
+from ttft_otel.endpoints import MODELS_PATH
+from ttft_otel.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel.router.control.router_metrics import RouterMetrics
+from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.proxy import error_responses
+from ttft_otel.router.proxy.endpoint import ProxyEndpoint
+from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+    from ttft_otel.router.control.registrations import Registrations
+    from ttft_otel.settings import Settings
+
+DATA_PATH_PREFIX: Final = "/v1/"
+
+
+class RouterApp:
+    """The ASGI application: POST below /v1 is data and goes straight to `endpoint`.
+
+    In front of FastAPI, not a Route inside it: whatever middleware or telemetry of its own FastAPI
+    has then costs the data path nothing.
+    """
+
+    def __init__(
+        self, endpoint: ProxyEndpoint, control_plane: FastAPI, metrics: RouterMetrics
+    ) -> None:
+        self.endpoint, self.control_plane, self.metrics = endpoint, control_plane, metrics
+        self.admission = endpoint.admission
+        self.registrations: Registrations | None = None  # where instances may register
+        self.cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the router
+
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Serve one request, or the lifespan."""
+        is_data = scope["type"] == "http" and scope["method"] == "POST"
+        if not (is_data and scope["path"].startswith(DATA_PATH_PREFIX)):
+            await self.control_plane(
+                scope,
+                receive,
+                _explain_startup_errors(send) if scope["type"] == "lifespan" else send,
+            )
+            return
+        self.admission.requests_under_way += 1
+        try:
+            await self.endpoint(scope, receive, send)
+        finally:
+            self.admission.requests_under_way -= 1
+
+
+def build_app(
+    endpoint: ProxyEndpoint,
+    handoff_counts: Callable[[], Mapping[str, int]],
+    background: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+) -> RouterApp:
+    """Build the application from data path and control plane.
+
+    handoff_counts: returns counts of records by result. background: entered while the application runs.
+    """
+
+    @asynccontextmanager
+    async def run_lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            await endpoint.upstream.start()
+            async with background():
+                yield
+        finally:
+            await endpoint.prefill_decode.releases.wait_pending()
+            await endpoint.upstream.close()
+
+    app = FastAPI(
+        title="ttft-otel router",
+        version=__version__,
+        lifespan=run_lifespan,
+        openapi_url=None,  # it would describe the control plane, which is in the docs, without a key
+    )
+    metrics = RouterMetrics(endpoint, handoff_counts)
+    _add_error_handlers(app, endpoint.admission.refusal_counts)
+    _add_health_routes(app, endpoint)
+    _add_model_routes(app, endpoint)
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.render_text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/ttft_report/{request_id:path}")
+    async def get_ttft_report(request_id: str, request: Request) -> JSONResponse:
+        _check_api_key(endpoint, request)
+        report = endpoint.reports.get_report(request_id)
+        if report is not None:
+            return JSONResponse(report)
+        max_reports = endpoint.reports.max_reports
+        message = f"No report for {request_id[:256]!r}: the newest {max_reports} are kept."
+        if endpoint.send_record is None:
+            message = f"No reports: tracing is off. Start the router without {names.ENV_ON}=0."
+        raise RequestRejected(404, message, "NotFoundError")
+
+    return RouterApp(endpoint, app, metrics)
+
+
+def _explain_startup_errors(send: AsgiSend) -> AsgiSend:
+    """Report configuration errors at startup by message and remedy, without a traceback."""
+
+    async def send_explained(message: Any) -> None:
+        error = sys.exc_info()[1]
+        if message["type"] == "lifespan.startup.failed" and isinstance(error, ValueError):
+            message = {**message, "message": f"ttft-otel cannot start: {error}"}
+        await send(message)
+
+    return send_explained
+
+
+def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
+    @app.get("/healthz")
+    async def get_healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/health")
+    @app.get("/readyz")
+    async def get_readiness() -> JSONResponse:
+        """Ready when each leg has an instance that is not failed, until the router is told to stop."""
+        upstream = endpoint.upstream
+        if not endpoint.admission.is_draining:
+            await upstream.health_monitor.wait_probed()
+        states: dict[str, dict[str, str]] = {}
+        for instance in upstream.pool:
+            states.setdefault(instance.leg, {})[instance.url] = instance.state
+        missing_legs = upstream.pool.list_missing_legs()
+        is_ready = not missing_legs and all("healthy" in leg.values() for leg in states.values())
+        body: dict[str, Any] = {"status": "ready" if is_ready else "not ready", "legs": states}
+        if missing_legs:
+            body["reason"] = f"no instance registered yet for {' and '.join(missing_legs)}"
+        if endpoint.admission.is_draining:
+            is_ready, body["status"] = False, "draining"
+        return JSONResponse(body, 200 if is_ready else 503)
+
+
+def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
+    @app.get(MODELS_PATH)
+    async def list_models(request: Request) -> JSONResponse:
+        """The models of all instances that answer, each ID once."""
+        _check_api_key(endpoint, request)
+        upstream = endpoint.upstream
+        instances = upstream.pool.get(endpoint.answering_leg)
+        # the client's key is the instances' one unless we have keys of our own
+        authorization = (
+            "" if endpoint.admission.client_keys else request.headers.get("authorization", "")
+        )
+        statuses = await asyncio.gather(
+            *(
+                upstream.health_monitor.refresh_models(instance, authorization)
+                for instance in instances
+            )
+        )
+        any_answered = 200 in statuses
+        if not any_answered and (
+            refused_status := next((instance for instance in statuses if instance in (401, 403)), 0)
+        ):
+            raise RequestRejected(
+                refused_status, "The instances do not take this key.", "AuthenticationError"
+            )
+        merged: dict[str, Any] = {}
+        for instance, status in zip(instances, statuses, strict=True):
+            if status == 200 or not any_answered:  # with nobody there, what they said before
+                for card in instance.model_cards:
+                    merged.setdefault(str(card.get("id")), card)
+        if not merged and not any_answered:
+            raise RequestRejected(
+                502, "No instance answered /v1/models; see /readyz.", "UpstreamError"
+            )
+        return JSONResponse({"object": "list", "data": list(merged.values())})
+
+
+def _check_api_key(endpoint: ProxyEndpoint, request: Request) -> None:
+    if endpoint.admission.client_keys:
+        endpoint.admission.check_api_key(request.headers.get("authorization", ""))
+
+
+def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:
+    """Render what the control plane refuses in OpenAI's form, and count it."""
+
+    async def render_rejection(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestRejected)
+        refusal_counts[error.reason] += 1
+        headers, data = error_responses.render_error(error)
+        header_map = {name.decode(): value.decode() for name, value in headers}
+        return Response(data, error.status, header_map)
+
+    async def render_http_error(request: Request, error: Exception) -> Response:
+        """Render an unknown path or method."""
+        assert isinstance(error, HTTPException)
+        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+        response = await render_rejection(
+            request, RequestRejected(error.status_code, str(error.detail), kind)
+        )
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(RequestRejected, render_rejection)
+    app.add_exception_handler(HTTPException, render_http_error)
+
+
+def instrument_control_plane(app: RouterApp, protocol: str) -> Callable[[], None]:
+    """Trace the control plane if an OTLP endpoint is configured; returns a function that stops it.
+
+    The data path is not part of it: its spans are Records.
+    """
+    if not is_endpoint_configured(os.environ):
+        return lambda: None
+    try:
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+    except ImportError:
+        return lambda: None  # never required
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    service = os.environ.get(names.ENV_SERVICE) or stages.SERVICE_NAMES["router"]
+    provider = TracerProvider(
+        sampler=_build_sampler(app.endpoint.settings),
+        resource=Resource.create({SERVICE_NAME: service}),
+    )
+    provider.add_span_processor(BatchSpanProcessor(build_span_exporter(protocol)))
+    FastAPIInstrumentor.instrument_app(
+        app.control_plane,
+        tracer_provider=provider,
+        excluded_urls="/health,/metrics,/readyz",  # polled all day
+        exclude_spans=["send", "receive"],
+    )
+    return provider.shutdown
+
+
+def _build_sampler(settings: Settings) -> Sampler:
+    """The sampler of the data path; the SDK's default would honour untrusted callers' flags."""
+    from opentelemetry.sdk.trace import sampling
+
+    name = settings.sampler.removeprefix("parentbased_")
+    fixed_samplers = {"always_on": sampling.ALWAYS_ON, "always_off": sampling.ALWAYS_OFF}
+    root = fixed_samplers.get(name) or sampling.TraceIdRatioBased(settings.ratio)
+    return (
+        sampling.ParentBased(root) if settings.trust_sampled and name != settings.sampler else root
+    )

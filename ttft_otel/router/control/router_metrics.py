@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's /metrics, computed from pool, endpoint and exporter counts at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ttft_otel import guard, meter, names
+from ttft_otel.router.control.routing_metrics import (
+    build_counter,
+    collect_cache_metrics,
+    collect_routing_metrics,
+)
+from ttft_otel.router.proxy.endpoint import ProxyEndpoint
+from ttft_otel.router.types import InstanceState
+from ttft_otel.stages import ENCODE
+
+_BREAKER_VALUES: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
+
+
+class RouterMetrics(Collector):
+    """A Prometheus collector of all metrics of the router.
+
+    reloads: configuration reloads by result. registration_counts: registrations by result, empty if
+    instances cannot register. handoff_counts: returns counts of records by result.
+    """
+
+    def __init__(
+        self, endpoint: ProxyEndpoint, handoff_counts: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self.endpoint, self.handoff_counts = endpoint, handoff_counts
+        self.reloads = {"ok": 0, "failed": 0}
+        self.registration_counts: Mapping[str, int] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render_text(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Collect for one scrape."""
+        yield from self._collect_tracing()
+        yield from self._collect_requests()
+        yield from self._collect_instances()
+        routing = self.endpoint.routing
+        yield from collect_routing_metrics(routing)
+        if routing.prefix_source is not None:
+            yield from collect_cache_metrics(routing.prefilling_leg, routing.prefix_source)
+
+    def _collect_tracing(self) -> Iterator[Metric]:
+        counts = self.handoff_counts()
+        records = CounterMetricFamily(names.METRIC_RECORDS, "Records given to the exporter.")
+        records.add_metric([], counts.get("sent", 0))
+        yield records
+        yield meter.make_lost_metric(
+            names.METRIC_DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"]
+        )
+        help_text = "Errors of the tracing itself, caught."
+        yield build_counter(names.METRIC_ERRORS, help_text, "place", guard.error_counts)
+        yield meter.make_lost_metric(names.METRIC_LOST, counts)
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        upstream, admission = self.endpoint.upstream, self.endpoint.admission
+        ended_help, retries_help = "Requests that ended.", "Attempts after a failed one."
+        yield build_counter(
+            names.METRIC_REQUESTS, ended_help, "result", self.endpoint.response_counts
+        )
+        refusals_help = "Requests and connections that the router refused."
+        yield build_counter(
+            names.METRIC_REFUSALS, refusals_help, "reason", admission.refusal_counts
+        )
+        yield GaugeMetricFamily(
+            names.METRIC_UNDER_WAY, "Requests under way.", value=admission.requests_under_way
+        )
+        yield build_counter(names.METRIC_RETRIES, retries_help, "leg", upstream.retry_counts)
+        mismatch_help = "Requests whose first token from D was not P's."
+        yield CounterMetricFamily(
+            names.METRIC_MISMATCHES,
+            mismatch_help,
+            value=self.endpoint.prefill_decode.decode_leg.mismatch_count,
+        )
+        budget_help = "Retries allowed right now."
+        yield GaugeMetricFamily(
+            names.METRIC_BUDGET, budget_help, value=upstream.retry_budget.available_retries
+        )
+        reloads_help = "Configurations read again."
+        yield build_counter(names.METRIC_RELOADS, reloads_help, "result", self.reloads)
+        if self.registration_counts:
+            registrations_help = "What became of instances that register."
+            yield build_counter(
+                names.METRIC_REGISTRATIONS, registrations_help, "result", self.registration_counts
+            )
+
+    def _collect_instances(self) -> Iterator[Metric]:
+        labels = ["leg", "instance"]
+        state = GaugeMetricFamily(
+            names.METRIC_INSTANCE, "1 for the state it is in.", labels=[*labels, "state"]
+        )
+        in_flight = GaugeMetricFamily(names.METRIC_IN_FLIGHT, "Attempts under way.", labels=labels)
+        breaker = GaugeMetricFamily(
+            names.METRIC_BREAKER, "1 while it gets nothing, 0.5 while it is tried.", labels=labels
+        )
+        attempts = CounterMetricFamily(
+            names.METRIC_ATTEMPTS, "Attempts that ended.", labels=[*labels, "result"]
+        )
+        recomputed_help = "Media items that it encoded although an encoder had encoded them."
+        recomputed = CounterMetricFamily(
+            names.METRIC_RECOMPUTED_ITEMS, recomputed_help, labels=labels
+        )
+        for instance in self.endpoint.upstream.pool:
+            values = [instance.leg, instance.url]
+            for state_name in get_args(InstanceState):
+                state.add_metric([*values, state_name], float(instance.state == state_name))
+            in_flight.add_metric(values, instance.in_flight)
+            breaker.add_metric(values, _BREAKER_VALUES[instance.breaker.state])
+            for result, number in instance.attempt_results.items():
+                attempts.add_metric([*values, result], number)
+            if self.endpoint.upstream.pool.has_encoders and instance.leg != ENCODE:
+                recomputed.add_metric(values, instance.recomputed_items)
+        yield from (state, in_flight, breaker, attempts, recomputed)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the router under uvicorn; SIGTERM drains it, SIGHUP reloads its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final, cast
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+
+from ttft_otel import names
+from ttft_otel.router.control.app import RouterApp
+from ttft_otel.router.control.client_connection import ClientConnection
+from ttft_otel.router.control.front_door import FrontDoor
+
+UNFINISHED_MESSAGE: Final = "ASGI callable returned without completing response."
+CANCEL_GRACE_S: Final = 1  # seconds for cancelled responses to end
+GC_THRESHOLDS: Final = (
+    20_000,
+    20,
+    20,
+)  # objects, then rounds, between two collections of a generation
+
+RESERVED_FILES: Final = 64  # file descriptors that no client's connection may take
+MAX_FILES: Final = 1 << 20  # file descriptors wanted where the system allows any number
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which keeps listening while it drains: /readyz turns 503, and new requests
+    get an error response instead of a refused connection."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: RouterApp,
+        drain_delay_s: float,
+        drain_timeout_s: float,
+        reload: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self.admission, self.drain_delay_s, self.drain_timeout_s, self.reload = (
+            app.admission,
+            drain_delay_s,
+            drain_timeout_s,
+            reload,
+        )
+        self.stop_requested_s = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening on `sockets`, and handle SIGHUP from then on."""
+        await super().startup(sockets)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle the signal `sig`: drain; at the second one, stop at once."""
+        if self.stop_requested_s:
+            self.config.timeout_graceful_shutdown = 0
+            self.should_exit = True
+            return
+        self.stop_requested_s = time.monotonic()
+        self.admission.is_draining = True
+        log.warning(
+            "ttft-otel: shutting down: %d requests in flight may finish within %g s, "
+            "a second signal ends them at once",
+            self.admission.requests_under_way,
+            self.drain_timeout_s,
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; returns whether to stop."""
+        if self.stop_requested_s:
+            elapsed_s = time.monotonic() - self.stop_requested_s
+            self.admission.is_shut = elapsed_s >= self.drain_delay_s
+            if (
+                self.admission.is_shut and not self.admission.requests_under_way
+            ) or elapsed_s >= self.drain_timeout_s:
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def run_router_server(
+    app: RouterApp,
+    host: str,
+    port: int,
+    drain_delay_s: float,
+    drain_timeout_s: float,
+    reload: Callable[[], None],
+) -> None:
+    """Serve `app` on `host` and `port` until a signal stops it.
+
+    drain_delay_s: seconds after the signal in which requests are accepted. drain_timeout_s: seconds after it
+    in which requests may finish. reload: called at SIGHUP.
+    """
+    raise_file_limit()
+    # Before and after uvicorn's own handler: exit normally, so that atexit sends the last records.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Imported objects stay, so collections can skip them; requests leave few reference cycles.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    DrainingServer(
+        build_uvicorn_config(app, host, port), app, drain_delay_s, drain_timeout_s, reload
+    ).run()
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of file descriptors to the hard one: 1024 is the usual soft one, for select().
+
+    Without descriptors no instance can be reached, however healthy it is.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        log.warning("ttft-otel: the limit of file descriptors stays at %d: %s", soft, error)
+
+
+def count_client_sockets() -> int:
+    """How many clients may be connected: half of the file descriptors, as each needs an instance too."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(1, (number - RESERVED_FILES) // 2)
+
+
+def build_uvicorn_config(app: RouterApp, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Config:
+    """The uvicorn configuration; Date and Server headers are those of the instances."""
+    limits = app.endpoint.limits
+    front_door = FrontDoor(
+        limits,
+        app.admission.refusal_counts,
+        min(limits.max_connections, count_client_sockets()),
+    )
+    config = uvicorn.Config(
+        _allow_origins(app) if app.cors_origins else app,
+        host=host,
+        port=port,
+        loop="uvloop",
+        http=cast(
+            type[asyncio.Protocol], functools.partial(ClientConnection, front_door=front_door)
+        ),
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        date_header=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=CANCEL_GRACE_S,
+    )
+    # A response that breaks off upstream is aborted on purpose: it is counted, not logged each time.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != UNFINISHED_MESSAGE)
+    return config
+
+
+def _allow_origins(app: RouterApp) -> CORSMiddleware:
+    """Answer preflights and mark responses for web pages of the allowed origins."""
+    return CORSMiddleware(
+        app,
+        allow_origins=app.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[names.REQUEST_HEADER, names.TIMING, "Retry-After"],
+    )

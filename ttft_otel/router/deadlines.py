@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends what waits too long: answers in upstream/, request bodies in proxy/, connections in control/."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Final, Generic, Protocol, TypeVar
+
+_EARLY_S: Final = 0.001  # an event loop's timer may fire that much early
+
+
+class Waiter(Protocol):
+    """What waits for a client or an instance."""
+
+    def time_out(self) -> None:
+        """The time is over."""
+        ...
+
+
+WaiterType = TypeVar("WaiterType", bound=Waiter)
+
+
+class DeadlineQueue(Generic[WaiterType]):
+    """Calls `time_out()` of each waiter that was watched for `timeout_s` seconds.
+
+    One timer serves all waiters, because a timer for each would cost every request more than all the
+    rest of its bookkeeping.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._watched_since_s: dict[WaiterType, float] = {}  # the oldest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __iter__(self) -> Iterator[WaiterType]:
+        return iter(self._watched_since_s)
+
+    def watch(self, waiter: WaiterType) -> None:
+        """Let the time of `waiter` begin, unless it has begun already."""
+        if waiter not in self._watched_since_s:
+            self._watched_since_s[waiter] = time.monotonic()
+            if self._timer is None:
+                self._start_timer(self.timeout_s)
+
+    def forget(self, waiter: WaiterType) -> None:
+        """What `waiter` waited for is here; idempotent."""
+        self._watched_since_s.pop(waiter, None)
+
+    def _start_timer(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self._timer = None
+        overdue_since_s = time.monotonic() - self.timeout_s + _EARLY_S
+        overdue = []
+        for waiter, since_s in self._watched_since_s.items():
+            if since_s > overdue_since_s:
+                self._start_timer(since_s - overdue_since_s + _EARLY_S)
+                break
+            overdue.append(waiter)
+        for waiter in overdue:
+            self.forget(waiter)
+        for waiter in overdue:
+            waiter.time_out()

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode leg (D): fetch the KV blocks of the prefill instance (P) and generate the response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from ttft_otel.router import types
+from ttft_otel.router.disagg import stream_splice
+from ttft_otel.router.disagg.ec_params import splice_params
+from ttft_otel.router.disagg.kv_release import KvReleases
+from ttft_otel.router.disagg.request_plan import LegPlan
+from ttft_otel.router.disagg.stream_splice import PrefillToken, StreamSplicer
+from ttft_otel.router.errors import UpstreamUnavailable
+from ttft_otel.router.exchange import ClientWriter, Exchange
+from ttft_otel.router.timeline import Attempt, RequestTimeline
+from ttft_otel.router.types import MODE_STRIP
+from ttft_otel.router.upstream import retry
+from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
+from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
+from ttft_otel.router.upstream.response_relay import finish_attempt, relay_response, track_reading
+from ttft_otel.router.upstream.upstream_client import (
+    UpstreamClient,
+    record_server_timing,
+)
+from ttft_otel.stages import DECODE
+
+KvParams = dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class DisaggregatedRequest:
+    """One request on its way through P and D; `held_kv_params` names KV blocks that P still keeps."""
+
+    plan: LegPlan
+    request: types.RoutingRequest
+    exchange: Exchange
+    client_stream: ClientWriter
+    held_kv_params: KvParams = None
+
+
+class DecodeLeg:
+    """The decode leg; `mismatch_count` counts requests in which D's first token differed from P's."""
+
+    def __init__(self, upstream: UpstreamClient, releases: KvReleases) -> None:
+        self.upstream, self.releases = upstream, releases
+        self.mismatch_count = 0
+
+    async def serve_full_answer(self, job: DisaggregatedRequest) -> None:
+        """Relay D's whole response; D generates the first token again."""
+        attempts = job.exchange.add_attempts()
+        response = await self._send_decode(job, job.plan.build_decode_body, attempts)
+        if response.status < 400:
+            job.held_kv_params = None
+        await relay_response(response, attempts[-1], job.client_stream)
+
+    async def continue_generation(
+        self, job: DisaggregatedRequest, first_token: PrefillToken, fills_blocks: bool
+    ) -> None:
+        """Relay D's stream after `first_token`, which the client has; `fills_blocks`: no partial KV block."""
+        exchange, plan = job.exchange, job.plan
+        handover_timeline = exchange.begin_handover()
+        loaded_instance = await self._load_blocks(job, handover_timeline) if fills_blocks else None
+        attempts = exchange.add_attempts(handover_timeline)
+
+        def build_body(kv_params: KvParams) -> bytes:
+            return plan.build_continue_body(
+                [*first_token.prompt_token_ids, *first_token.token_ids],
+                None if fills_blocks else kv_params,
+            )
+
+        make_body = plan.build_decode_body if plan.mode == MODE_STRIP else build_body
+        try:
+            response = await self._send_decode(job, make_body, attempts, loaded_instance)
+        except UpstreamUnavailable as error:
+            await self._send_failure(job, error)
+            return
+        if response.status >= 400:
+            exchange.record_failure(str(response.status))
+            try:
+                with FirstByteWait(attempts[-1]):
+                    data = await response.read()
+            finally:
+                finish_attempt(response, attempts[-1])
+            await job.client_stream.send_chunk(
+                stream_splice.render_stream_error(data, exchange.error, response.status)
+            )
+            return
+        if not fills_blocks:
+            job.held_kv_params = None
+        try:
+            splicer = StreamSplicer(first_token, plan)
+            await self._relay_spliced(response, attempts[-1], splicer, job)
+        except UPSTREAM_ERRORS as error:
+            if attempts[-1].first_byte_us:
+                raise
+            await self._send_failure(job, build_unavailable_error(DECODE, error))
+
+    async def _send_failure(self, job: DisaggregatedRequest, error: UpstreamUnavailable) -> None:
+        """End the client's stream with an error event: D said nothing after P's token."""
+        job.exchange.record_failure(str(error.status))
+        await job.client_stream.send_chunk(
+            stream_splice.render_stream_error(b"", str(error), error.status)
+        )
+
+    async def _send_decode(
+        self,
+        job: DisaggregatedRequest,
+        make_body: Callable[[KvParams], bytes],
+        attempts: list[Attempt],
+        only_instance: types.Instance | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Send to a decode instance; if it is unavailable, to another one that computes the prompt itself.
+
+        An instance that refuses tells P to free the blocks, so no other may be sent to fetch them. The
+        other one needs the encodings of the media, as P did.
+        """
+        request = replace(
+            job.request,
+            leg=DECODE,
+            body=make_body(job.held_kv_params),
+            single_use=bool(job.held_kv_params),
+            media_encoded=False,
+        )
+        response = await self.upstream.send_request(
+            request, job.exchange.trace_context, attempts, only_instance
+        )
+        if (
+            not job.held_kv_params
+            or response.status not in retry.UNAVAILABLE_STATUSES
+            or not self._can_try_another(request, attempts)
+        ):
+            return response
+        response.close()
+        attempts[-1].record_lost()
+        self.upstream.pool.record_ended(attempts[-1])
+        self.upstream.retry_counts[DECODE] = self.upstream.retry_counts.get(DECODE, 0) + 1
+        self.releases.start_release(job.held_kv_params, request.headers)
+        job.held_kv_params = None
+        body = make_body(None)
+        if job.plan.ec_params:
+            body = splice_params(body, job.plan.ec_params)
+        request = replace(
+            request, body=body, single_use=False, media_encoded=job.request.media_encoded
+        )
+        return await self.upstream.send_request(request, job.exchange.trace_context, attempts)
+
+    def _can_try_another(self, request: types.RoutingRequest, attempts: list[Attempt]) -> bool:
+        if sum(each.is_lost for each in attempts) >= self.upstream.max_retries:
+            return False
+        candidates = self.upstream.pool.get_candidates(DECODE, request.model)
+        return (
+            any(each is not attempts[-1].instance for each in candidates)
+            and self.upstream.retry_budget.try_spend()
+        )
+
+    async def _load_blocks(
+        self, job: DisaggregatedRequest, timeline: RequestTimeline
+    ) -> types.Instance | None:
+        """Make D load P's blocks first if the prompt is a whole number of blocks.
+
+        Asked at once for the prompt and P's token, D would request one block more than P has, and an
+        assertion in NIXL ends its engine. If this fails (None), D computes the prompt itself.
+        """
+        attempts = job.exchange.add_attempts(timeline)
+        request = replace(
+            job.request,
+            leg=DECODE,
+            body=job.plan.build_load_body(job.held_kv_params),
+            request_id=f"{job.request.request_id}-load",
+            single_use=True,
+            media_encoded=False,
+        )
+        try:
+            response, _ = await read_whole_answer(self.upstream, request, job.exchange, attempts)
+        except UpstreamUnavailable:
+            return None
+        if response.status >= 400:
+            return None
+        job.held_kv_params = None
+        return attempts[-1].instance
+
+    async def _relay_spliced(
+        self,
+        response: aiohttp.ClientResponse,
+        attempt: Attempt,
+        splicer: StreamSplicer,
+        job: DisaggregatedRequest,
+    ) -> None:
+        timeline = job.exchange.handover_timeline
+        try:
+            with track_reading(response, attempt):
+                chunk = await read_first_chunk(response, attempt)
+                record_server_timing(attempt, response)
+                while chunk:
+                    if rewritten := splicer.splice_chunk(chunk):
+                        await job.client_stream.send_chunk(rewritten)
+                        if timeline is not None:
+                            timeline.record_ended()
+                    chunk = await response.content.readany()
+                if remainder := splicer.flush_rest():
+                    await job.client_stream.send_chunk(remainder)
+        finally:
+            if splicer.has_mismatch:
+                job.exchange.record_token_mismatch()
+                self.mismatch_count += 1
+
+
+async def read_whole_answer(
+    upstream: UpstreamClient,
+    request: types.RoutingRequest,
+    exchange: Exchange,
+    attempts: list[Attempt],
+) -> tuple[aiohttp.ClientResponse, bytes]:
+    """Send `request` and read its whole response. Raises UpstreamUnavailable."""
+    response = await upstream.send_request(request, exchange.trace_context, attempts)
+    try:
+        with track_reading(response, attempts[-1]):
+            with FirstByteWait(attempts[-1]):
+                data = await response.read()
+        attempts[-1].record_whole_answer()
+        record_server_timing(attempts[-1], response)
+    except UPSTREAM_ERRORS as error:
+        raise build_unavailable_error(request.leg, error) from error
+    finally:
+        upstream.pool.record_ended(attempts[-1])
+    return response, data

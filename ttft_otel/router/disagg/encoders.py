@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call encoders for all media items of a request concurrently; endpoint.py asks.
+
+Each item is one call of upstream_client.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import aiohttp
+
+from ttft_otel import context, stages
+from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.router import types
+from ttft_otel.router.disagg import request_body
+from ttft_otel.router.disagg.ec_params import MAX_ANSWER_BYTES, TransferParams, splice_params
+from ttft_otel.router.disagg.request_plan import LegPlan
+from ttft_otel.router.errors import (
+    InvalidAnswer,
+    TransferParamsTooLarge,
+    UpstreamRefused,
+    UpstreamUnavailable,
+)
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.upstream import http_headers
+from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
+from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
+from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
+
+MAX_CONCURRENT_CALLS: Final = 64  # calls of one request in flight
+# Default token count per image when unknown; equal weights make routing fall back to request counts.
+DEFAULT_ITEM_TOKENS: Final = 576
+
+
+def build_encoder_requests(
+    parsed_body: request_body.RequestBody, request: types.RoutingRequest
+) -> list[types.RoutingRequest]:
+    """The encoder requests for the items of `parsed_body`, longest first to balance the load."""
+    encoder_headers = http_headers.build_buffered_headers(request.headers)
+    body_frame = request_body.build_encoder_frame(parsed_body)
+    requests = [
+        types.RoutingRequest(
+            stages.ENCODE,
+            CHAT_PATH,
+            parsed_body.model,
+            f"{request.request_id}-encode-{number}",
+            encoder_headers,
+            b"",
+            media_item=item,
+            body_frame=body_frame,
+            prompt_tokens=item_tokens or DEFAULT_ITEM_TOKENS,
+            tokens_estimated=not item_tokens,
+        )
+        for number, (item, item_tokens) in enumerate(
+            zip(
+                parsed_body.media_items,
+                parsed_body.map_item_tokens(request.item_tokens),
+                strict=True,
+            )
+        )
+    ]
+    return sorted(requests, key=lambda each: -each.prompt_tokens)
+
+
+async def encode_items(
+    upstream: UpstreamClient,
+    requests: Sequence[types.RoutingRequest],
+    trace: context.TraceContext,
+    attempt_chains: Sequence[list[Attempt]],
+) -> TransferParams:
+    """One call for each item; the first that fails for good ends the others.
+    Raises UpstreamRefused, UpstreamUnavailable.
+
+    Returns what all answers together announce as `ec_transfer_params`.
+    """
+    transfer_params = TransferParams()
+    if len(requests) == 1:
+        await _encode_item(upstream, requests[0], trace, attempt_chains[0], transfer_params)
+        return transfer_params
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def encode_bounded(request: types.RoutingRequest, attempts: list[Attempt]) -> None:
+        async with semaphore:
+            await _encode_item(upstream, request, trace, attempts, transfer_params)
+
+    tasks = [
+        asyncio.create_task(encode_bounded(request, attempts))
+        for request, attempts in zip(requests, attempt_chains, strict=True)
+    ]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        await _cancel_tasks(tasks)
+    for failure in [task.exception() for task in tasks if not task.cancelled()]:
+        if failure is not None:
+            raise failure
+    return transfer_params
+
+
+async def _encode_item(
+    upstream: UpstreamClient,
+    request: types.RoutingRequest,
+    trace: context.TraceContext,
+    attempts: list[Attempt],
+    transfer_params: TransferParams,
+) -> None:
+    """Encode one item, retrying once elsewhere; its response is added to `transfer_params`."""
+    while True:
+        try:
+            response = await upstream.send_request(request, trace, attempts)
+            with FirstByteWait(attempts[-1]):
+                answer = await _read_answer(response)
+            attempts[-1].record_whole_answer()
+            if response.status < 400:
+                transfer_params.add_answer(answer, request.media_item)
+            break
+        except asyncio.CancelledError:
+            if attempts:
+                attempts[-1].record_cancelled()
+            raise
+        except (*UPSTREAM_ERRORS, InvalidAnswer) as error:  # it broke off, or cannot be used
+            if not upstream.record_connection_failure(request, attempts, error):
+                raise build_unavailable_error(request.leg, error) from error
+            await upstream.wait_before_retry(attempts)
+        except TransferParamsTooLarge as error:
+            raise UpstreamUnavailable(
+                502, f"The {request.leg} instances' answers cannot be used: {error}."
+            ) from error
+    record_server_timing(attempts[-1], response)
+    upstream.pool.record_ended(attempts[-1])
+    if response.status >= 400:
+        raise UpstreamRefused(
+            response.status, http_headers.filter_response_headers(response.raw_headers), answer
+        )
+
+
+async def _read_answer(response: aiohttp.ClientResponse) -> bytes:
+    """Read a whole response. Raises InvalidAnswer, and closes the connection, if it is too long."""
+    parts: list[bytes] = []
+    remaining_bytes = MAX_ANSWER_BYTES
+    try:
+        while remaining_bytes >= 0 and (response.content_length or 0) <= MAX_ANSWER_BYTES:
+            part = await response.content.readany()
+            if not part:
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.append(part)
+            remaining_bytes -= len(part)
+    except BaseException:
+        response.close()
+        raise
+    response.close()
+    raise InvalidAnswer(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+
+
+def select_critical_attempts(attempt_chains: Sequence[list[Attempt]]) -> list[Attempt]:
+    """The attempts of the item on the critical path: failed, else still running, else the slowest.
+
+    attempt_chains: the attempts of each item.
+    """
+    started = [chain for chain in attempt_chains if chain]
+    return max(started, key=_rank_attempts, default=[])
+
+
+def _rank_attempts(attempts: list[Attempt]) -> tuple[bool, bool, int]:
+    last = attempts[-1]
+    has_failed = last.is_lost or last.status >= 400
+    return has_failed, not last.first_byte_us, last.first_byte_us
+
+
+async def _cancel_tasks(tasks: Sequence[asyncio.Task[None]]) -> None:
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
+
+
+def add_ec_params(
+    request: types.RoutingRequest, leg_plan: LegPlan | None, params: bytes
+) -> types.RoutingRequest:
+    """The request for the leg that prefills, with the encoders' `params` in its body."""
+    if leg_plan is not None and len(leg_plan.legs) > 1:
+        leg_plan.ec_params = params  # prefill_decode.py sends bodies of the plan's own
+        return replace(request, media_encoded=True)
+    body_bytes = splice_params(request.body, params) if params else request.body
+    return replace(request, body=body_bytes, media_encoded=True)

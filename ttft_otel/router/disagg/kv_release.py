@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Release KV blocks on the prefill instance (P) that no decode instance (D) will fetch.
+
+P keeps the blocks of a request for D until a time-out (NIXL: half a minute to eight minutes, by
+release). A D that refuses a request with P's parameters tells P to free them, so in the background a D
+is sent a request that it must refuse. prefill_decode.py and decode_leg.py start it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from ttft_otel import context, names
+from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.stages import DECODE
+
+UNKNOWN_MODEL: Final = "ttft-otel-nobody"  # no model has this name
+RELEASE_TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
+SHUTDOWN_WAIT_S: Final = 2.0  # seconds to wait for running releases at shutdown
+_AUTH_HEADERS: Final = ("authorization",)
+MAX_PENDING_RELEASES: Final = 256  # in flight; further ones are left to P's time-out
+
+
+class KvReleases:
+    """Runs the releases of one router in the background."""
+
+    def __init__(self, upstream: UpstreamClient) -> None:
+        self._upstream = upstream
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start_release(self, kv_params: dict[str, Any], client_headers: Mapping[str, str]) -> None:
+        """Release the blocks that `kv_params` name; `client_headers` give the authorization for D."""
+        pool = self._upstream.pool
+        # an instance whose breaker is open can still refuse, and there may be no other
+        candidates = pool.get_candidates(DECODE) or pool.get(DECODE)
+        if candidates and len(self._tasks) < MAX_PENDING_RELEASES:
+            task = asyncio.create_task(
+                self._send_refused_request(candidates[0], kv_params, client_headers)
+            )
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def wait_pending(self) -> None:
+        """Wait at shutdown for running releases, at most SHUTDOWN_WAIT_S."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SHUTDOWN_WAIT_S)
+
+    async def _send_refused_request(
+        self, instance: Instance, kv_params: dict[str, Any], client_headers: Mapping[str, str]
+    ) -> None:
+        fields = {
+            "model": UNKNOWN_MODEL,
+            "prompt": "-",
+            "max_tokens": 1,
+            "kv_transfer_params": kv_params,
+        }
+        # a trace of its own, not sampled: no client asked for this request
+        headers = {name: client_headers[name] for name in _AUTH_HEADERS if name in client_headers}
+        traceparent = f"00-{context.new_span_id() * 2}-{context.new_span_id()}-00"
+        try:
+            async with self._upstream.session.post(
+                f"{instance.url}{COMPLETIONS_PATH}",
+                data=msgspec.json.encode(fields),
+                headers={
+                    **headers,
+                    "content-type": "application/json",
+                    names.TRACEPARENT: traceparent,
+                },
+                timeout=RELEASE_TIMEOUT,
+            ) as response:
+                await response.read()
+        except QUERY_ERRORS:
+            return  # P's time-out frees the blocks

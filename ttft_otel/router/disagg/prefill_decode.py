@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a request by a prefill (P) and then a decode instance (D); endpoint.py asks.
+
+P's token may go to the client at once, and P's KV blocks go to D. Blocks that no D fetches are always
+released (kv_release.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ttft_otel.router import types
+from ttft_otel.router.disagg import decode_leg, stream_splice
+from ttft_otel.router.disagg.decode_leg import DecodeLeg, DisaggregatedRequest
+from ttft_otel.router.disagg.kv_release import KvReleases
+from ttft_otel.router.disagg.request_plan import LegPlan
+from ttft_otel.router.disagg.stream_splice import PrefillToken
+from ttft_otel.router.errors import UpstreamRefused
+from ttft_otel.router.exchange import ClientWriter, Exchange
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP, HeaderList
+from ttft_otel.router.upstream import http_headers
+from ttft_otel.router.upstream.capabilities import CapabilityCache
+from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.stages import DECODE, PREFILL
+
+CHAT_TOKEN_IDS_VERSION: Final = (
+    0,
+    29,
+)  # first vLLM release that accepts token ids as the prompt of a chat
+_EVENT_STREAM_HEADER: Final = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class PrefillDecodeFlow:
+    """The prefill and decode legs of one router."""
+
+    def __init__(self, upstream: UpstreamClient) -> None:
+        self.upstream, self.capabilities, self.releases = (
+            upstream,
+            CapabilityCache(upstream),
+            KvReleases(upstream),
+        )
+        self.decode_leg = DecodeLeg(upstream, self.releases)
+
+    async def serve_request(
+        self,
+        plan: LegPlan,
+        request: types.RoutingRequest,
+        exchange: Exchange,
+        client_stream: ClientWriter,
+    ) -> None:
+        """Serve `request`, which is as for a single server, by the legs of `plan`."""
+        leg_headers = http_headers.build_buffered_headers(request.headers)
+        job = DisaggregatedRequest(
+            plan, replace(request, headers=leg_headers), exchange, client_stream
+        )
+        if plan.mode == MODE_CONTINUE:
+            self.capabilities.refresh_stale(
+                (*self.upstream.pool.get(PREFILL), *self.upstream.pool.get(DECODE))
+            )
+        first_token, response_headers, attempt = await self._run_prefill(job)
+        try:
+            if first_token is None:
+                plan.turn_off("answer")
+            elif plan.mode != MODE_OFF and (
+                reason := first_token.explain_refusal(plan)
+                or self._explain_too_long(plan, first_token)
+            ):
+                plan.turn_off(reason)
+            if first_token is None or plan.mode == MODE_OFF:
+                exchange.record_first_token_mode(plan.mode, plan.reason)
+                await self.decode_leg.serve_full_answer(job)
+                return
+            fills_blocks = await self._can_continue(job, first_token, attempt)
+            exchange.record_first_token_mode(plan.mode, plan.reason)
+            exchange.record_answer(is_streaming=True)
+            await client_stream.send_first_chunk(
+                200, response_headers, stream_splice.render_first_events(first_token, plan), True
+            )
+            if first_token.finish_reason != "stop":
+                await self.decode_leg.continue_generation(job, first_token, fills_blocks)
+            await client_stream.send_end()
+        finally:
+            if job.held_kv_params:
+                self.releases.start_release(job.held_kv_params, leg_headers)
+
+    async def _run_prefill(
+        self, job: DisaggregatedRequest
+    ) -> tuple[PrefillToken | None, HeaderList, Attempt]:
+        """P's answer, whole: it is one token. Raises UpstreamRefused, UpstreamUnavailable."""
+        request = replace(job.request, leg=PREFILL, body=job.plan.build_prefill_body())
+        attempts = job.exchange.add_attempts()
+        response, data = await decode_leg.read_whole_answer(
+            self.upstream, request, job.exchange, attempts
+        )
+        response_headers = http_headers.filter_response_headers(response.raw_headers)
+        if response.status >= 400:
+            raise UpstreamRefused(response.status, response_headers, data)
+        first_token = stream_splice.parse_prefill_answer(data, job.plan.is_chat)
+        job.held_kv_params = first_token.kv_params if first_token else None
+        kept_headers = [
+            header
+            for header in response_headers
+            if header[0] not in (b"content-type", b"content-length")
+        ]
+        return first_token, [*kept_headers, _EVENT_STREAM_HEADER], attempts[-1]
+
+    def _explain_too_long(self, plan: LegPlan, first_token: PrefillToken) -> str:
+        """Reason if prompt and requested tokens exceed D's context, which P cannot check; else ""."""
+        max_model_len = _find_max_model_len(self.upstream.pool.get(DECODE))
+        wanted_tokens = first_token.usage.get("prompt_tokens", 0) + (plan.max_tokens or 0)
+        return "max_model_len" if max_model_len and wanted_tokens > max_model_len else ""
+
+    async def _can_continue(
+        self, job: DisaggregatedRequest, first_token: PrefillToken, prefill_attempt: Attempt
+    ) -> bool:
+        """Choose between the modes continue and strip; returns whether the prompt has no partial block."""
+        plan = job.plan
+        if plan.mode != MODE_CONTINUE:
+            return False
+        plan.mode = MODE_STRIP
+        prompt_tokens = len(first_token.prompt_token_ids)
+        if not first_token.token_ids or not prompt_tokens:
+            plan.reason = "token_ids"
+        elif not first_token.kv_params:
+            plan.reason = "kv_transfer_params"
+        else:
+            decoders = self.upstream.pool.get(DECODE)
+            prefill_capabilities, *decode_capabilities = await self.capabilities.get_capabilities(
+                (prefill_attempt.instance, *decoders)
+            )
+            plan.reason = _explain_cache_mismatch(
+                plan, prefill_capabilities, decode_capabilities, prompt_tokens
+            ) or _explain_no_room(decoders, prompt_tokens)
+            if not plan.reason:
+                plan.mode = MODE_CONTINUE
+                return prompt_tokens % prefill_capabilities.block_size == 0
+        return False
+
+
+def _explain_cache_mismatch(
+    plan: LegPlan,
+    prefill_capabilities: InstanceCapabilities,
+    decode_capabilities: list[InstanceCapabilities],
+    prompt_tokens: int,
+) -> str:
+    """Reason why D cannot continue after a prompt of this length, or ""."""
+    if not prefill_capabilities.block_size or any(
+        capabilities.block_size != prefill_capabilities.block_size
+        for capabilities in decode_capabilities
+    ):
+        return "block_size"
+    if prompt_tokens % prefill_capabilities.block_size == 0 and not all(
+        capabilities.prefix_caching for capabilities in decode_capabilities
+    ):
+        return "prefix_caching"
+    return (
+        "version"
+        if plan.is_chat
+        and any(
+            capabilities.version < CHAT_TOKEN_IDS_VERSION for capabilities in decode_capabilities
+        )
+        else ""
+    )
+
+
+def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) -> str:
+    """Reason if D's context cannot hold the prompt, P's token and one more; else ""."""
+    return "" if prompt_tokens + 1 < _find_max_model_len(instances) else "max_model_len"
+
+
+def _find_max_model_len(instances: tuple[types.Instance, ...]) -> int:
+    """The smallest context length of the instances, in tokens; 0 if unknown."""
+    lengths = [card.get("max_model_len") for each in instances for card in each.model_cards]
+    return min((length for length in lengths if isinstance(length, int)), default=0)

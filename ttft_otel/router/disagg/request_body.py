@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse the few fields of a request that the router needs; the bytes are forwarded unmodified.
+
+endpoint.py passes a client's body. Values stay raw JSON: a client chooses how large they are, and
+building objects of them would hold the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from ttft_otel.router.disagg import request_media
+from ttft_otel.router.types import JSON_ERRORS
+
+# Only the router may set transfer parameters: those of a client can crash an instance (NIXL asserts).
+_TRANSFER_PARAM_FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
+_EXTRA_ARGS_FIELD: Final = (
+    "vllm_xargs"  # vLLM puts what it holds where the parameters go, unchecked
+)
+# Of JSON that only Python's parser reads, which builds all of it: about 30 ms on a slow core.
+MAX_LENIENT_JSON_BYTES: Final = 256 << 10
+_NOT_AN_OBJECT: Final = "The body is not a JSON object, or is nested too deeply."
+_LENIENT_TOO_LARGE: Final = (
+    "The body is not valid JSON. NaN, Infinity and lone surrogates are accepted in bodies of at "
+    f"most {MAX_LENIENT_JSON_BYTES} bytes."
+)
+_NULL_JSON: Final = Raw(b"null")
+
+
+class _TransferParams(msgspec.Struct):
+    """Of `vllm_xargs`, which holds anything."""
+
+    kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any of them is there, null included."""
+        return self.kv_transfer_params is not UNSET or self.ec_transfer_params is not UNSET
+
+
+class _RequestFields(_TransferParams):
+    """The fields that are read; msgspec skips the others without building objects."""
+
+    model: Raw = _NULL_JSON
+    stream: Raw = _NULL_JSON
+    background: Raw = _NULL_JSON
+    messages: Raw = _NULL_JSON
+    input: Raw = _NULL_JSON
+    vllm_xargs: Raw = _NULL_JSON
+    # these change how an image is processed, so the encoder must see them too
+    mm_processor_kwargs: Raw | UnsetType = UNSET
+    media_io_kwargs: Raw | UnsetType = UNSET
+    chat_template: Raw | UnsetType = UNSET
+    chat_template_kwargs: Raw | UnsetType = UNSET
+
+
+_fields_decoder: Final = msgspec.json.Decoder(_RequestFields)
+_params_decoder: Final = msgspec.json.Decoder(_TransferParams)
+_object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
+_text_decoder: Final = msgspec.json.Decoder(str)
+
+
+@dataclass(slots=True)
+class RequestBody:
+    """A request's bytes and what the router knows of them; `media_items` are its distinct items.
+
+    `item_positions`: where each of these came first among all `media_part_count` that are media.
+    `problem`: why it cannot be read, for the client; "" if it is a JSON object.
+    """
+
+    data: bytes
+    model: str = ""
+    stream: bool = False
+    background: bool = False
+    media_items: tuple[bytes, ...] = ()
+    item_positions: tuple[int, ...] = ()
+    media_part_count: int = 0
+    encoder_fields: dict[str, Raw] = field(default_factory=dict)
+    problem: str = ""
+
+    def map_item_tokens(self, part_tokens: Sequence[int]) -> list[int]:
+        """Token counts of the distinct items, from `part_tokens` of all parts; 0 if the numbers disagree."""
+        if len(part_tokens) != self.media_part_count:
+            return [0] * len(self.media_items)
+        return [part_tokens[place] for place in self.item_positions]
+
+
+def parse_body(data: bytes, path: str = "") -> RequestBody:
+    """Parse the body `data`; anything but a JSON object is kept as it is, with a `problem`.
+
+    path: to find media items, one of `request_media.CONVERSATION_FIELDS`; "" not to look for them.
+    """
+    try:
+        fields = _fields_decoder.decode(data)
+        has_extra_params = _begins_with(fields.vllm_xargs, b"{") and (
+            _params_decoder.decode(fields.vllm_xargs).is_given
+        )
+        if fields.is_given or has_extra_params:
+            data = _strip_transfer_params(data, has_extra_params)
+        parsed = RequestBody(
+            data,
+            _decode_text(fields.model),
+            bytes(fields.stream) == b"true",
+            bytes(fields.background) == b"true",
+        )
+    except JSON_ERRORS:
+        return _parse_leniently(data)
+    if path:
+        _add_media(parsed, path, fields)
+    return parsed
+
+
+def build_encoder_frame(body: RequestBody) -> tuple[bytes, bytes]:
+    """What comes before and after the item in each encoder request of `body`.
+
+    The requests have no text, ask for one token and no stream, and differ only in the item: fields
+    that all of them carry are encoded once.
+    """
+    fields = {"model": body.model, "max_tokens": 1, "stream": False, **body.encoder_fields}
+    before = msgspec.json.encode(fields)[:-1] + b',"messages":[{"role":"user","content":['
+    return before, b"]}]}"
+
+
+def _parse_leniently(data: bytes) -> RequestBody:
+    """Parse what only Python's json, hence vLLM, accepts (NaN); media items are not searched."""
+    if len(data) > MAX_LENIENT_JSON_BYTES:
+        return RequestBody(data, problem=_LENIENT_TOO_LARGE)
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return RequestBody(data, problem=_NOT_AN_OBJECT)
+    if not isinstance(fields, dict):
+        return RequestBody(data, problem=_NOT_AN_OBJECT)
+    model, extra_args = fields.get("model"), fields.get(_EXTRA_ARGS_FIELD)
+    holders = [each for each in (fields, extra_args) if isinstance(each, dict)]
+    if any(name in holder for holder in holders for name in _TRANSFER_PARAM_FIELDS):
+        for holder in holders:
+            for name in _TRANSFER_PARAM_FIELDS:
+                holder.pop(name, None)
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        data = text.encode("utf-8", "surrogatepass")
+    return RequestBody(
+        data,
+        # a string that can be encoded again: JSON may contain lone surrogates
+        model.encode("utf-8", "replace").decode() if isinstance(model, str) else "",
+        fields.get("stream") is True,
+        fields.get("background") is True,
+    )
+
+
+def _strip_transfer_params(data: bytes, has_extra_params: bool) -> bytes:
+    fields = _drop_transfer_params(data)
+    if has_extra_params:
+        extra_args = _drop_transfer_params(fields[_EXTRA_ARGS_FIELD])
+        fields[_EXTRA_ARGS_FIELD] = Raw(msgspec.json.encode(extra_args))
+    return msgspec.json.encode(fields)
+
+
+def _drop_transfer_params(data: bytes | Raw) -> dict[str, Raw]:
+    fields = _object_decoder.decode(data)
+    for name in _TRANSFER_PARAM_FIELDS:
+        fields.pop(name, None)
+    return fields
+
+
+def _decode_text(raw: Raw) -> str:
+    """A JSON string; "" for any other value."""
+    return _text_decoder.decode(raw) if _begins_with(raw, b'"') else ""
+
+
+def _begins_with(raw: Raw, character: bytes) -> bool:
+    return bytes(memoryview(raw)[:1]) == character
+
+
+def _add_media(parsed: RequestBody, path: str, fields: _RequestFields) -> None:
+    """Set the distinct media items, and the fields that influence their preprocessing."""
+    first_positions: dict[bytes, int] = {}
+    items = request_media.find_items(path, getattr(fields, request_media.CONVERSATION_FIELDS[path]))
+    for position, item in enumerate(items):
+        first_positions.setdefault(item, position)
+    parsed.media_part_count = len(items)
+    parsed.media_items, parsed.item_positions = (
+        tuple(first_positions),
+        tuple(first_positions.values()),
+    )
+    if parsed.media_items:
+        parsed.encoder_fields = {
+            name: value
+            for name in request_media.PREPARATION_FIELDS[path]
+            if isinstance(value := getattr(fields, name), Raw)
+        }

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan a request over prefill (P) and decode (D) instances: legs, first-token mode, and bodies.
+
+No I/O. endpoint.py asks for the plan; prefill_decode.py and decode_leg.py send the bodies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.router.types import JSON_ERRORS, MODE_CONTINUE, MODE_OFF, MODE_STRIP
+from ttft_otel.stages import DECODE, PREFILL
+
+# vLLM's NixlConnector: P keeps the blocks and returns their location.
+KEEP_BLOCKS_PARAMS: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+DEFAULT_COMPLETION_TOKENS: Final = 16  # tokens of a completion that names no number
+SEED_COUNT: Final = 1 << 63
+_SEED_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different
+
+# With these, D serves the request alone: they need other KV blocks than one sequence of the prompt, or
+# (truncation, which depends on max_tokens) P would compute another prompt.
+_DECODE_ONLY_FIELDS: Final = (
+    "use_beam_search",
+    "prompt_logprobs",
+    "prompt_embeds",
+    "truncate_prompt_tokens",
+)
+_SINGLE_CHOICE_FIELDS: Final = (
+    "n",
+    "best_of",
+)  # of these D may be asked for one: several would fetch P's blocks
+# With these, P's response differs from the first event of a stream, or lacks information.
+_NO_FIRST_TOKEN_FIELDS: Final = (
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "functions",
+    "response_format",
+    "structured_outputs",
+    "echo",
+    "return_token_ids",
+    "return_prompt_text",
+)
+# With these, D would sample differently from a single server, because P's token is prompt to it.
+_NO_CONTINUE_FIELDS: Final = (
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "thinking_token_budget",
+    "repetition_detection",
+    "continue_final_message",
+    "suffix",
+)
+_OVERRIDDEN_FIELDS: Final = (
+    "stream_options",
+    "max_completion_tokens",
+    "stream_interval",
+)  # where max_tokens is 1
+_number_decoder: Final = msgspec.json.Decoder(int | None)
+_json_decoder: Final = msgspec.json.Decoder()
+_fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
+_stop_decoder: Final = msgspec.json.Decoder(str | list[str] | None)
+_PROMPT_DECODERS: Final[Sequence[msgspec.json.Decoder[Any]]] = (
+    msgspec.json.Decoder(tuple[str]),
+    msgspec.json.Decoder(tuple[list[int]]),
+    msgspec.json.Decoder(list[int]),
+)
+_NULL_JSON: Final = Raw(b"null")
+_ZERO_JSON: Final = Raw(b"0")
+
+
+@dataclass(slots=True)
+class LegPlan:
+    """The legs after the encoders, in order; first-token mode and the reason if it is not the wanted one."""
+
+    legs: tuple[str, ...]
+    mode: str = MODE_OFF
+    reason: str = ""
+    is_chat: bool = False
+    fields: dict[str, Raw] = field(default_factory=dict)
+    max_tokens: int | None = None  # tokens that the client asked for; None is as many as fit
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    include_usage: bool = False
+    ec_params: bytes = b""  # what encoders announced, a JSON object
+    media_references: Raw | None = None  # P's messages, where encodings stand for the media
+
+    def turn_off(self, reason: str) -> None:
+        """Do not send P's token to the client, for this `reason`; D's response is relayed as a whole."""
+        self.mode, self.reason = MODE_OFF, reason
+
+    def build_prefill_body(self) -> bytes:
+        """P's request: the prompt and one token, not streamed; it alone gets what encoders announced."""
+        own_fields: dict[str, Any] = {
+            "max_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": KEEP_BLOCKS_PARAMS,
+        }
+        if self.min_tokens:
+            own_fields["min_tokens"] = 1
+        if self.seed is not None:
+            own_fields["seed"] = self.seed
+        if self.mode == MODE_CONTINUE:
+            own_fields["return_token_ids"] = True
+        if self.ec_params:
+            own_fields["ec_transfer_params"] = Raw(self.ec_params)
+        if self.media_references is not None:
+            own_fields["messages"] = self.media_references
+        kept_fields = {
+            name: raw for name, raw in self.fields.items() if name not in _OVERRIDDEN_FIELDS
+        }
+        return msgspec.json.encode({**kept_fields, **own_fields})
+
+    def build_decode_body(self, kv_params: Any) -> bytes:
+        """D's body where D generates the first token again: the client's body with P's `kv_params`."""
+        own_fields: dict[str, Any] = {} if kv_params is None else {"kv_transfer_params": kv_params}
+        if self.mode != MODE_OFF and self.seed is not None:
+            own_fields["seed"] = self.seed
+        return msgspec.json.encode({**self.fields, **own_fields})
+
+    def build_load_body(self, kv_params: Any) -> bytes:
+        """The body by which D only fetches P's blocks; the token that it generates is discarded."""
+        own_fields = {"kv_transfer_params": kv_params, "max_tokens": 1, "stream": False}
+        dropped_fields = (*_OVERRIDDEN_FIELDS, "min_tokens")
+        kept_fields = {name: raw for name, raw in self.fields.items() if name not in dropped_fields}
+        return msgspec.json.encode({**kept_fields, **own_fields})
+
+    def build_continue_body(self, token_ids: list[int], kv_params: dict[str, Any] | None) -> bytes:
+        """D's body where it continues after P's token, the last of `token_ids`."""
+        own_fields: dict[str, Any] = {}
+        for name in ("max_tokens", "max_completion_tokens"):
+            if name in self.fields and self.max_tokens is not None:
+                own_fields[name] = self.max_tokens - 1
+        if "max_tokens" not in self.fields and not self.is_chat:
+            own_fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS - 1
+        if self.min_tokens:
+            own_fields["min_tokens"] = self.min_tokens - 1
+        if self.seed is not None:
+            own_fields["seed"] = derive_seed(self.seed)
+        if self.is_chat:
+            own_fields["kv_transfer_params"] = {**(kv_params or {}), "prompt_token_ids": token_ids}
+        else:
+            own_fields["prompt"] = token_ids
+            if kv_params is not None:
+                own_fields["kv_transfer_params"] = kv_params
+        return msgspec.json.encode({**self.fields, **own_fields})
+
+
+def plan_legs(path: str, data: bytes, is_streamed: bool, has_media: bool, mode: str) -> LegPlan:
+    """Plan the legs of a request by the fields that they depend on."""
+    if path not in (CHAT_PATH, COMPLETIONS_PATH):
+        return LegPlan((DECODE,), reason="path")
+    try:
+        return _plan_parsed(path == CHAT_PATH, data, is_streamed, has_media, mode)
+    except JSON_ERRORS:
+        return LegPlan((DECODE,), reason="body")
+
+
+def _plan_parsed(
+    is_chat: bool, data: bytes, is_streamed: bool, has_media: bool, mode: str
+) -> LegPlan:
+    fields = _fields_decoder.decode(data)
+    plan = LegPlan((PREFILL, DECODE), mode, is_chat=is_chat, fields=fields)
+    if reason := _read_limits(plan):
+        return LegPlan((DECODE,), reason=reason)
+    if plan.max_tokens is not None and plan.max_tokens <= 1:
+        return LegPlan((PREFILL,), reason="max_tokens")
+    if mode != MODE_OFF:
+        _choose_mode(plan, is_streamed, has_media)
+    if plan.mode != MODE_OFF and plan.seed is None and _decode_field(fields, "temperature") != 0:
+        plan.seed = random.getrandbits(63)
+    return plan
+
+
+def derive_seed(seed: int) -> int:
+    """D's `seed` in the mode continue; with P's seed D would repeat P's random draw."""
+    return (seed * _SEED_MULTIPLIER + 1) % SEED_COUNT
+
+
+def _read_limits(plan: LegPlan) -> str:
+    """Set the numbers of the plan; returns the reason why D should serve it alone, or ""."""
+    fields = plan.fields
+    if not plan.is_chat:
+        plan.max_tokens = DEFAULT_COMPLETION_TOKENS
+    for name in ("max_completion_tokens", "max_tokens") if plan.is_chat else ("max_tokens",):
+        if name in fields:
+            plan.max_tokens = _number_decoder.decode(fields[name])
+            if plan.max_tokens is not None or not plan.is_chat:
+                break
+    plan.min_tokens = _number_decoder.decode(fields.get("min_tokens", _ZERO_JSON)) or 0
+    plan.seed = _number_decoder.decode(fields.get("seed", _NULL_JSON))
+    for name in _SINGLE_CHOICE_FIELDS:
+        if _number_decoder.decode(fields.get(name, _NULL_JSON)) not in (None, 1):
+            return name
+    for name in _DECODE_ONLY_FIELDS:
+        if _is_requested(fields, name):
+            return name
+    if not plan.is_chat and not _is_single_prompt(fields.get("prompt", _NULL_JSON)):
+        return "prompt"
+    if _is_requested(fields, "echo") and _is_requested(fields, "logprobs"):
+        return "echo"
+    max_tokens = plan.max_tokens
+    if max_tokens is None:
+        return "" if plan.is_chat and plan.min_tokens >= 0 else "max_tokens"
+    return "" if 0 <= plan.min_tokens <= max(max_tokens, 1) and max_tokens >= 0 else "max_tokens"
+
+
+def _choose_mode(plan: LegPlan, is_streamed: bool, has_media: bool) -> None:
+    """Restrict the mode: whether P's token can be sent, and whether D can continue after it."""
+    fields = plan.fields
+    if not is_streamed:
+        plan.turn_off("not streamed")
+        return
+    for name in _NO_FIRST_TOKEN_FIELDS:
+        if _is_requested(fields, name):
+            plan.turn_off(name)
+            return
+    options = _decode_field(fields, "stream_options")
+    if options:
+        if not isinstance(options, dict) or options.get("continuous_usage_stats"):
+            plan.turn_off("stream_options")
+            return
+        plan.include_usage = options.get("include_usage") is True
+    plan.stop_strings = _read_stop_strings(fields.get("stop", _NULL_JSON))
+    if plan.mode != MODE_CONTINUE:
+        return
+    for name in _NO_CONTINUE_FIELDS:
+        if _is_requested(fields, name):
+            plan.mode, plan.reason = MODE_STRIP, name
+            return
+    if has_media:
+        plan.mode, plan.reason = MODE_STRIP, "media"
+
+
+def _read_stop_strings(stop: Raw) -> tuple[str, ...]:
+    try:
+        value = _stop_decoder.decode(stop) or ()
+    except msgspec.ValidationError:
+        return ()  # of another type, which P refuses
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _is_requested(fields: dict[str, Raw], name: str) -> bool:
+    """Whether a field is set to something; 0 is, if it is a number of logprobs.
+
+    Decided on the raw JSON: tools, for example, may be as large as the body.
+    """
+    raw = bytes(fields.get(name, _NULL_JSON))
+    if name in ("logprobs", "prompt_logprobs"):
+        return raw not in (b"null", b"false")
+    if raw[:1] in b"[{":
+        return bool(raw[1:-1].strip())
+    if raw[:1] == b'"':
+        return raw != b'""' and not (name == "tool_choice" and raw == b'"none"')
+    return raw not in (b"null", b"false") and (raw == b"true" or float(raw) != 0)
+
+
+def _decode_field(fields: dict[str, Raw], name: str) -> Any:
+    raw = fields.get(name)
+    return None if raw is None else _json_decoder.decode(raw)
+
+
+def _is_single_prompt(prompt: Raw) -> bool:
+    """Whether a completion has a single prompt: text, token ids, or a list with one of these."""
+    if bytes(memoryview(prompt)[:1]) == b'"':
+        return True
+    for decoder in _PROMPT_DECODERS:  # a decoder stops at the first value of another type
+        try:
+            value = decoder.decode(prompt)
+        except msgspec.ValidationError:
+            continue
+        return bool(value and value[0] != [])
+    return False

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error class of the router.
+
+A RouterError becomes the response to the client (error_responses.py); the others are handled inside the
+router. Only the standard library is imported, because the tokenizer child imports this file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+# Reasons of refusals that name none, by status; the values of ttft_otel_router_refusals_total{reason}.
+REASONS: Final = {401: "key", 404: "not_found", 405: "method", 415: "media_type"}
+OTHER_REASON: Final = "request"
+
+
+class RouterError(Exception):
+    """An error response for the client; `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RequestRejected(RouterError):
+    """The router rejects the request.
+
+    retry_after_s: sent as Retry-After, in seconds, 0 for none. reason: one word for metrics.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        error_type: str = "BadRequestError",
+        parameter: str | None = None,
+        retry_after_s: int = 0,
+        reason: str = "",
+    ) -> None:
+        super().__init__(status, message)
+        self.reason = reason or REASONS.get(status, OTHER_REASON)
+        self.error_type, self.parameter, self.retry_after_s = error_type, parameter, retry_after_s
+
+
+class BodyTooLarge(RequestRejected):
+    """The request body exceeds --max-body: 413."""
+
+    def __init__(self) -> None:
+        super().__init__(413, "The request body is too large.", reason="body")
+
+
+class SloUnreachable(RequestRejected):
+    """No instance can meet the TTFT objective: 429; in `wait_s` seconds one might."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s, rounded_s = wait_s, max(1, math.ceil(wait_s))
+        message = f"No instance can answer in time; try again in {rounded_s} s."
+        super().__init__(429, message, "RateLimitError", retry_after_s=rounded_s, reason="slo")
+
+
+class UpstreamUnavailable(RouterError):
+    """No instance responded: 502, 503 or, too late, 504."""
+
+
+class FirstByteTimeout(TimeoutError):
+    """An instance did not begin its answer within --first-byte-timeout; the text is for the client."""
+
+
+class RouterFailed(RouterError):
+    """An unexpected error in the router: 500."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "The router failed.")
+
+
+class UpstreamRefused(RouterError):
+    """An encoder or prefill instance responded with an error, which the client gets unmodified."""
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        super().__init__(status, f"an instance answered {status}")
+        self.headers, self.body = headers, body
+
+
+class InvalidAnswer(ValueError):
+    """An encoder's response is unusable; the text is for the client."""
+
+
+class TransferParamsTooLarge(ValueError):
+    """The parameters of one request exceed the limits, though no single response does."""
+
+
+class MediaRequired(Exception):
+    """The request must keep its media items; `reason` is a word for the span."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class UnreadablePrompt(Exception):
+    """A prompt cannot be read; `reason` is one word, for metrics.
+
+    refused: the engine will reject the request too. unsupported: only the engine can read it (--tokenize
+    engine). Others: path, model, malformed, load, loading, busy, stuck, died, closed.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class MalformedEvents(ValueError):
+    """A message that is not a valid batch of KV events."""
+
+
+class ReplayFailed(Exception):
+    """A replay of KV events was requested but did not arrive completely."""

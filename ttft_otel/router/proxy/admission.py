@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks API key, content type and model of requests; endpoint.py asks before and after the body."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ttft_otel import clock
+from ttft_otel.endpoints import KNOWN_ROUTES
+from ttft_otel.router.disagg.request_body import RequestBody
+from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.types import AsgiScope
+from ttft_otel.router.upstream.http_headers import ClientHeaders
+from ttft_otel.router.upstream.instance_queries import build_authorization
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+
+JSON_TYPE: Final = "application/json"
+_ODD_SEPARATOR: Final = re.compile(rb"\\|%2f|%5c", re.IGNORECASE)
+MODEL_REFRESH_INTERVAL_US: Final = (
+    1_000_000  # microseconds between two requests for a model that no instance has listed
+)
+
+
+class AdmissionGate:
+    """Admits or rejects requests; `is_shut` rejects all, while the router is being stopped.
+
+    client_keys: keys of clients, not forwarded. upstream_authorization: sent to instances instead.
+    requests_under_way: requests in flight. refusal_counts: every refusal of the router, by reason.
+    """
+
+    def __init__(
+        self, upstream: UpstreamClient, client_keys: Sequence[str] = (), upstream_key: str = ""
+    ) -> None:
+        self.upstream, self.is_shut, self.requests_under_way = upstream, False, 0
+        self.is_draining = False  # told to stop: /readyz responds 503
+        self.upstream_authorization = build_authorization(upstream_key)
+        self.refusal_counts: Counter[str] = Counter()
+        self._refreshed_us = 0
+        self.client_keys: tuple[bytes, ...] = ()
+        self.set_client_keys(client_keys)
+
+    def set_client_keys(self, client_keys: Sequence[str]) -> None:
+        """Accept these `client_keys` from now on; without any, keys are not checked."""
+        self.client_keys = tuple(key.encode() for key in client_keys)
+
+    def admit_request(
+        self, scope: AsgiScope, client_headers: ClientHeaders, requires_json: bool
+    ) -> None:
+        """Check a request before its body is read. Raises RequestRejected.
+
+        scope: for the path. client_headers: changed to what instances get.
+        requires_json: whether the body must be JSON.
+        """
+        if self.is_shut:
+            raise RequestRejected(
+                503,
+                "The router is shutting down.",
+                "UnavailableError",
+                retry_after_s=1,
+                reason="draining",
+            )
+        path = scope["path"]
+        if path not in KNOWN_ROUTES or len(scope.get("raw_path", path)) != len(path):
+            _check_path(path, scope.get("raw_path", b""))
+        forwarded = client_headers.forwarded
+        if self.client_keys:
+            self.check_api_key(forwarded.pop("authorization", ""))
+            forwarded.pop("x-api-key", None)  # where clients of /v1/messages put the same key
+        if self.upstream_authorization:
+            forwarded["authorization"] = self.upstream_authorization
+        if requires_json and forwarded.get("content-type") != JSON_TYPE:
+            media_type = forwarded.get("content-type", "").partition(";")[0].strip().lower()
+            if media_type != JSON_TYPE:
+                raise RequestRejected(415, f"Unsupported media type: send {JSON_TYPE}.")
+
+    def check_api_key(self, authorization: str) -> None:
+        """Raise RequestRejected unless `authorization` has a valid key; compares in constant time."""
+        scheme, _, given_key = authorization.partition(" ")
+        data = given_key.strip().encode("utf-8", "surrogateescape")
+        is_known = matches_any_key(data, self.client_keys)
+        if scheme.lower() != "bearer" or not is_known:
+            raise RequestRejected(
+                401, "Send an API key: Authorization: Bearer KEY.", "AuthenticationError"
+            )
+
+    def check_body(
+        self,
+        parsed_body: RequestBody,
+        client_headers: ClientHeaders,
+        requires_json: bool,
+        max_items: int,
+    ) -> None:
+        """Raise RequestRejected for JSON that cannot be read, or with more than `max_items` media items.
+
+        requires_json: whether the body must be JSON. On every other path what servers would take for
+        JSON is refused too: what the router cannot read may hold transfer parameters.
+        """
+        if parsed_body.problem and (
+            requires_json
+            or (parsed_body.data and is_json_type(client_headers.forwarded.get("content-type", "")))
+        ):
+            raise RequestRejected(400, parsed_body.problem, reason="json")
+        if len(parsed_body.media_items) > max_items:
+            message = f"The request has more than {max_items} different media items."
+            raise RequestRejected(400, message, reason="items")
+
+    def lists_model(self, leg: str, model: str) -> bool:
+        """Whether an instance of `leg` lists `model`."""
+        for instance in self.upstream.pool.get(leg):
+            if instance.models is not None and model in instance.models:
+                return True
+        return False
+
+    async def check_model(self, parsed_body: RequestBody, leg: str, authorization: str) -> None:
+        """Raise RequestRejected if `leg` does not have the model of the body.
+
+        authorization: the client's header, for instances that require a key to list their models.
+        """
+        model = parsed_body.model
+        pool = self.upstream.pool
+        if not model or pool.knows_model(leg, model):
+            return
+        now_us = clock.now_us()
+        if (
+            now_us - self._refreshed_us > MODEL_REFRESH_INTERVAL_US
+        ):  # the model may have been loaded a moment ago
+            self._refreshed_us = now_us
+            await asyncio.gather(
+                *(
+                    self.upstream.health_monitor.refresh_models(instance, authorization)
+                    for instance in pool.get(leg)
+                )
+            )
+        if not pool.knows_model(leg, model):
+            message = f"The model `{model[:256]}` does not exist."
+            raise RequestRejected(404, message, "NotFoundError", parameter="model", reason="model")
+
+
+def _check_path(path: str, raw_path: bytes) -> None:
+    """Raise RequestRejected for a path that an instance may take for another one, even outside /v1.
+
+    path: decoded. raw_path: as it is forwarded.
+    """
+    segments = path.replace("\\", "/").split("/")
+    is_plain = "." not in segments and ".." not in segments and path.isprintable()
+    if not is_plain or _ODD_SEPARATOR.search(raw_path):
+        message = "The path has `.` or `..` segments, an encoded separator or a control character."
+        raise RequestRejected(400, message, reason="path")
+
+
+def is_json_type(content_type: str) -> bool:
+    """Whether a server reads a body of this `content_type` as JSON; FastAPI does so without any, too."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    main_type, _, subtype = media_type.partition("/")
+    return not media_type or (
+        main_type == "application" and (subtype == "json" or subtype.endswith("+json"))
+    )
+
+
+def matches_any_key(given: bytes, keys: Iterable[bytes]) -> bool:
+    """Whether `given` is one of `keys`; takes as long whichever it is not.
+
+    Every key is compared, and compare_digest does not stop at the first difference.
+    """
+    return any([hmac.compare_digest(given, key) for key in keys])

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds the bytes and the time of all request bodies; client_request.py fills it, endpoint.py releases.
+
+What is over the bound goes at the expense of the largest body that is still arriving: small requests
+pass while somebody sends large ones and does not finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from ttft_otel.router.deadlines import DeadlineQueue
+from ttft_otel.router.errors import BodyTooLarge, RequestRejected
+from ttft_otel.router.limits import RouterLimits
+
+RETRY_AFTER_S: Final = 1
+
+
+class ClientBody:
+    """The body of one request; `error` is why its reader was cancelled, None unless that was done here."""
+
+    __slots__ = ("error", "held_bytes", "_reader")
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.error: RequestRejected | None = None
+        self._reader = asyncio.current_task()
+
+    def time_out(self) -> None:
+        """End the reading: the body did not arrive in time."""
+        self.refuse(
+            RequestRejected(
+                408, "The body of the request did not arrive in time.", reason="body_timeout"
+            )
+        )
+
+    def refuse(self, error: RequestRejected) -> None:
+        """End the reading with `error`."""
+        self.error = error
+        if self._reader is not None:
+            self._reader.cancel()
+
+
+class BodyBudget:
+    """All bodies that the router holds; all of it runs on the event loop."""
+
+    def __init__(self, limits: RouterLimits) -> None:
+        self.limits = limits
+        self.held_bytes = 0
+        self._arriving: DeadlineQueue[ClientBody] = DeadlineQueue(limits.body_timeout)
+
+    def begin_body(self) -> ClientBody:
+        """A body is expected, by the current task."""
+        body = ClientBody()
+        self._arriving.watch(body)
+        return body
+
+    def add_bytes(self, body: ClientBody, number: int) -> None:
+        """Count bytes that arrived. Raises RequestRejected if `body` is refused for them."""
+        body.held_bytes += number
+        self.held_bytes += number
+        if body.held_bytes > self.limits.max_body:
+            raise BodyTooLarge
+        while self.held_bytes > self.limits.max_bodies:
+            largest = max(self._arriving, key=lambda each: each.held_bytes)
+            error = RequestRejected(
+                503,
+                "The router holds too many request bodies.",
+                "UnavailableError",
+                retry_after_s=RETRY_AFTER_S,
+                reason="bodies",
+            )
+            if largest is body:
+                raise error
+            self.end_reading(largest)
+            self.release_body(largest)
+            largest.refuse(error)
+
+    def end_reading(self, body: ClientBody) -> None:
+        """Nothing more of `body` will arrive; its bytes are held until it is released. Idempotent."""
+        self._arriving.forget(body)
+
+    def release_body(self, body: ClientBody) -> None:
+        """The request is over. Idempotent."""
+        self.held_bytes -= body.held_bytes
+        body.held_bytes = 0
+        body.error = None  # its frames hold the body

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data path: serves a client's request from its legs, relays their bytes, notes the times.
+
+A raw ASGI endpoint: a framework's request and response objects would double its cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from ttft_otel import clock, context, endpoints, names, stages
+from ttft_otel.endpoints import CHAT_PATH, OPERATION_BY_PATH
+from ttft_otel.guard import Guard
+from ttft_otel.record import encode_record
+from ttft_otel.router import types
+from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
+from ttft_otel.router.disagg.ec_params import TransferParams
+from ttft_otel.router.disagg.encode_once import omit_media
+from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
+from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
+from ttft_otel.router.disagg.recomputed_media import RecomputedMediaLog
+from ttft_otel.router.errors import (
+    RequestRejected,
+    RouterError,
+    RouterFailed,
+    SloUnreachable,
+)
+from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
+from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.proxy import error_responses
+from ttft_otel.router.proxy.admission import AdmissionGate
+from ttft_otel.router.proxy.body_budget import BodyBudget
+from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
+from ttft_otel.router.proxy.client_stream import ClientStream
+from ttft_otel.router.records import RecentReports, build_record
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.timeline import (
+    CANCELLED,
+    RequestTimeline,
+    partition_timeline,
+)
+from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
+from ttft_otel.router.upstream import failures, http_headers
+from ttft_otel.router.upstream.response_relay import relay_response
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.settings import Settings
+
+PROMPT_PATHS: Final = (
+    *OPERATION_BY_PATH,
+    endpoints.MESSAGES_PATH,
+)  # requests with a prompt
+
+
+class ProxyEndpoint:
+    """The ASGI endpoint of every POST below /v1; `send_record` takes a Record's bytes and never waits.
+
+    Without `send_record` tracing is off: nothing is measured, and trace headers pass as they came.
+    """
+
+    def __init__(
+        self,
+        upstream: UpstreamClient,
+        routing: RoutingService,
+        settings: Settings,
+        send_record: Callable[[bytes], bool] | None,
+        reports: RecentReports | None = None,
+        limits: RouterLimits | None = None,
+        first_token: str = types.MODE_STRIP,
+        admission: AdmissionGate | None = None,
+        encode_once: bool = False,
+    ) -> None:
+        self.upstream, self.routing, self.settings = upstream, routing, settings
+        self.limits = limits or RouterLimits()
+        self.body_budget = BodyBudget(self.limits)
+        self.admission = admission or AdmissionGate(upstream)
+        self.response_counts: Counter[str] = Counter()  # by class of status
+        self.send_record = send_record
+        self.reports = reports if reports is not None else RecentReports()
+        self.recomputed_media = RecomputedMediaLog()
+        self.first_token_mode, self.prefill_decode = first_token, PrefillDecodeFlow(upstream)
+        self.encode_once = encode_once
+
+    @property
+    def answering_leg(self) -> str:
+        """The leg whose response the client gets; it changes when instances of other legs register."""
+        return self.upstream.pool.answering_leg
+
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Serve one request; its result is recorded when it is over, however it ended."""
+        arrived_us = clock.now_us()
+        client_headers = http_headers.split_headers(scope["headers"], self.send_record is not None)
+        exchange = self._begin_exchange(scope, client_headers, arrived_us)
+        disconnect_watch: asyncio.Task[None] | None = None
+        client_body = None
+        try:
+            self.admission.admit_request(scope, client_headers, bool(exchange.operation))
+            client_body = self.body_budget.begin_body()
+            body_bytes = await read_body(
+                receive, client_headers, self.body_budget, client_body, exchange
+            )
+            if body_bytes is not None:
+                current_task = asyncio.current_task()
+                disconnect_watch = asyncio.create_task(
+                    watch_disconnect(receive, exchange, current_task)
+                )
+                await self._serve_request(scope, client_headers, body_bytes, exchange, send)
+        except asyncio.CancelledError:
+            if not exchange.is_client_gone:
+                exchange.record_failure(CANCELLED)
+                raise
+            exchange.record_failure(CLIENT_DISCONNECTED)
+        except RouterError as error:
+            if isinstance(error, RequestRejected):
+                self.admission.refusal_counts[error.reason] += 1
+            if isinstance(error, SloUnreachable):
+                self.routing.slo_rejections += 1
+            await error_responses.send_error(error, exchange, send)
+        except failures.UPSTREAM_ERRORS as error:
+            # Mid-stream, no error can be sent: returning makes uvicorn close the connection.
+            exchange.record_failure(type(error).__name__)
+            if not exchange.status:
+                await error_responses.send_error(
+                    failures.build_unavailable_error("", error), exchange, send
+                )
+        except (
+            Exception
+        ) as error:  # an error of the router: reported and counted too, and logged by uvicorn
+            exchange.record_failure(type(error).__name__)
+            if not exchange.status:
+                await error_responses.send_error(RouterFailed(), exchange, send)
+            raise
+        finally:
+            # After a complete response the watch ends by itself, which is cheaper than a cancellation.
+            if disconnect_watch is not None and exchange.phase < ExchangePhase.FINISHED:
+                disconnect_watch.cancel()
+            exchange.record_last_send()
+            if client_body is not None:
+                self.body_budget.release_body(client_body)
+            self._end_exchange(exchange)
+
+    def _begin_exchange(
+        self, scope: AsgiScope, client_headers: http_headers.ClientHeaders, arrived_us: int
+    ) -> Exchange:
+        trace = context.NO_CONTEXT
+        if self.send_record is not None:
+            traceparent, tracestate = (
+                client_headers.get(names.TRACEPARENT),
+                client_headers.get(names.TRACESTATE),
+            )
+            trace = context.start_context(traceparent, tracestate, self.settings)
+        path = scope["path"]
+        return Exchange(
+            trace,
+            context.new_span_id(),
+            http_headers.choose_request_id(client_headers.get(names.REQUEST_HEADER)),
+            path,
+            endpoints.find_route(path),
+            scope.get("scheme", "http"),
+            OPERATION_BY_PATH.get(path, ""),
+            not (self.settings.trust_sampled and client_headers.get(names.LEG_HEADER)),
+            RequestTimeline(arrived_us),
+        )
+
+    async def _serve_request(
+        self,
+        scope: AsgiScope,
+        client_headers: http_headers.ClientHeaders,
+        body_bytes: bytes,
+        exchange: Exchange,
+        send: AsgiSend,
+    ) -> None:
+        parsed_body = request_body.parse_body(
+            body_bytes, exchange.path if self._uses_encoders(exchange.path) else ""
+        )
+        exchange.record_parsed(parsed_body.model, parsed_body.stream, parsed_body.background)
+        self.admission.check_body(
+            parsed_body, client_headers, bool(exchange.operation), self.limits.max_items
+        )
+        if exchange.operation:
+            authorization = client_headers.forwarded.get("authorization", "")
+            await self.admission.check_model(parsed_body, self.answering_leg, authorization)
+        if self.admission.lists_model(self.answering_leg, parsed_body.model):
+            exchange.record_model_listed()
+        request = self._build_routing_request(scope, client_headers, parsed_body, exchange)
+        leg_plan = None
+        if self.answering_leg == stages.DECODE:
+            leg_plan = request_plan.plan_legs(
+                exchange.path,
+                parsed_body.data,
+                parsed_body.stream,
+                bool(parsed_body.media_items),
+                self.first_token_mode,
+            )
+            request = replace(request, leg=leg_plan.legs[0])
+        if exchange.path in PROMPT_PATHS:
+            has_media = bool(parsed_body.media_items)
+            request = await self.routing.read_prompt(
+                request, exchange.path, exchange.timeline, has_media
+            )
+        if parsed_body.media_items:
+            encoder_requests = encoders.build_encoder_requests(parsed_body, request)
+            self.routing.check_slo(request, encoder_requests)
+            transfer_params = await self._encode_media(encoder_requests, exchange)
+            if self.encode_once:
+                request, reason = omit_media(request, leg_plan, exchange.path, transfer_params)
+                exchange.record_encode_once(reason)
+            request = add_ec_params(request, leg_plan, transfer_params.to_json())
+        client_stream = ClientStream(
+            exchange, send, client_headers.get(names.ASK) == "1", self._report_first_token
+        )
+        if leg_plan is not None:
+            if len(leg_plan.legs) > 1:
+                await self.prefill_decode.serve_request(leg_plan, request, exchange, client_stream)
+                return
+            exchange.record_first_token_mode(leg_plan.mode, leg_plan.reason)
+        attempts = exchange.add_attempts()
+        response = await self.upstream.send_request(request, exchange.trace_context, attempts)
+        await relay_response(response, attempts[-1], client_stream)
+
+    def _build_routing_request(
+        self,
+        scope: AsgiScope,
+        client_headers: http_headers.ClientHeaders,
+        parsed_body: request_body.RequestBody,
+        exchange: Exchange,
+    ) -> types.RoutingRequest:
+        query = scope.get("query_string", b"").decode("latin-1")
+        path = scope.get("raw_path", exchange.path.encode()).decode("latin-1")
+        return types.RoutingRequest(
+            self.answering_leg,
+            f"{path}?{query}" if query else path,
+            parsed_body.model,
+            exchange.request_id,
+            client_headers.forwarded,
+            parsed_body.data,
+            arrived_us=exchange.timeline.arrived_us,
+        )
+
+    def _uses_encoders(self, path: str) -> bool:
+        """Whether media items of requests of this path go to encoders.
+
+        With prefill and decode apart, all paths but chat and completions are served by a decode
+        instance alone (request_plan.py), which is seldom a consumer of the encoders' caches.
+        """
+        if not self.upstream.pool.has_encoders:
+            return False
+        return path in (
+            (CHAT_PATH,)
+            if self.answering_leg == stages.DECODE
+            else request_media.CONVERSATION_FIELDS
+        )
+
+    async def _encode_media(
+        self, requests: list[types.RoutingRequest], exchange: Exchange
+    ) -> TransferParams:
+        """Call encoders for all items concurrently; the slowest call is on the critical path."""
+        attempt_chains = exchange.add_parallel_attempts(len(requests))
+        try:
+            return await encoders.encode_items(
+                self.upstream, requests, exchange.trace_context, attempt_chains
+            )
+        finally:
+            exchange.timeline.critical_path.append(select_critical_attempts(attempt_chains))
+
+    def _report_first_token(self, exchange: Exchange) -> None:
+        if self.send_record is None:
+            return
+        breakdown = partition_timeline(exchange.timeline)
+        self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
+        exchange.record_ttft_reported()
+        if exchange.trace_context.sampled:
+            self.send_record(encode_record(build_record(exchange, breakdown)))
+
+    def _end_exchange(self, exchange: Exchange) -> None:
+        for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):
+            self.upstream.pool.record_ended(attempt)
+            self.recomputed_media.record_attempt(attempt)
+        self.response_counts[
+            f"{exchange.status // 100}xx" if exchange.status else exchange.error
+        ] += 1
+        if self.send_record is None:
+            return
+        with Guard("router.end"):
+            ended_us = clock.now_us()
+            breakdown = None
+            exchange.record_ended(ended_us)
+            if exchange.has_ttft and not exchange.has_reported_ttft:
+                breakdown = partition_timeline(exchange.timeline)
+                self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
+            if exchange.trace_context.sampled:
+                self.send_record(encode_record(build_record(exchange, breakdown, ended_us)))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start responses, and render errors in OpenAI's form; endpoint.py and the admin API use it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ttft_otel import names
+from ttft_otel.router.errors import (
+    RequestRejected,
+    RouterError,
+    UpstreamRefused,
+)
+from ttft_otel.router.exchange import Exchange
+from ttft_otel.router.types import AsgiSend, HeaderList
+
+
+async def send_response_start(
+    status: int, response_headers: HeaderList, exchange: Exchange, send: AsgiSend
+) -> None:
+    """Send `status` and headers, adding the request ID, by which a client can find its report."""
+    exchange.record_head(status)
+    response_headers.append((names.REQUEST_HEADER.encode(), exchange.request_id.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": response_headers})
+
+
+async def send_error(
+    error: RouterError,
+    exchange: Exchange,
+    send: AsgiSend,
+) -> None:
+    """Answer with an error: the instance's own, or ours in OpenAI's form."""
+    response_headers, data = render_error(error)
+    exchange.record_error_answer(error.status)
+    await send_response_start(error.status, response_headers, exchange, send)
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
+    """The instance's own headers and body, or ours: OpenAI's JSON."""
+    if isinstance(error, UpstreamRefused):
+        return error.headers, error.body
+    error_type, param, retry_after_s = "UpstreamError", None, int(error.status == 503)
+    if isinstance(error, RequestRejected):
+        error_type, param, retry_after_s = error.error_type, error.parameter, error.retry_after_s
+    content = {"message": str(error), "type": error_type, "param": param, "code": error.status}
+    data = msgspec.json.encode({"error": content})
+    response_headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(data)),
+    ]
+    if retry_after_s:
+        response_headers.append((b"retry-after", b"%d" % retry_after_s))
+    if error.status == 401:
+        response_headers.append((b"www-authenticate", b"Bearer"))
+    return response_headers, data

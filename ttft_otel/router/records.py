@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns an Exchange into Records for the exporter and into the reports of /ttft_report."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ttft_otel import clock, names, stages
+from ttft_otel.breakdown import Breakdown
+from ttft_otel.endpoints import find_route
+from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.router.exchange import Exchange
+from ttft_otel.router.timeline import Attempt, RequestTimeline, partition_timeline
+from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
+from ttft_otel.stages import ENCODE
+from ttft_otel.ttft_report import StageSums, build_ttft_report
+
+MAX_REPORTS: Final = 10_000  # requests kept for /ttft_report, about 2 KB each
+MAX_CLIENT_STRING_CHARS: Final = 256  # characters of a string the client chose
+MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the best ones
+_EGRESS: Final = "router.egress"
+_ROUTE: Final = "router.route"
+_NO_ATTRIBUTES: Final[Attributes] = {}  # shared, since Records are not modified
+
+
+def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0) -> Record:
+    """Build a Record of the parts that are known: `breakdown` gives the TTFT, `ended_us` the
+    server span."""
+    context, arrived_us = exchange.trace_context, exchange.timeline.arrived_us
+    return Record(
+        RECORD_VERSION,
+        context.trace_id,
+        context.span_id,
+        context.parent_id,
+        context.flags,
+        context.tracestate,
+        clock.to_wall_ns(arrived_us),
+        "router",
+        exchange.is_outermost,
+        stages.SERVICE_NAMES["router"],
+        exchange.request_id,
+        attributes=_build_identity(exchange),
+        ttft=None if breakdown is None else _build_ttft(exchange, breakdown),
+        server=_build_server(exchange, ended_us - arrived_us) if ended_us else None,
+        calls=tuple(_build_calls(exchange, ended_us)) if ended_us else (),
+        late=_build_handover_pieces(exchange) if ended_us else (),
+    )
+
+
+def _build_identity(exchange: Exchange) -> Attributes:
+    attributes: Attributes = {names.PROVIDER: names.PROVIDER_VLLM}
+    if exchange.operation:
+        attributes[names.OPERATION] = exchange.operation
+        attributes[names.STREAM] = exchange.wants_stream
+    # Only names that an instance knows: it may become a label of metrics, of which each value is a series.
+    if exchange.model and (exchange.is_model_listed or exchange.has_answered):
+        attributes[names.MODEL] = exchange.model[:MAX_CLIENT_STRING_CHARS]
+    return attributes
+
+
+def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
+    servers, decisions = (
+        _map_stage_servers(exchange.timeline, breakdown),
+        _describe_decisions(exchange.timeline),
+    )
+    return Ttft(
+        span_id=exchange.ttft_span_id,
+        name=names.TTFT,
+        start=0,
+        end=breakdown.end - breakdown.start,
+        stages=breakdown.stages,
+        unattributed=breakdown.unattributed,
+        clamped=breakdown.clamped,
+        pieces=tuple(
+            Piece(
+                "stage",
+                name,
+                low - breakdown.start,
+                high - breakdown.start,
+                # our own stages have no server; of choices only the last piece tells
+                decisions.get(high, _NO_ATTRIBUTES)
+                if name == _ROUTE
+                else servers.get(name, _NO_ATTRIBUTES),
+            )
+            for name, low, high in breakdown.pieces
+        ),
+        attributes=_describe_first_token(exchange),
+        error="" if exchange.has_answered else exchange.error,
+        died=exchange.failed_stage,
+    )
+
+
+def _describe_first_token(exchange: Exchange) -> Attributes:
+    attributes: Attributes = {names.STREAMING: exchange.is_streaming}
+    mode, reason = exchange.first_token_outcome
+    if mode:
+        attributes[names.FIRST_TOKEN] = mode
+    if reason:
+        attributes[names.FIRST_TOKEN_REASON] = reason
+    if exchange.encode_once_reason is not None:
+        attributes[names.ENCODE_ONCE] = not exchange.encode_once_reason
+        if exchange.encode_once_reason:
+            attributes[names.ENCODE_ONCE_REASON] = exchange.encode_once_reason
+    for chain in exchange.timeline.critical_path:
+        booking = chain[-1].booking if chain else None
+        if booking is None or booking.predicted_ttft_s is None or chain[-1].leg == ENCODE:
+            continue
+        attributes[names.PREDICTED_MS] = round(booking.predicted_ttft_s * 1000)
+        if booking.prediction_error_s is not None:
+            attributes[names.PREDICTION_ERROR_MS] = round(booking.prediction_error_s * 1000)
+    return attributes
+
+
+def _describe_decisions(timeline: RequestTimeline) -> dict[int, Attributes]:
+    """Attributes of each routing decision, by the time when the request was sent."""
+    decisions = {}
+    for chain in timeline.critical_path:
+        for attempt in chain:
+            # round_robin adds nothing to the attributes of the call spans
+            if attempt.policy != DEFAULT_POLICY and attempt.decision is not None:
+                decisions[attempt.sent_us] = _describe_decision(attempt, attempt.decision)
+    return decisions
+
+
+def _describe_decision(attempt: Attempt, decision: Decision) -> Attributes:
+    unit = (
+        1 if decision.predicted_ttft_s is None else 1e6
+    )  # seconds become microseconds: no doubles
+    scores, cached_tokens = decision.candidate_scores, decision.candidate_cached_tokens
+    best_positions = sorted(range(len(scores)), key=scores.__getitem__)[:MAX_REPORTED_CANDIDATES]
+    candidates = attempt.candidates
+    attributes: Attributes = {
+        names.POLICY: attempt.policy,
+        names.ROUTE_REASON: decision.reason,
+        names.CANDIDATES: len(candidates),
+    }
+    if scores:
+        attributes[names.ROUTE_SCORE] = round(decision.score * unit)
+        attributes[names.ROUTE_SCORES] = tuple(
+            round(scores[position] * unit) for position in best_positions
+        )
+        attributes[names.ROUTE_INSTANCES] = tuple(
+            f"{candidates[position].host}:{candidates[position].port}"
+            for position in best_positions
+        )
+    if cached_tokens:
+        attributes[names.ROUTE_CACHED] = tuple(
+            cached_tokens[position] for position in best_positions
+        )
+    return attributes
+
+
+def _build_handover_pieces(exchange: Exchange) -> tuple[Piece, ...]:
+    """Pieces of the wait between P's token and D's next one, partitioned like a TTFT; the total first."""
+    timeline, arrived_us = exchange.handover_timeline, exchange.timeline.arrived_us
+    if timeline is None or not timeline.ended_us:
+        return ()
+    breakdown = partition_timeline(timeline)
+    # In the mode strip, D generates P's token first: the last piece is a step of D, not the router's.
+    egress_name = names.FIRST_DECODE if exchange.first_token_outcome[0] == MODE_STRIP else _EGRESS
+    totals: Attributes = {
+        names.name_handover_attribute(egress_name if name == _EGRESS else name): length
+        for name, length in breakdown.stages.items()
+    }
+    totals[names.name_handover_attribute(stages.UNATTRIBUTED)] = breakdown.unattributed
+    totals[names.HANDOVER_TOTAL_US] = breakdown.end - breakdown.start
+    steps = [
+        Piece(
+            "late", names.HANDOVER, breakdown.start - arrived_us, breakdown.end - arrived_us, totals
+        )
+    ]
+    for stage, low, high in breakdown.pieces:
+        name = egress_name if stage == _EGRESS else stage
+        attributes: Attributes = {names.HANDOVER_STAGE: name}
+        steps.append(Piece("step", name, low - arrived_us, high - arrived_us, attributes))
+    return tuple(steps)
+
+
+def _map_stage_servers(timeline: RequestTimeline, breakdown: Breakdown) -> dict[str, Attributes]:
+    """Instance attributes by stage name, so that a slow instance can be found."""
+    legs: dict[str, Attributes] = {
+        chain[-1].leg: {names.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
+        for chain in timeline.critical_path
+        if chain
+    }
+    return {name: legs[leg] for name in breakdown.stages if (leg := _find_stage_leg(name)) in legs}
+
+
+@functools.cache  # as many as there are stages
+def _find_stage_leg(stage: str) -> str:
+    return stages.split_stage(stage)[0] or stage.removeprefix("router.hop.")
+
+
+def _build_server(exchange: Exchange, duration_us: int) -> Server:
+    return Server(
+        name=f"POST {exchange.route}",
+        end=duration_us,
+        status=exchange.status,
+        attributes={
+            names.HTTP_METHOD: "POST",
+            names.HTTP_ROUTE: exchange.route,
+            names.URL_PATH: exchange.path[:MAX_CLIENT_STRING_CHARS],
+            names.URL_SCHEME: exchange.scheme,
+            **({names.FIRST_TOKEN_MISMATCH: True} if exchange.first_token_mismatch else {}),
+        },
+        # a 4xx is the client's error, not this server's
+        error="" if 400 <= exchange.status < 500 else exchange.error,
+    )
+
+
+def _build_calls(exchange: Exchange, ended_us: int) -> Iterable[Call]:
+    arrived_us = exchange.timeline.arrived_us
+    for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):
+        attributes: Attributes = {
+            names.HTTP_METHOD: "POST",
+            names.SERVER_ADDRESS: attempt.instance.host,
+            names.SERVER_PORT: attempt.instance.port,
+        }
+        if attempt.policy:
+            attributes[names.POLICY] = attempt.policy
+            attributes[names.CANDIDATES] = len(attempt.candidates)
+        if attempt.number > 1:
+            attributes[names.ATTEMPT] = attempt.number
+        yield Call(
+            attempt.span_id,
+            f"POST {find_route(attempt.path)}",
+            attempt.leg,
+            attempt.sent_us - arrived_us,
+            (attempt.ended_us or ended_us) - arrived_us,
+            attempt.status,
+            attributes,
+            attempt.error,
+        )
+
+
+class RecentReports:
+    """Breakdowns of the latest `max_reports` requests, by request ID."""
+
+    def __init__(self, max_reports: int = MAX_REPORTS) -> None:
+        self.max_reports = max_reports
+        self._reports: OrderedDict[str, tuple[dict[str, StageSums], StageSums]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def add_report(self, request_id: str, timeline: RequestTimeline, breakdown: Breakdown) -> None:
+        """Keep the breakdown of `request_id`: of each leg on the critical path, and of the whole."""
+        legs: dict[str, StageSums] = {}
+        for attempt in (chain[-1] for chain in timeline.critical_path if chain):
+            if attempt.server_timing is not None:
+                server_timing = attempt.server_timing
+                legs[attempt.leg] = StageSums(
+                    stages=server_timing.stages,
+                    unattributed=server_timing.unattributed,
+                    ttft=server_timing.ttft,
+                )
+        totals = StageSums(
+            stages=breakdown.stages,
+            unattributed=breakdown.unattributed,
+            ttft=breakdown.end - breakdown.start,
+        )
+        self._reports[request_id] = (legs, totals)
+        self._reports.move_to_end(request_id)
+        while len(self._reports) > self.max_reports:
+            self._reports.popitem(last=False)
+
+    def get_report(self, request_id: str) -> dict[str, Any] | None:
+        """The /ttft_report of `request_id`; None if it is unknown or no longer kept."""
+        report = self._reports.get(request_id)
+        return None if report is None else build_ttft_report(request_id, *report)

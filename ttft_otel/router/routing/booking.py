@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt's entry in the pending load that its leg's policy decides by.
+
+upstream_client.py creates it, instance_pool.py ends it. The entry is removed at the first token or with
+the attempt, whichever comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import clock
+from ttft_otel.endpoints import RESPONSES_PATH
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.types import Decision, RoutingRequest
+from ttft_otel.stages import ENCODE
+from ttft_otel.timing import ServerTiming
+
+# Stages during which an engine (or encoder) cannot start the next prompt (or item); the compute first.
+PREFILL_SERVICE_STAGES: Final = ("prefill.compute", "dispatch", "prefill.stall", "sample")
+ENCODER_SERVICE_STAGES: Final = ("encoder.compute", "dispatch", "ec.transfer")
+QUEUE_STAGES: Final = ("encoder.queue", "prefill.queue")  # the same wait under two names
+DELTA_MARKER: Final = b'.delta"'
+
+
+class Booking:
+    """The booking of one attempt.
+
+    found_idle: the instance had no other pending request. awaits_delta: events were received, but the first
+    token was not. requested_timing: only the policy asked for Server-Timing, not the client.
+    prediction_error_s: seconds by which the first token was later than predicted, once known.
+    """
+
+    __slots__ = (
+        "request",
+        "requested_timing",
+        "cached_tokens",
+        "awaits_delta",
+        "predicted_ttft_s",
+        "prediction_error_s",
+        "found_idle",
+        "key",
+        "sent_us",
+        "state",
+        "url",
+    )
+
+    def __init__(
+        self,
+        state: PolicyState,
+        request: RoutingRequest,
+        decision: Decision,
+        span_id: str,
+        now_us: int,
+    ) -> None:
+        self.state, self.request, self.cached_tokens, self.sent_us = (
+            state,
+            request,
+            decision.cached_tokens,
+            now_us,
+        )
+        self.key = (request.leg, span_id)  # not the request ID: clients choose it and may repeat it
+        self.url = decision.instance.url
+        self.found_idle = not state.pending.get_load(self.url).entries
+        self.requested_timing = self.awaits_delta = False
+        self.predicted_ttft_s = state.predict_ttft(decision)
+        self.prediction_error_s: float | None = None
+        state.record_sent(request, decision, now_us, self.key)
+
+    def record_first_token(
+        self, first_token_us: int, server_timing: ServerTiming | None, is_streaming: bool
+    ) -> None:
+        """Record the first token, or a whole response, and learn from its `server_timing` if there is one.
+
+        first_token_us: when it was received, microseconds of the monotonic clock.
+        """
+        if server_timing is None:
+            self._record_unmeasured(first_token_us, is_streaming)
+            return
+        # A response that is not streamed arrives `rest` microseconds after its first token.
+        first_token_us -= server_timing.rest or 0
+        service_stages = (
+            ENCODER_SERVICE_STAGES if self.request.leg == ENCODE else PREFILL_SERVICE_STAGES
+        )
+        service_us = sum(server_timing.stages.get(name, 0) for name in service_stages)
+        has_compute = service_stages[0] in server_timing.stages
+        if has_compute:
+            queue_us = sum(server_timing.stages.get(name, 0) for name in QUEUE_STAGES)
+            other_us = first_token_us - self.sent_us - service_us - queue_us
+            self.state.record_overhead(self.url, max(other_us, 0) / US_PER_SECOND)
+        seconds = service_us / US_PER_SECOND
+        cached_tokens, prompt_tokens = (
+            self.cached_tokens,
+            0 if self.request.tokens_estimated else self.request.prompt_tokens,
+        )
+        if server_timing.tokens is not None:
+            own_tokens, step_tokens = server_timing.tokens.own, server_timing.tokens.step
+            cached_tokens, prompt_tokens = server_timing.tokens.cached, server_timing.tokens.prompt
+            if 0 < own_tokens < step_tokens:  # other requests shared these engine steps
+                seconds *= own_tokens / step_tokens
+        is_measured = has_compute and prompt_tokens
+        measured_s = seconds if is_measured else None
+        self.prediction_error_s = self.state.record_first_token(
+            self.request, first_token_us, measured_s, cached_tokens, self.key, prompt_tokens
+        )
+
+    def _record_unmeasured(self, first_token_us: int, is_streaming: bool) -> None:
+        """Without Server-Timing: a request that had the instance alone measures its prefill by its TTFT."""
+        if is_streaming and self.request.path.partition("?")[0] == RESPONSES_PATH:
+            # these streams begin with events that come before the engine is asked
+            self.awaits_delta = True
+            return
+        had_instance_alone = (
+            self.found_idle
+            and is_streaming
+            and self.request.prompt_tokens
+            and not self.request.tokens_estimated
+        )
+        seconds = (first_token_us - self.sent_us) / US_PER_SECOND if had_instance_alone else None
+        self.prediction_error_s = self.state.record_first_token(
+            self.request,
+            first_token_us,
+            seconds,
+            self.cached_tokens,
+            self.key,
+            is_measured=is_streaming,
+        )
+
+    def record_chunk(self, data: bytes) -> None:
+        """Check a later chunk (`data`) of a stream whose first events preceded the engine for a token."""
+        if DELTA_MARKER in data:
+            self.awaits_delta = False
+            self.state.record_first_token(
+                self.request, clock.now_us(), None, self.cached_tokens, self.key, is_measured=False
+            )
+
+    def record_end(self) -> None:
+        """Remove the entry when the attempt ends, however it does; idempotent."""
+        self.state.record_left(self.request, clock.now_us(), self.key)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instance has which blocks of prompts cached; policies ask through policy_state.py.
+
+A block is identified by a key that stands for all tokens up to its end (block_keys.py), so a flat
+table of keys works like a trie of prefixes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import islice, repeat
+from operator import or_
+from typing import Final, Protocol
+
+from ttft_otel.router.routing.policies.partitioned_table import PART_MASK, PartitionedTable
+
+# Blocks freed per step of `free_retired`; between two steps the event loop may run other tasks.
+BLOCKS_PER_STEP: Final = 256
+# Blocks evicted at once after the limit was lowered; evicting all would block the event loop.
+MAX_EXCESS_FREED: Final = 4096
+# Pseudo data-parallel rank for blocks inferred from prompts sent; reported ones have ranks from 0.
+SENT_RANK: Final = -1
+
+
+class PrefixIndex(Protocol):
+    """An index of cached prompt blocks; `block_size` is the number of tokens per block."""
+
+    block_size: int
+
+    def match_blocks(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
+        """For each of `urls`, the number of leading `blocks` that the instance has cached."""
+        ...
+
+    def record_served(self, url: str, blocks: Sequence[int]) -> None:
+        """Note that the instance at `url` has just computed a prompt of `blocks`."""
+        ...
+
+
+class BlockHolders:
+    """The caches that hold each block, as a bit mask with one bit per cache.
+
+    One walk along the prompt therefore answers for all instances. `add_blocks` and `remove_blocks` keep it
+    up to date. An instance with several caches (data-parallel ranks) counts as its best one.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._bits: dict[tuple[str, int], int] = {}
+        self._masks: dict[str, int] = {}  # the bits of all caches of an instance
+        self._owners: dict[int, tuple[str, int]] = {}  # (URL, bit) by `bit.bit_length()`
+        self._retired: deque[tuple[int, Iterator[int]]] = (
+            deque()
+        )  # bits of removed caches, still set in some masks
+        self._holders = PartitionedTable()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def match_blocks(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
+        """For each of `urls`, the number of leading `blocks` that the instance has cached."""
+        masks, holders, owners = self._masks, self._holders.parts, self._owners
+        remaining = reduce(or_, map(masks.get, urls, repeat(0)), 0)
+        remaining &= holders[blocks[0] & PART_MASK].get(blocks[0], 0) if blocks else 0
+        if not remaining:
+            return [0] * len(urls)
+        depths: dict[str, int] = {}
+        for depth, block in enumerate(blocks):
+            kept = remaining & holders[block & PART_MASK].get(block, 0)
+            if kept == remaining:
+                continue
+            lost, remaining = remaining ^ kept, kept
+            # An instance with several caches ends with the depth of the one that lasts longest.
+            while lost:
+                url, bit = owners[lost.bit_length()]
+                depths[url] = depth
+                lost ^= bit
+            if not remaining:
+                break
+        while remaining:
+            url, bit = owners[remaining.bit_length()]
+            depths[url] = len(blocks)
+            remaining ^= bit
+        return list(map(depths.get, urls, repeat(0)))
+
+    def record_served(self, url: str, blocks: Sequence[int]) -> None:
+        """Ignore it: the instances of this index report their blocks themselves."""
+
+    def has_block(self, url: str, block: int, rank: int = 0) -> bool:
+        """Whether the cache of data-parallel `rank` at `url` holds `block`."""
+        return bool((self._holders.get(block) or 0) & self._bits.get((url, rank), 0))
+
+    def add_blocks(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
+        """Note that the cache of data-parallel `rank` at `url` now holds `blocks`."""
+        bit = self._bits.get((url, rank))
+        if bit is None:
+            used = sum(self._bits.values()) + sum({bit for bit, _ in self._retired})
+            # The lowest unused bit. Bits of retired caches count as used until they are cleared.
+            bit = ~used & (used + 1)
+            self._bits[url, rank] = bit
+            self._masks[url] = self._masks.get(url, 0) | bit
+            self._owners[bit.bit_length()] = url, bit
+        parts = self._holders.parts
+        for block in blocks:
+            holders = parts[block & PART_MASK]
+            holders[block] = holders.get(block, 0) | bit
+
+    def remove_blocks(self, url: str, blocks: Iterable[int], rank: int = 0) -> None:
+        """Note that the cache of data-parallel `rank` at `url` no longer holds `blocks`."""
+        self._clear_bit(self._bits.get((url, rank), 0), blocks)
+
+    def retire_cache(self, url: str, rank: int, blocks: Iterator[int]) -> None:
+        """Remove a cache at once from all answers; `free_retired` clears its bit later.
+
+        blocks: all that the cache held. They are consumed lazily, since there may be millions.
+        """
+        bit = self._bits.pop((url, rank), 0)
+        if bit:
+            del self._owners[bit.bit_length()]
+            self._masks[url] ^= bit
+            if not self._masks[url]:
+                del self._masks[url]
+            self._retired.append((bit, blocks))
+
+    def free_retired(self) -> Iterator[None]:
+        """Clear the bits of retired caches, yielding after each step; another iterator may go on with it."""
+        while self._retired:
+            cache = self._retired[0]
+            chunk = list(islice(cache[1], BLOCKS_PER_STEP))
+            self._clear_bit(cache[0], chunk)
+            if not chunk:
+                self._retired.popleft()
+            yield
+
+    def _clear_bit(self, bit: int, blocks: Iterable[int]) -> None:
+        parts = self._holders.parts
+        for block in blocks:
+            holders = parts[block & PART_MASK]
+            remaining_holders = holders.get(block, 0) & ~bit
+            if remaining_holders:
+                holders[block] = remaining_holders
+            else:
+                holders.pop(block, None)
+
+
+class RecentBlocks:
+    """The most recently used blocks of one instance, at most `max_blocks`: an LRU model of its cache."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def match_blocks(self, blocks: Sequence[int]) -> int:
+        """The number of leading `blocks` that are present."""
+        for depth, block in enumerate(blocks):
+            if block not in self._blocks:
+                return depth
+        return len(blocks)
+
+    def record_use(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Mark `blocks` as just used. Returns the blocks added and the blocks evicted for them."""
+        added = [block for block in blocks if block not in self._blocks]
+        # In reverse, so that the end of a prompt is evicted before its beginning, as vLLM does.
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        excess = min(len(self) - self.max_blocks, len(added) + MAX_EXCESS_FREED)
+        evicted = [self._blocks.popitem(last=False)[0] for _ in range(excess)]
+        return added, evicted
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+
+class SentHistory(BlockHolders):
+    """Cached blocks estimated from the prompts sent, for instances that report nothing.
+
+    block_size: tokens per block. max_blocks: limit per instance. max_instances: instances remembered; the
+    one that was used least recently is dropped first.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int, max_instances: int = 1024) -> None:
+        super().__init__(block_size)
+        self.max_blocks, self.max_instances = max_blocks, max_instances
+        self._recent_by_url: dict[str, RecentBlocks] = {}
+        self._followed_urls: Collection[str] | None = None  # None: no restriction
+
+    def sync_instances(self, urls: Collection[str]) -> None:
+        """Track exactly the instances in `urls`; later completions at others are ignored."""
+        self._followed_urls = frozenset(urls)
+        for url in self._recent_by_url.keys() - self._followed_urls:
+            self.forget_instance(url)
+
+    def record_served(self, url: str, blocks: Sequence[int]) -> None:
+        """Note that the instance at `url` has just computed a prompt of `blocks`."""
+        if self._followed_urls is not None and url not in self._followed_urls:
+            return
+        recent = self._recent_by_url.pop(url, None)
+        if recent is None:
+            recent = RecentBlocks(self.max_blocks)
+            if len(self._recent_by_url) >= self.max_instances:
+                self.forget_instance(next(iter(self._recent_by_url)))
+        self._recent_by_url[url] = recent
+        added, evicted = recent.record_use(blocks)
+        self.add_blocks(url, added, SENT_RANK)
+        self.remove_blocks(url, evicted, SENT_RANK)
+        # Free at least as many blocks as were added, so that memory is bounded without a task.
+        for _ in islice(self.free_retired(), 2 + len(added) // BLOCKS_PER_STEP):
+            pass
+
+    def set_max_blocks(self, max_blocks: int) -> None:
+        """Set the limit per instance to `max_blocks`; the excess is evicted as new blocks are added."""
+        self.max_blocks = max_blocks
+        for recent in self._recent_by_url.values():
+            recent.max_blocks = max_blocks
+
+    def set_block_size(self, block_size: int) -> None:
+        """Use blocks of `block_size` tokens, as an instance reported."""
+        self.block_size = block_size
+
+    def count_blocks(self, url: str) -> int:
+        """The number of blocks remembered for the instance at `url`."""
+        return len(self._recent_by_url.get(url, ()))
+
+    def forget_instance(self, url: str) -> None:
+        """Drop what the instance at `url` was sent; `free_retired` frees the memory."""
+        self.retire_cache(url, SENT_RANK, iter(self._recent_by_url.pop(url, ())))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that were sent to an instance and have no first token yet; policy_state.py writes, policies read.
+
+An entry is removed at its first token, error, disconnect or time-out. Sums are kept as integers, so
+they return to exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ttft_otel.router.routing.policies.prefill_model import PrefillLine
+from ttft_otel.router.routing.policies.prefill_work import PrefillWork
+from ttft_otel.router.types import Instance
+
+RequestKey = tuple[str, str]  # leg, request id
+US_PER_SECOND: Final = 1_000_000  # microseconds
+# Entries older than this are dropped: a safety net in case the end of a request was never recorded.
+MAX_PENDING_US: Final = 600 * US_PER_SECOND
+ARRIVAL_WINDOW_S: Final = 60  # seconds; default of --request-stats-window
+# Upper bound of utilisation in the queueing formula, which diverges at 1.
+MAX_BUSY_SHARE: Final = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRequest:
+    """One request without a first token; `predicted_s` is its predicted TTFT, None without prediction."""
+
+    url: str
+    sent_us: int
+    work: PrefillWork
+    block_keys: tuple[int, ...]
+    predicted_s: float | None
+
+
+class BusyUntil(NamedTuple):
+    """Predicted end of an instance's pending prefills, by one prefill model.
+
+    end_s: on the monotonic clock. min_wait_s: seconds that are assumed to remain even after `end_s`.
+    """
+
+    line: PrefillLine
+    end_s: float
+    min_wait_s: float
+
+
+@dataclass(slots=True)
+class InstanceLoad:
+    """The pending requests of one instance, in the order in which they were sent, and their sums."""
+
+    entries: dict[RequestKey, PendingRequest] = field(default_factory=dict)
+    tokens_to_compute: int = 0
+    pairs: int = 0
+    head_started_us: int = (
+        0  # when the request before the first entry ended, so that this one began
+    )
+    queued_blocks: Counter[int] = field(
+        default_factory=Counter
+    )  # blocks of pending prompts: cached once those have run
+    arrivals_by_second: deque[list[int]] = field(default_factory=deque)  # [second, arrivals]
+    recent_tokens: int = 0  # tokens sent to be computed, halved every window
+    # Cached prediction of a policy; reset whenever the entries change.
+    busy_until: BusyUntil | None = None
+
+    def count_arrivals(self, now_us: int, window_s: int) -> int:
+        """Requests sent here within the last `window_s` seconds before `now_us`."""
+        while (
+            self.arrivals_by_second
+            and self.arrivals_by_second[0][0] <= now_us // US_PER_SECOND - window_s
+        ):
+            self.arrivals_by_second.popleft()
+        return sum(count for _, count in self.arrivals_by_second)
+
+    def estimate_running(self, now_us: int) -> tuple[PrefillWork, float] | None:
+        """The prefill that is assumed to run at `now_us`, and for how many seconds; None when idle.
+
+        Assumes that the engine prefills one prompt after the other, in the order of sending.
+        """
+        if not self.entries:
+            return None
+        entry = next(iter(self.entries.values()))
+        began_us = entry.sent_us if entry.sent_us > self.head_started_us else self.head_started_us
+        return entry.work, (now_us - began_us) / US_PER_SECOND if now_us > began_us else 0.0
+
+
+NO_LOAD: Final = InstanceLoad()
+
+
+class PendingLoads:
+    """The load of every instance of a leg.
+
+    max_pending_us: microseconds after which an entry is dropped. window_s: seconds over which arrival rate
+    and utilisation are averaged.
+    """
+
+    def __init__(
+        self, max_pending_us: int = MAX_PENDING_US, window_s: int = ARRIVAL_WINDOW_S
+    ) -> None:
+        self.max_pending_us, self.window_s = max_pending_us, window_s
+        self._loads: dict[str, InstanceLoad] = {}  # by URL, of instances that were sent something
+        self._entries: dict[RequestKey, PendingRequest] = {}  # in the order of sending
+        self._busy_count = 0  # instances with entries
+        # Exponentially weighted over the window: number of busy instances, and arrivals per second.
+        self._mean_busy = self._arrival_rate = 0.0
+        self._averaged_us = self._halved_us = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get_load(self, url: str) -> InstanceLoad:
+        """The load of the instance at `url`; an empty one if it was sent nothing."""
+        return self._loads.get(url, NO_LOAD)
+
+    def list_loads(self, instances: Iterable[Instance]) -> list[InstanceLoad]:
+        """The loads of `instances`, in their order."""
+        loads = self._loads
+        return [loads.get(each.url, NO_LOAD) for each in instances]
+
+    def estimate_delay_cost(self, now_us: int, instance_count: int) -> float:
+        """Expected number of later requests delayed per extra second of prefill on a busy instance.
+
+        instance_count: instances that requests can go to.
+        In an M/G/1 queue with arrival rate r and utilisation u, an extra second of work delays the arrivals
+        until the queue is empty again: r / (1 - u) per second, here with both per instance. Later requests
+        can avoid the delay while other instances are idle, hence the factor of the share that is busy.
+        """
+        self._update_averages(now_us)
+        # Instances that are no candidates now still take a part of the arrivals.
+        instance_count = max(instance_count, len(self._loads))
+        return (
+            self._arrival_rate
+            / instance_count
+            / (1 - min(MAX_BUSY_SHARE, self._mean_busy / instance_count))
+            * self._busy_count
+            / instance_count
+        )
+
+    def add_pending(self, key: RequestKey, entry: PendingRequest) -> None:
+        """Record that `entry` was sent; an earlier entry of `key` (a retried request) is replaced."""
+        self.remove_pending(key, entry.sent_us)
+        self.drop_expired(entry.sent_us)
+        load = self._loads.get(entry.url) or self._add_load(entry.url, entry.sent_us)
+        self._update_averages(entry.sent_us)
+        self._arrival_rate += 1 / self.window_s
+        self._busy_count += not load.entries
+        load.recent_tokens += entry.work.tokens_to_compute
+        load.busy_until = None
+        self._entries[key] = load.entries[key] = entry
+        load.tokens_to_compute += entry.work.tokens_to_compute
+        load.pairs += entry.work.pairs
+        load.queued_blocks.update(entry.block_keys)
+        # One element per second bounds the memory at any arrival rate.
+        second = entry.sent_us // US_PER_SECOND
+        if load.arrivals_by_second and load.arrivals_by_second[-1][0] == second:
+            load.arrivals_by_second[-1][1] += 1
+        else:
+            load.count_arrivals(entry.sent_us, self.window_s)
+            load.arrivals_by_second.append([second, 1])
+
+    def remove_pending(self, key: RequestKey, now_us: int) -> PendingRequest | None:
+        """Remove the entry of `key`: it has its first token or will never have one. Idempotent.
+
+        Returns the entry, None if there is none.
+        """
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return None
+        load = self._loads[entry.url]
+        # Entries are in the order of sending: when the first one leaves, the next is assumed to begin.
+        if next(iter(load.entries)) == key:
+            load.head_started_us = now_us
+        self._update_averages(now_us)
+        del load.entries[key]
+        self._busy_count -= not load.entries
+        load.busy_until = None
+        load.tokens_to_compute -= entry.work.tokens_to_compute
+        load.pairs -= entry.work.pairs
+        queued = load.queued_blocks
+        for block in entry.block_keys:
+            copies = queued[block]
+            if copies == 1:
+                queued.pop(block)  # a Counter's own `del` costs more
+            else:
+                queued[block] = copies - 1
+        return entry
+
+    def drop_expired(self, now_us: int) -> None:
+        """Remove entries older than `max_pending_us`, whose end was never recorded."""
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            if now_us - entry.sent_us < self.max_pending_us:
+                return
+            self.remove_pending(key, now_us)
+
+    def _update_averages(self, now_us: int) -> None:
+        """Decay the averages up to `now_us`, and halve `recent_tokens` once per window."""
+        if now_us <= self._averaged_us:
+            return
+        window_us = self.window_s * US_PER_SECOND
+        decay = math.exp((self._averaged_us - now_us) / window_us)
+        self._arrival_rate *= decay
+        self._mean_busy = self._mean_busy * decay + self._busy_count * (1 - decay)
+        self._averaged_us = now_us
+        if now_us >= self._halved_us + window_us:
+            self._halved_us = now_us
+            for load in self._loads.values():
+                load.recent_tokens //= 2
+
+    def _add_load(self, url: str, now_us: int) -> InstanceLoad:
+        """Add an instance; those without entries and recent arrivals are removed on this occasion."""
+        for other, load in list(self._loads.items()):
+            if not load.entries and not load.count_arrivals(now_us, self.window_s):
+                del self._loads[other]
+        load = self._loads[url] = InstanceLoad()
+        return load

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear model of prefill time, fitted to measured prefills; least_ttft.py predicts with it.
+
+seconds = a + b * tokens + d * pairs, with the tokens and attention pairs that have to be computed
+(prefill_work.py). With a = b = 0 it orders prompts like the trapezoid formula. All instances of a
+model share one line; each has a speed factor by which it is slower or faster than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Final, NamedTuple
+
+from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
+from ttft_otel.router.routing.policies.prefill_work import PrefillWork
+
+MIN_SAMPLES: Final = 8  # samples before a fit is used
+# Weight of a sample after each later one: half after ln 0.5 / ln 0.998 = 346 of them.
+FORGETTING_FACTOR: Final = 0.998
+# Added to the expected seconds in the weights: without it an error of 1 ms in a prefill of 2 ms would
+# count more than one of 100 ms in a second.
+ERROR_FLOOR_S: Final = 0.01
+# Units of the constant, tokens and pairs, so that the sums are of similar magnitude.
+COEFFICIENT_UNITS: Final = (1.0, 1e3, 1e6)
+# The line is solved for after every sample up to this number, later after every SOLVE_EVERY-th.
+SOLVE_EACH_UNTIL: Final = 64
+SOLVE_EVERY: Final = 16
+MAX_TRACKED: Final = 4096  # speeds, and outcomes, kept; the oldest is dropped
+# Like FORGETTING_FACTOR, for the speed of one instance: half the weight after 14 samples.
+SPEED_FORGETTING: Final = 0.95
+# Use a speed factor of an instance only beyond two standard errors (4 = 2²).
+SIGNIFICANCE: Final = 4.0
+# Outliers count as at most e^3, about 20 times, slower or faster than expected.
+MAX_LOG_RATIO: Final = 3.0
+_SUBSETS: Final = [some for size in (3, 2, 1) for some in combinations(range(3), size)]
+
+
+class PrefillLine(NamedTuple):
+    """Coefficients in seconds: `a` per prefill, `b` per token computed, `d` per attention pair."""
+
+    a: float
+    b: float
+    d: float
+
+    def predict_seconds(self, work: PrefillWork, prompt_count: int = 1) -> float:
+        """Seconds for `work`, the sum of the work of `prompt_count` prompts."""
+        return self.a * prompt_count + self.b * work.tokens_to_compute + self.d * work.pairs
+
+
+class PrefillFit:
+    """Weighted least squares with exponential forgetting and non-negative coefficients.
+
+    forgetting: weight of a sample after each later one. Errors are relative to the expected seconds.
+    Only the sums of the normal equations are kept. With three unknowns, the best non-negative solution is
+    found by solving for each of the seven subsets of coefficients, with the others zero, and taking the
+    best solution that is non-negative.
+    """
+
+    def __init__(self, forgetting: float = FORGETTING_FACTOR) -> None:
+        self.samples = 0
+        self.line: PrefillLine | None = None
+        self.quality = PredictionQuality()
+        self._forgetting = forgetting
+        self._left = [[0.0] * 3 for _ in range(3)]
+        self._right = [0.0] * 3
+
+    def add_sample(self, work: PrefillWork, seconds: float) -> None:
+        """Learn from one measured prefill of `seconds`."""
+        expected_s = seconds
+        # The prediction is judged before the sample changes the line.
+        if self.line is not None:
+            expected_s = self.line.predict_seconds(work)
+            self.quality.add_outcome(expected_s, seconds)
+        # Weighting by the measured seconds would favour samples that are short by chance.
+        weight = 1 / (expected_s + ERROR_FLOOR_S) ** 2
+        row = (
+            1.0,
+            work.tokens_to_compute / COEFFICIENT_UNITS[1],
+            work.pairs / COEFFICIENT_UNITS[2],
+        )
+        for i in range(3):
+            self._right[i] = self._right[i] * self._forgetting + weight * row[i] * seconds
+            for j in range(3):
+                self._left[i][j] = self._left[i][j] * self._forgetting + weight * row[i] * row[j]
+        self.samples += 1
+        if self.samples >= MIN_SAMPLES and (
+            self.samples < SOLVE_EACH_UNTIL or not self.samples % SOLVE_EVERY
+        ):
+            self.line = self._solve_line()
+
+    def describe_fit(self) -> dict[str, float | None]:
+        """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
+        a, b, d = self.line or (None, None, None)
+        return {"samples": self.samples, "a": a, "b": b, "d": d, **self.quality.describe_quality()}
+
+    def _solve_line(self) -> PrefillLine | None:
+        best, lowest = self.line, 0.0
+        for subset in _SUBSETS:
+            solution = _solve_system(
+                [[self._left[i][j] for j in subset] for i in subset], self._pick_right(subset)
+            )
+            if solution is None or min(solution) < 0:
+                continue
+            value = -sum(x * y for x, y in zip(solution, self._pick_right(subset), strict=True))
+            if value < lowest:
+                coefficients = [0.0, 0.0, 0.0]
+                for index, x in zip(subset, solution, strict=True):
+                    coefficients[index] = x / COEFFICIENT_UNITS[index]
+                best, lowest = PrefillLine(*coefficients), value
+        return best
+
+    def _pick_right(self, subset: tuple[int, ...]) -> list[float]:
+        return [self._right[i] for i in subset]
+
+
+class InstanceSpeed:
+    """How much slower (`factor` > 1) or faster than average one instance is with one model."""
+
+    def __init__(self, pool: PrefillFit) -> None:
+        self.samples = 0
+        self.factor = 1.0
+        self.mean_log_ratio = 0.0  # mean of log(measured seconds / seconds by the shared line)
+        self.sample_weight = 0.0  # sum of the weights of the samples in that mean
+        self.quality = PredictionQuality()
+        self._pool = pool
+
+    @property
+    def line(self) -> PrefillLine | None:
+        """The shared line times the speed factor; None before the first fit."""
+        if self._pool.line is None:
+            return None
+        return PrefillLine(*(self.factor * x for x in self._pool.line))
+
+    def describe_fit(self) -> dict[str, float | None]:
+        """Samples, coefficients in seconds, and prediction quality, for GET /instances."""
+        a, b, d = self.line or (None, None, None)
+        return {"samples": self.samples, "a": a, "b": b, "d": d, **self.quality.describe_quality()}
+
+
+class SharedModel:
+    """The shared line of one model and the speed factors of its instances.
+
+    A factor differs from 1 only where an instance deviates by more than noise explains.
+    """
+
+    def __init__(self, forgetting: float) -> None:
+        self.pooled_fit = PrefillFit(forgetting)
+        self.speeds: dict[str, InstanceSpeed] = {}
+        self.speed_factors: dict[str, float] = {}  # factors other than 1, by URL
+        self._mean_sum = 0.0  # sum of `mean_log_ratio` over all instances
+        self._noise_variance = 0.0  # variance of samples around their instance's mean
+        self._noise_samples = 0
+
+    def add_sample(self, url: str, work: PrefillWork, seconds: float) -> None:
+        """Learn from one prefill of `seconds`; the line from what it would take on an average instance."""
+        speed, line = self.speeds[url], self.pooled_fit.line
+        speed.samples += 1
+        expected_s = 0.0 if line is None else line.predict_seconds(work)
+        if expected_s > 0 and seconds > 0:
+            speed.quality.add_outcome(expected_s * speed.factor, seconds)
+            self._learn_speed(speed, math.log(seconds / expected_s))
+            speed.factor = math.exp(self._estimate_deviation(speed))
+            if speed.factor == 1.0:
+                self.speed_factors.pop(url, None)
+            else:
+                self.speed_factors[url] = speed.factor
+        # A slow instance must not make the shared line slower.
+        self.pooled_fit.add_sample(work, seconds / speed.factor)
+
+    def drop_instance(self, url: str) -> None:
+        """Drop what was learned about the instance at `url`."""
+        self._mean_sum -= self.speeds.pop(url).mean_log_ratio
+        self.speed_factors.pop(url, None)
+
+    def _learn_speed(self, speed: InstanceSpeed, log_ratio: float) -> None:
+        error = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, log_ratio)) - speed.mean_log_ratio
+        if speed.sample_weight:
+            # Welford's incremental variance; the limit of samples makes it forget, as the line does.
+            self._noise_samples = min(self._noise_samples + 1, round(1 / (1 - FORGETTING_FACTOR)))
+            square = error * error * speed.sample_weight / (speed.sample_weight + 1)
+            self._noise_variance += (square - self._noise_variance) / self._noise_samples
+        speed.sample_weight = speed.sample_weight * SPEED_FORGETTING + 1
+        speed.mean_log_ratio += error / speed.sample_weight
+        self._mean_sum += error / speed.sample_weight
+
+    def _estimate_deviation(self, speed: InstanceSpeed) -> float:
+        """Deviation of the instance from the average log ratio, shrunk towards 0 (James-Stein).
+
+        It is 0 within two standard errors, so that noise does not make instances look different.
+        """
+        if self._noise_samples < MIN_SAMPLES:
+            return 0.0  # the noise is not known yet
+        deviation = speed.mean_log_ratio - self._mean_sum / len(self.speeds)
+        chance = SIGNIFICANCE * self._noise_variance / speed.sample_weight
+        return (
+            deviation * (1 - chance / (deviation * deviation))
+            if deviation * deviation > chance
+            else 0.0
+        )
+
+
+class PrefillModels:
+    """Prefill models by model name.
+
+    initial_line: used until enough samples are there, None to predict nothing until then.
+    """
+
+    def __init__(
+        self, initial_line: PrefillLine | None = None, forgetting: float = FORGETTING_FACTOR
+    ) -> None:
+        self.initial_line, self.forgetting = initial_line, forgetting
+        self._shared_models: dict[str, SharedModel] = {}
+        self._speeds: dict[tuple[str, str], InstanceSpeed] = {}  # by (model, URL), oldest first
+
+    def add_sample(self, model: str, url: str, work: PrefillWork, seconds: float) -> None:
+        """Learn from one measured prefill of `seconds`."""
+        if (model, url) not in self._speeds:
+            self._add_speed(model, url)
+        self._shared_models[model].add_sample(url, work, seconds)
+
+    def get_line(self, model: str) -> tuple[PrefillLine, Mapping[str, float]] | None:
+        """The line of `model` and the speed factors other than 1, by URL; None before the first fit."""
+        shared_model = self._shared_models.get(model)
+        line = (
+            self.initial_line
+            if shared_model is None
+            else shared_model.pooled_fit.line or self.initial_line
+        )
+        if line is None:
+            return None
+        return line, {} if shared_model is None else shared_model.speed_factors
+
+    def drop_instance(self, url: str) -> None:
+        """Drop what was learned about the instance at `url`."""
+        for model in [model for model, at in self._speeds if at == url]:
+            self._drop_speed(model, url)
+
+    def list_fits(self) -> dict[tuple[str, str], PrefillFit | InstanceSpeed]:
+        """What was learned by (model, URL); the URL is "" for the shared line."""
+        pools = {(model, ""): shared.pooled_fit for model, shared in self._shared_models.items()}
+        return {**pools, **self._speeds}
+
+    def _add_speed(self, model: str, url: str) -> None:
+        if len(self._speeds) >= MAX_TRACKED:
+            self._drop_speed(*next(iter(self._speeds)))
+        shared_model = self._shared_models.get(model)
+        if shared_model is None:
+            shared_model = self._shared_models[model] = SharedModel(self.forgetting)
+        self._speeds[model, url] = shared_model.speeds[url] = InstanceSpeed(shared_model.pooled_fit)
+
+    def _drop_speed(self, model: str, url: str) -> None:
+        del self._speeds[model, url]
+        self._shared_models[model].drop_instance(url)
+        if not self._shared_models[model].speeds:
+            del self._shared_models[model]
+
+
+def _solve_system(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
+    """Solve a symmetric system of at most three equations by elimination; None if it is singular."""
+    size = len(vector)
+    rows = [[*matrix[i], vector[i]] for i in range(size)]
+    for i in range(size):
+        if rows[i][i] <= 1e-10 * matrix[i][i]:  # linearly dependent, up to rounding
+            return None
+        for k in range(i + 1, size):
+            factor = rows[k][i] / rows[i][i]
+            rows[k] = [x - factor * y for x, y in zip(rows[k], rows[i], strict=True)]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - rest) / rows[i][i]
+    return solution

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy `prefix`: the longest matching prompt prefix, unless it is short or its instance overloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ttft_otel.router.routing.policies.least_requests import LeastRequestsPolicy
+from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
+
+# Share of the prompt that must match: a system prompt common to all must not concentrate the load.
+MIN_PREFIX_SHARE: Final = 0.3
+# An instance is overloaded if its requests in flight exceed the minimum by more than both of these.
+MAX_EXTRA_REQUESTS: Final = 8
+MAX_REQUEST_RATIO: Final = 1.5
+
+
+class PrefixPolicy(RoutingPolicy):
+    """Prefers the longest prefix; load only limits how many requests a popular prefix attracts."""
+
+    tracks_load = reads_prompts = True
+
+    def __init__(self, state: PolicyState) -> None:
+        self._state = state
+        self._fallback = LeastRequestsPolicy(state)
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Choose the longest cached prefix, ties by requests in flight; the score is uncached tokens."""
+        loads = self._state.pending.list_loads(instances)
+        cached_tokens = self._state.estimate_cached(request, instances, loads)
+        longest = max(cached_tokens)
+        if longest <= MIN_PREFIX_SHARE * request.prompt_tokens:
+            return self._fallback.choose_instance(request, instances, now_us, is_retry)
+        in_flight = [each.in_flight for each in instances]
+        positions = [position for position, there in enumerate(cached_tokens) if there == longest]
+        position = positions[self._state.choose_least([in_flight[each] for each in positions])]
+        lowest = min(in_flight)
+        if (
+            in_flight[position] > lowest + MAX_EXTRA_REQUESTS
+            and in_flight[position] > MAX_REQUEST_RATIO * lowest
+        ):
+            return self._fallback.choose_instance(request, instances, now_us, is_retry)
+        scores = [request.prompt_tokens - each for each in cached_tokens]
+        return Decision(
+            instances[position], scores[position], "prefix", longest, None, scores, cached_tokens
+        )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of cached prefixes: `build_source` creates the one that --prefix-index names.
+
+prefix_source.py is their protocol. sent_prefixes.py estimates from the prompts sent; kv_events_source.py
+follows the KV events that vLLM publishes (kv_subscription.py per instance, with event_endpoints.py,
+zmq_sockets.py, event_feed.py, kv_event_parser.py, block_ledger.py); lmcache_source.py asks LMCache's
+controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource as PrefixSource
+
+PrefixIndexName = Literal["kv-events", "lmcache", "history"]
+DEFAULT_BLOCK_SIZE: Final = 16  # tokens per block until an engine reports its own; vLLM's default
+MAX_HISTORY_BLOCKS: Final = 65_536  # blocks per instance: a million tokens at 16 each
+
+
+def build_source(
+    kind: PrefixIndexName,
+    *,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    history_blocks: int = MAX_HISTORY_BLOCKS,
+    kv_endpoints: Sequence[str] = (),
+    lmcache_url: str = "",
+    lmcache_instances: Sequence[str] = (),
+) -> PrefixSource:
+    """Create the source that --prefix-index names. Raises ValueError, with the remedy.
+
+    block_size: tokens per block until an engine reports its own. history_blocks: blocks remembered for each
+    instance that reports nothing. kv_endpoints: values of --kv-events-endpoint. lmcache_url,
+    lmcache_instances: the controller's URL and its IDs of the instances.
+    """
+    if kv_endpoints and kind != "kv-events":
+        raise ValueError("--kv-events-endpoint needs --prefix-index kv-events.")
+    if (lmcache_url or lmcache_instances) and kind != "lmcache":
+        raise ValueError("--lmcache-controller-url and -instances need --prefix-index lmcache.")
+    # Imported here, because a router without KV events needs no ZMQ.
+    if kind == "kv-events":
+        from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+
+        return KvEventsSource(block_size, history_blocks, kv_endpoints)
+    if kind == "lmcache":
+        from ttft_otel.router.routing.prefixes.lmcache_source import LMCacheSource
+
+        return LMCacheSource(block_size, history_blocks, lmcache_url, lmcache_instances)
+    from ttft_otel.router.routing.policies.block_index import SentHistory
+    from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
+
+    return SentPrefixSource(SentHistory(block_size, history_blocks))

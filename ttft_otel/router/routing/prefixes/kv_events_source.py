@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cached prefixes from the KV events that vLLM publishes over ZMQ: --prefix-index kv-events.
+
+Every instance that prefills is asked periodically for its endpoints, which change when it is restarted
+elsewhere. For an instance without events, the prefixes are estimated from the prompts sent to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+try:
+    import zmq.asyncio
+except ImportError as error:
+    raise ValueError(
+        "--prefix-index kv-events needs pyzmq; install it with pip install 'ttft-otel[router]'."
+    ) from error
+
+from ttft_otel.router.routing.prefixes.event_endpoints import (
+    EventEndpoint,
+    parse_announced,
+    parse_configured,
+)
+from ttft_otel.router.routing.prefixes.kv_subscription import Subscription
+from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
+from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
+from ttft_otel.router.routing.prefixes.sent_prefixes import SentPrefixSource
+from ttft_otel.router.upstream.bounded_body import read_bounded_body
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.instance_queries import QUERY_TIMEOUT
+
+MAX_ANSWER_BYTES: Final = 64 << 10  # of /kv_event_sources
+MAX_SOCKETS: Final = 16_384  # of all subscriptions: three for each rank; ZMQ's default is 1023
+log: Final = logging.getLogger("ttft_otel")
+
+
+class KvEventsSource(SentPrefixSource):
+    """Follows the KV events of each instance that publishes them; estimates the others.
+
+    endpoints: values of --kv-events-endpoint. Raises ValueError for a malformed one.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int, endpoints: Sequence[str]) -> None:
+        self._reported = ReportedIndex(block_size, max_blocks)
+        super().__init__(self._reported)
+        self.configured_endpoints = parse_configured(endpoints)
+        self._subscriptions: dict[str, Subscription] = {}
+        self._context: zmq.asyncio.Context | None = None
+
+    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+        """Subscribe to the instances of `pool` that prefill."""
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        await super().start(session, pool)
+        for url in self.configured_endpoints.keys() - self._subscriptions.keys():
+            log.warning(
+                "ttft-otel: --kv-events-endpoint names %s, which is no instance that prefills: its "
+                "events are not read; correct the URL",
+                url,
+            )
+
+    async def close(self) -> None:
+        """End all subscriptions."""
+        ending = [task for each in self._subscriptions.values() for task in each.close()]
+        self._subscriptions.clear()
+        await asyncio.gather(*ending, return_exceptions=True)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        await super().close()
+
+    def sync_instances(self) -> None:
+        """Subscribe to added instances, and end the subscriptions of removed ones."""
+        urls = {each.url for each in list_prefilling(self._pool)}
+        for url in self._subscriptions.keys() - urls:
+            self._subscriptions.pop(url).close()
+        if self._context is not None:
+            for url in urls - self._subscriptions.keys():
+                self._subscriptions[url] = Subscription(
+                    url, self._reported, self._context, self._find_endpoints
+                )
+        super().sync_instances()
+
+    async def _find_endpoints(self, url: str) -> dict[int, EventEndpoint]:
+        """Endpoints of an instance by data-parallel rank, configured ones first.
+
+        Raises what the HTTP request or `parse_announced` raises.
+        """
+        if self._session is None:
+            return {}
+        if url in self.configured_endpoints:
+            return dict(enumerate(self.configured_endpoints[url]))
+        async with self._session.get(
+            f"{url}/kv_event_sources", timeout=QUERY_TIMEOUT, allow_redirects=False
+        ) as response:
+            if response.status == 404:
+                return {}
+            body = await read_bounded_body(response, MAX_ANSWER_BYTES)
+        try:
+            return parse_announced(msgspec.json.decode(body), url)
+        except RecursionError as error:
+            raise ValueError("/kv_event_sources returned lists in lists") from error
+
+    def describe_instances(self) -> dict[str, Any]:
+        """By URL: the source of its prefixes, its number of blocks, and the state of its feeds."""
+        return super().describe_instances() | {
+            url: each.describe_status()
+            for url, each in self._subscriptions.items()
+            if url in self._reported.reporting
+        }

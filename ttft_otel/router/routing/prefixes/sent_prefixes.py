@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cached prefixes estimated from the prompts sent: --prefix-index history, and the base of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.prefixes.prefix_source import list_prefilling
+from ttft_otel.router.routing.prefixes.time_slices import run_sliced
+from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS, QUERY_TIMEOUT
+from ttft_otel.router.upstream.metrics_parser import parse_capabilities
+
+if TYPE_CHECKING:
+    from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+
+MAX_TOTAL_BLOCKS: Final = 1_000_000  # blocks of all instances together: about 200 MB
+RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again
+
+
+class SentPrefixSource:
+    """Remembers the blocks of prompts that each instance has answered, most recent first."""
+
+    def __init__(self, index: SentHistory) -> None:
+        self.index = index
+        self._max_blocks = index.max_blocks
+        self._pool: InstancePool | None = None
+        self._urls: set[str] = set()
+        self._session: aiohttp.ClientSession | None = None
+        self._size_task: asyncio.Future[None] | None = None
+        self._free_task: asyncio.Future[None] | None = None
+        self._remove_listener: Callable[[], None] | None = None
+
+    async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+        """Follow the instances of `pool`; they are only asked for their block size."""
+        self._pool, self._session = pool, session
+        self._remove_listener = pool.return_listeners.add(self._handle_return)
+        self._size_task = asyncio.ensure_future(self._learn_block_size(session))
+        self.sync_instances()
+
+    async def close(self) -> None:
+        """Cancel the background tasks."""
+        if self._remove_listener is not None:
+            self._remove_listener()
+        tasks = [each for each in (self._free_task, self._size_task) if each is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def sync_instances(self) -> None:
+        """Drop removed instances, and share the memory limit among the present ones."""
+        urls = {each.url for each in list_prefilling(self._pool)}
+        self._urls = urls
+        self.index.sync_instances(urls)
+        self.index.set_max_blocks(min(self._max_blocks, MAX_TOTAL_BLOCKS // max(1, len(urls))))
+        self.free_memory()
+
+    def _handle_return(self, instance: Instance) -> None:
+        """Drop the estimate of an `instance` that was unreachable: it may have been restarted."""
+        self.index.forget_instance(instance.url)
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Free the memory of dropped instances, in the background."""
+        if self._free_task is None or self._free_task.done():
+            self._free_task = asyncio.ensure_future(run_sliced(self.index.free_retired()))
+
+    async def _learn_block_size(self, session: aiohttp.ClientSession) -> None:
+        """Ask instances for their block size until one reports it; it holds for the index."""
+        while True:
+            for url in tuple(self._urls):
+                try:
+                    async with session.get(f"{url}/metrics", timeout=QUERY_TIMEOUT) as response:
+                        size = parse_capabilities(await response.read(), b"").block_size
+                except QUERY_ERRORS:
+                    continue
+                if size:
+                    self.index.set_block_size(size)
+                    return
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def look_up(
+        self, model: str, prompt: Prompt, urls: Sequence[str]
+    ) -> dict[str, int] | None:
+        """Return None: `index` has all that is known."""
+        return None
+
+    def describe_instances(self) -> dict[str, Any]:
+        """By URL: the number of blocks remembered."""
+        return {
+            url: {"source": "history", "blocks": self.index.count_blocks(url)} for url in self._urls
+        }

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read prompts with the render endpoints of vLLM instances: --tokenize engine.
+
+Where no instance answers, local_reader.py tokenizes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections import Counter
+from io import BytesIO
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from ttft_otel.endpoints import MESSAGES_PATH, RESPONSES_PATH
+from ttft_otel.router.errors import UnreadablePrompt
+from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.prompts.local_reader import PROMPT_KINDS, LocalPromptReader
+from ttft_otel.router.routing.prompts.placeholders import PlaceholderSpan, build_extra_keys
+from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S
+from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.instance_queries import build_authorization
+
+RENDERED_PATHS: Final = (*PROMPT_KINDS, RESPONSES_PATH, MESSAGES_PATH)
+REFUSAL_PAUSE_S: Final = 60.0  # seconds before an instance that refused is asked again
+FAILURE_PAUSE_S: Final = 5.0  # seconds before one that timed out or was unreachable is asked again
+MAX_CONCURRENT_RENDERS: Final = 32  # render requests in flight
+MAX_RENDER_BYTES: Final = 32 << 20  # bytes of a response
+_REFUSAL_STATUSES: Final = (401, 403, 404, 405, 501)  # no such endpoint, or it is disabled
+_KEY_STATUSES: Final = (401,)
+
+
+class _PlaceholderRange(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _RenderFeatures(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_PlaceholderRange]]
+
+
+class _RenderedPrompt(msgspec.Struct):
+    token_ids: list[int]
+    features: _RenderFeatures | None = None
+    cache_salt: str | None = None
+
+
+_prompt_decoder: Final = msgspec.json.Decoder(_RenderedPrompt)
+_prompts_decoder: Final = msgspec.json.Decoder(list[_RenderedPrompt])
+
+
+class EnginePromptReader:
+    """Asks the instance with the fewest requests in flight.
+
+    local: reads prompts if all instances refuse or are unreachable. api_key: sent to instances, "" for none.
+    """
+
+    def __init__(self, local: LocalPromptReader, pool: InstancePool, api_key: str = "") -> None:
+        self.counts: Counter[str] = local.counts
+        self._local, self._pool, self._api_key = local, pool, api_key
+        self._session: aiohttp.ClientSession | None = None
+        self._paused_until_s: dict[
+            Instance, float
+        ] = {}  # event-loop time until which an instance is not asked
+        self._render_count = 0
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Start without loading tokenizers: the local reader loads them when no instance answers."""
+        self._session = session
+        await self._local.start(session, lazy=True)
+
+    async def close(self) -> None:
+        """Close the local reader."""
+        await self._local.close()
+
+    async def read_prompt(
+        self, path: str, model: str, body: bytes, block_size: int
+    ) -> Prompt | None:
+        """The prompt of a request; None if it cannot be read, with the reason in `counts`.
+
+        path, model, body: of the request. block_size: tokens per block of the keys.
+        """
+        deadline_s = asyncio.get_running_loop().time() + REQUEST_WAIT_S
+        while (instance := self._choose_instance(model)) is not None:
+            remaining_s = deadline_s - asyncio.get_running_loop().time()
+            if remaining_s <= 0:
+                self.counts["failed-late"] += 1
+                return None
+            try:
+                prompt = await self._read_at_instance(
+                    instance, path, body, block_size, model, remaining_s
+                )
+            except asyncio.TimeoutError:
+                self._pause_instance(instance, FAILURE_PAUSE_S)
+                self.counts["failed-late"] += 1
+                return None
+            except (aiohttp.ClientError, OSError):
+                self._pause_instance(instance, FAILURE_PAUSE_S)
+                self.counts["failed-unreachable"] += 1
+            except UnreadablePrompt as error:
+                self.counts[f"failed-{error.reason}"] += 1
+                return None
+            else:
+                if prompt is not None:
+                    return prompt
+        return await self._local.read_prompt(path, model, body, block_size)
+
+    async def _read_at_instance(
+        self,
+        instance: Instance,
+        path: str,
+        body: bytes,
+        block_size: int,
+        model: str,
+        remaining_s: float,
+    ) -> Prompt | None:
+        """The prompt as `instance` renders it; None if it has no render endpoint.
+
+        Raises UnreadablePrompt, aiohttp's errors and TimeoutError.
+        """
+        route = next(
+            (path_suffix for path_suffix in RENDERED_PATHS if path.endswith(path_suffix)), ""
+        )
+        if not route or block_size < 1:
+            raise UnreadablePrompt("path")
+        if self._render_count >= MAX_CONCURRENT_RENDERS:
+            raise UnreadablePrompt("busy")
+        self._render_count += 1
+        try:
+            status, answer = await self._request_render(instance, route, body, remaining_s)
+        finally:
+            self._render_count -= 1
+        if status in _REFUSAL_STATUSES:
+            self._record_refusal(instance, status)
+            return None
+        if status != 200:
+            raise UnreadablePrompt("refused")
+        return self._build_prompt(route, model, answer, block_size)
+
+    def _choose_instance(self, model: str) -> Instance | None:
+        now = asyncio.get_running_loop().time()
+        for instance, until_s in list(self._paused_until_s.items()):
+            if until_s < now:
+                del self._paused_until_s[instance]
+        candidates = self._pool.get_candidates(self._pool.prefilling_leg, model)
+        available = [instance for instance in candidates if instance not in self._paused_until_s]
+        return min(available, key=lambda instance: instance.in_flight, default=None)
+
+    async def _request_render(
+        self, instance: Instance, route: str, body: bytes, remaining_s: float
+    ) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = build_authorization(self._api_key)
+        if self._session is None:
+            raise UnreadablePrompt("closed")
+        timeout = aiohttp.ClientTimeout(total=remaining_s)
+        # aiohttp sends a file object in chunks: long bodies do not block the event loop
+        payload = BytesIO(_omit_pixels(body))
+        async with self._session.post(
+            f"{instance.url}{route}/render", data=payload, headers=headers, timeout=timeout
+        ) as answer:
+            if answer.status != 200:
+                return answer.status, b""
+            received = bytearray()
+            async for chunk in answer.content.iter_any():
+                received += chunk
+                if len(received) > MAX_RENDER_BYTES:
+                    return 413, b""
+            return 200, bytes(received)
+
+    def _build_prompt(self, route: str, model: str, answer: bytes, block_size: int) -> Prompt:
+        try:
+            is_list = PROMPT_KINDS.get(route) == "completion"
+            prompts = (
+                _prompts_decoder.decode(answer) if is_list else [_prompt_decoder.decode(answer)]
+            )
+            first_prompt = prompts[0]
+            ids = array("I", first_prompt.token_ids)
+            source = self._local.find_tokenizer(model)
+            adapter = source.adapter if source else ""
+            spans = _list_spans(first_prompt.features)
+        except (msgspec.MsgspecError, IndexError, OverflowError) as error:
+            raise UnreadablePrompt("malformed") from error
+        extra_keys = build_extra_keys(
+            spans, block_size, adapter, first_prompt.cache_salt or "", len(ids) // block_size
+        )
+        blocks = compute_block_keys(ids, block_size, extra_keys)
+        self.counts["read"] += 1
+        item_tokens = tuple(span.length for span in spans)
+        # Each prompt of a list is a request in the engine: count all tokens, match the first one's blocks.
+        if len(prompts) > 1:
+            return Prompt(
+                sum(len(each.token_ids) for each in prompts), array("I"), blocks, item_tokens
+            )
+        return Prompt(len(ids), ids, blocks, item_tokens)
+
+    def _pause_instance(self, instance: Instance, seconds: float) -> None:
+        self._paused_until_s[instance] = asyncio.get_running_loop().time() + seconds
+
+    def _record_refusal(self, instance: Instance, status: int) -> None:
+        self._pause_instance(instance, REFUSAL_PAUSE_S)
+        problem = (
+            f"{instance.url} does not render prompts (status {status}), the router tokenizes them"
+        )
+        remedy = (
+            "give its key with --upstream-key"
+            if status in _KEY_STATUSES
+            else "start it with --enable-scale-out"
+        )
+        self._local.warn_once(instance.url, f"{problem}; {remedy}")
+
+
+def _omit_pixels(body: bytes) -> bytes:
+    """Add a field by which vLLM omits pixel data from its response."""
+    start = body.lstrip()
+    return b'{"mm_payload":"none",' + start[1:] if start[:1] == b"{" else body
+
+
+def _list_spans(features: _RenderFeatures | None) -> list[PlaceholderSpan]:
+    """Spans of the media items in prompt order; their keys are the engine's hashes."""
+    if features is None:
+        return []
+    spans: list[Any] = []
+    for modality, places in features.mm_placeholders.items():
+        with contextlib.suppress(KeyError, ValueError):
+            keys: Any = zip(places, features.mm_hashes[modality], strict=True)
+            spans += [PlaceholderSpan(place.offset, place.length, key) for place, key in keys]
+    return sorted(spans, key=lambda span: span.start)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count and insert the placeholder tokens of media items; model_tokenizer.py uses it.
+
+The count is exact where the model's processor computes it from the size of an image, as Qwen's does.
+Without one, or if the size is unknown (a URL to fetch, audio, video), it is the mean of the images
+counted so far, or a default.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BytesIO
+from typing import Any, Final
+
+from ttft_otel.router.routing.policies.block_keys import encode_extra_keys
+from ttft_otel.router.routing.prompts.chat_messages import MediaItem
+
+# Default token count per item when unknown; any estimate separates requests with and without media.
+DEFAULT_ITEM_TOKENS: Final = {"image": 576, "audio": 750, "video": 4096}
+MAX_KNOWN_ITEMS: Final = 4096  # items whose count is cached
+_TOKEN_ID_FIELDS: Final = {
+    "image": ("image_token_id", "image_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
+# Models for which vLLM frames the placeholder with vision tokens if the template takes plain text;
+# others have the bare placeholder.
+_FRAMED_MODEL_TYPES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_ROTATED_ORIENTATIONS: Final = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_ORIENTATION_TAG: Final = 0x0112
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceholderSpan:
+    """The placeholders of one item: first position and number in the prompt, and a key of its content."""
+
+    start: int
+    length: int
+    key: str
+
+
+class PlaceholderCounter:
+    """Counts placeholders for one model.
+
+    processor: the transformers processor, None if there is none. config: the model's config.json.
+    """
+
+    def __init__(self, processor: Any, config: dict[str, Any]) -> None:
+        self._processor = processor
+        self._config = config
+        self._counts_by_key: OrderedDict[str, int] = OrderedDict()
+        self._counted_tokens = self._counted_items = 0
+
+    def find_token_id(self, modality: str) -> int | None:
+        """The token id that stands for one item of `modality` before expansion; None if unknown."""
+        for name in _TOKEN_ID_FIELDS[modality]:
+            token_id = self._config.get(name, getattr(self._processor, name, None))
+            if isinstance(token_id, int):
+                return token_id
+        return None
+
+    def get_placeholder_text(self, modality: str) -> str:
+        """The text of that placeholder for `modality`; "" if the processor has none."""
+        placeholder = str(getattr(self._processor, f"{modality}_token", None) or "")
+        if placeholder and str(self._config.get("model_type")).startswith(_FRAMED_MODEL_TYPES):
+            return f"<|vision_start|>{placeholder}<|vision_end|>"
+        return placeholder
+
+    def count_item(self, item: MediaItem) -> tuple[int, str]:
+        """The number of placeholder tokens of `item`, and a key of its content."""
+        key = item.uuid or _digest_text(item.url or "")
+        cache_key = _digest_text(key)  # a client's uuid may be of any length
+        tokens = self._counts_by_key.get(cache_key)
+        if tokens is None:
+            tokens = self._count_exactly(item) if item.modality == "image" else None
+            if tokens is None:
+                return self._estimate_tokens(item.modality), key
+            self._counts_by_key[cache_key] = tokens
+            self._counted_tokens, self._counted_items = (
+                self._counted_tokens + tokens,
+                self._counted_items + 1,
+            )
+            if len(self._counts_by_key) > MAX_KNOWN_ITEMS:
+                self._counts_by_key.popitem(last=False)
+        return tokens, key
+
+    def _estimate_tokens(self, modality: str) -> int:
+        if modality == "image" and self._counted_items:
+            return round(self._counted_tokens / self._counted_items)
+        return DEFAULT_ITEM_TOKENS[modality]
+
+    def _count_exactly(self, item: MediaItem) -> int | None:
+        dimensions = read_dimensions(item.url or "")
+        if dimensions is None or self._processor is None:
+            return None
+        try:
+            counted = self._processor._get_num_multimodal_tokens(image_sizes=[dimensions])
+            return int(counted.num_image_tokens[0])
+        except Exception:  # noqa: BLE001 - any error of a processor: the count is estimated instead
+            return None
+
+
+def _digest_text(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_dimensions(url: str) -> tuple[int, int] | None:
+    """Height and width of the image in a data: `url`, without decoding its pixels; None for others."""
+    if not url.startswith("data:"):
+        return None
+    try:
+        from PIL import Image
+
+        with Image.open(BytesIO(base64.b64decode(url.partition(",")[2]))) as picture:
+            width, height = picture.size
+            # Only if the header has it: for a PNG, getexif() would read through all pixels.
+            turned = (
+                "exif" in picture.info
+                and picture.getexif().get(_ORIENTATION_TAG) in _ROTATED_ORIENTATIONS
+            )
+    except Exception:  # noqa: BLE001 - malformed images are rejected by the engine
+        return None
+    return (width, height) if turned else (height, width)
+
+
+def expand_placeholders(
+    ids: array[int], items: Sequence[tuple[int | None, int, str]]
+) -> tuple[array[int], list[PlaceholderSpan]] | None:
+    """Expand the single placeholder of each item in `ids` to its count.
+
+    items: placeholder token id, count and content key of each, in prompt order.
+    Returns the prompt and the span of each item; None if `ids` lacks a placeholder.
+    """
+    expanded, spans, position = array("I"), [], 0
+    for token, count, key in items:
+        if token is None:
+            return None
+        try:
+            next_position = ids.index(token, position)
+        except ValueError:
+            return None
+        expanded += ids[position:next_position]
+        spans.append(PlaceholderSpan(len(expanded), count, key))
+        expanded += array("I", (token,)) * count
+        position = next_position + 1
+    return expanded + ids[position:], spans
+
+
+def build_extra_keys(
+    spans: Sequence[PlaceholderSpan],
+    block_size: int,
+    adapter: str = "",
+    salt: str = "",
+    block_count: int = 0,
+) -> dict[int, bytes]:
+    """Extra keys of blocks by position, encoded; in vLLM's order: adapter, media items, cache salt.
+
+    spans: of the media items. adapter: LoRA name, "" for none; it is in every one of `block_count` blocks.
+    salt: the request's cache_salt, in the first block only. Source: vLLM v1/core/kv_cache_utils.py.
+    """
+    keys: dict[int, list[Any]] = {}
+    if adapter:
+        keys = {block: [adapter] for block in range(block_count)}
+    for span in spans:
+        for block in range(
+            span.start // block_size, (span.start + span.length - 1) // block_size + 1
+        ):
+            keys.setdefault(block, []).append((span.key, span.start - block * block_size))
+    if salt:
+        keys.setdefault(0, []).append(salt)
+    return {block: encode_extra_keys(each) for block, each in keys.items()}

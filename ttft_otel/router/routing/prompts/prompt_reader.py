@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompt of a request and the protocol of its readers; routing_service.py asks them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the engine will see it.
+
+    tokens: its length, placeholder tokens of media included. token_ids: empty if the ids of media
+    placeholders are unknown. block_keys: keys of the full blocks (policies/block_keys.py), as far as ids are
+    known. encoder_items: placeholder tokens of each media item, in order, repeated items included.
+    """
+
+    tokens: int
+    token_ids: Sequence[int]
+    block_keys: tuple[int, ...]
+    encoder_items: tuple[int, ...] = ()
+
+    @property
+    def encoder_tokens(self) -> int:
+        """The number of media placeholders among `tokens`."""
+        return sum(self.encoder_items)
+
+
+class PromptReader(Protocol):
+    """Reads the prompts of requests."""
+
+    counts: Counter[str]  # results: read, cached, failed-REASON
+
+    async def read_prompt(
+        self, path: str, model: str, body: bytes, block_size: int
+    ) -> Prompt | None:
+        """The prompt of a request; None if it cannot be read, with the reason in `counts`.
+
+        path: of the request. body: its JSON. block_size: tokens per block of the keys.
+        Never raises and never blocks the event loop.
+        """
+        ...
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Start loading what the models of the instances need; `session` is for requests to instances."""
+        ...
+
+    async def close(self) -> None:
+        """End background tasks and child processes."""
+        ...

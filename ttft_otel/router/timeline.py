@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of a request and its attempts, and their partition into stages.
+
+upstream/ and exchange.py record the times, records.py exports the stages. Stages add up exactly to the
+TTFT; those inside a leg come from its Server-Timing, and a leg without one is unattributed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ttft_otel import clock, names
+from ttft_otel.breakdown import Breakdown, PartitionCursor
+from ttft_otel.stages import STAGE_NAMES, UNATTRIBUTED
+from ttft_otel.timing import ServerTiming
+
+if TYPE_CHECKING:
+    from ttft_otel.router.types import AttemptBooking, Decision, Instance
+
+CANCELLED: Final = names.ERROR_CANCELLED
+# A breakdown that is longer than its leg by more cannot be placed; by less, it is cut to the leg.
+MAX_EXCESS_US: Final = 1000
+_STAGE_ORDER: Final = {name: place for place, name in enumerate(STAGE_NAMES)}
+
+
+class AttemptObserver(Protocol):
+    """Is told of an attempt's first byte; the instance pool."""
+
+    def record_begun(self, attempt: Attempt) -> None:
+        """The answer to `attempt` has begun."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One HTTP call to a leg; times are microseconds of CLOCK_MONOTONIC, 0 if not reached yet.
+
+    Fields up to `observer` are set at creation, the others only by its methods.
+
+    first_byte_us: end of the leg on the way to the first token, which is the first body chunk of a
+    backend and the whole response of an encoder. is_lost: it failed, and was retried if possible.
+    resumed_us: end of the back-off before the retry. is_new_connection: the connection was opened for it.
+    """
+
+    leg: str
+    path: str
+    instance: Instance
+    span_id: str
+    sent_us: int
+    number: int = 1
+    candidates: tuple[Instance, ...] = ()
+    decision: Decision | None = None
+    policy: str = ""
+    booking: AttemptBooking | None = None  # its entry in the policy's pending load
+    observer: AttemptObserver | None = None
+
+    is_new_connection: bool = False
+    status: int = 0
+    error: str = ""
+    first_byte_us: int = 0
+    ended_us: int = 0
+    is_lost: bool = False
+    is_instance_failure: bool = True  # if it failed: whether that counts against the instance
+    resumed_us: int = 0
+    is_overdue: bool = False  # its answer had not begun in time
+    waiting_task: asyncio.Task[Any] | None = None  # while it waits for the first byte
+    server_timing: ServerTiming | None = None
+
+    def record_sent(self, is_new_connection: bool) -> None:
+        """Record that its connection is requested, or that it is sent on an open one."""
+        self.sent_us, self.is_new_connection = clock.now_us(), is_new_connection
+
+    def begin_wait(self, task: asyncio.Task[Any] | None) -> None:
+        """From now on `task` waits for its first byte."""
+        self.waiting_task = task
+
+    def end_wait(self) -> None:
+        """Its task waits no longer."""
+        self.waiting_task = None
+
+    def time_out(self) -> None:
+        """The time for its first byte is over: cancel the task that waits for it."""
+        if not self.first_byte_us and not self.ended_us:
+            self.is_overdue = True
+            if self.waiting_task is not None:
+                self.waiting_task.cancel()
+
+    def record_head(self, status: int) -> None:
+        """Record the `status` of the response."""
+        self.status = status
+        if status >= 400:
+            self.error = str(status)
+
+    def record_first_byte(self) -> None:
+        """Record that the first body chunk was received."""
+        self.first_byte_us = clock.now_us()
+        if self.observer is not None:
+            self.observer.record_begun(self)
+
+    def record_whole_answer(self) -> None:
+        """Record that a response on which the next leg depends was received completely."""
+        if not self.ended_us:
+            self.ended_us = clock.now_us()
+        self.first_byte_us = self.ended_us
+        if self.observer is not None:
+            self.observer.record_begun(self)
+
+    def record_server_timing(self, server_timing: ServerTiming | None) -> None:
+        """Record the `server_timing` that the instance reported."""
+        self.server_timing = server_timing
+
+    def record_failure(self, error: str, is_instance_failure: bool = True) -> None:
+        """Record that the response broke off; `error` is the exception class."""
+        self.error, self.is_instance_failure = error, is_instance_failure
+
+    def record_ended(self) -> None:
+        """Record that no more of it is read. Idempotent: the first call counts."""
+        if not self.ended_us:
+            self.ended_us = clock.now_us()
+
+    def record_cancelled(self) -> None:
+        """Mark it cancelled: the client disconnected, or another call of the request failed."""
+        if not self.ended_us:
+            self.error, self.ended_us = CANCELLED, clock.now_us()
+
+    def record_lost(self, error: str = "") -> None:
+        """Record that it failed and its response is not used; `error` "" keeps that of its status."""
+        self.is_lost, self.ended_us = True, clock.now_us()
+        if error:
+            self.error = error
+
+    def record_resumed(self) -> None:
+        """Record the end of the back-off before the retry."""
+        self.resumed_us = clock.now_us()
+
+
+@dataclass(slots=True)
+class PromptLookup:
+    """Times of tokenizing a prompt and looking up its prefix, before any leg; 0 if not reached yet."""
+
+    began_us: int
+    tokenized_us: int = 0
+    looked_up_us: int = 0
+
+    def record_tokenized(self) -> None:
+        """Record that the prompt was tokenized, or could not be."""
+        self.tokenized_us = clock.now_us()
+
+    def record_looked_up(self) -> None:
+        """Record the end of the lookup; without `record_tokenized`, all of it was tokenizing."""
+        self.looked_up_us = clock.now_us()
+        self.tokenized_us = self.tokenized_us or self.looked_up_us
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """Times of one request in microseconds of CLOCK_MONOTONIC, 0 if not reached yet.
+
+    critical_path: the attempts of each leg on it, in order. ended_us: when the first chunk was sent to the
+    client or the request failed; 0 for a response that is not streamed, whose first token was earlier.
+    """
+
+    arrived_us: int
+    parsed_us: int = 0
+    critical_path: list[list[Attempt]] = field(default_factory=list)
+    ended_us: int = 0
+    prompt_lookup: PromptLookup | None = None
+
+    def begin_prompt_lookup(self) -> PromptLookup:
+        """Start tokenizing and looking up the prompt."""
+        self.prompt_lookup = PromptLookup(clock.now_us())
+        return self.prompt_lookup
+
+    def record_ended(self) -> None:
+        """Record the end of the measured time. Idempotent: the first call counts."""
+        if not self.ended_us:
+            self.ended_us = clock.now_us()
+
+
+def partition_timeline(timeline: RequestTimeline) -> Breakdown:
+    """Partition `timeline`, from arrival to the first token sent, into stages."""
+    cursor = PartitionCursor(timeline.arrived_us)
+    cursor.close_stage("router.receive", timeline.parsed_us or timeline.ended_us)
+    attempts = [attempt for chain in timeline.critical_path for attempt in chain]
+    if timeline.prompt_lookup is not None:
+        _place_prompt_lookup(cursor, timeline.prompt_lookup, timeline.ended_us)
+    for attempt in attempts:
+        _place_attempt(cursor, attempt, timeline, attempt is attempts[-1])
+    if timeline.ended_us:
+        cursor.close_stage(
+            "router.egress" if attempts else "router.route", max(timeline.ended_us, cursor.position)
+        )
+    totals: dict[str, int] = {}
+    for label, low, high in cursor.pieces:
+        totals[label] = totals.get(label, 0) + high - low
+    lost = totals.pop(UNATTRIBUTED, 0)
+    return Breakdown(
+        timeline.arrived_us, cursor.position, cursor.pieces, totals, lost, cursor.clamped
+    )
+
+
+def _place_prompt_lookup(cursor: PartitionCursor, lookup: PromptLookup, ended_us: int) -> None:
+    cursor.close_stage("router.route", lookup.began_us)
+    cursor.close_stage("router.tokenize", lookup.tokenized_us or ended_us)
+    if lookup.tokenized_us:
+        cursor.close_stage("router.lookup", lookup.looked_up_us or ended_us)
+
+
+def _place_attempt(
+    cursor: PartitionCursor, attempt: Attempt, timeline: RequestTimeline, is_last: bool
+) -> None:
+    cursor.close_stage("router.route", attempt.sent_us)
+    stop_us = max(attempt.first_byte_us or attempt.ended_us or timeline.ended_us, cursor.position)
+    if attempt.is_lost:
+        cursor.close_stage("router.retry", max(stop_us, attempt.resumed_us))
+    elif (
+        attempt.server_timing is None
+        or not attempt.first_byte_us
+        or _exceeds_leg(attempt.server_timing, stop_us - attempt.sent_us)
+    ):
+        cursor.close_stage(UNATTRIBUTED, stop_us)
+    else:
+        rest_us = attempt.server_timing.rest or 0
+        if is_last and not timeline.ended_us:
+            stop_us, rest_us = max(stop_us - rest_us, cursor.position), 0
+        _place_leg_stages(cursor, attempt.leg, attempt.server_timing, stop_us, rest_us)
+
+
+def _exceeds_leg(server_timing: ServerTiming, length_us: int) -> bool:
+    """Whether a server accounts for so much more than its leg's `length_us` that it must be wrong."""
+    accounted_us = server_timing.ttft + (server_timing.rest or 0)
+    return accounted_us > length_us + MAX_EXCESS_US + length_us // 1000  # two clocks' rates differ
+
+
+def _place_leg_stages(
+    cursor: PartitionCursor, leg: str, server_timing: ServerTiming, stop_us: int, rest_us: int
+) -> None:
+    """Place the network hop, then the leg's stages in their order: only their lengths are known."""
+    hop_us = stop_us - cursor.position - server_timing.ttft - rest_us
+    if hop_us < 0:
+        cursor.clamped -= hop_us
+    cursor.close_stage(f"router.hop.{leg}", cursor.position + max(hop_us, 0))
+    known = (name for name in server_timing.stages if name in _STAGE_ORDER)
+    for name in sorted(known, key=_STAGE_ORDER.__getitem__):
+        cursor.close_stage(
+            f"{leg}.{name}", min(cursor.position + server_timing.stages[name], stop_us)
+        )
+    cursor.close_stage(UNATTRIBUTED, stop_us)
+
+
+def find_failed_stage(timeline: RequestTimeline) -> str:
+    """The stage in which the request failed; inside a leg it is the hop, as no more is known."""
+    if not timeline.parsed_us:
+        return "router.receive"
+    lookup = timeline.prompt_lookup
+    if lookup is not None and not lookup.looked_up_us:
+        return "router.lookup" if lookup.tokenized_us else "router.tokenize"
+    attempts = [attempt for chain in timeline.critical_path for attempt in chain]
+    return f"router.hop.{attempts[-1].leg}" if attempts else "router.route"

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances, what is asked of routing and what it answers; and the words the rooms share.
+
+The protocols let upstream/ call routing/ without importing it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ttft_otel.router.circuit_breaker import CircuitBreaker, OwedAnswers
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from ttft_otel.timing import ServerTiming
+
+# How the first token of a request with two legs reaches the client; docs/router.md.
+MODE_OFF: Final = "off"
+MODE_STRIP: Final = "strip"
+MODE_CONTINUE: Final = "continue"
+FIRST_TOKEN_MODES: Final = (MODE_OFF, MODE_STRIP, MODE_CONTINUE)
+DEFAULT_POLICY: Final = "round_robin"  # needs no knowledge of requests
+OTHER_LEGS_POLICY: Final = "least_requests"
+
+# What decoding a client's JSON raises.
+JSON_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+AsgiScope = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+HeaderList = list[tuple[bytes, bytes]]
+InstanceState = Literal["healthy", "failed", "draining"]
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One server of a leg and its state, which instance_pool.py and health_monitor.py update.
+
+    url: without a trailing slash. host, port: for spans. models: names it lists, None if not known yet.
+    """
+
+    url: str
+    leg: str
+    host: str
+    port: int
+    state: InstanceState = "healthy"
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    owed_answers: OwedAnswers = field(default_factory=OwedAnswers)
+    in_flight: int = 0
+    missed_probes: int = 0  # of health probes, in a row
+    was_probed: bool = False
+    models: frozenset[str] | None = None
+    model_cards: tuple[dict[str, Any], ...] = ()  # `data` of its /v1/models
+    attempt_results: Counter[str] = field(default_factory=Counter)
+    # Media items encoded again although an encoder had encoded them (recomputed_media.py).
+    recomputed_items: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The choice of a policy; `reason` is one word for spans and logs.
+
+    score: lower is better, in the unit of the policy. cached_tokens: prompt tokens cached at the instance.
+    predicted_ttft_s: seconds, None without prediction. candidate_scores, candidate_cached_tokens: of every
+    candidate in the given order; empty if the policy computes none.
+    """
+
+    instance: Instance
+    score: float
+    reason: str
+    cached_tokens: int = 0
+    predicted_ttft_s: float | None = None
+    candidate_scores: Sequence[float] = ()
+    candidate_cached_tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """A request on one leg, as policies and the upstream client see it.
+
+    single_use: do not retry, because the KV blocks that the body names may be gone after one attempt.
+    prompt_tokens, block_keys: length and keys of the full blocks of the prompt; 0 and empty if unknown.
+    tokens_estimated: prompt_tokens is an estimate.
+    cached_tokens_by_url: tokens of the prompt cached at instances; None if not looked up.
+    item_tokens: placeholder tokens of each media part, in order; empty if unknown.
+    arrived_us: when the router received it; 0 to ignore the time since then.
+    encode_wait_s: predicted seconds until encoders are done. encoders_busy: that includes a queue.
+    media_encoded: encoders have encoded its media items, which a header tells the instance.
+    media_item: of an encoder request, the content part to encode, as JSON. body_frame: what is sent
+    before and after it, in place of `body`; the requests for all items of a body share it.
+    """
+
+    leg: str
+    path: str
+    model: str
+    request_id: str
+    headers: dict[str, str]
+    body: bytes
+    single_use: bool = False
+    prompt_tokens: int = 0
+    tokens_estimated: bool = False
+    block_keys: tuple[int, ...] = ()
+    cached_tokens_by_url: Mapping[str, int] | None = None
+    item_tokens: tuple[int, ...] = ()
+    arrived_us: int = 0
+    encode_wait_s: float = 0.0
+    encoders_busy: bool = False
+    media_encoded: bool = False
+    media_item: bytes = b""
+    body_frame: tuple[bytes, bytes] | None = None
+
+
+class RoutingPolicy(Protocol):
+    """Chooses an instance; called on the event loop, so it must not block."""
+
+    tracks_load: ClassVar[bool] = False  # needs PendingLoads to be kept
+    reads_prompts: ClassVar[bool] = False  # needs prompt lengths and cached prefixes
+
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether it learns from the Server-Timing of instances, which then is requested."""
+        return False
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Choose one of `instances`, which is never empty.
+
+        now_us: CLOCK_MONOTONIC in microseconds. is_retry: an earlier attempt of the request failed.
+        """
+        ...
+
+
+class AttemptBooking(Protocol):
+    """One attempt's entry in what its leg's policy decides by; routing.booking.Booking.
+
+    requested_timing: the policy, and nobody else, asked the server for its breakdown.
+    awaits_delta: the first chunks held no token, so that more of them have to be read.
+    predicted_ttft_s, prediction_error_s: seconds; None where nothing was predicted or measured.
+    """
+
+    requested_timing: bool
+    awaits_delta: bool
+    predicted_ttft_s: float | None
+    prediction_error_s: float | None
+
+    def record_first_token(
+        self, first_token_us: int, server_timing: ServerTiming | None, is_streaming: bool
+    ) -> None:
+        """The first token, or a whole answer, came at `first_token_us` (CLOCK_MONOTONIC)."""
+        ...
+
+    def record_chunk(self, data: bytes) -> None:
+        """More of an answer whose first token is still to come."""
+        ...
+
+    def record_end(self) -> None:
+        """The attempt is over, however it ended. Idempotent."""
+        ...
+
+
+class Chooser(Protocol):
+    """Chooses instances for the upstream client and is told of each attempt; RoutingService."""
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Begin to learn what instances have cached."""
+        ...
+
+    async def close(self) -> None:
+        """End that."""
+        ...
+
+    def choose_instance(
+        self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Pick one of `candidates` (never empty) for the leg of `request`. Raises SloUnreachable."""
+        ...
+
+    def get_policy_name(self, leg: str) -> str:
+        """The name of the policy that chooses for a leg."""
+        ...
+
+    def book_request(
+        self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
+    ) -> AttemptBooking | None:
+        """An attempt starts; None where the leg's policy does not track load."""
+        ...
+
+    def needs_timing(self, leg: str) -> bool:
+        """Whether the leg's policy learns from the Server-Timing of instances."""
+        ...
+
+
+def parse_instance_url(url: str, leg: str) -> Instance:
+    """Parse `url`, http(s)://HOST[:PORT][/PREFIX], into an instance of `leg`.
+
+    Raises ValueError, with the remedy, for anything else.
+    """
+    remedy = f"{url!r} is not a server's URL; write it like http://127.0.0.1:8001"
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise ValueError(remedy) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        raise ValueError(remedy)
+    return Instance(url.rstrip("/"), leg, parts.hostname, port)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An instance's KV cache configuration and vLLM release; prefill_decode.py needs them.
+
+They decide whether a decode instance can continue after the prefill instance's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Final
+
+import aiohttp
+
+from ttft_otel import clock
+from ttft_otel.router.types import Instance
+from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
+from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities, parse_capabilities
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+
+MAX_AGE_US: Final = (
+    60_000_000  # microseconds; an instance may be restarted with another configuration
+)
+RETRY_DELAY_US: Final = 5_000_000  # microseconds before a failed query is repeated
+CAPABILITY_TIMEOUT: Final = aiohttp.ClientTimeout(total=2.0)
+
+
+_UNKNOWN: Final = (0, InstanceCapabilities())
+
+
+class CapabilityCache:
+    """Capabilities by instance, queried when first needed and refreshed in the background."""
+
+    def __init__(self, upstream: UpstreamClient) -> None:
+        self._upstream = upstream
+        self._known: dict[Instance, tuple[int, InstanceCapabilities]] = {}
+        self._queries: dict[Instance, asyncio.Task[None]] = {}
+
+    def refresh_stale(self, instances: tuple[Instance, ...]) -> None:
+        """Query, in the background, those of `instances` whose capabilities are unknown or too old."""
+        now_us = clock.now_us()
+        for each in instances:
+            if self._known.get(each, _UNKNOWN)[0] <= now_us and each not in self._queries:
+                task = asyncio.create_task(self._query_instance(each))
+                self._queries[each] = task
+                task.add_done_callback(functools.partial(self._end_query, each))
+
+    async def get_capabilities(self, instances: tuple[Instance, ...]) -> list[InstanceCapabilities]:
+        """Capabilities of `instances`, in their order; waits only for running first queries."""
+        waiting = [
+            self._queries[each]
+            for each in instances
+            if each in self._queries and each not in self._known
+        ]
+        if waiting:
+            await asyncio.wait(waiting)
+        return [self._known.get(each, _UNKNOWN)[1] for each in instances]
+
+    def _end_query(self, instance: Instance, _: asyncio.Task[None]) -> None:
+        del self._queries[instance]
+
+    async def _query_instance(self, instance: Instance) -> None:
+        capabilities = InstanceCapabilities()
+        try:
+            pages = await asyncio.gather(
+                *(self._fetch_page(f"{instance.url}/{page}") for page in ("metrics", "version"))
+            )
+            capabilities = parse_capabilities(*pages)
+        except QUERY_ERRORS:
+            capabilities = InstanceCapabilities()
+        for removed in self._known.keys() - set(self._upstream.pool):
+            del self._known[removed]
+        self._known[instance] = (
+            clock.now_us() + (MAX_AGE_US if capabilities.block_size else RETRY_DELAY_US),
+            capabilities,
+        )
+
+    async def _fetch_page(self, url: str) -> bytes:
+        async with self._upstream.session.get(url, timeout=CAPABILITY_TIMEOUT) as response:
+            return await response.read()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits for the first byte of an attempt's answer, which --first-byte-timeout may end.
+
+A backend's answer begins with the first chunk of its body, because a server that hangs may have sent the
+headers; of a call whose whole answer the next leg needs, all of it has to come in time. The pool's
+deadline queue calls `Attempt.time_out`, which cancels the waiting task: a timer for each attempt would
+cost some percent of the router's time per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import aiohttp
+
+from ttft_otel.router.errors import FirstByteTimeout
+from ttft_otel.router.timeline import Attempt
+
+TIMED_OUT_MESSAGE = "it did not begin to answer in time"
+
+
+class FirstByteWait:
+    """Context manager that raises FirstByteTimeout once the time of `attempt` is over."""
+
+    __slots__ = ("_attempt", "_task")
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    def __enter__(self) -> None:
+        if self._attempt.is_overdue:
+            raise FirstByteTimeout(TIMED_OUT_MESSAGE)
+        self._task = asyncio.current_task()
+        self._attempt.begin_wait(self._task)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._attempt.end_wait()
+        if kind is asyncio.CancelledError and self._attempt.is_overdue and self._is_own_cancel():
+            raise FirstByteTimeout(TIMED_OUT_MESSAGE) from error
+
+    def _is_own_cancel(self) -> bool:
+        """Take back the cancellation by `time_out`; False if the task was cancelled by others, too.
+
+        Python 3.10 does not count cancellations.
+        """
+        uncancel = getattr(self._task, "uncancel", None)
+        return uncancel is None or not uncancel()
+
+
+async def read_first_chunk(response: aiohttp.ClientResponse, attempt: Attempt) -> bytes:
+    """The first chunk of the body, b"" if it is empty. Raises FirstByteTimeout."""
+    content = response.content
+    first_chunk = content.read_nowait()  # mostly it came with the headers
+    if not first_chunk and not content.at_eof():
+        with FirstByteWait(attempt):
+            first_chunk = await content.readany()
+    attempt.record_first_byte()
+    return first_chunk

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Relay an instance's response to the client chunk by chunk; one that is cut short is closed.
+
+endpoint.py and decode_leg.py call it with the client's writer. Nothing is buffered, so a slow client
+slows its leg down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import aiohttp
+
+from ttft_otel import names
+from ttft_otel.router.exchange import ClientWriter
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.types import AttemptBooking
+from ttft_otel.router.upstream import http_headers
+from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
+from ttft_otel.router.upstream.first_byte_wait import read_first_chunk
+from ttft_otel.router.upstream.upstream_client import record_server_timing
+
+# How vLLM begins the stream of a completion that failed before its first token; said by an instance
+# that does not report it in Server-Timing.
+_ERROR_EVENT: Final = b'data: {"error":'
+
+
+async def relay_response(
+    response: aiohttp.ClientResponse, attempt: Attempt, client_stream: ClientWriter
+) -> None:
+    """Relay `response` chunk by chunk; close it if the client leaves first."""
+    exchange = client_stream.exchange
+    with track_reading(response, attempt):
+        content = response.content
+        first_chunk = await read_first_chunk(response, attempt)
+        if first_chunk.startswith(_ERROR_EVENT) and not attempt.error:
+            attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)
+        booking = attempt.booking
+        if exchange.trace_context.trace_id or booking is not None:
+            record_server_timing(attempt, response)
+        exchange.record_answer(response.content_type == "text/event-stream", attempt.error)
+        has_more = not content.at_eof()
+        is_own_timing = bool(exchange.trace_context.trace_id) or (
+            booking is not None and booking.requested_timing
+        )
+        response_headers = http_headers.filter_response_headers(response.raw_headers, is_own_timing)
+        await client_stream.send_first_chunk(
+            response.status, response_headers, first_chunk, has_more
+        )
+        _record_chunk(booking, first_chunk)
+        while has_more and (chunk := await content.readany()):
+            await client_stream.send_chunk(chunk)
+            _record_chunk(booking, chunk)
+        attempt.record_ended()
+        if has_more:
+            await client_stream.send_end()
+
+
+def _record_chunk(booking: AttemptBooking | None, data: bytes) -> None:
+    if booking is not None and booking.awaits_delta:
+        booking.record_chunk(data)
+
+
+@contextmanager
+def track_reading(response: aiohttp.ClientResponse, attempt: Attempt) -> Iterator[None]:
+    """Context manager for reading `response`: notes how that ended in `attempt`, and finishes it."""
+    try:
+        yield
+    except UPSTREAM_ERRORS as error:
+        # whole answers that take longer than --total-timeout are what their clients asked for
+        is_late_end = isinstance(error, asyncio.TimeoutError) and bool(attempt.first_byte_us)
+        attempt.record_failure(type(error).__name__, not is_late_end)
+        raise
+    except asyncio.CancelledError:
+        attempt.record_cancelled()
+        raise
+    finally:
+        finish_attempt(response, attempt)
+
+
+def finish_attempt(response: aiohttp.ClientResponse, attempt: Attempt) -> None:
+    """Note the end of `attempt`; a `response` that is not read to its end is closed."""
+    attempt.record_ended()
+    if not response.content.at_eof():
+        response.close()

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends requests to instances: choose one, send, retry on another, note the times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import aiohttp
+from yarl import URL
+
+from ttft_otel import clock, context, names, timing
+from ttft_otel.router import types
+from ttft_otel.router.errors import UpstreamUnavailable
+from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.upstream import failures, retry, tcp_connector
+from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
+from ttft_otel.router.upstream.framed_item import FramedItem
+from ttft_otel.router.upstream.health_monitor import HealthMonitor
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.stages import ENCODE, INTERMEDIATE_ROLES
+
+CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
+KEEPALIVE_S: Final = (
+    4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
+)
+_SKIPPED_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+class UpstreamClient:
+    """The client session to all instances; started and closed on the event loop."""
+
+    def __init__(
+        self,
+        pool: InstancePool,
+        chooser: types.Chooser,
+        max_retries: int = retry.MAX_RETRIES,
+        budget_ratio: float = retry.RETRY_BUDGET_RATIO,
+        health_monitor: HealthMonitor | None = None,
+        limits: RouterLimits | None = None,
+    ) -> None:
+        self.pool = pool
+        self.limits = limits or RouterLimits()
+        self.chooser = chooser
+        self.max_retries, self.retry_budget = max_retries, retry.RetryBudget(budget_ratio)
+        self.health_monitor = health_monitor or HealthMonitor(self.pool)
+        self.retry_counts: dict[str, int] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the session, and start health probes and routing."""
+        self._session = aiohttp.ClientSession(
+            connector=tcp_connector.TimedConnector(KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=self.limits.total_timeout or None, sock_connect=CONNECT_TIMEOUT_S
+            ),
+            max_line_size=self.limits.max_answer_header_bytes,
+            max_field_size=self.limits.max_answer_header_bytes,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=_SKIPPED_HEADERS,
+        )
+        await self.health_monitor.start(self._session)
+        await self.chooser.start(self._session)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.chooser.close()
+        await self.health_monitor.close()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The HTTP session, also for requests of the control plane; RuntimeError before `start`."""
+        if self._session is None:
+            raise RuntimeError("UpstreamClient is not started; serve the app with its lifespan on")
+        return self._session
+
+    async def send_request(
+        self,
+        request: types.RoutingRequest,
+        trace: context.TraceContext,
+        attempts: list[Attempt],
+        only_instance: types.Instance | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Send the request of one leg, retrying where retry.py allows it; fills `attempts`.
+
+        `only_instance`: send to this instance and no other. The caller closes the response and calls
+        `pool.record_ended` for every attempt. Raises UpstreamUnavailable, SloUnreachable.
+        """
+        self.retry_budget.record_request()
+        candidates = (
+            (only_instance,)
+            if only_instance
+            else self.pool.get_candidates(request.leg, request.model)
+        )
+        if attempts and not only_instance:
+            candidates = _exclude_tried(candidates, attempts)
+        if not candidates:
+            raise UpstreamUnavailable(503, self._explain_no_candidate(request.leg))
+        while True:
+            is_retry = bool(attempts) and attempts[-1].is_lost
+            decision = self.chooser.choose_instance(request, candidates, clock.now_us(), is_retry)
+            try:
+                response = await self._send_attempt(request, trace, decision, candidates, attempts)
+            except failures.UPSTREAM_ERRORS as error:
+                candidates = self.record_connection_failure(request, attempts, error, only_instance)
+                if not candidates:
+                    raise failures.build_unavailable_error(request.leg, error) from error
+            else:
+                if not retry.is_retryable_status(request.leg, response.status):
+                    return response
+                candidates = self._record_refusal(request, attempts, only_instance)
+                if not candidates:
+                    return response
+                response.close()
+            await self.wait_before_retry(attempts)
+
+    def _explain_no_candidate(self, leg: str) -> str:
+        if self.pool.get(leg):
+            return f"No {leg} instance can take the request now."
+        return f"There is no {leg} instance."
+
+    def record_connection_failure(
+        self,
+        request: types.RoutingRequest,
+        attempts: list[Attempt],
+        error: BaseException,
+        only_instance: types.Instance | None = None,
+    ) -> tuple[types.Instance, ...]:
+        """Record a failed connection of the last attempt. Returns candidates for a retry, () for none."""
+        attempt = attempts[-1]
+        attempt.record_lost(type(error).__name__)
+        is_unsent, is_race = retry.is_unsent_error(error), retry.is_idle_close_race(attempt, error)
+        if not is_race and failures.is_instance_failure(error):
+            self.pool.record_failure(attempt.instance, failures.describe_error(error), is_unsent)
+        if failures.is_resource_shortage(error):
+            return ()  # there is none for another instance either
+        candidates = (
+            ()
+            if only_instance
+            else _exclude_tried(self.pool.get_candidates(request.leg, request.model), attempts)
+        )
+        if is_race:
+            # Nothing was read, and it says nothing about the instance: it may be used again, once.
+            return self._take_retry(
+                request, candidates or (attempt.instance,), attempts, retry.MAX_RACE_RETRIES
+            )
+        if only_instance or not (is_unsent or request.leg == ENCODE):
+            return ()
+        return self._take_retry(request, candidates, attempts, self.max_retries)
+
+    def _record_refusal(
+        self,
+        request: types.RoutingRequest,
+        attempts: list[Attempt],
+        only_instance: types.Instance | None,
+    ) -> tuple[types.Instance, ...]:
+        """Record a retryable status of the last attempt. Returns candidates for a retry, () for none."""
+        attempt = attempts[-1]
+        if attempt.status in retry.UNAVAILABLE_STATUSES:  # any other may be the client's fault
+            self.pool.record_failure(attempt.instance, f"it responded with status {attempt.status}")
+        if only_instance or request.single_use:
+            return ()
+        candidates = _exclude_tried(self.pool.get_candidates(request.leg, request.model), attempts)
+        candidates = self._take_retry(request, candidates, attempts, self.max_retries)
+        if candidates:
+            attempt.record_lost()  # otherwise it is the client's answer
+        return candidates
+
+    def _take_retry(
+        self,
+        request: types.RoutingRequest,
+        candidates: tuple[types.Instance, ...],
+        attempts: list[Attempt],
+        max_retries: int,
+    ) -> tuple[types.Instance, ...]:
+        """The others, if after its last attempt this request and the budget still have a retry."""
+        if request.leg == ENCODE:
+            max_retries = min(max_retries, retry.MAX_ENCODER_RETRIES)
+        if (
+            not candidates
+            or sum(attempt.is_lost for attempt in attempts[:-1]) >= max_retries
+            or not self.retry_budget.try_spend()
+        ):
+            return ()
+        self.retry_counts[request.leg] = self.retry_counts.get(request.leg, 0) + 1
+        return candidates
+
+    async def wait_before_retry(self, attempts: list[Attempt]) -> None:
+        """Wait with jitter before the next attempt; the time counts to the lost one of `attempts`."""
+        attempt = attempts[-1]
+        self.pool.record_ended(attempt)
+        try:
+            await asyncio.sleep(retry.choose_backoff_s(attempt.number))
+        finally:
+            attempt.record_resumed()
+
+    async def _send_attempt(
+        self,
+        request: types.RoutingRequest,
+        trace: context.TraceContext,
+        decision: types.Decision,
+        candidates: tuple[types.Instance, ...],
+        attempts: list[Attempt],
+    ) -> aiohttp.ClientResponse:
+        instance = decision.instance
+        span_id = context.new_span_id()
+        own_headers = {names.REQUEST_HEADER: request.request_id}
+        if trace.trace_id:
+            own_headers[names.TRACEPARENT] = trace.format_traceparent(span_id)
+            own_headers[names.ASK], own_headers[names.LEG_HEADER] = "1", request.leg
+            if request.media_encoded:
+                own_headers[names.ENCODED_HEADER] = "1"
+        if trace.tracestate:
+            own_headers[names.TRACESTATE] = trace.tracestate
+        url = URL(instance.url + request.path, encoded=True)
+        path = request.path.partition("?")[0][:256]
+        sent_us = clock.now_us()
+        booking = self.chooser.book_request(request, decision, span_id, sent_us)
+        attempt = Attempt(
+            request.leg,
+            path,
+            instance,
+            span_id,
+            sent_us,
+            len(attempts) + 1,
+            candidates,
+            decision,
+            self.chooser.get_policy_name(request.leg),
+            booking,
+            self.pool,
+        )
+        attempts.append(attempt)
+        self.pool.record_sent(attempt)
+        if booking is not None and not trace.trace_id and self.chooser.needs_timing(request.leg):
+            # Server-Timing is removed from the response, unless the client asked for it.
+            booking.requested_timing = request.headers.get(names.ASK) != "1"
+            own_headers[names.ASK] = "1"
+        try:
+            with tcp_connector.AttemptScope(attempt):
+                with FirstByteWait(attempt):
+                    response = await self.session.post(
+                        url,
+                        data=(
+                            request.body
+                            if request.body_frame is None
+                            else FramedItem(request.media_item, request.body_frame)
+                        ),
+                        headers={**request.headers, **own_headers},
+                        allow_redirects=False,
+                    )
+        except asyncio.CancelledError:
+            attempt.record_cancelled()
+            raise
+        attempt.record_head(response.status)
+        return response
+
+
+def record_server_timing(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+    """Parse Server-Timing of `response`, after the first chunk: not counted in `router.hop`."""
+    header_value = ", ".join(response.headers.getall(names.TIMING, ()))
+    attempt.record_server_timing(timing.parse_server_timing(header_value))
+    if timing.reports_no_token(header_value) and not attempt.error:
+        attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)
+    if attempt.booking is not None and not attempt.error:
+        # their whole answer is what the next leg waits for
+        is_streaming = (
+            attempt.leg in INTERMEDIATE_ROLES or response.content_type == "text/event-stream"
+        )
+        attempt.booking.record_first_token(
+            attempt.first_byte_us, attempt.server_timing, is_streaming
+        )
+
+
+def _exclude_tried(
+    candidates: tuple[types.Instance, ...], attempts: Sequence[Attempt]
+) -> tuple[types.Instance, ...]:
+    tried = [attempt.instance for attempt in attempts]
+    return tuple(each for each in candidates if each not in tried)
