@@ -9,53 +9,61 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from lab import compat_matrix, demo, demo_verdict, demo_workload, progress_screen
+from lab.demo_verdict import RequestObservation
+from lab.demo_workload import DemoRequest
+from lab.ttft_client import TimedRequest
 from ttft_otel import names
-from ttft_otel.lab import demo, matrix, questions, screen, verdict
-from ttft_otel.lab.client import CHAT, COMPLETIONS, RESPONSES, Question
-from ttft_otel.lab.questions import Asked
-from ttft_otel.lab.verdict import Seen
-from ttft_otel.report.query import Trace
-from ttft_otel.report.shape import Span
+from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.report.report_types import StoredSpan
 
 
-def pair(role: str, span: str, parent: str, parts: dict[str, int]) -> list[Span]:
+def build_server_spans(
+    role: str, span: str, parent: str, parts: dict[str, int]
+) -> list[StoredSpan]:
     """A server span and the ttft span in it, whose stages add up."""
-    have = {names.stage_us(name): us for name, us in parts.items()}
+    have = {names.name_stage_attribute(name): us for name, us in parts.items()}
     have |= {names.UNATTRIBUTED_US: 0, names.TOTAL_US: sum(parts.values())}
     more = {"service": role, "scope": names.SCOPE}
     attributes = {**have, names.ROLE: role}
     return [
-        Span("t", span, parent, "POST", verdict.SERVER, 0, 9, **more),
-        Span("t", f"{span}-ttft", span, names.TTFT, 1, 0, 9, **more, attributes=attributes),
+        StoredSpan("t", span, parent, "POST", demo_verdict.SERVER_KIND, 0, 9, **more),
+        StoredSpan("t", f"{span}-ttft", span, names.TTFT, 1, 0, 9, **more, attributes=attributes),
     ]
 
 
-def routed(images: int = 1) -> list[Span]:
+def build_routed_spans(images: int = 1) -> list[StoredSpan]:
     """The spans of one routed request that closes."""
     legs = {f"e{number}": "encode" for number in range(images)} | {"pd": "prefill_decode"}
-    spans = pair("router", "r", "", {"router.receive": 30, "encode.preprocess": 400})
+    spans = build_server_spans("router", "r", "", {"router.receive": 30, "encode.preprocess": 400})
     for name, role in legs.items():
-        spans.append(Span("t", f"c-{name}", "r", "POST", 3, 0, 9))
-        spans += pair(role, name, f"c-{name}", {"receive": 100, "preprocess": 400})
+        spans.append(StoredSpan("t", f"c-{name}", "r", "POST", 3, 0, 9))
+        spans += build_server_spans(role, name, f"c-{name}", {"receive": 100, "preprocess": 400})
     return spans
 
 
-def seen(spans: Sequence[Span], images: int = 1, status: int = 200) -> Seen:
+def build_observation(
+    spans: Sequence[StoredSpan], images: int = 1, status: int = 200
+) -> RequestObservation:
     """That request as the demo sees it."""
-    return Seen("demo-01", status, 1 + images, Trace(spans[0].trace_id, tuple(spans), ()))
+    return RequestObservation(
+        "demo-01", status, 1 + images, StoredTrace(spans[0].trace_id, tuple(spans), ())
+    )
 
 
 def test_questions() -> None:
     """At least 24 requests, of every kind, under names of their own; a picture twice."""
-    asked = questions.plan()
-    pictures = [each.question.pictures for each in asked]
+    asked = demo_workload.build_demo_requests()
+    pictures = [each.request.pictures for each in asked]
 
     assert len(asked) >= 24
     assert len({each.name for each in asked}) == len(asked)
-    assert {each.question.path for each in asked} == {CHAT, COMPLETIONS, RESPONSES}
-    assert {each.question.stream for each in asked} == {True, False}
+    assert {each.request.path for each in asked} == {CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH}
+    assert {each.request.stream for each in asked} == {True, False}
     assert {len(each) for each in pictures} == {0, 1, 2}
     assert pictures.count((1,)) == 2
     waves = [each.wave for each in asked]
@@ -64,23 +72,33 @@ def test_questions() -> None:
 
 def test_legs() -> None:
     """How many servers a request passes depends on the deployment, its images and its path."""
-    text, image = Question(), Question(pictures=(1, 2))
-    plain = Question(path=RESPONSES)
+    text, image = TimedRequest(), TimedRequest(pictures=(1, 2))
+    plain = TimedRequest(path=RESPONSES_PATH)
     found = {
-        shape: [Asked("", each, 0).legs(shape) for each in (text, image, plain)]
+        shape: [DemoRequest("", each, 0).count_legs(shape) for each in (text, image, plain)]
         for shape in demo.TOPOLOGIES
     }
 
     assert found == {"epd": [1, 3, 1], "pd": [2, 2, 1], "epd3": [2, 4, 1]}
 
 
+def test_the_connector_is_about_encodings() -> None:
+    """Where there is no encoder the flag is refused, with the reason."""
+    found = CliRunner().invoke(
+        demo.run_demo, ["--topology", "pd", "--ec-connector", demo.EC_CPU_CONNECTOR]
+    )
+
+    assert found.exit_code == 2
+    assert "has no encoder" in found.output
+
+
 def test_warming() -> None:
     """The warm-up has the same shape, shares no picture with the demo and leaves no trace."""
-    asked = questions.plan()
-    warm = [each for wave in questions.warming(asked) for each in wave]
-    mine = {seed for each in asked for seed in each.question.pictures}
+    asked = demo_workload.build_demo_requests()
+    warm = [each for wave in demo_workload.build_warmup_waves(asked) for each in wave]
+    mine = {seed for each in asked for seed in each.request.pictures}
 
-    assert [each.path for each in warm] == [each.question.path for each in asked]
+    assert [each.path for each in warm] == [each.request.path for each in asked]
     assert all(each.headers[names.TRACEPARENT].endswith("-00") for each in warm)
     assert not mine & {seed for each in warm for seed in each.pictures}
 
@@ -88,48 +106,74 @@ def test_warming() -> None:
 @pytest.mark.parametrize("images", [0, 1, 2])
 def test_closed(images: int) -> None:
     """A whole trace with exact sums has no fault."""
-    assert verdict.verdict([seen(routed(images), images)]) == {}
+    assert (
+        demo_verdict.judge_requests([build_observation(build_routed_spans(images), images)]) == {}
+    )
 
 
 def test_status() -> None:
     """An answer that is none is a fault, whatever was traced."""
-    assert verdict.faults(seen(routed(), status=503)) == ["was answered with 503"]
+    assert demo_verdict.find_faults(build_observation(build_routed_spans(), status=503)) == [
+        "was answered with 503"
+    ]
 
 
 def test_nothing() -> None:
     """So is a request that left no trace."""
-    assert "no span" in verdict.faults(Seen("demo-01", 200, 0, None))[0]
+    assert "no span" in demo_verdict.find_faults(RequestObservation("demo-01", 200, 0, None))[0]
 
 
 def test_missing_leg() -> None:
     """So is one encoder leg too few."""
-    assert "not whole" in verdict.faults(seen(routed(1), images=2))[0]
+    assert (
+        "not whole"
+        in demo_verdict.find_faults(build_observation(build_routed_spans(1), images=2))[0]
+    )
 
 
 def test_orphan() -> None:
     """So is a span whose parent never came."""
-    spans = routed()
+    spans = build_routed_spans()
     broken = [replace(spans[-1], parent_id="f" * 16), *spans[:-1]]
 
-    assert "parents are missing" in verdict.faults(seen(broken))[0]
+    assert "parents are missing" in demo_verdict.find_faults(build_observation(broken))[0]
 
 
 @pytest.mark.parametrize(
     "key, by, word",
     [
         (names.TOTAL_US, 1, "stages and unattributed are"),
-        (names.stage_us("preprocess"), 1, "stages and unattributed are"),
+        (names.name_stage_attribute("preprocess"), 1, "stages and unattributed are"),
         (names.UNATTRIBUTED_US, 7, "7 µs unattributed"),
     ],
 )
 def test_one_microsecond(key: str, by: int, word: str) -> None:
     """So is one microsecond too much or too little, anywhere."""
-    spans = routed()
-    place = next(i for i, s in enumerate(spans) if s.trunk and s.attributes[names.ROLE] == "encode")
+    spans = build_routed_spans()
+    place = next(
+        i for i, s in enumerate(spans) if s.is_ttft_span and s.attributes[names.ROLE] == "encode"
+    )
     have = spans[place].attributes
     spans[place] = replace(spans[place], attributes={**have, key: have.get(key, 0) + by})
 
-    assert word in "; ".join(verdict.faults(seen(spans)))
+    assert word in "; ".join(demo_verdict.find_faults(build_observation(spans)))
+
+
+def test_what_was_encoded_twice_is_a_fault() -> None:
+    """An image that PD encoded although E had: how many, and where the remedy stands."""
+    spans = build_routed_spans()
+    again = {**spans[-1].attributes, names.EC_RECOMPUTED_ITEMS: 2}
+    none = {**spans[-1].attributes, names.EC_RECOMPUTED_ITEMS: 0}
+
+    (fault,) = demo_verdict.find_faults(
+        build_observation([*spans[:-1], replace(spans[-1], attributes=again)])
+    )
+
+    assert "prefill_decode: encoded 2 media items that an encoder had encoded" in fault
+    assert "docs/router.md" in fault
+    assert not demo_verdict.find_faults(
+        build_observation([*spans[:-1], replace(spans[-1], attributes=none)])
+    )
 
 
 def test_clean(tmp_path: Path) -> None:
@@ -138,7 +182,7 @@ def test_clean(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "logs").mkdir()
 
-    demo.clean(tmp_path)
+    demo.remove_old_outputs(tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -148,11 +192,12 @@ def test_schema() -> None:
     line = dict.fromkeys(("p50", "p95", "p99", "mean"), 1.0) | {"count": 1}
     summary = {
         **{"count": 1, "failed": 0, "closed": True, "ttft": line, "missing": [], "by_kind": {}},
-        **{"stages": {"unattributed": line}, "client_ttft": None, "client_minus_ttft": None},
+        **{"stages": {"unattributed": line}, "before": None, "recomputed": []},
+        **{"client_ttft": None, "client_minus_ttft": None},
     }
 
-    assert demo.check({"requests": [], "summary": summary}) == []
-    assert demo.check({"requests": [{}], "summary": {**summary, "missing": ["a"]}})
+    assert demo.validate_report({"requests": [], "summary": summary}) == []
+    assert demo.validate_report({"requests": [{}], "summary": {**summary, "missing": ["a"]}})
 
 
 def test_table() -> None:
@@ -165,47 +210,65 @@ def test_table() -> None:
 
     console.quiet = False
     with console.capture() as shown:
-        console.print(screen.requests_table([row], failed=()))
-        console.print(screen.requests_table([{**row, "client_ttft_ms": None}], ["demo-01"]))
+        console.print(progress_screen.build_requests_table([row], failed=()))
+        console.print(
+            progress_screen.build_requests_table([{**row, "client_ttft_ms": None}], ["demo-01"])
+        )
 
     for word in ("demo-01", "12.5", "12.0", "0.50", "E preprocess 8.0", "yes", "NO", "–"):
         assert word in shown.get()
 
 
-MOVED = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
+STAGE_SHIFTS = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
 
 
 @pytest.mark.parametrize(
     "moved, missing, state, note",
     [
-        (MOVED, {}, matrix.WORKS, "+80.2 ms"),
+        (STAGE_SHIFTS, {}, compat_matrix.STATE_WORKS, "+80.2 ms"),
         ({"unattributed": 80.0}, {"engine.input": "gone"}, "unattributed", "engine.input: gone"),
         ({"unattributed": 80.0}, {}, "unattributed", "no target is missing"),
-        ({"output": 80.0}, {}, matrix.WRONG, "ipc +0.0 ms; output +80.0"),
-        ({**MOVED, "output": 20.0}, {}, matrix.WRONG, "ipc +80.2 ms; output +20.0"),
+        ({"output": 80.0}, {}, compat_matrix.STATE_WRONG, "ipc +0.0 ms; output +80.0"),
+        (
+            {**STAGE_SHIFTS, "output": 20.0},
+            {},
+            compat_matrix.STATE_WRONG,
+            "ipc +80.2 ms; output +20.0",
+        ),
     ],
 )
 def test_judge(moved: dict[str, float], missing: dict[str, str], state: str, note: str) -> None:
     """A delay is in its stage, unattributed with the target named, or somewhere wrong."""
-    cell = matrix.judge(moved, "ipc", 80.0, 5.0, missing)
+    cell = compat_matrix.judge_shift(moved, "ipc", 80.0, 5.0, missing)
 
     assert (cell.state, cell.note) == (state, note)
 
 
 def test_markdown() -> None:
     """One column for each release; what is not a tick is explained below."""
-    cells = {"ipc": matrix.Cell(matrix.WORKS, "+80.0 ms"), "queue": matrix.Cell("wrong", "why")}
+    cells = {
+        "ipc": compat_matrix.MatrixCell(compat_matrix.STATE_WORKS, "+80.0 ms"),
+        "queue": compat_matrix.MatrixCell("wrong", "why"),
+    }
     rows = [
-        matrix.Row("1.0", {"text": "", "image": ""}, cells, {}, (), {"text": 0.5, "image": 0.0}),
-        matrix.Row("2.0", {"text": "", "image": "status 500"}, {}, {"engine.input": "gone"}),
+        compat_matrix.ReleaseRow(
+            "1.0", {"text": "", "image": ""}, cells, {}, (), {"text": 0.5, "image": 0.0}
+        ),
+        compat_matrix.ReleaseRow(
+            "2.0", {"text": "", "image": "status 500"}, {}, {"engine.input": "gone"}
+        ),
     ]
-    table = matrix.markdown(rows)
+    table = compat_matrix.format_release_matrix(rows)
 
     assert "| `ipc` (ipc) | ✓ | not tried |" in table
     assert "| text request | closes, 0.500 ms unattributed | closes |" in table
     assert "| image request | closes | **open** |" in table
     assert [row.closed for row in rows] == [True, False]
-    assert [line.split(":")[0] for line in matrix.remarks(rows)] == ["1.0", "2.0", "2.0"]
+    assert [line.split(":")[0] for line in compat_matrix.list_remarks(rows)] == [
+        "1.0",
+        "2.0",
+        "2.0",
+    ]
     assert json.dumps(table)
 
 
@@ -213,4 +276,7 @@ def test_moved() -> None:
     """Medians are compared; a stage that a request lacks counts as nothing there."""
     plain = [{"ipc": 1000}, {"ipc": 3000}, {"ipc": 2000}]
 
-    assert matrix.moved(plain, [{"ipc": 82000, "egress": 500}]) == {"egress": 0.5, "ipc": 80.0}
+    assert compat_matrix.compute_stage_shifts(plain, [{"ipc": 82000, "egress": 500}]) == {
+        "egress": 0.5,
+        "ipc": 80.0,
+    }

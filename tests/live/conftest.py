@@ -1,38 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM servers for the live tests, one deployment at a time: two cores cannot hold two in truth.
+"""Real vLLM servers for the live tests. One deployment runs at a time: two cores are too few for two.
 
-Tests ask for `epd` (E, PD, router, receiver; V1 runner), `pd` (P and D over NIXL, router), `epd3` (E,
-P, D, router), `newer` (one server, V2 runner, async scheduling) or `newer_pd` (P and D like it). Each is
-started once; a test that needs another one stops the one that runs. Only `newer` starts beside another
-one, `small` (test_kv_events.py), which takes no times and leaves it a core.
+Fixtures: `epd` (E, PD, router, receiver; V1 runner, encodings through a folder), `pd` (P and D over
+NIXL, router), `epd3` (E, P, D, router). With CUDA's defaults, V2 runner and async scheduling: `nixl`
+(E, PD, router; encodings over NIXL), `newer` (only its PD, which does everything when no encodings are
+announced to it), `newer_pd` (P and D), `nixl3` (E, P, D; all over NIXL). `features` is one text server
+with vLLM's features switched on (test_engine_features.py). Each is started once; a test that needs
+another one stops the one that runs. Only `nixl` is started while another one, `small`
+(test_kv_events.py), is still in use: its tests measure no times.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.live.bench import Bench
-from ttft_otel.lab import models
-from ttft_otel.lab.fleet import Fleet, Plan, deployed
-from ttft_otel.lab.injection import Control
-from ttft_otel.lab.recipes import Options
-from ttft_otel.lab.servers import terminable
+from lab import tiny_adapters, tiny_models
+from lab.injection import InjectionControl
+from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
+from lab.local_servers import exit_on_sigterm
+from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
+from tests.live.bench import LiveDeployment
+from tests.live.echo_server import EchoServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is live; without vLLM it is skipped, with the remedy.
+    """Mark the tests of this folder as live, and skip them with the remedy where vLLM is missing.
 
-    Live tests run last, deployment by deployment: each is started once.
+    They run last, sorted by deployment, so that each deployment is started once.
     """
-    items.sort(key=lambda item: (DECKS.index(deployment(item)), item.path.stem == "test_killed"))
+    items.sort(
+        key=lambda item: (
+            DEPLOYMENT_ORDER.index(get_needed_deployment(item)),
+            item.path.stem == "test_killed",
+        )
+    )
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if "tests/live/" in str(item.path):
@@ -41,71 +52,108 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
 
 
-DECKS = ("", "epd", "pd", "epd3", "small", "newer", "newer_pd", "other")
-NEWER = "v2-async"
+DEPLOYMENT_ORDER = (
+    "",
+    "epd",
+    "pd",
+    "epd3",
+    "small",
+    "nixl",
+    "newer",
+    "newer_pd",
+    "nixl3",
+    "features",
+    "other",
+)
+NIXL_SHAPE = "epd-nixl-v2-async"
+ADAPTER_NAME = "adapter"
+# One place, so that a second request waits; drafts by n-grams need no model.
+FEATURE_FLAGS = (
+    *(
+        "--speculative-config",
+        json.dumps(
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        ),
+    ),
+    *("--enable-lora", "--max-lora-rank", "8"),
+    *("--scheduling-policy", "priority"),
+)
+FEATURE_ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /sleep
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # background responses
+}
 
 
-def deployment(item: pytest.Item) -> str:
-    """Which deployment a test needs; "other" starts its own, "" none."""
+def get_needed_deployment(item: pytest.Item) -> str:
+    """The deployment that a test needs; "other" when it starts its own, "" when it needs none."""
     if "tests/live/" not in str(item.path):
         return ""
     names = getattr(item, "fixturenames", ())
-    return next((name for name in DECKS if name in names), "other")
+    return next((name for name in DEPLOYMENT_ORDER if name in names), "other")
 
 
-class Deck:
-    """What runs now, and how to change it."""
+class DeploymentDeck:
+    """The deployment that runs now; starts another one when a test needs it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.stack = ExitStack()
         self.shape = ""
-        self.bench: Bench | None = None
-        self.coming: tuple[str, Future[tuple[Fleet, Control]]] | None = None
+        self.bench: LiveDeployment | None = None
+        self.coming: tuple[str, Future[tuple[LocalDeployment, InjectionControl]]] | None = None
         self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
-    def use(self, shape: str) -> Bench:
-        """Start a deployment unless it is the one that runs; nothing is injected into it."""
+    def use_deployment(self, shape: str) -> LiveDeployment:
+        """The deployment of `shape`, started unless it runs already; all injections are reset."""
         if self.shape != shape or self.bench is None:
             if shape in self.broken:
                 raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
             if self.coming is None or self.coming[0] != shape:
-                self.stop()
+                self.stop_running()
             try:
-                fleet, control = self.coming[1].result() if self.coming else self.start(shape)
+                fleet, control = (
+                    self.coming[1].result() if self.coming else self.start_and_wait(shape)
+                )
             except BaseException as error:
                 self.broken[shape] = error
                 raise
             self.coming = None
-            self.bench = Bench(fleet, control)
+            self.bench = LiveDeployment(fleet, control)
             self.shape = shape
-            self.bench.warm()
-        self.bench.control.set()
+            self.bench.warm_up()
+        self.bench.control.set_injections()
         return self.bench
 
-    def start(self, shape: str) -> tuple[Fleet, Control]:
-        """Start a deployment and wait for it."""
-        control = Control(self.folder / f"{shape}.json")
-        plan = plan_of(shape, self.folder / shape, control)
-        return self.stack.enter_context(deployed(plan, progress=self.say)), control
+    def start_and_wait(self, shape: str) -> tuple[LocalDeployment, InjectionControl]:
+        """Start the deployment of `shape` and wait until its servers answer."""
+        control = InjectionControl(self.folder / f"{shape}.json")
+        plan = build_plan(shape, self.folder / shape, control)
+        return self.stack.enter_context(start_deployment(plan, progress=self.report_start)), control
 
-    def begin(self, shape: str) -> None:
-        """Stop what runs and start a deployment without waiting for it: `use` does."""
-        self.stop()
-        models.build(models.VISION)  # seeds are the process's: not while another model is made
-        self.stack.enter_context(terminable())  # which only this thread can be
+    def start_in_background(self, shape: str) -> None:
+        """Stop what runs and begin to start `shape`; use_deployment waits for it."""
+        self.stop_running()
+        tiny_models.build_model(
+            tiny_models.VISION_RECIPE
+        )  # seeds are the process's: not while another model is made
+        self.stack.enter_context(exit_on_sigterm())  # which only this thread can be
         pool = ThreadPoolExecutor(1)
-        self.coming = shape, pool.submit(self.start, shape)
+        self.coming = shape, pool.submit(self.start_and_wait, shape)
         pool.shutdown(wait=False)
 
-    def say(self, name: str, seconds: float, line: str) -> None:
-        """Long starts are announced where -s or a terminal shows them."""
+    def report_start(self, name: str, seconds: float, line: str) -> None:
+        """Print every 20 s which server is still starting; visible with -s."""
         if int(seconds) % 20 == 0:
             sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
 
-    def stop(self) -> None:
-        """Stop what runs, or what is about to."""
+    def stop_running(self) -> None:
+        """Stop the deployment that runs, or the one that is being started."""
         if self.coming:
             wait([self.coming[1]])
             self.coming = None
@@ -114,56 +162,99 @@ class Deck:
         self.shape = ""
 
 
-def plan_of(shape: str, folder: Path, control: Control) -> Plan:
-    """Servers of several roles with the V1 runner, or one as CUDA has it: V2, async scheduling."""
-    model = models.build(models.VISION)
+def build_plan(shape: str, folder: Path, control: InjectionControl) -> DeploymentPlan:
+    """The plan of `shape`: V1 runner for epd, pd and epd3; V2 and async scheduling for all others."""
+    if shape == "features":
+        return build_feature_plan(folder)
+    model = tiny_models.build_model(tiny_models.VISION_RECIPE)
     # Servers inherit pytest's environment; ours must behave as it does without pytest.
     guard = {"TTFT_OTEL_GUARD": "keep"}
     if shape in ("epd", "pd", "epd3"):
-        options = Options(model=model, control=control.path)
-        return Plan(shape, options, waiting=shape == "epd", folder=folder, env=guard)
-    runner = "v2" if "v2" in shape else "v1"
-    ahead = shape.endswith("async")
-    options = Options(model=model, control=control.path, runner=runner, async_scheduling=ahead)
-    kind = "pd" if shape.startswith("pd") else "mono"
-    return Plan(kind, options, folder=folder, env=guard)
+        options = VllmOptions(model=model, control=control.path)
+        return DeploymentPlan(
+            shape, options, use_waiting_connector=shape == "epd", folder=folder, env=guard
+        )
+    options = VllmOptions(model=model, control=control.path, runner="v2", async_scheduling=True)
+    if "nixl" in shape:
+        options = replace(options, connector=EC_CPU_CONNECTOR)
+    return DeploymentPlan(shape.partition("-")[0], options, folder=folder, env=guard)
+
+
+def build_feature_plan(folder: Path) -> DeploymentPlan:
+    """One server of the text model with speculative decoding, LoRA, priorities and dev endpoints."""
+    adapter = tiny_adapters.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
+    options = VllmOptions(
+        model=tiny_models.build_model(tiny_models.TEXT_RECIPE),
+        max_num_seqs=1,
+        extra=(*FEATURE_FLAGS, "--lora-modules", f"{ADAPTER_NAME}={adapter}"),
+        env=FEATURE_ENV,
+    )
+    return DeploymentPlan("mono", options, folder=folder, env={"TTFT_OTEL_GUARD": "keep"})
 
 
 @pytest.fixture(scope="session")
-def deck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deck]:
-    """The one deck of this run."""
-    found = Deck(Path(os.environ.get("TTFT_OTEL_LIVE") or tmp_path_factory.mktemp("live")))
+def deck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentDeck]:
+    """The deck that all tests of this run share."""
+    found = DeploymentDeck(
+        Path(os.environ.get("TTFT_OTEL_LIVE") or tmp_path_factory.mktemp("live"))
+    )
     try:
         yield found
     finally:
-        found.stop()
+        found.stop_running()
+
+
+@pytest.fixture(scope="session")
+def echo() -> Iterator[EchoServer]:
+    """A server that answers at once, to measure what an exchange takes on this machine."""
+    with EchoServer() as server:
+        yield server
 
 
 @pytest.fixture
-def epd(deck: Deck) -> Bench:
+def epd(deck: DeploymentDeck) -> LiveDeployment:
     """E, PD, router, receiver; V1 runner."""
-    return deck.use("epd")
+    return deck.use_deployment("epd")
 
 
 @pytest.fixture
-def pd(deck: Deck) -> Bench:
+def pd(deck: DeploymentDeck) -> LiveDeployment:
     """P, D (NIXL over host memory), router, receiver; V1 runner."""
-    return deck.use("pd")
+    return deck.use_deployment("pd")
 
 
 @pytest.fixture
-def epd3(deck: Deck) -> Bench:
+def epd3(deck: DeploymentDeck) -> LiveDeployment:
     """E, P, D, router, receiver; V1 runner."""
-    return deck.use("epd3")
+    return deck.use_deployment("epd3")
 
 
 @pytest.fixture
-def newer(deck: Deck) -> Bench:
-    """One server, V2 runner, async scheduling: CUDA's defaults."""
-    return deck.use(NEWER)
+def nixl(deck: DeploymentDeck) -> LiveDeployment:
+    """E and PD with CUDA's defaults and ECCPUConnector over NIXL, router, receiver."""
+    return deck.use_deployment(NIXL_SHAPE)
 
 
 @pytest.fixture
-def newer_pd(deck: Deck) -> Bench:
+def newer(deck: DeploymentDeck) -> LiveDeployment:
+    """The PD server of `nixl`, called directly: a single server with CUDA's defaults."""
+    bench = deck.use_deployment(NIXL_SHAPE)
+    return LiveDeployment(bench.fleet, bench.control, "prefill_decode")
+
+
+@pytest.fixture
+def newer_pd(deck: DeploymentDeck) -> LiveDeployment:
     """P and D with CUDA's defaults."""
-    return deck.use("pd-v2-async")
+    return deck.use_deployment("pd-v2-async")
+
+
+@pytest.fixture
+def features(deck: DeploymentDeck) -> LiveDeployment:
+    """One text server with vLLM's features."""
+    return deck.use_deployment("features")
+
+
+@pytest.fixture
+def nixl3(deck: DeploymentDeck) -> LiveDeployment:
+    """E, P and D with CUDA's defaults; encodings and KV blocks over NIXL."""
+    return deck.use_deployment("epd3-nixl-v2-async")

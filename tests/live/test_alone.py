@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of other shapes, each started for its own tests: off, full, short of memory, several processes.
+"""Servers that need other options, each started for its own test: tracing off, full, short of memory,
+several processes.
 
-Long: they run with `scripts/test --full`.
+These tests take minutes and run only with `scripts/test --full`.
 """
 
 from __future__ import annotations
@@ -22,45 +23,57 @@ from typing import Any
 
 import pytest
 
-from tests.live.bench import ASK, Bench, breakdown
-from tests.live.conftest import Deck
+from lab import local_deployment, session_processes, tiny_models, ttft_client
+from lab.injection import InjectionControl
+from lab.local_deployment import DeploymentPlan, start_deployment
+from lab.local_servers import LocalServer
+from lab.server_commands import VllmOptions
+from lab.ttft_client import TimedRequest
+from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown
+from tests.live.conftest import DeploymentDeck
 from ttft_otel import names, stages
-from ttft_otel.lab import client, fleet, models, processes
-from ttft_otel.lab.client import Question
-from ttft_otel.lab.fleet import Plan, deployed
-from ttft_otel.lab.injection import Control
-from ttft_otel.lab.recipes import Options
-from ttft_otel.lab.servers import Server
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @contextmanager
-def alone(deck: Deck, folder: Path, extra: tuple[str, ...] = (), **changes: Any) -> Iterator[Bench]:
-    """One server of the text model, nothing else running unless told what to start beside it."""
-    deck.stop()
+def run_alone(
+    deck: DeploymentDeck, folder: Path, extra: tuple[str, ...] = (), **changes: Any
+) -> Iterator[LiveDeployment]:
+    """Run one server with the text model.
+
+    extra: flags. changes: of VllmOptions, or `beside`: a deployment to start in the background meanwhile.
+    """
+    deck.stop_running()
     if beside := changes.pop("beside", ""):
-        deck.begin(beside)
-    control = Control(folder / "control.json")
+        deck.start_in_background(beside)
+    control = InjectionControl(folder / "control.json")
     traced = changes.pop("traced", True)
     chunk = changes.pop("chunk", 512)
-    options = Options(model=models.build(models.TEXT), control=control.path, extra=extra)
+    options = VllmOptions(
+        model=tiny_models.build_model(tiny_models.TEXT_RECIPE), control=control.path, extra=extra
+    )
     options = replace(options, **changes)
     env = {"TTFT_OTEL_GUARD": "keep"}
-    plan = Plan("mono", options, folder=folder, traced=traced, env=env, chunk=chunk)
-    with deployed(plan) as running:
-        bench = Bench(running, control)
+    plan = DeploymentPlan(
+        "mono", options, folder=folder, traced=traced, env=env, chunk_tokens=chunk
+    )
+    with start_deployment(plan) as running:
+        bench = LiveDeployment(running, control)
         for _ in range(3):
-            client.ask(bench.front, max_tokens=2)
+            ttft_client.send_timed_request(bench.front_url, max_tokens=2)
         yield bench
 
 
-def test_one_at_a_time_queues_the_others(deck: Deck, tmp_path: Path) -> None:
-    """max-num-seqs 1, three requests at once: two of them wait in prefill.queue, one twice as long."""
-    with alone(deck, tmp_path, max_num_seqs=1) as bench:
-        bench.control.set({"forward": 100})
-        many = [Question(prompt=f"q{n}", max_tokens=1, headers=ASK) for n in range(3)]
-        found = [breakdown(answer) for answer in client.ask_all(bench.front, many)]
+def test_one_at_a_time_queues_the_others(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """With max-num-seqs 1 two of three concurrent requests wait in prefill.queue, one twice as long."""
+    with run_alone(deck, tmp_path, max_num_seqs=1) as bench:
+        bench.control.set_injections({"forward": 100})
+        many = [TimedRequest(prompt=f"q{n}", max_tokens=1, headers=ASK_HEADERS) for n in range(3)]
+        found = [
+            read_breakdown(answer)
+            for answer in ttft_client.send_timed_requests(bench.front_url, many)
+        ]
 
     first, second, third = sorted(each["prefill.queue"] for each in found)
     assert first < 60_000
@@ -69,7 +82,9 @@ def test_one_at_a_time_queues_the_others(deck: Deck, tmp_path: Path) -> None:
     assert all(each["ipc"] < 20_000 and each[stages.UNATTRIBUTED] == 0 for each in found)
 
 
-def test_preemption_is_stall_and_its_tokens_are_counted(deck: Deck, tmp_path: Path) -> None:
+def test_preemption_is_stall_and_its_tokens_are_counted(
+    deck: DeploymentDeck, tmp_path: Path
+) -> None:
     """A prompt half computed has to leave for others' tokens: stall, and its tokens counted again.
 
     39 blocks of 32 tokens (and the null block). Three short requests hold 3 each, and 4 after 13
@@ -78,45 +93,51 @@ def test_preemption_is_stall_and_its_tokens_are_counted(deck: Deck, tmp_path: Pa
     extra = ("--num-gpu-blocks-override", "40", "--block-size", "32", "--no-enable-prefix-caching")
     trace = os.urandom(16).hex()
     header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
-    short = Question(words=60, max_tokens=60, extra={"ignore_eos": True})
-    late = Question(words=850, max_tokens=2, headers=header)
-    with alone(deck, tmp_path, extra, max_model_len=1024, chunk=64) as bench:
-        bench.control.set({"forward": 30})
+    short = TimedRequest(words=60, max_tokens=60, extra={"ignore_eos": True})
+    late = TimedRequest(words=850, max_tokens=2, headers=header)
+    with run_alone(deck, tmp_path, extra, max_model_len=1024, chunk=64) as bench:
+        bench.control.set_injections({"forward": 30})
         threads = [
-            threading.Thread(target=client.ask, args=(bench.front, replace(short, prompt=f"s{n}")))
+            threading.Thread(
+                target=ttft_client.send_timed_request,
+                args=(bench.front_url, replace(short, prompt=f"s{n}")),
+            )
             for n in range(3)
         ]
         for thread in threads:
             thread.start()
         time.sleep(0.3)
-        answer = client.ask(bench.front, late)
+        answer = ttft_client.send_timed_request(bench.front_url, late)
         for thread in threads:
             thread.join()
-        spans = bench.trace(trace, lambda got: any(span["name"] == "ttft" for span in got))
+        spans = bench.wait_for_trace(trace, lambda got: any(span["name"] == "ttft" for span in got))
 
     assert answer.status == 200
     found = next(span["attributes"] for span in spans if span["name"] == "ttft")
     assert found[names.PREEMPTIONS] > 0, found
     assert found[names.RECOMPUTED_TOKENS] > 0
-    assert found[names.stage_us("prefill.stall")] > 200_000
+    assert found[names.name_stage_attribute("prefill.stall")] > 200_000
     assert found[names.UNATTRIBUTED_US] == 0
-    assert sum(us for key, us in found.items() if names.stage_of(key)) == found[names.TOTAL_US]
+    assert (
+        sum(us for key, us in found.items() if names.parse_stage_attribute(key))
+        == found[names.TOTAL_US]
+    )
 
 
-def test_vllms_own_span_hangs_under_our_server_span(deck: Deck, tmp_path: Path) -> None:
-    """The operator switched vLLM's tracing on as well: one trace, llm_request below our server span."""
+def test_vllms_own_span_hangs_under_our_server_span(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """With vLLM's own tracing on, its span llm_request is in the same trace, below our server span."""
     receiver = "http://127.0.0.1:{port}/v1/traces"
-    port = _port()
+    port = _find_port()
     env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     extra = ("--otlp-traces-endpoint", receiver.format(port=port))
-    deck.stop()
-    sink = fleet.receiver(tmp_path / "own.db", port)
-    with Server(sink), alone(deck, tmp_path, extra, env=env) as bench:
+    deck.stop_running()
+    sink = local_deployment.build_receiver_command(tmp_path / "own.db", port)
+    with LocalServer(sink), run_alone(deck, tmp_path, extra, env=env) as bench:
         trace = os.urandom(16).hex()
         header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
-        bench.ask(bench.front, max_tokens=3, headers=header)
-        theirs = _trace(f"http://127.0.0.1:{port}", trace, "llm_request")
-        ours = bench.trace(trace, lambda got: any(s["kind"] == "server" for s in got))
+        bench.send_request(bench.front_url, max_tokens=3, headers=header)
+        theirs = _wait_for_trace(f"http://127.0.0.1:{port}", trace, "llm_request")
+        ours = bench.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
 
     server = next(span for span in ours if span["kind"] == "server")
     assert {span["parent_id"] for span in theirs if span["name"] == "llm_request"} == {
@@ -124,30 +145,34 @@ def test_vllms_own_span_hangs_under_our_server_span(deck: Deck, tmp_path: Path) 
     }
 
 
-def test_two_api_servers_give_one_record_each(deck: Deck, tmp_path: Path) -> None:
-    """--api-server-count 2: every request leaves one ttft span, whichever process served it."""
-    with alone(deck, tmp_path, ("--api-server-count", "2")) as bench:
-        _each_gives_one(bench, ranks={0})
+def test_two_api_servers_give_one_record_each(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """With --api-server-count 2 every request has one ttft span, whichever process served it."""
+    with run_alone(deck, tmp_path, ("--api-server-count", "2")) as bench:
+        _check_one_trace_per_rank(bench, ranks={0})
 
 
-def test_two_engines_give_one_record_each_with_its_rank(deck: Deck, tmp_path: Path) -> None:
-    """--data-parallel-size 2: every request leaves one ttft span that names its engine."""
+def test_two_engines_give_one_record_each_with_its_rank(
+    deck: DeploymentDeck, tmp_path: Path
+) -> None:
+    """With --data-parallel-size 2 every request has one ttft span, which names its engine's rank."""
     extra = ("--data-parallel-size", "2")
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with alone(deck, tmp_path, extra, env=env) as bench:
-        _each_gives_one(bench, ranks={0, 1})
+    with run_alone(deck, tmp_path, extra, env=env) as bench:
+        _check_one_trace_per_rank(bench, ranks={0, 1})
 
 
-def _each_gives_one(bench: Bench, ranks: set[int]) -> None:
+def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
     traces = [os.urandom(16).hex() for _ in range(24)]
     many = [
-        Question(max_tokens=3, headers={names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"})
+        TimedRequest(max_tokens=3, headers={names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"})
         for trace in traces
     ]
-    assert all(answer.status == 200 for answer in client.ask_all(bench.front, many))
+    assert all(
+        answer.status == 200 for answer in ttft_client.send_timed_requests(bench.front_url, many)
+    )
     seen = set()
     for trace in traces:
-        spans = bench.trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
+        spans = bench.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
         found = [span for span in spans if span["name"] == "ttft"]
         assert len(found) == 1
         assert found[0]["attributes"][names.UNATTRIBUTED_US] == 0
@@ -155,34 +180,37 @@ def _each_gives_one(bench: Bench, ranks: set[int]) -> None:
     assert seen == ranks
 
 
-def test_off_is_plain_vllm(deck: Deck, tmp_path: Path) -> None:
-    """TTFT_OTEL unset: log lines, processes and sockets are those of a vLLM that does not know us."""
+def test_off_is_plain_vllm(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """Without TTFT_OTEL log lines, processes and sockets equal those of a vLLM without our plugin."""
     shapes = {}
     for name, env in (("plain", {"VLLM_PLUGINS": "none"}), ("off", {"TTFT_OTEL": ""})):
         folder = tmp_path / name
         folder.mkdir()
         changes: dict[str, Any] = {"env": env, "traced": False, "control": None}
-        with alone(deck, folder, **changes) as bench:
+        with run_alone(deck, folder, **changes) as bench:
             server = bench.fleet.servers["mono"]
-            client.ask(bench.front, max_tokens=3)
+            ttft_client.send_timed_request(bench.front_url, max_tokens=3)
             time.sleep(1)
-            shapes[name] = (_sockets(server.pid), len(processes.of_session(server.pid)))
-            text = server.log.read_text(errors="replace")
-            assert "ttft" not in _without_ours(text)
+            shapes[name] = (
+                _count_sockets(server.pid),
+                len(session_processes.list_session_pids(server.pid)),
+            )
+            text = server.log_path.read_text(errors="replace")
+            assert "ttft" not in _drop_own_lines(text)
 
     assert shapes["off"] == shapes["plain"]
 
 
-def _without_ours(text: str) -> str:
-    """The log without what names our package for other reasons: its folders, the plugin list."""
+def _drop_own_lines(text: str) -> str:
+    """The log without paths and plugin names in which our package's name occurs."""
     kept = [line for line in text.splitlines() if "plugins" not in line.lower()]
     return re.sub(r"\S*[/']ttft\S*|\S*ttft_\w+\S*", "", "\n".join(kept))
 
 
-def _sockets(leader: int) -> int:
-    """How many sockets all processes of a server hold."""
+def _count_sockets(leader: int) -> int:
+    """Number of open sockets of all processes of the session of `leader`."""
     count = 0
-    for pid in processes.of_session(leader):
+    for pid in session_processes.list_session_pids(leader):
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 count += os.readlink(link).startswith("socket:")
@@ -191,13 +219,13 @@ def _sockets(leader: int) -> int:
     return count
 
 
-def _port() -> int:
+def _find_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _trace(url: str, trace: str, name: str) -> list[dict[str, Any]]:
+def _wait_for_trace(url: str, trace: str, name: str) -> list[dict[str, Any]]:
     """A trace from another receiver, once a span of this name has arrived."""
     for _ in range(60):
         try:

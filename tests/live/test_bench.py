@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from tests.live.bench import Bench
-from ttft_otel.lab import models
+from lab import tiny_models
+from tests.live.bench import LiveDeployment
 
 ROOT = Path(__file__).parents[2]
 AGREEMENT = ROOT / "benchmarks" / "agreement.py"
-CLOSED = ("--concurrency", 2, "--requests", 6)
-OPEN = ("--rate", 4, "--requests", 6)
-SMALL = ("--input-len", 300, "--output-len", 5)
+CLOSED_LOOP_FLAGS = ("--concurrency", 2, "--requests", 6)
+OPEN_LOOP_FLAGS = ("--rate", 4, "--requests", 6)
+SMALL_PROMPT_FLAGS = ("--input-len", 300, "--output-len", 5)
 
 
-def played(url: str, *words: object) -> Any:
+def run_bench_target(url: str, *words: object) -> Any:
     """The only target of `ttft-otel bench --json`."""
     command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, "--json"]
     done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=240)
@@ -34,7 +34,7 @@ def played(url: str, *words: object) -> Any:
     return json.loads(done.stdout)["targets"][0]
 
 
-def rows(target: Any) -> list[dict[str, Any]]:
+def list_closed_rows(target: Any) -> list[dict[str, Any]]:
     """All requests of a target, none failed, each with a breakdown that adds up to its TTFT."""
     (run,) = target["runs"]
     assert run["failures"] == {} and run["unfinished"] == 0, run["complaints"]
@@ -48,59 +48,63 @@ def rows(target: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(params=["server", "router"])
-def url(epd: Bench, request: pytest.FixtureRequest) -> str:
+def url(epd: LiveDeployment, request: pytest.FixtureRequest) -> str:
     """PD itself, then the router before it."""
-    return epd.front if request.param == "router" else epd.fleet.url("prefill_decode")
+    return epd.front_url if request.param == "router" else epd.fleet.get_url("prefill_decode")
 
 
-@pytest.mark.parametrize("loop", [CLOSED, OPEN], ids=["closed", "open"])
-def test_random(url: str, loop: tuple[object, ...], epd: Bench) -> None:
+@pytest.mark.parametrize("loop", [CLOSED_LOOP_FLAGS, OPEN_LOOP_FLAGS], ids=["closed", "open"])
+def test_random(url: str, loop: tuple[object, ...], epd: LiveDeployment) -> None:
     """Prompts and answers are exactly as long as asked for, as the server counts them, and not cached."""
-    found = rows(played(url, *loop, *SMALL, "--seed", epd.fresh()))
+    found = list_closed_rows(
+        run_bench_target(url, *loop, *SMALL_PROMPT_FLAGS, "--seed", epd.new_picture_seed())
+    )
 
     assert {(row["input_tokens"], row["output_tokens"]) for row in found} == {(300, 5)}
     assert {row["cached_tokens"] for row in found} <= {0, None}
 
 
-def test_shared(url: str, epd: Bench) -> None:
+def test_shared(url: str, epd: LiveDeployment) -> None:
     """shared-prefix: prefix and tail are exactly as long as asked for."""
-    words = ("--dataset", "shared-prefix", "--prefix-len", 260, "--seed", epd.fresh())
-    found = rows(played(url, *words, *CLOSED, *SMALL))
+    words = ("--dataset", "shared-prefix", "--prefix-len", 260, "--seed", epd.new_picture_seed())
+    found = list_closed_rows(run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, *SMALL_PROMPT_FLAGS))
 
     assert {row["input_tokens"] for row in found} == {560}
 
 
-def test_chat(url: str, epd: Bench) -> None:
+def test_chat(url: str, epd: LiveDeployment) -> None:
     """Chat prompts are words, so many of them that the server counts nearly the tokens asked for."""
-    words = ("--api", "chat", "--seed", epd.fresh())
-    found = rows(played(url, *words, *CLOSED, *SMALL))
+    words = ("--api", "chat", "--seed", epd.new_picture_seed())
+    found = list_closed_rows(run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, *SMALL_PROMPT_FLAGS))
 
     assert all(270 <= row["input_tokens"] <= 360 for row in found)
 
 
-def test_rounds(url: str, epd: Bench) -> None:
+def test_rounds(url: str, epd: LiveDeployment) -> None:
     """multi-round: prompts grow by the question and the answer from round to round."""
     lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 50, "--answer-len", 5)
     users = ("--num-users", 2, "--num-rounds", 3, "--qps", 2, "--requests", 8, "--time", 60)
-    words = ("--dataset", "multi-round", *lengths, *users, "--seed", epd.fresh())
-    found = rows(played(url, *words))
+    words = ("--dataset", "multi-round", *lengths, *users, "--seed", epd.new_picture_seed())
+    found = list_closed_rows(run_bench_target(url, *words))
 
     grown = sorted(row["input_tokens"] for row in found)
     assert len(found) == 8
     assert grown[-1] > grown[0] + 40, "two questions and answers more"
 
 
-def test_images(url: str, epd: Bench) -> None:
+def test_images(url: str, epd: LiveDeployment) -> None:
     """images: the pictures' placeholders are in the prompt's length, and encoding is in the stages."""
-    words = ("--dataset", "images", "--image-size", 112, "--seed", epd.fresh())
-    found = rows(played(url, *words, *CLOSED, "--input-len", 30, "--output-len", 3))
+    words = ("--dataset", "images", "--image-size", 112, "--seed", epd.new_picture_seed())
+    found = list_closed_rows(
+        run_bench_target(url, *words, *CLOSED_LOOP_FLAGS, "--input-len", 30, "--output-len", 3)
+    )
 
     names = {name for row in found for name in row["stages_ms"]}
     assert all(row["input_tokens"] >= 30 + 16 for row in found)
     assert any(name.endswith("encoder.compute") for name in names)
 
 
-def test_replay(url: str, epd: Bench, tmp_path: Path) -> None:
+def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
     """replay: a long prompt is refused before the load, or cut, and keeps its lengths and its prefix."""
     trace = tmp_path / "trace.jsonl"
     lines = [
@@ -108,10 +112,12 @@ def test_replay(url: str, epd: Bench, tmp_path: Path) -> None:
         {"timestamp": 3000, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]},
     ]
     trace.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    words = ("--dataset", "replay", trace, "--speed", 2, "--seed", epd.fresh())
+    words = ("--dataset", "replay", trace, "--speed", 2, "--seed", epd.new_picture_seed())
     with pytest.raises(AssertionError, match="--max-input"):
-        played(url, *words)
-    first, second = rows(played(url, *words, "--max-input", 2000, "--max-output", 4))
+        run_bench_target(url, *words)
+    first, second = list_closed_rows(
+        run_bench_target(url, *words, "--max-input", 2000, "--max-output", 4)
+    )
 
     assert (first["input_tokens"], second["input_tokens"]) == (2000, 1000)
     assert (first["output_tokens"], second["output_tokens"]) == (4, 3)
@@ -131,11 +137,11 @@ def test_unknown(url: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_agreement(epd: Bench) -> None:
+def test_agreement(epd: LiveDeployment) -> None:
     """One request at a time, in turn with `vllm bench serve`: the median ratio of TTFT is 1 within 3 %."""
-    command = [sys.executable, str(AGREEMENT), "--url", epd.fleet.url("prefill_decode")]
+    command = [sys.executable, str(AGREEMENT), "--url", epd.fleet.get_url("prefill_decode")]
     load = ["--input-len", "4000"]
-    tokenizer = ["--tokenizer", str(models.build(models.VISION))]
+    tokenizer = ["--tokenizer", str(tiny_models.build_model(tiny_models.VISION_RECIPE))]
     done = subprocess.run(
         [*command, *load, *tokenizer], stdout=subprocess.PIPE, text=True, check=True
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of request closes on real servers: stages add up, nothing unattributed, one whole trace."""
+"""For each kind of request on real servers: stages add up to the TTFT, nothing is unattributed, and the
+trace is complete.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.live.bench import Bench, breakdown
+from lab import ttft_client
+from lab.ttft_client import TimedRequest
+from tests.live.bench import LiveDeployment, read_breakdown
 from ttft_otel import names, stages
-from ttft_otel.lab import client
-from ttft_otel.lab.client import Question
+from ttft_otel.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "text plain": {"stream": False},
-    "completion": {"path": client.COMPLETIONS},
-    "completion plain": {"path": client.COMPLETIONS, "stream": False},
-    "responses": {"path": client.RESPONSES},
-    "responses plain": {"path": client.RESPONSES, "stream": False},
+    "completion": {"path": COMPLETIONS_PATH},
+    "completion plain": {"path": COMPLETIONS_PATH, "stream": False},
+    "responses": {"path": RESPONSES_PATH},
+    "responses plain": {"path": RESPONSES_PATH, "stream": False},
     "three chunks": {"words": 1300},
     "two answers": {"n": 2},
     "two answers plain": {"n": 2, "stream": False},
@@ -31,47 +34,47 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def trace_id() -> str:
-    """A caller's own trace, sampled."""
+def make_trace_id() -> str:
+    """A random trace ID, as a caller would send it."""
     return os.urandom(16).hex()
 
 
-def parent(trace: str) -> dict[str, str]:
-    """The header that makes a request part of it."""
+def make_parent_header(trace: str) -> dict[str, str]:
+    """A traceparent header with the sampled flag that continues the trace."""
     return {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
 
 
-def sums(span: dict[str, Any]) -> tuple[int, int]:
+def sum_span_stages(span: dict[str, Any]) -> tuple[int, int]:
     """(Σ stages + unattributed, total) of a ttft or encode span, in microseconds."""
     found = span["attributes"]
-    parts = [value for key, value in found.items() if names.stage_of(key)]
+    parts = [value for key, value in found.items() if names.parse_stage_attribute(key)]
     assert all(isinstance(value, int) and value >= 0 for value in parts)
     return sum(parts), found[names.TOTAL_US]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_closes_through_router_and_servers(epd: Bench, kind: str) -> None:
-    """Client, router, E and PD: one trace, every parent in it, every sum exact."""
+def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment, kind: str) -> None:
+    """A request through router, E and PD leaves one trace: every parent is in it, every sum is exact."""
     question = KINDS[kind]
     images = len(question.get("pictures", ()))
-    trace = trace_id()
+    trace = make_trace_id()
 
-    answer = epd.ask(epd.front, headers=parent(trace), **question)
-    spans = epd.trace(trace, lambda found: _complete(found, images))
+    answer = epd.send_request(epd.front_url, headers=make_parent_header(trace), **question)
+    spans = epd.wait_for_trace(trace, lambda found: _is_complete(found, images))
 
     assert answer.status == 200
     ids = {span["span_id"] for span in spans} | {"c" * 16}
     assert [span for span in spans if span["parent_id"] not in ids] == []
     for span in spans:
         if span["name"] in (names.TTFT, names.ENCODE):
-            total, whole = sums(span)
+            total, whole = sum_span_stages(span)
             assert total == whole
             if span["attributes"][names.ROLE] != "router":
                 assert span["attributes"][names.UNATTRIBUTED_US] == 0, span
                 assert span["attributes"][names.CLAMPED_US] <= max(1, whole // 1000)
 
 
-def _complete(spans: list[dict[str, Any]], images: int) -> bool:
+def _is_complete(spans: list[dict[str, Any]], images: int) -> bool:
     """Server span and ttft span of the router, PD and one E per image."""
     servers = [span for span in spans if span["kind"] == "server"]
     trunks = [span for span in spans if span["name"] in (names.TTFT, names.ENCODE)]
@@ -79,25 +82,30 @@ def _complete(spans: list[dict[str, Any]], images: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_closes_on_cudas_runner(newer: Bench, kind: str) -> None:
-    """The same on one server with the V2 runner and async scheduling."""
-    found = breakdown(newer.ask(newer.front, **KINDS[kind]))
+def test_each_kind_closes_on_cudas_runner(newer: LiveDeployment, kind: str) -> None:
+    """The same holds on one server with the V2 runner and async scheduling."""
+    found = read_breakdown(newer.send_request(newer.front_url, **KINDS[kind]))
 
     assert found[stages.UNATTRIBUTED] == 0
     assert sum(us for name, us in found.items() if name != "ttft") == found["ttft"]
 
 
-def test_two_hundred_in_a_row_and_fifty_at_once_leave_whole_traces(epd: Bench) -> None:
-    """No span is missing, whatever the load."""
-    traces = [trace_id() for _ in range(250)]
+def test_two_hundred_in_a_row_and_fifty_at_once_leave_whole_traces(epd: LiveDeployment) -> None:
+    """After 200 requests in a row and 50 at once no span is missing."""
+    traces = [make_trace_id() for _ in range(250)]
     for trace in traces[:200]:
-        epd.ask(epd.front, headers=parent(trace), max_tokens=1)
-    many = [Question(headers=parent(trace), max_tokens=2) for trace in traces[200:]]
-    client.ask_all(epd.front, many)
+        epd.send_request(epd.front_url, headers=make_parent_header(trace), max_tokens=1)
+    many = [TimedRequest(headers=make_parent_header(trace), max_tokens=2) for trace in traces[200:]]
+    ttft_client.send_timed_requests(epd.front_url, many)
 
-    wanted = set(stages.NAMES) - {"encoder.queue", "encoder.compute", "ec.transfer", "kv.transfer"}
+    wanted = set(stages.STAGE_NAMES) - {
+        "encoder.queue",
+        "encoder.compute",
+        "ec.transfer",
+        "kv.transfer",
+    }
     wanted -= {"prefill.stall"}
     for trace in traces:
-        spans = epd.trace(trace, lambda found: _complete(found, 0))
+        spans = epd.wait_for_trace(trace, lambda found: _is_complete(found, 0))
         own = [span for span in spans if span["attributes"].get(names.ROLE) == "prefill_decode"]
         assert wanted <= {span["attributes"].get(names.STAGE) for span in own}, trace

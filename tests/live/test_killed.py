@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However a vLLM server ends, what it handed off arrives, and no exporter outlives it by 10 seconds.
+"""However a vLLM server ends, its records arrive, and no exporter outlives it by more than 10 seconds.
 
-Runs last: it takes the deployment down. The ways that need no vLLM (SIGTERM, Ctrl-C, process groups)
-are tested on small hosts in tests/exporter.
+Runs last, because it ends the deployment: first the encoder, then the server that fetches from it. The
+ways that need no vLLM (SIGTERM, Ctrl-C, process groups) are tested with small hosts in tests/exporter.
 """
 
 from __future__ import annotations
@@ -10,37 +10,72 @@ from __future__ import annotations
 import os
 import time
 
-from tests.live.bench import Bench
-from tests.live.conftest import Deck
-from tests.live.test_faults import exporters
-from ttft_otel import names
-from ttft_otel.lab import processes
+from lab import session_processes
+from tests.live.bench import LiveDeployment, get_announced_params, read_breakdown
+from tests.live.conftest import DeploymentDeck
+from tests.live.test_closing import make_parent_header, make_trace_id
+from tests.live.test_ec_nixl import ask_alone, list_role_attributes, read_items
+from tests.live.test_faults import list_exporters
+from ttft_otel import names, stages
+
+PATIENCE_S = 3.0
 
 
-def test_a_killed_process_tree_loses_no_record(newer: Bench, deck: Deck) -> None:
-    """SIGKILL to every process of the server while it streams: its ttft spans are in the receiver."""
-    server = newer.fleet.servers["mono"]
+def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: LiveDeployment) -> None:
+    """PD waits as long as vLLM allows (here 3 s, not 60), then encodes the image, and its span says so."""
+    pictures, trace = (newer.new_picture_seed(),), make_trace_id()
+    plain = ask_alone(newer, pictures)
+    first = ask_alone(newer, pictures, max_tokens=1, stream=False)
+    newer.control.set_injections(ec_patience_s=PATIENCE_S)
+    session_processes.kill_processes(
+        session_processes.list_session_pids(newer.fleet.servers["encode"].pid)
+    )
+
+    headers = {
+        **make_parent_header(trace),
+        names.LEG_HEADER: "prefill_decode",
+        names.ENCODED_HEADER: "1",
+    }
+    extra = get_announced_params(first)
+    answer = newer.send_request(newer.front_url, pictures=pictures, headers=headers, extra=extra)
+    spans = newer.wait_for_trace(
+        trace, lambda found: bool(list_role_attributes(found, "prefill_decode"))
+    )
+
+    assert (answer.status, answer.text) == (200, plain.text)
+    found = read_breakdown(answer)
+    assert found[stages.UNATTRIBUTED] == 0
+    assert 0 <= found["ec.transfer"] - PATIENCE_S * 1e6 <= 200_000
+    assert found["encoder.compute"] > 0
+    assert read_items(spans, "prefill_decode")[names.EC_RECOMPUTED_ITEMS] == 1
+
+
+def test_a_killed_process_tree_loses_no_record(newer: LiveDeployment, deck: DeploymentDeck) -> None:
+    """After SIGKILL to every process of a streaming server, its ttft spans are in the receiver."""
+    server = newer.fleet.servers["prefill_decode"]
     traces = [os.urandom(16).hex() for _ in range(8)]
     for trace in traces:
         header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
         # Hung up after the first token: the ttft half of the record is on its way by then.
-        newer.ask(newer.front, max_tokens=2, headers=header)
-    born = exporters(server.pid)
+        newer.send_request(newer.front_url, max_tokens=2, headers=header)
+    born = list_exporters(server.pid)
     assert born
 
-    processes.kill(processes.of_session(server.pid))
+    session_processes.kill_processes(session_processes.list_session_pids(server.pid))
 
     for trace in traces:
-        spans = newer.trace(trace, lambda found: any(span["name"] == "ttft" for span in found))
+        spans = newer.wait_for_trace(
+            trace, lambda found: any(span["name"] == "ttft" for span in found)
+        )
         assert spans
     deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in born) and time.monotonic() < deadline:
+    while any(_is_alive(pid) for pid in born) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not [pid for pid in born if _alive(pid)]
-    deck.stop()
+    assert not [pid for pid in born if _is_alive(pid)]
+    deck.stop_running()
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

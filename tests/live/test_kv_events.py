@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the index finds in a real engine's KV events is what that engine then finds in its cache.
+"""What the index computes from a real engine's KV events equals what that engine finds in its cache.
 
-One server of its own, whose cache is so small that prompts push each other out.
+Uses a server of its own, whose cache is so small that prompts evict each other.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.live.bench import Bench
-from tests.live.conftest import NEWER, Deck, deployment
-from tests.live.test_alone import alone
-from ttft_otel.router import prefixes
-from ttft_otel.router.choose import instance
-from ttft_otel.router.fleet import Fleet
-from ttft_otel.router.policies.blocks import numbers
-from ttft_otel.router.prefixes import Source
+from tests.live.bench import LiveDeployment
+from tests.live.conftest import NIXL_SHAPE, DeploymentDeck, get_needed_deployment
+from tests.live.test_alone import run_alone
+from ttft_otel.router.routing import prefixes
+from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.prefixes import PrefixSource
+from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.instance_pool import InstancePool
 
 pytestmark = pytest.mark.timeout(900)
 
-BLOCK = 128  # tokens of a KV block on CPU
-BLOCKS = 72  # of them is one for nothing; the longest prompt takes 64
+BLOCK_TOKENS = 128  # tokens of a KV block on CPU
+CACHE_BLOCKS = 72  # of them is one for nothing; the longest prompt takes 64
 PROMPTS = 40
 
 
 @pytest.fixture(scope="module")
 def small(
-    deck: Deck, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Bench]:
-    """A server that publishes KV events and whose cache may be reset; it has the second core."""
+    deck: DeploymentDeck, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[LiveDeployment]:
+    """A server that publishes KV events and allows its cache to be reset; it runs on the second core."""
     folder = tmp_path_factory.mktemp("kv")
     config = {
         "enable_kv_cache_events": True,
@@ -46,52 +46,57 @@ def small(
         "topic": "kv",
     }
     extra = ("--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details")
-    more = ("--num-gpu-blocks-override", str(BLOCKS))
-    wanted = any(deployment(item) == "newer" for item in request.session.items)
-    env, beside = {"VLLM_SERVER_DEV_MODE": "1"}, NEWER if wanted else ""
-    with alone(deck, folder, (*extra, *more), env=env, core=1, beside=beside) as bench:
+    more = ("--num-gpu-blocks-override", str(CACHE_BLOCKS))
+    wanted = any(get_needed_deployment(item) in ("nixl", "newer") for item in request.session.items)
+    env, beside = {"VLLM_SERVER_DEV_MODE": "1"}, NIXL_SHAPE if wanted else ""
+    with run_alone(deck, folder, (*extra, *more), env=env, core=1, beside=beside) as bench:
         yield bench
 
 
-class Asker:
-    """Asks the server and compares."""
+class CacheComparer:
+    """Asks the server and the index how much of a prompt is cached."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, source: Source) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, source: PrefixSource) -> None:
         self.url, self.session, self.source = url, session, source
 
-    def found(self, ids: list[int]) -> int:
-        """Tokens of a prompt that the index expects to be cached; the last is computed always."""
-        depth = self.source.index.match(numbers(ids, BLOCK), [self.url])[0]
-        return min(depth, (len(ids) - 1) // BLOCK) * BLOCK
+    def predict_cached_tokens(self, ids: list[int]) -> int:
+        """Tokens of a prompt that the index expects to be cached; the engine always computes the last one."""
+        depth = self.source.index.match_blocks(compute_block_keys(ids, BLOCK_TOKENS), [self.url])[0]
+        return min(depth, (len(ids) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
-    async def ask(self, ids: list[int]) -> int:
-        """Tokens of a prompt that the engine finds cached."""
+    async def read_cached_tokens(self, ids: list[int]) -> int:
+        """Tokens of a prompt that the engine finds in its cache."""
         body = {"model": "tiny", "prompt": ids, "max_tokens": 1, "return_token_ids": True}
         async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
             answer: dict[str, Any] = await response.json()
         assert answer["choices"][0]["prompt_token_ids"] == ids
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    async def stored(self, ids: list[int]) -> None:
-        """Wait until the engine has told of all of this prompt."""
+    async def wait_until_stored(self, ids: list[int]) -> None:
+        """Wait until the engine has published all blocks of this prompt."""
         end = monotonic() + 30
-        while self.source.index.match(numbers(ids, BLOCK), [self.url])[0] < len(ids) // BLOCK:
-            assert monotonic() < end, self.source.status()
+        while (
+            self.source.index.match_blocks(compute_block_keys(ids, BLOCK_TOKENS), [self.url])[0]
+            < len(ids) // BLOCK_TOKENS
+        ):
+            assert monotonic() < end, self.source.describe_instances()
             await asyncio.sleep(0.02)
 
-    def counts(self) -> dict[str, int]:
-        """What happened to the feed."""
-        found: dict[str, int] = self.source.status()[self.url]["counts"]
+    def count_feed_events(self) -> dict[str, int]:
+        """Counts of the feed's events."""
+        found: dict[str, int] = self.source.describe_instances()[self.url]["counts"]
         return found
 
 
-def prompts(chance: random.Random) -> Iterator[list[int]]:
-    """Prompts that share beginnings, of whole blocks or not."""
+def generate_prompts(chance: random.Random) -> Iterator[list[int]]:
+    """Prompts with common beginnings, which end at a block's boundary or not."""
     before: list[list[int]] = [[]]
     for _ in range(PROMPTS):
         shared = chance.choice(before)
-        shared = shared[: chance.randrange(len(shared) // BLOCK + 1) * BLOCK]
-        more = chance.choice([1, 5, BLOCK, 3 * BLOCK, 4 * BLOCK - 1, 7 * BLOCK + 40])
+        shared = shared[: chance.randrange(len(shared) // BLOCK_TOKENS + 1) * BLOCK_TOKENS]
+        more = chance.choice(
+            [1, 5, BLOCK_TOKENS, 3 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1, 7 * BLOCK_TOKENS + 40]
+        )
         ids = [*shared, *(chance.randrange(10, 200) for _ in range(more))]
         before.append(ids)
         yield ids
@@ -99,43 +104,48 @@ def prompts(chance: random.Random) -> Iterator[list[int]]:
             yield ids
 
 
-async def compared(url: str) -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """What the index expected and the engine found, for each prompt; what came of the feed."""
+async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, int]]:
+    """For each prompt the index's expectation and the engine's count; and the counts of the feed's events."""
     chance = random.Random(7)
-    fleet = Fleet({"mono": [instance(url, "mono")]})
+    fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
     async with aiohttp.ClientSession() as session:
-        source = prefixes.source("kv-events")
+        source = prefixes.build_source("kv-events")
         await source.start(session, fleet)
         try:
-            asker = Asker(url, session, source)
+            asker = CacheComparer(url, session, source)
             pairs = []
-            for ids in prompts(chance):
-                expected = asker.found(ids)
-                both = await asyncio.gather(*(asker.ask(ids) for _ in range(chance.choice([1, 2]))))
+            for ids in generate_prompts(chance):
+                expected = asker.predict_cached_tokens(ids)
+                both = await asyncio.gather(
+                    *(asker.read_cached_tokens(ids) for _ in range(chance.choice([1, 2])))
+                )
                 pairs.append((expected, both[0]))
-                await asker.stored(ids)
-            late = prefixes.source("kv-events")
+                await asker.wait_until_stored(ids)
+            late = prefixes.build_source("kv-events")
             await late.start(session, fleet)
-            second = Asker(url, session, late)
-            await second.stored(ids)
-            assert late.status()[url]["blocks"] == source.status()[url]["blocks"]
+            second = CacheComparer(url, session, late)
+            await second.wait_until_stored(ids)
+            assert (
+                late.describe_instances()[url]["blocks"]
+                == source.describe_instances()[url]["blocks"]
+            )
             await late.close()
             async with session.post(f"{url}/reset_prefix_cache") as response:
                 assert response.status == 200
-            await asker.ask([11])  # an engine tells with its next step
+            await asker.read_cached_tokens([11])  # an engine tells with its next step
             end = monotonic() + 30
-            while asker.found(ids):
+            while asker.predict_cached_tokens(ids):
                 assert monotonic() < end
                 await asyncio.sleep(0.02)
-            pairs.append((asker.found(ids), await asker.ask(ids)))
-            return pairs, asker.counts()
+            pairs.append((asker.predict_cached_tokens(ids), await asker.read_cached_tokens(ids)))
+            return pairs, asker.count_feed_events()
         finally:
             await source.close()
 
 
-def test_index_is_the_engines_cache(small: Bench) -> None:
-    """For prompts that share beginnings, repeat, run twice at once and push others out: the same tokens."""
-    pairs, counts = asyncio.run(compared(small.front))
+def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
+    """For prompts with common beginnings, repeated, concurrent or evicted, both count the same tokens."""
+    pairs, counts = asyncio.run(compare_prompts(small.front_url))
 
     assert [pair for pair in pairs if pair[0] != pair[1]] == []
     assert sum(expected > 0 for expected, _ in pairs) > 10

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under load the others' delay shows where the table says, queues are queues, preemption is stall."""
+"""Under load: delays of other requests show in the stages of the table, waiting is prefill.queue, and
+preemption is prefill.stall.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.live.bench import ASK, Bench, again, breakdown, moved
+from lab import ttft_client
+from lab.evidence import Errors, ErrorTolerance, measure_until_decided
+from lab.ttft_client import TimedRequest
+from tests.live.bench import ASK_HEADERS, LiveDeployment, medians, read_breakdown
 from ttft_otel import stages
-from ttft_otel.lab import client
-from ttft_otel.lab.client import Question
 
-DELAY = 80.0
+DELAY_MS = 80.0
+CONTROL_MS = 10.0  # see test_injected.py
+MAX_STRAY_MS = 8.0  # by which a stage may grow that is not allowed to
 AT_ONCE = 6
+AskSix = Callable[
+    [LiveDeployment], list[dict[str, int]]
+]  # sends six requests, gives their breakdowns
 # Written before the run. Place -> where the others' delays must show, with six requests at once:
 # - the event loop is one thread: a delay in the tokenizer's pool thread is each request's own, in
 #   `preprocess`; detokenizing six in one call delays all six in `output`, and whoever is parsed
@@ -30,11 +39,14 @@ SHARED: dict[str, tuple[str, ...]] = {
 }
 
 
-def six(bench: Bench) -> list[dict[str, int]]:
-    """Six text requests at the same moment, their breakdowns."""
-    url = bench.fleet.url("prefill_decode")
-    many = [Question(prompt=f"number {n}", max_tokens=1, headers=ASK) for n in range(AT_ONCE)]
-    return [breakdown(answer) for answer in client.ask_all(url, many)]
+def six(bench: LiveDeployment) -> list[dict[str, int]]:
+    """Send six text requests at the same moment; returns their breakdowns."""
+    url = bench.fleet.get_url("prefill_decode")
+    many = [
+        TimedRequest(prompt=f"number {n}", max_tokens=1, headers=ASK_HEADERS)
+        for n in range(AT_ONCE)
+    ]
+    return [read_breakdown(answer) for answer in ttft_client.send_timed_requests(url, many)]
 
 
 # Six decoders sleep side by side and hide what each would have waited for the one processor thread:
@@ -42,29 +54,47 @@ def six(bench: Bench) -> list[dict[str, int]]:
 LEAST = {"media": 0.7}
 
 
-def check(
-    bench: Bench, ask: Callable[[Bench], list[dict[str, int]]], place: str, allowed: tuple[str, ...]
+def check_shared_delay(
+    bench: LiveDeployment,
+    ask: AskSix,
+    place: str,
+    allowed: tuple[str, ...],
 ) -> None:
-    """Rounds without and with the delay in turn; medians over all requests of all rounds."""
-    plain, delayed = [], []
-    for _ in range(4):
-        bench.control.set()
-        plain += ask(bench)
-        bench.control.set({place: DELAY})
-        delayed += ask(bench)
-    bench.control.set()
-    shift = moved(plain, delayed)
+    """Check that the difference of a long and a short delay is in the allowed stages and in no other.
 
-    assert sum(ms for name, ms in shift.items() if name in allowed) >= LEAST.get(place, 0.9) * DELAY
-    assert not {name: ms for name, ms in shift.items() if name not in allowed and ms > 8}, shift
-    assert all(found[stages.UNATTRIBUTED] == 0 for found in delayed)
+    Each round takes the median over its six requests: of the sum of the allowed stages, and of each other
+    stage.
+    """
+    difference = DELAY_MS - CONTROL_MS
+    least = LEAST.get(place, 0.9) * difference
+    limits = {"allowed": ErrorTolerance(least - difference, math.inf, difference)}
+    other = ErrorTolerance(-math.inf, MAX_STRAY_MS, difference)
+
+    def measure(ms: float) -> dict[str, float]:
+        bench.control.set_injections({place: ms})
+        found = ask(bench)
+        assert all(each[stages.UNATTRIBUTED] == 0 for each in found), found
+        return medians([sum_allowed(each, allowed) for each in found])
+
+    def measure_round() -> Errors:
+        control, delayed = measure(CONTROL_MS), measure(DELAY_MS)
+        known = {*control, *delayed, "allowed"}
+        expected = {"allowed": difference}
+        return {
+            name: (delayed.get(name, 0) - control.get(name, 0)) / 1000 - expected.get(name, 0)
+            for name in known
+        }
+
+    try:
+        measure_until_decided(measure_round, lambda name: limits.get(name, other))
+    finally:
+        bench.control.set_injections()
 
 
-@pytest.mark.parametrize("place", SHARED)
-@again
-def test_six_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: str) -> None:
-    """The delay is found, in allowed stages only, and never as `ipc`."""
-    check(epd, six, place, SHARED[place])
+def sum_allowed(found: dict[str, int], allowed: tuple[str, ...]) -> dict[str, int]:
+    """The breakdown with its allowed stages summed up as "allowed"."""
+    others = {name: us for name, us in found.items() if name not in (*allowed, "ttft")}
+    return {**others, "allowed": sum(found.get(name, 0) for name in allowed)}
 
 
 # The same for images on E: the multimodal processor has one thread, the encoder's step is shared, and
@@ -77,20 +107,18 @@ IMAGES: dict[str, tuple[str, ...]] = {
 }
 
 
-def six_images(bench: Bench) -> list[dict[str, int]]:
-    """Six requests with a new image each at the same moment, on E."""
+def six_images(bench: LiveDeployment) -> list[dict[str, int]]:
+    """Send six requests with a new image each to E at the same moment; returns their breakdowns."""
     many = [
-        Question(pictures=(bench.fresh(),), max_tokens=1, stream=False, headers=ASK)
+        TimedRequest(
+            pictures=(bench.new_picture_seed(),), max_tokens=1, stream=False, headers=ASK_HEADERS
+        )
         for _ in range(AT_ONCE)
     ]
-    return [breakdown(answer) for answer in client.ask_all(bench.fleet.url("encode"), many)]
-
-
-@pytest.mark.parametrize("place", IMAGES)
-@again
-def test_six_images_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: str) -> None:
-    """The delay is found, in allowed stages only, and never as `ipc`."""
-    check(epd, six_images, place, IMAGES[place])
+    return [
+        read_breakdown(answer)
+        for answer in ttft_client.send_timed_requests(bench.fleet.get_url("encode"), many)
+    ]
 
 
 # And on PD, for images that E has encoded: a load is part of a step that all of it wait for; an item
@@ -101,45 +129,65 @@ LOADS: dict[str, tuple[str, ...]] = {
 }
 
 
-def six_loads(bench: Bench) -> list[dict[str, int]]:
-    """Six images through E one by one, then all of them through PD at the same moment."""
-    pictures = [bench.fresh() for _ in range(AT_ONCE)]
+def six_loads(bench: LiveDeployment) -> list[dict[str, int]]:
+    """Send six images to E one by one, then all of them to PD at the same moment; returns PD's breakdowns."""
+    pictures = [bench.new_picture_seed() for _ in range(AT_ONCE)]
     for picture in pictures:
-        client.ask(bench.fleet.url("encode"), pictures=(picture,), max_tokens=1, stream=False)
-    many = [Question(pictures=(picture,), max_tokens=1, headers=ASK) for picture in pictures]
-    return [breakdown(answer) for answer in client.ask_all(bench.fleet.url("prefill_decode"), many)]
+        ttft_client.send_timed_request(
+            bench.fleet.get_url("encode"), pictures=(picture,), max_tokens=1, stream=False
+        )
+    many = [
+        TimedRequest(pictures=(picture,), max_tokens=1, headers=ASK_HEADERS) for picture in pictures
+    ]
+    return [
+        read_breakdown(answer)
+        for answer in ttft_client.send_timed_requests(bench.fleet.get_url("prefill_decode"), many)
+    ]
 
 
-@pytest.mark.parametrize("place", LOADS)
-@again
-def test_six_loads_at_once_put_a_shared_delay_where_the_table_says(epd: Bench, place: str) -> None:
-    """The delay is found, in allowed stages only, and never as `ipc`."""
-    check(epd, six_loads, place, LOADS[place])
+CASES = [
+    pytest.param(ask, place, allowed, id=f"{name}-{place}")
+    for name, ask, table in (
+        ("text", six, SHARED),
+        ("images", six_images, IMAGES),
+        ("loads", six_loads, LOADS),
+    )
+    for place, allowed in table.items()
+]
 
 
-@again
-def test_a_full_server_shows_in_the_queue(epd: Bench) -> None:
-    """More requests than one step's budget takes: whoever waits, waits in prefill.queue."""
-    epd.control.set({"forward": 120})
-    url = epd.fleet.url("prefill_decode")
-    many = [Question(prompt=f"q{n}", words=500, max_tokens=1, headers=ASK) for n in range(3)]
+@pytest.mark.parametrize(("ask", "place", "allowed"), CASES)
+def test_a_shared_delay_is_where_the_table_says(
+    epd: LiveDeployment, ask: AskSix, place: str, allowed: tuple[str, ...]
+) -> None:
+    """Six requests at once with a delay in one place: it shows in the allowed stages only, never in `ipc`."""
+    check_shared_delay(epd, ask, place, allowed)
 
-    found = [breakdown(answer) for answer in client.ask_all(url, many)]
+
+def test_a_full_server_shows_in_the_queue(epd: LiveDeployment) -> None:
+    """With more prompts than one step's token budget takes, those that wait do so in prefill.queue."""
+    epd.control.set_injections({"forward": 120})
+    url = epd.fleet.get_url("prefill_decode")
+    many = [
+        TimedRequest(prompt=f"q{n}", words=500, max_tokens=1, headers=ASK_HEADERS) for n in range(3)
+    ]
+
+    found = [read_breakdown(answer) for answer in ttft_client.send_timed_requests(url, many)]
 
     queued = sorted(each.get("prefill.queue", 0) for each in found)
     assert queued[-1] >= 110_000, found
     assert all(each["ipc"] < 60_000 for each in found), found
 
 
-def test_aborted_requests_say_where_they_died_and_leave_nothing(epd: Bench) -> None:
-    """Hung up during a long prefill: error status, the stage, and no state left."""
-    epd.control.set({"forward": 150})
-    url = epd.fleet.url("prefill_decode")
+def test_aborted_requests_say_where_they_died_and_leave_nothing(epd: LiveDeployment) -> None:
+    """A client that hangs up during a long prefill leaves an error status, the stage, and no state."""
+    epd.control.set_injections({"forward": 150})
+    url = epd.fleet.get_url("prefill_decode")
     trace = "ab" * 16
     headers = {"traceparent": f"00-{trace}-{'c' * 16}-01"}
 
-    answer = epd.ask(url, words=3000, abort_s=0.4, headers=headers)
-    spans = epd.trace(trace, lambda found: any(span["name"] == "ttft" for span in found))
+    answer = epd.send_request(url, words=3000, abort_s=0.4, headers=headers)
+    spans = epd.wait_for_trace(trace, lambda found: any(span["name"] == "ttft" for span in found))
 
     assert answer.aborted
     ttft = next(span for span in spans if span["name"] == "ttft")

@@ -1,104 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes of the first token on real P and D: the same answers, earlier, and nothing left on P."""
+"""The modes of --first-token on real P and D: answers equal one server's, and P keeps nothing."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.live.bench import Bench, again, breakdown
-from tests.live.test_closing import parent, trace_id
+from lab import local_deployment, tiny_models
+from lab.evidence import Errors, ErrorTolerance, measure_until_decided
+from lab.local_servers import LocalServer
+from lab.ttft_client import TimedResponse
+from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.test_closing import make_parent_header, make_trace_id
 from ttft_otel import names
-from ttft_otel.lab import client, fleet, models
-from ttft_otel.lab.client import Answer
-from ttft_otel.lab.servers import Server
+from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
 MODES = ("off", "strip", "continue")
-BLOCK = 128  # tokens of a KV block on CPU
-LATE = "kv_wait"
-IDLE = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+BLOCK_TOKENS = 128  # tokens of a KV block on CPU
+LATE_PLACE = "kv_wait"
+IDLE_METRICS = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
 
 
-def vocabulary() -> dict[str, int]:
-    """The tiny model's tokens."""
-    path = models.build(models.VISION) / "tokenizer.json"
+def read_vocabulary() -> dict[str, int]:
+    """The tokens of the tiny model."""
+    path = tiny_models.build_model(tiny_models.VISION_RECIPE) / "tokenizer.json"
     found: dict[str, int] = json.loads(path.read_text("utf-8"))["model"]["vocab"]
     return found
 
 
-def plain() -> list[int]:
-    """Tokens that are ASCII letters: a random model otherwise says mostly halves of characters."""
-    return [number for word, number in vocabulary().items() if word.isascii() and word.isalpha()]
+def list_plain_tokens() -> list[int]:
+    """Tokens that are ASCII letters: most tokens of a random model are parts of characters."""
+    return [
+        number for word, number in read_vocabulary().items() if word.isascii() and word.isalpha()
+    ]
 
 
-class Modes:
-    """One router for each mode before the same P and D; D is also asked directly."""
+class RouterModes:
+    """A router for each mode in front of the same P and D; D is also called directly."""
 
-    def __init__(self, bench: Bench, urls: dict[str, str]) -> None:
+    def __init__(self, bench: LiveDeployment, urls: dict[str, str]) -> None:
         self.bench, self.urls = bench, urls
-        self.direct = bench.fleet.url("decode")
-        self.letters = plain()
+        self.direct = bench.fleet.get_url("decode")
+        self.letters = list_plain_tokens()
 
-    def ask(self, mode: str, allowed: list[int] | None = None, **fields: Any) -> Answer:
-        """One request, "" for D itself; answers are of these tokens only."""
+    def send_request(
+        self, mode: str, allowed: list[int] | None = None, **fields: Any
+    ) -> TimedResponse:
+        """Send one request through the router of `mode`, "" for D; answers consist of plain tokens only."""
         extra = {"allowed_token_ids": allowed or self.letters, **fields.pop("extra", {})}
-        return self.bench.ask(self.urls.get(mode, self.direct), extra=extra, **fields)
+        return self.bench.send_request(self.urls.get(mode, self.direct), extra=extra, **fields)
 
-    def prompt(self) -> str:
-        """A prompt that no cache has seen."""
-        return f"{self.bench.fresh()}"
+    def make_prompt(self) -> str:
+        """A prompt that is in no cache yet."""
+        return f"{self.bench.new_picture_seed()}"
 
 
-class Routers:
-    """The routers of this module, by deployment: each is started once."""
+class ModeRouters:
+    """The routers of this module by deployment; each is started once."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
-        self.modes: dict[str, Modes] = {}
+        self.modes: dict[str, RouterModes] = {}
 
-    def before(self, bench: Bench, shape: str) -> Modes:
+    def start_before(self, bench: LiveDeployment, shape: str) -> RouterModes:
         """One for each mode before a deployment's servers."""
         if shape not in self.modes:
             servers = bench.fleet.servers
-            legs = {role: [servers[role].url] for role in servers if role in fleet.FLAGS}
-            sink = {names.ENV_ENDPOINT: bench.fleet.url("receiver")}
-            commands = {mode: fleet.router(legs, sink, "--first-token", mode) for mode in MODES}
+            legs = {
+                role: [servers[role].url]
+                for role in servers
+                if role in local_deployment.ROUTER_FLAG_BY_ROLE
+            }
+            sink = {names.ENV_ENDPOINT: bench.fleet.get_url("receiver")}
+            commands = {
+                mode: local_deployment.build_router_command(legs, sink, "--first-token", mode)
+                for mode in MODES
+            }
             urls = {
-                mode: self.stack.enter_context(Server(command)).url
+                mode: self.stack.enter_context(LocalServer(command)).url
                 for mode, command in commands.items()
             }
-            self.modes[shape] = Modes(bench, urls)
+            self.modes[shape] = RouterModes(bench, urls)
             for mode in MODES:
-                for path in (client.CHAT, client.COMPLETIONS):
-                    self.modes[shape].ask(mode, path=path, prompt="warm")
+                for path in (CHAT_PATH, COMPLETIONS_PATH):
+                    self.modes[shape].send_request(mode, path=path, prompt="warm")
         return self.modes[shape]
 
 
 @pytest.fixture(scope="module")
-def routers() -> Iterator[Routers]:
-    """They run until the module's last test."""
+def routers() -> Iterator[ModeRouters]:
+    """The routers of this module; they run until its last test ends."""
     with ExitStack() as stack:
-        yield Routers(stack)
+        yield ModeRouters(stack)
 
 
 @pytest.fixture
-def modes(pd: Bench, routers: Routers) -> Modes:
-    """P and D behind routers of all modes."""
-    return routers.before(pd, "pd")
+def modes(pd: LiveDeployment, routers: ModeRouters) -> RouterModes:
+    """Routers of all modes in front of P and D."""
+    return routers.start_before(pd, "pd")
 
 
-def told(answer: Answer) -> list[Any]:
-    """An answer's events, ids and times apart, with neighbours that only add text made one.
+def normalize_events(answer: TimedResponse) -> list[Any]:
+    """The events of a stream without IDs and times; neighbours that only add text are merged.
 
-    A server merges tokens that its client is slow to take; which ones is chance.
+    A server merges tokens when its client reads slowly, so how many events there are is a matter of chance.
     """
     found: list[Any] = []
     for event in answer.events:
@@ -112,35 +131,35 @@ def told(answer: Answer) -> list[Any]:
             if isinstance(before, dict) and before["choices"]:
                 (old,) = before["choices"]
                 if "role" not in old.get("delta", {}) and old["finish_reason"] is None:
-                    holder, name = at(choice)
-                    earlier, _ = at(old)
+                    holder, name = get_choice_text(choice)
+                    earlier, _ = get_choice_text(old)
                     holder[name] = earlier[name] + holder[name]
                     found.pop()
         found.append(data)
     return found
 
 
-def at(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Where a choice's text is."""
+def get_choice_text(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The part of a choice that holds its text."""
     return (choice["delta"], "content") if "delta" in choice else (choice, "text")
 
 
-def whole(answer: Answer) -> Any:
-    """A plain answer, ids and times apart."""
+def read_plain_answer(answer: TimedResponse) -> Any:
+    """A response that was not streamed, without ID and time."""
     found = answer.json()
     del found["id"], found["created"]
     return found
 
 
-def early(answer: Answer) -> bool:
-    """Whether the client's first token was P's."""
-    return not any(name.startswith("decode.") for name in breakdown(answer))
+def is_first_token_early(answer: TimedResponse) -> bool:
+    """Whether the client's first token came from P."""
+    return not any(name.startswith("decode.") for name in read_breakdown(answer))
 
 
-@pytest.mark.parametrize("path", (client.CHAT, client.COMPLETIONS))
+@pytest.mark.parametrize("path", (CHAT_PATH, COMPLETIONS_PATH))
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_answers_as_one_server(modes: Modes, mode: str, path: str) -> None:
-    """At temperature 0, event by event: text, preamble, finish reason, usage, model, [DONE]."""
+def test_every_mode_answers_as_one_server(modes: RouterModes, mode: str, path: str) -> None:
+    """At temperature 0 every mode gives one server's events: text, finish reason, usage, model and [DONE]."""
     usage = {"stream_options": {"include_usage": True}}
     for fields in (
         {"words": 4},
@@ -149,112 +168,147 @@ def test_every_mode_answers_as_one_server(modes: Modes, mode: str, path: str) ->
         {"words": 4, "max_tokens": 1, "extra": usage},
         {"words": 9, "extra": {"stop": ["~~~~"]}},
     ):
-        question = {"path": path, "prompt": modes.prompt(), **fields}
-        got, one = modes.ask(mode, **question), modes.ask("", **question)
+        question = {"path": path, "prompt": modes.make_prompt(), **fields}
+        got, one = modes.send_request(mode, **question), modes.send_request("", **question)
         assert got.status == one.status == 200
-        assert told(got) == told(one), (got.events, one.events)
+        assert normalize_events(got) == normalize_events(one), (got.events, one.events)
         many = question.get("max_tokens") != 1
-        assert early(got) == (mode != "off" or not many), breakdown(got)
+        assert is_first_token_early(got) == (mode != "off" or not many), read_breakdown(got)
     for fields in ({"words": 4}, {"words": 200}, {"words": 4, "max_tokens": 1}):
-        question = {"path": path, "prompt": modes.prompt(), "stream": False, **fields}
-        assert whole(modes.ask(mode, **question)) == whole(modes.ask("", **question))
+        question = {"path": path, "prompt": modes.make_prompt(), "stream": False, **fields}
+        assert read_plain_answer(modes.send_request(mode, **question)) == read_plain_answer(
+            modes.send_request("", **question)
+        )
 
 
-def test_ids_times_and_names_are_one_streams(modes: Modes) -> None:
-    """One id, one time and one model over all events of a joined stream."""
+def test_ids_times_and_names_are_one_streams(modes: RouterModes) -> None:
+    """All events of a joined stream have the same ID, time and model."""
     for mode in MODES:
-        answer = modes.ask(mode, prompt=modes.prompt(), request_id=f"mine-{mode}")
+        answer = modes.send_request(mode, prompt=modes.make_prompt(), request_id=f"mine-{mode}")
         events = [json.loads(event.data) for event in answer.events[:-1]]
         assert {event["id"] for event in events} == {f"chatcmpl-mine-{mode}"}
         assert len({event["created"] for event in events}) == 1
         assert {event["model"] for event in events} == {"tiny"}
 
 
-@pytest.mark.parametrize("path", (client.CHAT, client.COMPLETIONS))
-def test_whole_blocks_do_not_kill_decode(modes: Modes, path: str) -> None:
-    """Around multiples of the block size continue answers as one server, and D lives on."""
+@pytest.mark.parametrize("path", (CHAT_PATH, COMPLETIONS_PATH))
+def test_whole_blocks_do_not_kill_decode(modes: RouterModes, path: str) -> None:
+    """With prompts around multiples of the block size `continue` answers as one server, and D stays up."""
     digits = len("".join(map(str, range(10))))  # a digit is a token of its own here
     usage = {"stream_options": {"include_usage": True}}
-    base = tokens(modes.ask("", path=path, prompt="1" * digits, extra=usage)) - digits
-    for length in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1):
-        number = str(modes.bench.fresh())
+    base = (
+        count_prompt_tokens(modes.send_request("", path=path, prompt="1" * digits, extra=usage))
+        - digits
+    )
+    for length in (
+        BLOCK_TOKENS - 1,
+        BLOCK_TOKENS,
+        BLOCK_TOKENS + 1,
+        2 * BLOCK_TOKENS - 1,
+        2 * BLOCK_TOKENS,
+        2 * BLOCK_TOKENS + 1,
+    ):
+        number = str(modes.bench.new_picture_seed())
         prompt = (number * length)[: length - base]
         question = {"path": path, "prompt": prompt, "extra": usage}
-        got, one = modes.ask("continue", **question), modes.ask("", **question)
-        assert tokens(one) == tokens(got) == length
-        assert told(got) == told(one)
-        assert early(got)
-    assert modes.bench.fleet.servers["decode"].healthy()
+        got, one = modes.send_request("continue", **question), modes.send_request("", **question)
+        assert count_prompt_tokens(one) == count_prompt_tokens(got) == length
+        assert normalize_events(got) == normalize_events(one)
+        assert is_first_token_early(got)
+    assert modes.bench.fleet.servers["decode"].is_healthy()
 
 
-def tokens(answer: Answer) -> int:
-    """How long the server says the prompt was."""
+def count_prompt_tokens(answer: TimedResponse) -> int:
+    """The prompt's length as the server reports it."""
     (usage,) = [json.loads(each.data) for each in answer.events[:-1] if '"usage":{' in each.data]
     found: int = usage["usage"]["prompt_tokens"]
     return found
 
 
 @pytest.mark.parametrize("mode", ("strip", "continue"))
-def test_text_at_the_seam(modes: Modes, mode: str) -> None:
-    """Halves of "é", and any tokens: no text of the prompt leaks, nothing is lost or doubled."""
-    every = vocabulary()
+def test_text_at_the_seam(modes: RouterModes, mode: str) -> None:
+    """With parts of "é" and with random tokens no text is lost, doubled, or taken from the prompt."""
+    every = read_vocabulary()
     halves = [every["Ã"], every["©"]]  # a byte-level vocabulary writes C3 and A9 like this
     for allowed in (halves, halves, *[list(every.values())] * 8):
-        question = {"prompt": modes.prompt(), "max_tokens": 9, "allowed": allowed}
-        for path in (client.CHAT, client.COMPLETIONS):
-            got = modes.ask(mode, path=path, **question)
-            assert told(got) == told(modes.ask("", path=path, **question))
+        question = {"prompt": modes.make_prompt(), "max_tokens": 9, "allowed": allowed}
+        for path in (CHAT_PATH, COMPLETIONS_PATH):
+            got = modes.send_request(mode, path=path, **question)
+            assert normalize_events(got) == normalize_events(
+                modes.send_request("", path=path, **question)
+            )
 
 
-def test_seeds(modes: Modes) -> None:
-    """Strip: a seeded answer is one server's. Continue: its second token is not the first's draw."""
+def test_seeds(modes: RouterModes) -> None:
+    """`strip` gives the seeded answer of one server; `continue` does not repeat the first draw."""
     repeated = 0
     for seed in range(8):
         extra = {"temperature": 1.0, "seed": seed}
-        question = {"prompt": modes.prompt(), "path": client.COMPLETIONS, "extra": extra}
-        assert told(modes.ask("strip", **question)) == told(modes.ask("", **question))
-        answer = modes.ask("continue", max_tokens=2, **question)
+        question = {
+            "prompt": modes.make_prompt(),
+            "path": COMPLETIONS_PATH,
+            "extra": extra,
+        }
+        assert normalize_events(modes.send_request("strip", **question)) == normalize_events(
+            modes.send_request("", **question)
+        )
+        answer = modes.send_request("continue", max_tokens=2, **question)
         first, second = (json.loads(e.data)["choices"][0]["text"] for e in answer.events[:2])
         repeated += first == second
     assert repeated <= 4
 
 
-@again
-def test_the_first_token_is_the_prefill_legs(modes: Modes) -> None:
-    """Median over pairs: TTFT is P's leg, the client's way to the router and at most 2 ms; off is later.
+def test_the_first_token_is_the_prefill_legs(modes: RouterModes) -> None:
+    """At the median TTFT exceeds P's leg by the way from the client plus at most 2 ms; `off` is later.
 
-    That way is what the client's clock shows above the router's in mode off, where no first token
-    shares the cores with a decode leg that begins.
+    The way is what the client's clock shows above the router's in mode `off`, where no first token competes
+    for the cores with a decode leg that begins.
     """
-    above: dict[str, list[float]] = {mode: [] for mode in MODES}
-    ttfts: dict[str, list[float]] = {mode: [] for mode in MODES}
-    ways: list[float] = []
-    for _ in range(15):
-        for mode in MODES:
-            answer = modes.ask(mode, prompt=modes.prompt(), words=400, max_tokens=4)
-            assert answer.client_ttft_us is not None
-            found = breakdown(answer)
-            ttfts[mode].append(answer.client_ttft_us / 1000)
-            above[mode].append((answer.client_ttft_us - leg(found)) / 1000)
-            if mode == "off":
-                ways.append((answer.client_ttft_us - found["ttft"]) / 1000)
-    way = statistics.median(ways)
-    for mode in ("strip", "continue"):
-        gains = [off - on for off, on in zip(ttfts["off"], ttfts[mode], strict=True)]
-        usual, now = statistics.median(ttfts["off"]), statistics.median(ttfts[mode])
-        sys.stderr.write(
-            f"\n[live] first token, {mode}: {now:.1f} ms instead of {usual:.1f} ms,"
-            f" {statistics.median(gains):.1f} ms earlier (median of pairs);"
-            f" {statistics.median(above[mode]):.2f} ms above the prefill leg,"
-            f" {way:.2f} of them the client's way\n"
-        )
-        assert statistics.median(gains) > 0
-    for mode in ("strip", "continue"):
-        assert statistics.median(above[mode]) - way <= 2.0, (above[mode], ways)
+    limits = {
+        "above": ErrorTolerance(-math.inf, 2.0, 40.0),
+        "later": ErrorTolerance(-math.inf, 0.0, 80.0),
+    }
+
+    def measure_round() -> Errors:
+        found = {mode: measure_first_token(modes, mode) for mode in MODES}
+        off = found["off"]
+        errors = {}
+        for mode in ("strip", "continue"):
+            errors[f"above {mode}"] = found[mode].above_ms - off.way_ms
+            errors[f"later {mode}"] = found[mode].ttft_ms - off.ttft_ms
+        return errors
+
+    rounds = measure_until_decided(measure_round, lambda name: limits[name.split()[0]])
+    usual = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    sys.stderr.write(f"\n[live] first token, ms, medians of pairs: {usual}\n")
 
 
-def leg(found: dict[str, int]) -> int:
-    """P's leg as the router saw it: what P accounts for, and the way there and back."""
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Times of one first token in milliseconds.
+
+    ttft_ms: of the client. above_ms: of that, above P's leg. way_ms: of that, above the router's TTFT.
+    """
+
+    ttft_ms: float
+    above_ms: float
+    way_ms: float
+
+
+def measure_first_token(modes: RouterModes, mode: str) -> FirstToken:
+    """Send one request through this mode's router; times are of the client's clock."""
+    answer = modes.send_request(mode, prompt=modes.make_prompt(), words=400, max_tokens=4)
+    assert answer.client_ttft_us is not None
+    found = read_breakdown(answer)
+    above, way = (
+        answer.client_ttft_us - get_prefill_leg_us(found),
+        answer.client_ttft_us - found["ttft"],
+    )
+    return FirstToken(answer.client_ttft_us / 1000, above / 1000, way / 1000)
+
+
+def get_prefill_leg_us(found: dict[str, int]) -> int:
+    """P's leg as the router measured it: what P accounts for, and the hop."""
     return sum(
         us
         for name, us in found.items()
@@ -262,13 +316,17 @@ def leg(found: dict[str, int]) -> int:
     )
 
 
-def test_the_handover_is_in_the_trace(modes: Modes) -> None:
-    """Below the router's server span: what the client felt after P's token, cut and adding up."""
+def test_the_handover_is_in_the_trace(modes: RouterModes) -> None:
+    """The span ttft.handover is below the router's server span, and its steps add up."""
     for mode in ("strip", "continue"):
-        trace = trace_id()
-        modes.ask(mode, prompt=modes.prompt(), words=200, headers=parent(trace))
-        spans = modes.bench.trace(trace, lambda found: named(found, names.HANDOVER))
-        (handover,) = named(spans, names.HANDOVER)
+        trace = make_trace_id()
+        modes.send_request(
+            mode, prompt=modes.make_prompt(), words=200, headers=make_parent_header(trace)
+        )
+        spans = modes.bench.wait_for_trace(
+            trace, lambda found: list_spans_named(found, names.HANDOVER)
+        )
+        (handover,) = list_spans_named(spans, names.HANDOVER)
         own = handover["attributes"]
         steps = [span for span in spans if span["parent_id"] == handover["span_id"]]
         total = own[names.HANDOVER_TOTAL_US]
@@ -277,41 +335,53 @@ def test_the_handover_is_in_the_trace(modes: Modes) -> None:
             for name, us in own.items()
             if name.endswith("_us") and name != names.HANDOVER_TOTAL_US
         )
-        assert own[names.handover_us("decode.kv.transfer")] > 0
-        assert (names.handover_us(names.FIRST_DECODE) in own) == (mode == "strip")
+        assert own[names.name_handover_attribute("decode.kv.transfer")] > 0
+        assert (names.name_handover_attribute(names.FIRST_DECODE) in own) == (mode == "strip")
         assert {step["name"] for step in steps} >= {"router.hop.decode", "decode.kv.transfer"}
         above = next(span for span in spans if span["span_id"] == handover["parent_id"])
         assert (above["kind"], above["attributes"][names.ROLE]) == ("server", "router")
 
 
-def named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The spans of one name."""
+def list_spans_named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The spans with this name."""
     return [span for span in spans if span["name"] == name]
 
 
-def busy(url: str) -> dict[str, float]:
-    """What a server is at, as its /metrics tells, without the zeros."""
+def read_busy_metrics(url: str) -> dict[str, float]:
+    """The gauges of a server's requests that are not zero."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     found = {
         name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
-        for name in IDLE
+        for name in IDLE_METRICS
     }
     return {name: value for name, value in found.items() if value}
 
 
-def emptied(url: str, seconds: float = 8.0) -> dict[str, float]:
-    """What is still there after a while; nothing as soon as there is nothing."""
-    deadline = time.monotonic() + seconds
-    while (found := busy(url)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return found
+def list_what_is_left(modes: RouterModes, seconds: float = 8.0) -> dict[str, dict[str, float]]:
+    """What P and D still hold after a while, by role; empty as soon as both are free.
+
+    An idle engine takes no step, and both its gauges and the blocks whose release waits for the
+    end of a step (`Scheduler.deferred_frees`) stay as its last step left them. Half-way through
+    the wait a busy server is therefore given one token to make; that frees no block of a request
+    that is still alive.
+    """
+    left = {}
+    for role in ("prefill", "decode"):
+        url, start, nudged = modes.bench.fleet.get_url(role), time.monotonic(), False
+        while (found := read_busy_metrics(url)) and time.monotonic() < start + seconds:
+            if not nudged and time.monotonic() > start + seconds / 2:
+                modes.bench.send_request(url, prompt="step", max_tokens=1)
+                nudged = True
+            time.sleep(0.2)
+        if found:
+            left[role] = found
+    return left
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_left_on_prefill(modes: Modes, mode: str) -> None:
-    """One token, an end on P, a refusal by D: what P kept is given back at once."""
-    prefill, decode = (modes.bench.fleet.url(role) for role in ("prefill", "decode"))
+def test_nothing_is_left_on_prefill(modes: RouterModes, mode: str) -> None:
+    """When the answer has one token, ends on P or is refused by D, P releases its blocks at once."""
     ends = {"stop_token_ids": modes.letters, "ignore_eos": False}
     for fields in (
         {"max_tokens": 1},
@@ -319,40 +389,43 @@ def test_nothing_is_left_on_prefill(modes: Modes, mode: str) -> None:
         {"extra": ends, "stream": False},
         {"max_tokens": 9000},
     ):
-        modes.ask(mode, prompt=modes.prompt(), words=300, **fields)
-        assert emptied(prefill) == emptied(decode) == {}, fields
+        modes.send_request(mode, prompt=modes.make_prompt(), words=300, **fields)
+        assert list_what_is_left(modes) == {}, fields
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_left_by_clients_that_leave(modes: Modes, mode: str) -> None:
-    """They hang up while P computes, or while D waits for P's blocks: both are free in seconds."""
-    prefill, decode = (modes.bench.fleet.url(role) for role in ("prefill", "decode"))
+def test_nothing_is_left_by_clients_that_leave(modes: RouterModes, mode: str) -> None:
+    """When clients hang up while P computes or D waits, both servers are idle within seconds."""
     for late, fields in ((0, {"words": 2500, "abort_s": 0.1}), (3000, {"abort_s": 1.5})):
-        modes.bench.control.set({LATE: late})
-        answer = modes.ask(mode, **{"prompt": modes.prompt(), "words": 300, **fields})
-        modes.bench.control.set()
+        modes.bench.control.set_injections({LATE_PLACE: late})
+        answer = modes.send_request(mode, **{"prompt": modes.make_prompt(), "words": 300, **fields})
+        modes.bench.control.set_injections()
         assert answer.aborted
-        assert emptied(prefill) == emptied(decode) == {}, fields
-    assert modes.ask(mode, prompt=modes.prompt()).status == 200
+        assert list_what_is_left(modes) == {}, fields
+    assert modes.send_request(mode, prompt=modes.make_prompt()).status == 200
 
 
-def test_what_does_not_fit_is_refused_as_by_one_server(modes: Modes) -> None:
-    """More tokens than the model's context: D's status and body in every mode, no stream begun."""
+def test_what_does_not_fit_is_refused_as_by_one_server(modes: RouterModes) -> None:
+    """A prompt longer than the model's context gets D's status and body in every mode, and no stream."""
     for mode in MODES:
-        question = {"prompt": modes.prompt(), "max_tokens": 9000}
-        got, one = modes.ask(mode, **question), modes.ask("", **question)
+        question = {"prompt": modes.make_prompt(), "max_tokens": 9000}
+        got, one = modes.send_request(mode, **question), modes.send_request("", **question)
         assert got.status == one.status == 400
         assert got.json() == one.json()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
-def test_images_go_through_all_three(epd3: Bench, routers: Routers, mode: str) -> None:
-    """E, P and D: streamed and plain, chat with and without an image, as D alone answers."""
-    modes = routers.before(epd3, "epd3")
+def test_images_go_through_all_three(epd3: LiveDeployment, routers: ModeRouters, mode: str) -> None:
+    """E, P and D answer chats with and without an image as D alone does, streamed or not."""
+    modes = routers.start_before(epd3, "epd3")
     for pictures in (0, 1):
-        images = tuple(modes.bench.fresh() for _ in range(pictures))
-        question = {"prompt": modes.prompt(), "pictures": images}
-        assert told(modes.ask(mode, **question)) == told(modes.ask("", **question))
-        question = {"prompt": modes.prompt(), "pictures": images, "stream": False}
-        assert whole(modes.ask(mode, **question)) == whole(modes.ask("", **question))
+        images = tuple(modes.bench.new_picture_seed() for _ in range(pictures))
+        question = {"prompt": modes.make_prompt(), "pictures": images}
+        assert normalize_events(modes.send_request(mode, **question)) == normalize_events(
+            modes.send_request("", **question)
+        )
+        question = {"prompt": modes.make_prompt(), "pictures": images, "stream": False}
+        assert read_plain_answer(modes.send_request(mode, **question)) == read_plain_answer(
+            modes.send_request("", **question)
+        )

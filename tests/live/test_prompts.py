@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's token ids are the engine's own, over random chats and completions of every shape."""
+"""The router's token ids equal the engine's for random chats and completions of all forms."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import aiohttp
 import pytest
 from PIL import Image
 
-from tests.live.bench import Bench
-from ttft_otel.lab import models, ports
-from ttft_otel.lab.recipes import HOST, Command, Options, environment
-from ttft_otel.lab.servers import Server
-from ttft_otel.router.choose import instance
-from ttft_otel.router.fleet import Fleet
-from ttft_otel.router.health import Health
-from ttft_otel.router.prompts import Prompt, Reader, reader
+from lab import free_ports, tiny_models
+from lab.local_servers import LocalServer
+from lab.server_commands import HOST, ServerCommand, VllmOptions, build_vllm_environment
+from tests.live.bench import LiveDeployment
+from ttft_otel.router.routing.prompts import Prompt, PromptReader, build_reader
+from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.health_monitor import HealthMonitor
+from ttft_otel.router.upstream.instance_pool import InstancePool
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-SIZE = 16
-NUMBER = 80
+BLOCK_TOKENS = 16
+REQUESTS = 80
 SLOW = 900  # seconds: a server starts within it
 PIECES = (
     *("Hello", " world", "\n", "\n\n", "  ", "\t", "\r\n", "don't", "12345", "a" * 50, ""),
@@ -49,23 +49,23 @@ TEMPLATE = (
 )
 
 
-class Requests:
-    """Random ones of a seed; what a client may send and vLLM takes."""
+class RandomRequests:
+    """Random requests from a seed, within what vLLM accepts."""
 
     def __init__(self, seed: int, vision: bool = True) -> None:
         self.random = random.Random(seed)
         self.vision = vision
 
-    def may(self, share: float) -> bool:
-        """Sometimes."""
+    def happens(self, share: float) -> bool:
+        """True with this probability."""
         return self.random.random() < share
 
-    def text(self, most: int = 12) -> str:
-        """Some pieces."""
+    def make_text(self, most: int = 12) -> str:
+        """A few random pieces of text."""
         return "".join(self.random.choices(PIECES, k=self.random.randint(0, most)))
 
-    def picture(self) -> dict[str, Any]:
-        """One of any size and kind, JPEG's turned as cameras turn them."""
+    def make_picture(self) -> dict[str, Any]:
+        """An image of random size and format; JPEG with a random orientation, as from a camera."""
         kind, out = self.random.choice(("PNG", "JPEG", "GIF", "WEBP", "BMP")), BytesIO()
         image = Image.new("RGB", self.random.choice(SIDES), self.random.choice(("red", "blue")))
         exif = Image.Exif()
@@ -77,120 +77,126 @@ class Requests:
             "image_url": {"url": f"data:image/{kind.lower()};base64,{data}"},
         }
 
-    def content(self) -> Any:
-        """Text, or parts of it, with pictures."""
-        if self.may(0.5):
-            return self.text()
+    def make_content(self) -> Any:
+        """A text, or a list of text parts and images."""
+        if self.happens(0.5):
+            return self.make_text()
         parts: list[dict[str, Any]] = []
         for _ in range(self.random.randint(0, 4)):
-            seen = self.vision and self.may(0.4)
-            parts.append(self.picture() if seen else {"type": "text", "text": self.text()})
+            seen = self.vision and self.happens(0.4)
+            parts.append(
+                self.make_picture() if seen else {"type": "text", "text": self.make_text()}
+            )
         return parts
 
-    def message(self) -> dict[str, Any]:
-        """Of any role."""
+    def make_message(self) -> dict[str, Any]:
+        """A message of a random role."""
         role = self.random.choice(ROLES)
-        found: dict[str, Any] = {"role": role, "content": self.text()}
+        found: dict[str, Any] = {"role": role, "content": self.make_text()}
         if role == "user":
-            found["content"] = self.content()
-        elif role == "assistant" and self.may(0.5):
+            found["content"] = self.make_content()
+        elif role == "assistant" and self.happens(0.5):
             arguments = self.random.choice(('{"b": 1, "a": "é"}', "", "[]", "{bad", '{"x": [1]}'))
             function = {"name": "f", "arguments": arguments}
             found["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
             found["content"] = self.random.choice((None, "", "calls"))
-            found["reasoning_content"] = self.text()
+            found["reasoning_content"] = self.make_text()
         elif role == "tool":
             found["tool_call_id"] = "c"
-            found["content"] = [{"type": "text", "text": self.text()} for _ in range(2)]
-        if self.may(0.1):
+            found["content"] = [{"type": "text", "text": self.make_text()} for _ in range(2)]
+        if self.happens(0.1):
             found["name"] = "somebody"
         return found
 
-    def chat(self) -> dict[str, Any]:
-        """A conversation and its options."""
-        messages = [self.message() for _ in range(self.random.randint(1, 6))]
+    def make_chat(self) -> dict[str, Any]:
+        """A conversation with random options."""
+        messages = [self.make_message() for _ in range(self.random.randint(1, 6))]
         body: dict[str, Any] = {"messages": messages}
-        if self.may(0.3):
-            function = {"parameters": {"b": {}, "a": {}}, "name": "f", "description": self.text()}
+        if self.happens(0.3):
+            function = {
+                "parameters": {"b": {}, "a": {}},
+                "name": "f",
+                "description": self.make_text(),
+            }
             body["tools"] = [{"type": "function", "function": function}]
             body["tool_choice"] = "none"
-        if self.may(0.2):
-            messages.append({"role": "assistant", "content": f"{self.text()}so "})
+        if self.happens(0.2):
+            messages.append({"role": "assistant", "content": f"{self.make_text()}so "})
             body |= {"continue_final_message": True, "add_generation_prompt": False}
-        if self.may(0.2):
+        if self.happens(0.2):
             body["chat_template_kwargs"] = {"enable_thinking": False, "other": 1, "nobody's": 2}
-        if self.may(0.1):
+        if self.happens(0.1):
             body["documents"] = [{"title": "t", "text": "x"}]
-        if self.may(0.1):
+        if self.happens(0.1):
             body["reasoning_effort"] = self.random.choice(("low", "none"))
-        if self.may(0.1):
+        if self.happens(0.1):
             body["add_special_tokens"] = True
         return body
 
-    def completion(self) -> dict[str, Any]:
-        """Text or token ids, one prompt or two."""
+    def make_completion(self) -> dict[str, Any]:
+        """One prompt or two, as text or as token ids."""
         ids = [self.random.randint(0, 300) for _ in range(self.random.randint(1, 60))]
-        text = f"{self.text(200)}x"
+        text = f"{self.make_text(200)}x"
         body = {"prompt": self.random.choice((text, text, ids, [text, "y"], [ids, [4, 5]]))}
-        return {**body, "add_special_tokens": self.may(0.8)}
+        return {**body, "add_special_tokens": self.happens(0.8)}
 
-    def one(self) -> tuple[str, bytes]:
-        """Where to, and what."""
-        chat = self.may(0.7)
-        body = self.chat() if chat else self.completion()
+    def make_request(self) -> tuple[str, bytes]:
+        """The path and the body of a random request."""
+        chat = self.happens(0.7)
+        body = self.make_chat() if chat else self.make_completion()
         # a picture's placeholder cut off is a 500 of vLLM's own
-        if self.may(0.3) and "image_url" not in json.dumps(body):
+        if self.happens(0.3) and "image_url" not in json.dumps(body):
             body["truncate_prompt_tokens"] = self.random.choice((-1, 1, 5, 20, 50))
-            if self.may(0.6):
+            if self.happens(0.6):
                 body["truncation_side"] = self.random.choice(("left", "right"))
         common = {"model": "tiny", "max_tokens": 1, "return_token_ids": True}
         return CHAT if chat else COMPLETION, json.dumps({**common, **body}).encode()
 
 
-def unkept() -> aiohttp.TCPConnector:
-    """vLLM hangs up after a 500 of its own, which is not the next request's."""
+def make_closing_connector() -> aiohttp.TCPConnector:
+    """A connector without keep-alive: after a 500 vLLM closes the connection, which fails a next request."""
     return aiohttp.TCPConnector(force_close=True)
 
 
-async def loaded(session: aiohttp.ClientSession, url: str, mode: Any) -> Reader:
-    """A reader that has its tokenizer, before this instance."""
-    fleet = Fleet({"mono": [instance(url, "mono")]})
-    health = Health(fleet)
+async def load_reader(session: aiohttp.ClientSession, url: str, mode: Any) -> PromptReader:
+    """A local prompt reader for this instance whose tokenizer is loaded."""
+    fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
+    health = HealthMonitor(fleet)
     health._session = session
     for each in fleet:
-        assert await health.learn(each) == 200
-    found = reader(None, mode, fleet)
+        assert await health.refresh_models(each) == 200
+    found = build_reader(None, mode, fleet)
     await found.start(session)
-    while await found.read(COMPLETION, "tiny", b'{"prompt": "x"}', SIZE) is None:
+    while await found.read_prompt(COMPLETION, "tiny", b'{"prompt": "x"}', BLOCK_TOKENS) is None:
         await asyncio.sleep(0.1)
     return found
 
 
-def theirs(path: str, answer: dict[str, Any]) -> tuple[int, list[int]]:
-    """Prompt tokens as the engine counts them, and the first prompt's ids."""
+def read_engine_tokens(path: str, answer: dict[str, Any]) -> tuple[int, list[int]]:
+    """The number of prompt tokens as the engine counts them, and the first prompt's ids."""
     first = answer if path == CHAT else answer["choices"][0]
     return answer["usage"]["prompt_tokens"], first["prompt_token_ids"]
 
 
-async def compared(url: str) -> tuple[int, int]:
-    """Each request given to the engine, and read here; how many were, and how many pictures' tokens."""
-    requests, taken, pictures = Requests(7), 0, 0
-    async with aiohttp.ClientSession(connector=unkept()) as session:
-        read = await loaded(session, url, "local")
+async def compare_token_ids(url: str) -> tuple[int, int]:
+    """Compare each request's ids; returns the number of requests and of placeholder tokens of images."""
+    requests, taken, pictures = RandomRequests(7), 0, 0
+    async with aiohttp.ClientSession(connector=make_closing_connector()) as session:
+        read = await load_reader(session, url, "local")
         try:
-            for _ in range(NUMBER):
-                path, body = requests.one()
+            for _ in range(REQUESTS):
+                path, body = requests.make_request()
                 named = {"Content-Type": "application/json"}
                 async with session.post(
                     f"{url}{path}", data=BytesIO(body), headers=named
                 ) as answer:
                     if answer.status != 200:
                         continue
-                    tokens, ids = theirs(path, await answer.json())
-                found = await patient(read, path, body)
+                    tokens, ids = read_engine_tokens(path, await answer.json())
+                found = await read_patiently(read, path, body)
                 assert found.tokens == tokens, body[:2000]
-                if found.ids:
-                    assert list(found.ids) == ids, body[:2000]
+                if found.token_ids:
+                    assert list(found.token_ids) == ids, body[:2000]
                 taken, pictures = taken + 1, pictures + found.encoder_tokens
         finally:
             await read.close()
@@ -198,11 +204,11 @@ async def compared(url: str) -> tuple[int, int]:
     return taken, pictures
 
 
-async def patient(read: Reader, path: str, body: bytes) -> Prompt:
-    """On a busy machine a second is not always enough."""
+async def read_patiently(read: PromptReader, path: str, body: bytes) -> Prompt:
+    """Read a prompt with several attempts: on a busy machine the limit of one second can be too short."""
     for _ in range(30):
         late = read.counts["failed-late"]
-        found = await read.read(path, "tiny", body, SIZE)
+        found = await read.read_prompt(path, "tiny", body, BLOCK_TOKENS)
         if found is not None:
             return found
         if read.counts["failed-late"] == late:
@@ -211,54 +217,57 @@ async def patient(read: Reader, path: str, body: bytes) -> Prompt:
 
 
 @pytest.mark.timeout(SLOW)
-def test_ids_are_the_engines(newer: Bench) -> None:
-    """Every prompt that a real server took has here the same ids, pictures' placeholders included."""
-    taken, pictures = asyncio.run(compared(newer.front))
+def test_ids_are_the_engines(newer: LiveDeployment) -> None:
+    """For every prompt that the server accepts our ids equal its own, placeholders of images included."""
+    taken, pictures = asyncio.run(compare_token_ids(newer.front_url))
 
-    assert taken > 0.9 * NUMBER
+    assert taken > 0.9 * REQUESTS
     assert pictures > 1000
 
 
 @pytest.fixture
-def render(tmp_path: Path) -> Iterator[Server]:
-    """vLLM's own renderer, without an engine, with a template that prints all that it gets."""
+def render(tmp_path: Path) -> Iterator[LocalServer]:
+    """vLLM's renderer without an engine, with a template that prints everything it is given."""
     folder = tmp_path / "model"
     skipped = shutil.ignore_patterns("*.safetensors", "chat_template.jinja")
-    shutil.copytree(models.build(models.VISION), folder, ignore=skipped)
+    shutil.copytree(tiny_models.build_model(tiny_models.VISION_RECIPE), folder, ignore=skipped)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    port = ports.free()
+    port = free_ports.find_free_port()
     argv = (
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)),
         *("--served-model-name", "tiny", "--host", HOST, "--port", str(port)),
     )
-    env = {**environment(Options(model=folder)), "TTFT_OTEL": "0"}
-    with Server(Command("render", argv, env, port), tmp_path / "render.log") as server:
+    env = {**build_vllm_environment(VllmOptions(model=folder)), "TTFT_OTEL": "0"}
+    with LocalServer(ServerCommand("render", argv, env, port), tmp_path / "render.log") as server:
         yield server
 
 
-async def both(url: str) -> tuple[int, int]:
-    """Each request rendered by vLLM and here; how many were, and how many refused by both."""
-    requests, same, refused = Requests(8), 0, 0
-    async with aiohttp.ClientSession(connector=unkept()) as session:
-        local, engine = await loaded(session, url, "local"), await loaded(session, url, "engine")
+async def compare_with_renderer(url: str) -> tuple[int, int]:
+    """Render each request by vLLM and here; returns how many there were, and how many both refused."""
+    requests, same, refused = RandomRequests(8), 0, 0
+    async with aiohttp.ClientSession(connector=make_closing_connector()) as session:
+        local, engine = (
+            await load_reader(session, url, "local"),
+            await load_reader(session, url, "engine"),
+        )
         try:
-            for _ in range(NUMBER):
-                path, body = requests.one()
+            for _ in range(REQUESTS):
+                path, body = requests.make_request()
                 refusals = engine.counts["failed-refused"]
                 try:
-                    found = await patient(engine, path, body)
+                    found = await read_patiently(engine, path, body)
                 except AssertionError:
                     refused += 1
                     assert engine.counts["failed-refused"] > refusals
                     continue
-                ours = await patient(local, path, body)
+                ours = await read_patiently(local, path, body)
                 assert (ours.tokens, ours.encoder_items) == (found.tokens, found.encoder_items)
-                assert list(ours.ids) == list(found.ids), body[:2000]
+                assert list(ours.token_ids) == list(found.token_ids), body[:2000]
                 if not found.encoder_tokens:  # what stands for a picture is the engine's own
-                    assert ours.blocks == found.blocks
+                    assert ours.block_keys == found.block_keys
                 same += 1
         finally:
             await local.close()
@@ -267,9 +276,9 @@ async def both(url: str) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(SLOW)
-def test_both_ways_are_one(render: Server) -> None:
-    """Asked for a prompt, vLLM's renderer and our own tokenizer say the same, ids and blocks."""
-    same, refused = asyncio.run(both(render.url))
+def test_both_ways_are_one(render: LocalServer) -> None:
+    """vLLM's renderer and the local tokenizer give the same ids and blocks for a prompt."""
+    same, refused = asyncio.run(compare_with_renderer(render.url))
 
-    assert same > 0.8 * NUMBER
-    assert same + refused == NUMBER
+    assert same > 0.8 * REQUESTS
+    assert same + refused == REQUESTS

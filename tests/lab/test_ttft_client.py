@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ttft_otel.lab import answers, client
+from lab import response_parser, ttft_client
+from ttft_otel.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
@@ -20,17 +21,17 @@ HEAD = (
 )
 
 
-def chunked(data: bytes) -> bytes:
+def encode_chunk(data: bytes) -> bytes:
     """One chunk of a chunked body."""
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def token(text: str) -> bytes:
+def encode_token_event(text: str) -> bytes:
     """One chat event."""
     return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
 
 
-class Host:
+class ScriptedServer:
     """A server that plays one script of (pause in seconds, bytes) per connection."""
 
     def __init__(self, script: Sequence[tuple[float, bytes]]) -> None:
@@ -40,16 +41,16 @@ class Host:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
 
-    def serve(self) -> None:
+    def serve_connections(self) -> None:
         """Answer connections until the socket is closed."""
         while True:
             try:
                 connection, _ = self.socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self.play, args=(connection,), daemon=True).start()
+            threading.Thread(target=self.play_script, args=(connection,), daemon=True).start()
 
-    def play(self, connection: socket.socket) -> None:
+    def play_script(self, connection: socket.socket) -> None:
         """Read one request, then play the script; a caller who hangs up is fine."""
         with connection:
             self.requests.append(read_request(connection))
@@ -74,10 +75,10 @@ def read_request(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def host(*script: tuple[float, bytes]) -> Iterator[Host]:
-    """A Host for the length of a block."""
-    server = Host(script)
-    thread = threading.Thread(target=server.serve, daemon=True)
+def run_scripted_server(*script: tuple[float, bytes]) -> Iterator[ScriptedServer]:
+    """A ScriptedServer for the length of a block."""
+    server = ScriptedServer(script)
+    thread = threading.Thread(target=server.serve_connections, daemon=True)
     thread.start()
     try:
         yield server
@@ -94,11 +95,11 @@ class TestAsk:
         """TTFT ends at the first body data, not at the headers and not at the last byte."""
         script = [
             (0.05, HEAD),
-            (0.1, chunked(token("a"))),
-            (0.1, chunked(token("b")) + b"0\r\n\r\n"),
+            (0.1, encode_chunk(encode_token_event("a"))),
+            (0.1, encode_chunk(encode_token_event("b")) + b"0\r\n\r\n"),
         ]
-        with host(*script) as server:
-            answer = client.ask(server.url)
+        with run_scripted_server(*script) as server:
+            answer = ttft_client.send_timed_request(server.url)
 
         assert answer.client_ttft_us is not None and answer.headers_us is not None
         assert 50_000 <= answer.headers_us < 140_000
@@ -107,17 +108,28 @@ class TestAsk:
 
     def test_content(self) -> None:
         """Text, id and Server-Timing come back parsed."""
-        with host((0, HEAD + chunked(token("a")) + chunked(token("b")) + b"0\r\n\r\n")) as server:
-            answer = client.ask(server.url)
+        with run_scripted_server(
+            (
+                0,
+                HEAD
+                + encode_chunk(encode_token_event("a"))
+                + encode_chunk(encode_token_event("b"))
+                + b"0\r\n\r\n",
+            )
+        ) as server:
+            answer = ttft_client.send_timed_request(server.url)
 
         assert ("r1", 200, "ab") == (answer.request_id, answer.status, answer.text)
         assert {"receive": 0.25, "encoder.compute": 12.5} == answer.server_timing
 
     def test_keepalive(self) -> None:
         """A keep-alive comment before the first token is not the first token."""
-        script = [(0, HEAD + chunked(b": ping\n\n")), (0.1, chunked(token("a")) + b"0\r\n\r\n")]
-        with host(*script) as server:
-            answer = client.ask(server.url)
+        script = [
+            (0, HEAD + encode_chunk(b": ping\n\n")),
+            (0.1, encode_chunk(encode_token_event("a")) + b"0\r\n\r\n"),
+        ]
+        with run_scripted_server(*script) as server:
+            answer = ttft_client.send_timed_request(server.url)
 
         assert answer.client_ttft_us is not None and answer.client_ttft_us >= 100_000
         assert 1 == len(answer.events)
@@ -126,24 +138,24 @@ class TestAsk:
         """A plain answer has a text and a total, but no time to first token."""
         body = b'{"choices": [{"message": {"content": "yes"}}]}'
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        with host((0, head % len(body) + body)) as server:
-            answer = client.ask(server.url, stream=False)
+        with run_scripted_server((0, head % len(body) + body)) as server:
+            answer = ttft_client.send_timed_request(server.url, stream=False)
 
         assert ("yes", None) == (answer.text, answer.client_ttft_us)
 
     @pytest.mark.parametrize("script", [[(5.0, HEAD)], [(0, HEAD), (5.0, b"")]])
     def test_abort(self, script: list[tuple[float, bytes]]) -> None:
         """The client hangs up on time, before the headers or in the middle of the body."""
-        with host(*script) as server:
-            answer = client.ask(server.url, abort_s=0.1)
+        with run_scripted_server(*script) as server:
+            answer = ttft_client.send_timed_request(server.url, abort_s=0.1)
 
         assert answer.aborted
         assert 100_000 <= answer.total_us < 1_000_000
 
     def test_headers(self) -> None:
         """Extra headers are sent, and a request id is made where none is given."""
-        with host((0, HEAD + b"0\r\n\r\n")) as server:
-            client.ask(server.url, headers={"traceparent": "00-1-2-01"})
+        with run_scripted_server((0, HEAD + b"0\r\n\r\n")) as server:
+            ttft_client.send_timed_request(server.url, headers={"traceparent": "00-1-2-01"})
             sent = server.requests[0].lower()
 
         assert b"traceparent: 00-1-2-01" in sent
@@ -151,9 +163,11 @@ class TestAsk:
 
     def test_together(self) -> None:
         """Many questions are under way at once, and the answers come in order."""
-        with host((0.2, HEAD + chunked(token("a")) + b"0\r\n\r\n")) as server:
+        with run_scripted_server(
+            (0.2, HEAD + encode_chunk(encode_token_event("a")) + b"0\r\n\r\n")
+        ) as server:
             began = time.monotonic()
-            answers = client.ask_all(server.url, [client.Question()] * 8)
+            answers = ttft_client.send_timed_requests(server.url, [ttft_client.TimedRequest()] * 8)
 
         assert time.monotonic() - began < 1.0
         assert ["a"] * 8 == [answer.text for answer in answers]
@@ -164,27 +178,33 @@ class TestPayload:
 
     def test_chat(self) -> None:
         """Pictures come before the text."""
-        body = client.payload(client.Question(pictures=(1, 2)))
+        body = ttft_client.build_payload(ttft_client.TimedRequest(pictures=(1, 2)))
         kinds = [part["type"] for part in body["messages"][0]["content"]]
 
         assert ["image_url", "image_url", "text"] == kinds
 
     def test_words(self) -> None:
         """A long prompt has as many filler words as asked."""
-        body = client.payload(client.Question(prompt="p", words=500, path=client.COMPLETIONS))
+        body = ttft_client.build_payload(
+            ttft_client.TimedRequest(prompt="p", words=500, path=COMPLETIONS_PATH)
+        )
 
         assert 501 == len(body["prompt"].split())
 
     def test_responses(self) -> None:
         """The responses API has names of its own."""
-        body = client.payload(client.Question(path=client.RESPONSES, max_tokens=3))
+        body = ttft_client.build_payload(
+            ttft_client.TimedRequest(path=RESPONSES_PATH, max_tokens=3)
+        )
 
         assert 3 == body["max_output_tokens"]
         assert {"max_tokens", "n", "messages"}.isdisjoint(body)
 
     def test_extra(self) -> None:
         """Extra fields have the last word."""
-        body = client.payload(client.Question(extra={"temperature": 0.5, "n": 2}))
+        body = ttft_client.build_payload(
+            ttft_client.TimedRequest(extra={"temperature": 0.5, "n": 2})
+        )
 
         assert (0.5, 2) == (body["temperature"], body["n"])
 
@@ -194,11 +214,11 @@ class TestEvents:
 
     def test_split(self) -> None:
         """An event that comes in two pieces has the time of the second."""
-        events = answers.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
+        events = response_parser.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
 
-        assert (answers.Event(5, "a"), answers.Event(5, "b")) == events
+        assert (response_parser.TimedEvent(5, "a"), response_parser.TimedEvent(5, "b")) == events
 
     def test_timing(self) -> None:
         """Server-Timing entries without a duration count as zero."""
-        assert {"a": 0.0, "b": 1.5} == answers.parse_timing('a, b;desc="x";dur=1.5')
-        assert {} == answers.parse_timing("")
+        assert {"a": 0.0, "b": 1.5} == response_parser.parse_timing('a, b;desc="x";dur=1.5')
+        assert {} == response_parser.parse_timing("")

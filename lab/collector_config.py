@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate the parts of collector/config.yaml that depend on stages.py and names.py.
+
+`python -m lab.collector_config` rewrites them between their marks; a test compares. OTTL (the
+collector's transformation language) cannot sum over the keys of a map, hence one statement per stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from textwrap import indent
+from typing import Final
+
+from ttft_otel import names, stages
+
+CONFIG_PATH: Final = Path(__file__).parents[1] / "collector" / "config.yaml"
+GENERATED_BLOCK: Final = re.compile(
+    r"(?P<head>^ *# generated: (?P<name>\w+)[^\n]*\n).*?(?P<tail>^ *# generated end\n)", re.M | re.S
+)
+
+# TTFT on spans of other instrumentations: an attribute in seconds, or an event at the first token.
+# The first one that is present is used.
+TTFT_SECONDS_ATTRIBUTES: Final = (
+    names.FIRST_CHUNK,
+    "gen_ai.response.time_to_first_token",
+    "gen_ai.latency.time_to_first_token",  # vLLM's own llm_request, SGLang
+)
+FIRST_TOKEN_EVENTS: Final = (
+    "first_token",
+    "llm.first_token",
+    "gen_ai.first_token",
+    "gen_ai.content.chunk",
+    "First Token Stream Event",  # OpenInference
+    "ai.stream.firstChunk",
+    "llm.content.completion.chunk",
+)
+SPAN_DURATION: Final = "(span.end_time - span.start_time)"
+# Bucket bounds of the semantic convention's gen_ai.server.time_to_first_token, in seconds.
+BUCKET_BOUNDS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0),
+)
+METRIC_LABELS: Final = {
+    names.METRIC_TTFT: (names.ROLE, names.MODEL, names.ERROR_TYPE),
+    names.METRIC_STAGE: (
+        *(names.ROLE, names.MODEL, names.STAGE, names.LEG, names.INSTANCE),
+        names.ERROR_TYPE,
+    ),
+    names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
+    names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
+}
+
+
+def list_full_stage_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Full names of all stages: a server's, and a router's (its own, hops, and its legs')."""
+    hops = (f"router.hop.{role}" for role in stages.ROLES if role != "router")
+    legs = (f"{role}.{stage.name}" for stage in stages.STAGES for role in stage.roles)
+    own = (name for name in stages.ROUTER_STAGES if name != "router.hop")
+    return stages.STAGE_NAMES, (*own, *hops, *legs)
+
+
+def format_attribute(name: str) -> str:
+    """The span attribute `name` as an OTTL path."""
+    return f'span.attributes["{name}"]'
+
+
+def generate_derive_statements() -> Iterator[str]:
+    """The statements of transform/ttft, for our own spans and for those of other instrumentations."""
+    for router, summed in zip((False, True), list_full_stage_names(), strict=True):
+        yield from _format_group(
+            f'scope.name == "{names.SCOPE}"'
+            f' and (span.name == "{names.TTFT}" or span.name == "{names.ENCODE}")'
+            f' and {format_attribute(names.ROLE)} {"==" if router else "!="} "router"'
+            " and span.end_time_unix_nano >= span.start_time_unix_nano",
+            [
+                f"set({format_attribute(names.DERIVED_MS)}, Milliseconds{SPAN_DURATION})",
+                'set(span.cache["sum"], 0)',
+                *map(_format_add_stage, summed),
+                f'set({format_attribute(names.DERIVED_SUM_US)}, span.cache["sum"])',
+                f"set({format_attribute(names.DERIVED_REST_US)}, Microseconds{SPAN_DURATION} - "
+                f'span.cache["sum"])',
+            ],
+        )
+    ttft_ms = format_attribute(names.DERIVED_MS)
+    is_first_token = " or ".join(f'spanevent.name == "{name}"' for name in FIRST_TOKEN_EVENTS)
+    yield from _format_group(
+        f'scope.name != "{names.SCOPE}"',
+        [
+            f'delete_key(span.attributes, "{names.DERIVED_MS}")'
+            f" where {ttft_ms} != nil and not IsInt({ttft_ms})",
+            *map(_format_seconds_to_ms, TTFT_SECONDS_ATTRIBUTES),
+        ],
+    )
+    yield from _format_group(
+        f'scope.name != "{names.SCOPE}" and {ttft_ms} == nil and ({is_first_token})'
+        " and spanevent.time_unix_nano >= span.start_time_unix_nano",
+        [f"set({ttft_ms}, Milliseconds(spanevent.time - span.start_time))"],
+        "spanevent",
+    )
+
+
+def _format_add_stage(stage: str) -> str:
+    """Add one stage to the sum. Compare with nil first: IsInt(nil) is an error, which is slow."""
+    span_attribute = format_attribute(names.name_stage_attribute(stage))
+    return (
+        f'set(span.cache["sum"], span.cache["sum"] + {span_attribute}) where {span_attribute} '
+        f"!= nil and IsInt({span_attribute})"
+    )
+
+
+def _format_seconds_to_ms(name: str) -> str:
+    """Seconds -> whole milliseconds; rounded to microseconds first, else 0.29 s became 289 ms."""
+    span_attribute, ttft_ms = format_attribute(name), format_attribute(names.DERIVED_MS)
+    return (
+        f"set({ttft_ms}, Int(Double({span_attribute}) * 1000000.0 + 0.5) / 1000) where {ttft_ms} == nil"
+        f" and (IsDouble({span_attribute}) or IsInt({span_attribute})) and {span_attribute} >= 0 "
+        f"and {span_attribute} < 86400"
+    )
+
+
+def _format_group(
+    condition: str, statements: Iterable[str], context: str = "span"
+) -> Iterator[str]:
+    yield f"- context: {context}"
+    yield f"  conditions: ['{condition}']"
+    yield "  statements:"
+    yield from (f"    - {statement}" for statement in statements)
+
+
+def generate_own_keys() -> Iterator[str]:
+    """A statement that removes all attributes from our spans that are not in our vocabulary."""
+    conventions = ("ttft.", "gen_ai.", "http.", "url.", "server.", "error.")
+    keys = {
+        value
+        for value in vars(names).values()
+        if isinstance(value, str) and value.startswith(conventions) and value not in METRIC_LABELS
+    }
+    server, router = list_full_stage_names()
+    keys |= {names.name_stage_attribute(stage) for stage in (*server, *router)}
+    after = (*router, names.FIRST_DECODE, stages.UNATTRIBUTED)
+    keys |= {names.name_handover_attribute(stage) for stage in after}
+    yield "- keep_keys(span.attributes, ["
+    yield from (f'    "{key}",' for key in sorted(keys)[:-1])
+    yield f'    "{sorted(keys)[-1]}"])'
+
+
+def generate_connectors() -> Iterator[str]:
+    """One span_metrics connector per metric; its labels are listed, so that no ID becomes one."""
+    buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S)
+    for metric, labels in METRIC_LABELS.items():
+        excluded = ["service.name", "span.name", "span.kind", "collector.instance.id"]
+        excluded += [] if metric == names.METRIC_TTFT else ["status.code"]
+        yield f"span_metrics/{metric}:"
+        yield f"  namespace: {metric.removesuffix('.duration')}"
+        yield "  histogram:"
+        yield "    unit: s"
+        if metric == names.METRIC_CONVENTION:
+            yield f"    explicit: {{buckets: [{buckets}]}}"
+        elif metric == names.METRIC_RECOMPUTED:
+            yield "    explicit: {buckets: [1s]} # only the sum is taken out of it"
+        else:
+            yield "    exponential: {max_size: 160}"
+        yield "  dimensions:"
+        yield from (f"    - name: {label}" for label in labels)
+        yield f"  exclude_dimensions: [{', '.join(excluded)}]"
+        yield from COMMON_CONNECTOR_SETTINGS
+
+
+# The same for every metric. Beyond the limit all series are merged into one, `otel_metric_overflow`.
+COMMON_CONNECTOR_SETTINGS: Final = (
+    "  aggregation_cardinality_limit: ${env:TTFT_SERIES_LIMIT:-2000}",
+    "  resource_metrics_key_attributes: [service.name, service.instance.id]",
+    "  add_resource_attributes: true",
+    "  exemplars: {enabled: true, max_per_data_point: 10}",
+    "  metrics_flush_interval: ${env:TTFT_METRICS_INTERVAL:-15s}",
+    "  metrics_expiration: 1h",
+    "  series_expiration: 1h",
+)
+BLOCK_GENERATORS: Final = {
+    "derive": generate_derive_statements,
+    "own": generate_own_keys,
+    "connectors": generate_connectors,
+}
+
+
+def rewrite_config(text: str) -> str:
+    """The configuration `text` with its generated parts replaced."""
+
+    def replace_block(found: re.Match[str]) -> str:
+        margin = found["tail"][: found["tail"].index("#")]
+        lines = "\n".join(BLOCK_GENERATORS[found["name"]]()) + "\n"
+        return found["head"] + indent(lines, margin) + found["tail"]
+
+    return GENERATED_BLOCK.sub(replace_block, text)
+
+
+if __name__ == "__main__":
+    CONFIG_PATH.write_text(rewrite_config(CONFIG_PATH.read_text("utf-8")), "utf-8")

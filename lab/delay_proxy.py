@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TCP proxy that can delay requests: the ground truth for `router.hop` in live tests."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+
+class DelayProxy:
+    """Forwards TCP connections from the loopback, with a delay of `delay_s` seconds per request.
+
+    A request begins with the first bytes after the server has answered the one before.
+    slept_ms: how long the last delay really lasted.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Start listening in front of `url`."""
+        parts = urlsplit(url)
+        self.target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self.delay_s = self.slept_ms = 0.0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept_connections, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening; connections end with their clients."""
+        self.listener.close()
+
+    def _accept_connections(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(self.target) as upstream:
+            # With Nagle's algorithm a second small write waits for an acknowledgement, up to 40 ms.
+            for end in (client, upstream):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            fresh = threading.Event()
+            fresh.set()
+            back = threading.Thread(
+                target=self._relay_bytes, args=(upstream, client, fresh, False), daemon=True
+            )
+            back.start()
+            self._relay_bytes(client, upstream, fresh, True)
+            back.join()
+
+    def _relay_bytes(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        burst_start: threading.Event,
+        is_request: bool,
+    ) -> None:
+        try:
+            while data := source.recv(65536):
+                # Only a request's first bytes wait: a body in several pieces is one request.
+                if is_request and burst_start.is_set():
+                    burst_start.clear()
+                    began_ns = time.monotonic_ns()
+                    time.sleep(self.delay_s)
+                    self.slept_ms = (time.monotonic_ns() - began_ns) / 1e6
+                elif not is_request:
+                    burst_start.set()
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            # Both directions end together, so that a client that hangs up is seen by the server at once.
+            for end in (source, sink):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: start servers, router and receiver on this machine, send requests, write a report.
+
+scripts/demo runs it. demo_workload.py has the requests, demo_verdict.py checks the traces, and the
+report's own code writes report.json and report.html next to the database.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import jsonschema
+
+from lab import demo_verdict, demo_workload, progress_screen, tiny_models, ttft_client
+from lab.demo_verdict import RequestObservation
+from lab.demo_workload import DemoRequest
+from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
+from lab.local_servers import LocalServerError, exit_on_sigterm
+from lab.progress_screen import ProgressScreen
+from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
+from lab.ttft_client import TimedResponse
+from lab.vllm_releases import PROJECT_ROOT
+from ttft_otel.report import report_files, terminal
+from ttft_otel.report.database_reader import DatabaseReader, open_reader
+from ttft_otel.report.report_files import ClientMeasurement
+
+CHUNK_TOKENS: Final = 512  # tokens per engine step: long prompts take several steps
+SPAN_ARRIVAL_TIMEOUT_S: Final = 30.0  # for the last spans to reach the receiver
+REPORT_SCHEMA: Final = PROJECT_ROOT / "tests" / "golden" / "report.schema.json"
+INTERRUPTED_EXIT_CODE: Final = 130
+TOPOLOGIES: Final = {
+    "epd": "encoder, prefill-decode",
+    "pd": "prefill, decode",
+    "epd3": "encoder, prefill, decode",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Result of the demo; faults: request -> what is wrong with its trace."""
+
+    report: dict[str, Any]
+    faults: dict[str, list[str]]
+    seconds: float
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  scripts/demo                  everything, then stop; about 3 minutes once installed
+  scripts/demo --keep           leave the servers up and look at the page until Ctrl-C
+  scripts/demo --topology pd    prefill and decode apart, KV blocks over NIXL; epd3: an encoder too
+  scripts/demo --ec-connector ECExampleConnector     encodings through a shared folder, V1 model runner
+  scripts/demo --json | jq '.summary.stages'
+  scripts/demo --out DIR        report.json, report.html, spans.db and logs go there
+Exit codes: 0 every request closed, 1 something did not (it says what), 130 interrupted.
+""",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="[default: out/demo]")
+@click.option("--keep", is_flag=True, help="Leave everything up until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print report.json to stdout.")
+@click.option("--topology", type=click.Choice(tuple(TOPOLOGIES)), default="epd", show_default=True)
+@click.option(
+    "--ec-connector",
+    type=click.Choice((EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR)),
+    help="How encodings travel: over NIXL as deployments do it, or through a folder, vLLM's aid for "
+    f"debugging.  [default: {EC_CPU_CONNECTOR}]",
+)
+def run_demo(
+    out: Path | None, keep: bool, as_json: bool, topology: str, ec_connector: str | None
+) -> None:
+    """Trace requests through a real vLLM deployment behind our router, on this CPU."""
+    if ec_connector and topology == "pd":
+        raise click.UsageError(
+            "--ec-connector is about encodings, and pd has no encoder; its KV blocks use NIXL"
+        )
+    # KV blocks alone need no V2 model runner, which starts more slowly on a CPU.
+    connector = ec_connector or ("" if topology == "pd" else EC_CPU_CONNECTOR)
+    # A shell's background job starts with Ctrl-C ignored; it must still stop everything.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with progress_screen.open_screen(stderr=as_json) as show, exit_on_sigterm():
+        try:
+            folder = (out or PROJECT_ROOT / "out" / "demo").resolve()
+            code = trace_deployment(show, folder, keep, as_json, topology, connector)
+        except KeyboardInterrupt:
+            show.print_line("Interrupted; everything that was started is stopped.", "bold")
+            code = INTERRUPTED_EXIT_CODE
+        except (LocalServerError, OSError, http.client.HTTPException) as error:
+            show.print_line(f"The demo could not run: {error}", "red")
+            code = 1
+    sys.exit(code)
+
+
+def trace_deployment(
+    show: ProgressScreen, out: Path, keep: bool, as_json: bool, shape: str, connector: str
+) -> int:
+    """Run the demo with topology `shape`, files in `out`; returns the exit code.
+
+    connector: of encodings; empty where there are none.
+    """
+    remove_old_outputs(out)
+    show.begin_step("building the tiny models (once)")
+    options = VllmOptions(model=tiny_models.build_model(tiny_models.VISION_RECIPE))
+    if connector == EC_CPU_CONNECTOR:
+        options = replace(options, runner="v2", connector=EC_CPU_CONNECTOR)
+    show.begin_step(f"starting receiver, {TOPOLOGIES[shape]} and router (1 to 4 minutes)")
+    plan = DeploymentPlan(shape, options, chunk_tokens=CHUNK_TOKENS, folder=out)
+    try:
+        with start_deployment(plan, progress=show.report_waiting) as fleet:
+            result = measure_requests(show, fleet, out, shape)
+            print_results(show, result, out)
+            if as_json:
+                click.echo(json.dumps(result.report, indent=2, ensure_ascii=False))
+            if keep:
+                wait_for_interrupt(show, fleet)
+            show.begin_step("stopping")
+    finally:
+        shutil.rmtree(out / "encoder-cache", ignore_errors=True)
+    checkpoint_database(out / "spans.db")
+    return 1 if result.faults else 0
+
+
+def remove_old_outputs(out: Path) -> None:
+    """Remove the files of an earlier demo from `out`, and nothing else; create the folder."""
+    for name in ("report.json", "report.html", "spans.db", "spans.db-wal", "spans.db-shm"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("logs", "encoder-cache"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def checkpoint_database(database: Path) -> None:
+    """Merge SQLite's write-ahead log into the database, so that one file can be copied."""
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def measure_requests(
+    show: ProgressScreen, fleet: LocalDeployment, out: Path, shape: str
+) -> DemoResult:
+    """Warm up, send all requests, wait for their traces, write the report and check it."""
+    demo_requests = demo_workload.build_demo_requests()
+    send_warmup(show, fleet, demo_requests)
+    show.begin_step(f"asking {len(demo_requests)} requests through the router")
+    started = time.monotonic()
+    answers = send_demo_requests(show, fleet, demo_requests)
+    seconds = time.monotonic() - started
+    show.begin_step("waiting for the last spans")
+    all_seen = await_traces(fleet, demo_requests, answers, shape)
+    rows = [
+        ClientMeasurement(
+            demo_request.name,
+            demo_request.kind,
+            to_milliseconds(answers[demo_request.name].client_ttft_us),
+        )
+        for demo_request in demo_requests
+    ]
+    report = report_files.write_report_files(fleet.database, rows, out, "ttft-otel demo")
+    faults = demo_verdict.judge_requests(all_seen)
+    for problem in validate_report(report):
+        faults.setdefault("report.json", []).append(problem)
+    return DemoResult(report, faults, seconds)
+
+
+def send_warmup(
+    show: ProgressScreen, fleet: LocalDeployment, demo_requests: Sequence[DemoRequest]
+) -> None:
+    """Send other requests of each kind first, because the first one imports and compiles code."""
+    waves = demo_workload.build_warmup_waves(demo_requests)
+    show.begin_step(f"warming up with {len(waves)} waves of other requests, not in the report")
+    for number, wave in enumerate(waves, 1):
+        show.update_status(f"warming up: {number} of {len(waves)}")
+        ttft_client.send_timed_requests(fleet.front_url, wave)
+
+
+def send_demo_requests(
+    show: ProgressScreen, fleet: LocalDeployment, demo_requests: Sequence[DemoRequest]
+) -> dict[str, TimedResponse]:
+    """Send the requests wave by wave; returns request name -> response."""
+    answers: dict[str, TimedResponse] = {}
+    for wave in dict.fromkeys(each.wave for each in demo_requests):
+        members = [each for each in demo_requests if each.wave == wave]
+        show.update_status(f"{members[0].name} of {len(demo_requests)}: {members[0].kind}")
+        responses = ttft_client.send_timed_requests(
+            fleet.front_url, [each.request for each in members]
+        )
+        answers |= {each.name: answer for each, answer in zip(members, responses, strict=True)}
+    return answers
+
+
+def await_traces(
+    fleet: LocalDeployment,
+    demo_requests: Sequence[DemoRequest],
+    answers: Mapping[str, TimedResponse],
+    shape: str,
+) -> list[RequestObservation]:
+    """Wait until every trace is complete in the receiver, at most SPAN_ARRIVAL_TIMEOUT_S."""
+    deadline = time.monotonic() + SPAN_ARRIVAL_TIMEOUT_S
+    while True:
+        with open_reader(fleet.database) as span_reader:
+            all_seen = [
+                observe_request(span_reader, demo_request, answers[demo_request.name], shape)
+                for demo_request in demo_requests
+            ]
+        if not any(
+            demo_verdict.find_missing_spans(observation.trace, observation.legs)
+            for observation in all_seen
+        ):
+            return all_seen
+        if time.monotonic() > deadline:
+            return all_seen
+        time.sleep(0.5)
+
+
+def observe_request(
+    span_reader: DatabaseReader, demo_request: DemoRequest, answer: TimedResponse, shape: str
+) -> RequestObservation:
+    """One request with its trace as it is stored now."""
+    stored = span_reader.find_request(demo_request.name)
+    trace = span_reader.find_trace(stored.trace_id) if stored else None
+    return RequestObservation(
+        demo_request.name, answer.status, demo_request.count_legs(shape), trace
+    )
+
+
+def validate_report(report: Mapping[str, Any]) -> list[str]:
+    """What is wrong with report.json: violations of its schema, or requests without a trace."""
+    schema = json.loads(REPORT_SCHEMA.read_text("utf-8"))
+    problems = [
+        f"{error.json_path}: {error.message}"
+        for error in jsonschema.Draft202012Validator(schema).iter_errors(report)
+    ]
+    if missing := report["summary"]["missing"]:
+        problems.append(f"no trace of {', '.join(missing)}")
+    if not report["summary"]["closed"]:
+        problems.append("summary: not closed")
+    return problems
+
+
+def to_milliseconds(us: int | None) -> float | None:
+    """Microseconds -> milliseconds; None stays None."""
+    return None if us is None else us / 1000
+
+
+def print_results(show: ProgressScreen, result: DemoResult, out: Path) -> None:
+    """Print both tables, the verdict, and the paths of the files."""
+    rows = result.report["requests"]
+    show.print_line()
+    show.console.print(progress_screen.build_requests_table(rows, result.faults))
+    show.print_line()
+    with open_reader(out / "spans.db") as span_reader:
+        pairs, _ = report_files.join_measurements(
+            span_reader, [ClientMeasurement(row["request_id"]) for row in rows]
+        )
+    terminal.print_summary([pair.request for pair in pairs], show.console)
+    show.print_line()
+    for name, sentences in result.faults.items():
+        show.print_line(f"✗ {name}: {'; '.join(sentences)}", "red")
+    if not result.faults:
+        show.print_line(
+            f"✓ {len(rows)} requests in {result.seconds:.1f} s: every trace whole, every sum exact "
+            "to the microsecond, nothing unattributed on any server",
+            "green",
+        )
+    show.print_line(f"page      {out / 'report.html'}")
+    show.print_line(f"data      {out / 'report.json'}")
+    show.print_line(
+        f"database  ttft-otel serve --db {out / 'spans.db'}    then http://127.0.0.1:4318"
+    )
+
+
+def wait_for_interrupt(show: ProgressScreen, fleet: LocalDeployment) -> None:
+    """Keep all servers running until Ctrl-C, or until one of them ends."""
+    show.print_line()
+    show.print_line(f"live page {fleet.get_url('receiver')}", "bold")
+    show.print_line(f"router    {fleet.front_url}    (model: tiny)", "bold")
+    try:
+        while all(server.is_alive for server in fleet.servers.values()):
+            show.update_status("everything is up; Ctrl-C stops it")
+            time.sleep(1)
+        show.print_line("a server has ended by itself; see its log in the logs folder", "red")
+    except KeyboardInterrupt:
+        show.print_line("Ctrl-C: stopping")
+
+
+if __name__ == "__main__":
+    run_demo()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide by confidence intervals whether repeated paired measurements agree with expected values.
+
+A round gives one error per stage (measured minus expected, in milliseconds). Rounds are repeated until
+the intervals of the median errors lie within their tolerances, or until MAX_ROUNDS. Noise widens the
+intervals and takes more rounds; it does not make a wrong value pass.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+MIN_ROUNDS: Final = 5
+MAX_ROUNDS: Final = 21
+CONFIDENCE: Final = 0.99
+Errors: TypeAlias = "Mapping[str, float]"  # stage -> measured minus expected, ms
+
+
+@dataclass(frozen=True, slots=True)
+class MedianInterval:
+    """A sample median and a confidence interval of the true median, in ms."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorTolerance:
+    """Accepted errors in ms, from `low` to `high`, either of which may be infinite.
+
+    resolution: an interval that is wider than this, and not within the limits, counts as a failure.
+    """
+
+    low: float
+    high: float
+    resolution: float
+
+    @property
+    def margin(self) -> float:
+        """How far an interval may reach beyond the limits when its median lies within them."""
+        return min(self.high - self.low, self.resolution / 2)
+
+    def is_settled(self, found: MedianInterval) -> bool:
+        """Whether the error is accepted so clearly that no further round is needed."""
+        inside = self.low <= found.median <= self.high
+        return (
+            inside and found.low >= self.low - self.margin and found.high <= self.high + self.margin
+        )
+
+    def explain_failure(self, found: MedianInterval) -> str:
+        """Why the interval `found` is not accepted; "" when it is."""
+        limits = f"{self.low:+.2f} to {self.high:+.2f} ms"
+        if found.low > self.high or found.high < self.low:
+            return f"{found} ms is outside {limits}"
+        inside = self.low <= found.low and found.high <= self.high
+        if found.high - found.low > self.resolution and not inside:
+            return f"{found} ms is too wide to tell {limits} (at most {self.resolution:.1f} ms)"
+        return ""
+
+
+def estimate_median(values: Sequence[float], confidence: float = CONFIDENCE) -> MedianInterval:
+    """Median of `values` with its distribution-free confidence interval.
+
+    The k-th smallest and the k-th largest value enclose the true median with probability
+    1 - 2 P(B < k), B binomial with n trials of 1/2 (sign test; Conover, Practical Nonparametric
+    Statistics, 3.2). With fewer than eight values even the extremes have less than 0.99.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    rank, tail = 0, 0.5**count  # tail: P(B <= rank)
+    while 1 - 2 * (wider := tail + math.comb(count, rank + 1) / 2**count) >= confidence:
+        rank, tail = rank + 1, wider
+    return MedianInterval(statistics.median(ordered), ordered[rank], ordered[count - 1 - rank])
+
+
+def find_failures(
+    rounds: Sequence[Errors], get_tolerance: Callable[[str], ErrorTolerance]
+) -> dict[str, str]:
+    """Stage -> why its errors are not accepted. A stage that a round lacks has no error in it."""
+    failures = {
+        name: get_tolerance(name).explain_failure(found)
+        for name, found in _estimate_all(rounds).items()
+    }
+    return {name: why for name, why in failures.items() if why}
+
+
+def are_all_settled(
+    rounds: Sequence[Errors], get_tolerance: Callable[[str], ErrorTolerance]
+) -> bool:
+    """Whether every stage's errors are accepted, and further rounds would not change that."""
+    return all(
+        get_tolerance(name).is_settled(found) for name, found in _estimate_all(rounds).items()
+    )
+
+
+def measure_until_decided(
+    measure_round: Callable[[], Errors],
+    get_tolerance: Callable[[str], ErrorTolerance],
+    *,
+    min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = MAX_ROUNDS,
+) -> list[Errors]:
+    """Measure rounds until all stages are accepted; returns the rounds.
+
+    measure_round: measures once, with a control measurement right beside it; errors by stage.
+    get_tolerance: gives a stage's tolerance.
+    Raises AssertionError when some stage is not accepted after `max_rounds`.
+    """
+    rounds: list[Errors] = []
+    while len(rounds) < max_rounds:
+        rounds.append(measure_round())
+        if len(rounds) >= min_rounds and are_all_settled(rounds, get_tolerance):
+            return rounds
+    if failures := find_failures(rounds, get_tolerance):
+        lines = [f"{name}: {why}" for name, why in failures.items()]
+        raise AssertionError(f"after {len(rounds)} rounds: {'; '.join(lines)}")
+    return rounds
+
+
+def _estimate_all(rounds: Sequence[Errors]) -> dict[str, MedianInterval]:
+    names = sorted({name for errors in rounds for name in errors})
+    return {name: estimate_median([each.get(name, 0.0) for each in rounds]) for name in names}

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find free TCP ports on the loopback for servers that start slowly."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+# Below the kernel's range for ports of outgoing connections: a vLLM server binds its port half a
+# minute after it was chosen, and no connection may take it in between.
+MIN_PORT, MAX_PORT = 18000, 30000
+
+assigned_ports: set[int] = set()
+
+
+def find_free_port() -> int:
+    """A port that is free now and that this process has not returned before. Raises OSError."""
+    chooser = random.SystemRandom()
+    for _ in range(200):
+        port = chooser.randrange(MIN_PORT, MAX_PORT)
+        if port not in assigned_ports and is_port_free(port):
+            assigned_ports.add(port)
+            return port
+    raise OSError(f"no free port found between {MIN_PORT} and {MAX_PORT}; stop other servers first")
+
+
+def is_port_free(port: int) -> bool:
+    """Whether `port` can be bound on the loopback now."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

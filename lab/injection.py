@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control the `inject` guest: write its control file, and read its log of delays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# In the order in which a request passes; a test compares this with the guest's own list.
+INJECTION_PLACES = (
+    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue"),
+    *("kv_wait", "dispatch", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward"),
+    *("sample", "output", "egress"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedDelay:
+    """One delay that took place; times are CLOCK_MONOTONIC in nanoseconds."""
+
+    place: str
+    pid: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ms(self) -> float:
+        """Its duration in milliseconds."""
+        return (self.end_ns - self.start_ns) / 1e6
+
+
+class InjectionControl:
+    """The control file of one or more servers; each change replaces all of its content."""
+
+    def __init__(self, path: Path) -> None:
+        """Start with nothing injected and an empty log."""
+        self.path = path
+        self.log = path.with_name(path.name + ".log")
+        self.log.unlink(missing_ok=True)
+        self.applied = path.with_name(path.name + ".applied")  # a file for each process: its number
+        shutil.rmtree(self.applied, ignore_errors=True)
+        self.number = 0
+        self.set_injections()
+
+    def set_injections(
+        self,
+        delay_ms: Mapping[str, float] | None = None,
+        *,
+        off: Collection[str] = (),
+        fail: Collection[str] = (),
+        busy: bool = False,
+        ec_patience_s: float | None = None,
+    ) -> None:
+        """Set what is injected from now on. Raises ValueError for an unknown place.
+
+        delay_ms: place -> milliseconds; effective from the next call.
+        off, fail: targets whose hooks are removed, or raise; effective after wait_applied().
+        busy: delays use the CPU instead of sleeping.
+        ec_patience_s: how long ECCPUConnector's consumers wait for an encoding (vLLM: 60 s).
+        """
+        unknown = set(delay_ms or ()) - set(INJECTION_PLACES)
+        if unknown:
+            raise ValueError(
+                f"no such place: {', '.join(sorted(unknown))}; known: {INJECTION_PLACES}"
+            )
+        content: dict[str, Any] = {
+            "delay_ms": dict(delay_ms or {}),
+            "off": sorted(off),
+            "raise": sorted(fail),
+            "busy": busy,
+            "number": self.number + 1,
+        }
+        self.number += 1
+        if ec_patience_s is not None:
+            content["ec_patience_s"] = ec_patience_s
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        draft.replace(self.path)
+
+    def wait_applied(self, timeout_s: float = 10.0) -> None:
+        """Wait until every process with hooks has switched them as the last set_injections() says.
+
+        Raises TimeoutError when a process, or all of them, have not after `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            numbers = self._read_applied_numbers()
+            if numbers and all(number == self.number for number in numbers.values()):
+                return
+            if time.monotonic() > deadline:
+                late = sorted(pid for pid, number in numbers.items() if number != self.number)
+                raise TimeoutError(
+                    f"{self.path}: number {self.number} not applied by {late or 'any'}"
+                )
+            time.sleep(0.005)
+
+    def _read_applied_numbers(self) -> dict[int, int]:
+        """Number of the content that each living process has applied, by process id."""
+        notes = self.applied.glob("[0-9]*")
+        return {int(each.name): int(each.read_text()) for each in notes if _is_running(each.name)}
+
+    @contextlib.contextmanager
+    def inject_delay(self, place: str, ms: float, *, busy: bool = False) -> Iterator[None]:
+        """Delay `place` by `ms` milliseconds while the block runs."""
+        self.set_injections({place: ms}, busy=busy)
+        try:
+            yield
+        finally:
+            self.set_injections()
+
+    def read_delays(self, since_ns: int = 0) -> list[InjectedDelay]:
+        """Delays that began at or after `since_ns` (time.monotonic_ns()), oldest first."""
+        if not self.log.exists():
+            return []
+        lines = self.log.read_text(encoding="utf-8").splitlines()
+        logged = [InjectedDelay(**json.loads(line)) for line in lines]
+        return sorted((d for d in logged if d.start_ns >= since_ns), key=lambda d: d.start_ns)
+
+
+def _is_running(pid: str) -> bool:
+    """Whether a process is there and not only waiting for its parent to collect its exit status."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    # The name before the state is in parentheses and may hold spaces and parentheses itself.
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

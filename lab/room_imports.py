@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count which room of the package imports which, from syntax trees; architecture_picture.py draws it.
+
+A room is a layer of single files, or a folder. Imports that only type checkers follow count, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+PACKAGE: Final = Path(__file__).resolve().parents[1] / "ttft_otel"
+ROUTER: Final = PACKAGE / "router"
+# Room -> its files and folders, from those who are called by people down to those who import
+# nothing. tests/test_layers.py proves the order.
+PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "doors": ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing"),
+    "bench/": ("bench",),
+    "report/": ("report",),
+    "router/": ("router",),
+    "exporter/": ("exporter",),
+    "hooks/": ("hooks",),
+    "hot": (
+        *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
+        *("clock_offsets", "media_items", "roles", "handoff", "meter"),
+    ),
+    "pure": ("breakdown", "failed_stage", "timing", "ttft_report", "palette"),
+    "shape": ("record",),
+    "words": (
+        "stages",
+        "names",
+        "endpoints",
+        "clock",
+        "settings",
+        "guard",
+        "otlp_exporter",
+        "child_command",
+    ),
+}
+# The router's rooms; files beside the folders are rooms of their own, drawn below them.
+ROUTER_ROOMS: Final = ("cli", "control", "proxy", "disagg", "routing", "upstream")
+
+RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> files that import
+
+
+def list_imported_names(path: Path, package: Path) -> Iterator[str]:
+    """Dotted names that a file imports; `from a import b` gives a.b. Relative ones are resolved."""
+    folder = (package.name, *path.relative_to(package).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else ()
+            module = ".".join((*base, node.module) if node.module else base)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def find_unit(path: Path, folder: Path) -> str:
+    """The file or folder directly below `folder` that `path` is or lies in; "" for its __init__."""
+    first = path.relative_to(folder).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def count_imports(
+    folder: Path, rooms: Mapping[str, tuple[str, ...]], package: Path = PACKAGE
+) -> RoomImports:
+    """How many files of a room import from another one, for the rooms below `folder`."""
+    room_of_unit = {unit: room for room, units in rooms.items() for unit in units}
+    prefix = (package.name, *folder.relative_to(package).parts)
+    counts: RoomImports = Counter()
+    for path in sorted(folder.rglob("*.py")):
+        own_room = room_of_unit.get(find_unit(path, folder))
+        imported_rooms = set()
+        for name in list_imported_names(path, package):
+            parts = name.split(".")
+            if own_room and tuple(parts[: len(prefix)]) == prefix and len(parts) > len(prefix):
+                imported_rooms.add(room_of_unit.get(parts[len(prefix)], own_room))
+        counts.update((own_room, room) for room in imported_rooms if own_room and room != own_room)
+    return counts
+
+
+def count_package_imports() -> RoomImports:
+    """The package's rooms."""
+    return count_imports(PACKAGE, PACKAGE_ROOMS)
+
+
+def list_router_rooms(folder: Path = ROUTER, package: Path = PACKAGE) -> dict[str, tuple[str, ...]]:
+    """The router's rooms in the order in which they are drawn: folders, then single files.
+
+    Files are ordered so that one comes after those that import it, as far as that is possible.
+    """
+    files = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    counts = count_imports(folder, {name: (name,) for name in files}, package)
+    ordered: list[str] = []
+    while files:
+        free = [name for name in files if not any(counts[other, name] for other in files)]
+        ordered += free or files[:1]
+        files = [name for name in files if name not in ordered]
+    rooms: dict[str, tuple[str, ...]] = {f"{name}/": (name,) for name in ROUTER_ROOMS}
+    rooms.update((name, (name,)) for name in ordered)
+    return rooms
+
+
+def count_router_imports() -> RoomImports:
+    """The router's rooms."""
+    return count_imports(ROUTER, list_router_rooms())

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find and kill the processes of one session by reading /proc, for local_servers.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def list_session_pids(leader: int) -> list[int]:
+    """Living processes whose session was opened by `leader`, which must be ours."""
+    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(entry.name) for entry in entries if read_session_id(entry) == leader]
+
+
+def read_session_id(entry: Path) -> int | None:
+    """The session of one /proc entry; None if the process is gone or a zombie."""
+    try:
+        text = (entry / "stat").read_text()
+    except OSError:
+        return None
+    # The second field is the name in parentheses and may itself hold spaces.
+    state, _parent, _group, number = text.rpartition(")")[2].split()[:4]
+    return None if state in "ZX" else int(number)
+
+
+def wait_for_session_end(leader: int, timeout_s: float) -> None:
+    """Wait until the session is empty, `timeout_s` seconds at most."""
+    deadline = time.monotonic() + timeout_s
+    while list_session_pids(leader) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def kill_processes(pids: list[int]) -> None:
+    """Send SIGKILL to all `pids`; one that has ended already is no error."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check which of our targets a vLLM source tree has, and where the others have moved.
+
+For vLLM versions without a wheel. The tree (`scripts/compat --source`) is only parsed, nothing of it is
+imported or run. The targets are those of hooks/targets/; source_report.py formats the result.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ttft_otel.hooks import syntax
+from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
+from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
+from ttft_otel.hooks.targets.required_fields import FIELDS, VllmField
+
+PRESENT: Final = "present"
+PARTLY: Final = "partly lost"  # a target of which some places are there
+CHANGED: Final = "changed"  # present, but without a parameter that we read
+LOST: Final = "lost"
+MAX_CANDIDATES: Final = 5  # addresses named for one lost place
+
+_RELEASE: Final = re.compile(r"\d+\.\d+(\.\d+)*((rc|\.post)\d+)?")
+_ASSIGNED: Final = re.compile(r"""__version__\b.*?=\s*["']([^"']+)["']""")
+
+
+class SourceError(ValueError):
+    """The folder holds no vLLM that can be checked; the text says what to give instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceResult:
+    """One address: PRESENT, CHANGED or LOST, why, and where a function of that name is now."""
+
+    address: str
+    state: str
+    why: str = ""
+    candidates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetResult:
+    """A target and the results for its addresses."""
+
+    target: PatchTarget
+    places: tuple[PlaceResult, ...]
+
+    @property
+    def state(self) -> str:
+        """PRESENT, PARTLY or LOST."""
+        present = [place.state == PRESENT for place in self.places]
+        if all(present):
+            return PRESENT
+        return PARTLY if any(present) else LOST
+
+    @property
+    def unattributed(self) -> tuple[str, ...]:
+        """Stages that become unattributed where a missing address is the one that vLLM uses."""
+        return () if self.state == PRESENT else self.target.lost
+
+
+@dataclass(frozen=True, slots=True)
+class FieldResult:
+    """A field that hooks read; `without` says what goes wrong when it is lost."""
+
+    place: PlaceResult
+    without: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceResult:
+    """Results for one tree; version "" is a tree between releases, checked as the newest."""
+
+    folder: Path
+    version: str
+    targets: tuple[TargetResult, ...]
+    fields: tuple[FieldResult, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all targets and fields are present."""
+        results = [target.state for target in self.targets]
+        return {*results, *(field.place.state for field in self.fields)} <= {PRESENT}
+
+
+def check_source(folder: Path) -> SourceResult:
+    """Check all targets and fields in the tree `folder`. Raises SourceError."""
+    package = find_package(folder)
+    tree = SourceTree(package)
+    version = read_version(package)
+    try:
+        targets = tuple(
+            TargetResult(target, places)
+            for target in TARGETS
+            if (places := tuple(tree.check_places(target, version)))
+        )
+        fields = tuple(
+            FieldResult(tree.check_field(row), row.without)
+            for row in FIELDS
+            if TargetPlace(row.module, row.owner, row.since).exists_in(version)
+        )
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise SourceError(f"a file of {package} is not Python that can be read: {error}") from error
+    return SourceResult(package, version, targets, fields)
+
+
+def find_package(folder: Path) -> Path:
+    """The `vllm` package in the checkout `folder`, or `folder` itself. Raises SourceError."""
+    for package in (folder / "vllm", folder):
+        if (package / "__init__.py").is_file() and (package / "v1").is_dir():
+            return package.resolve()
+    raise SourceError(
+        f"{folder} is not a vLLM source tree: it has no vllm/__init__.py beside vllm/v1/. "
+        "Give the root of a checkout (git clone https://github.com/vllm-project/vllm) "
+        "or of an unpacked wheel of vLLM 0.20 or newer."
+    )
+
+
+def read_version(package: Path) -> str:
+    """The release to which the tree belongs; "" between releases, or when it cannot be determined."""
+    written = package / "_version.py"
+    text = ""
+    if written.is_file():
+        match = _ASSIGNED.search(written.read_text(encoding="utf-8", errors="replace"))
+        text = match.group(1) if match else ""
+    elif (package.parent / ".git").exists():
+        text = _read_git_tag(package.parent)
+    text = text.split("+")[0]  # a local part names the build, not the source
+    return text if _RELEASE.fullmatch(text) else ""
+
+
+def _read_git_tag(checkout: Path) -> str:
+    ask = ["git", "-C", str(checkout), "describe", "--tags", "--exact-match", "--match", "v[0-9]*"]
+    try:
+        answer = subprocess.run(ask, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, no tag, or somebody else's checkout
+        return ""
+    return answer.stdout.strip().removeprefix("v")
+
+
+class SourceTree:
+    """The .py files of one `vllm` package, searched by the names that they define."""
+
+    def __init__(self, package: Path) -> None:
+        self.package = package
+        self.paths = sorted(package.rglob("*.py"))
+
+    def check_places(self, target: PatchTarget, version: str) -> Iterator[PlaceResult]:
+        """Each address of a target inside vLLM, but for those that this version need not have."""
+        for place in target.places:
+            if place.module.startswith("vllm.") and place.exists_in(version):
+                yield self._check_function(place, target.reads, target.places)
+        for place in CONNECTOR_METHODS.get(target.name, ()):
+            if place.exists_in(version):
+                yield self._check_method(place, target.reads)
+
+    def _check_function(
+        self, place: TargetPlace, reads: tuple[str, ...], siblings: tuple[TargetPlace, ...] = ()
+    ) -> PlaceResult:
+        """One address; `siblings` are checked themselves, so they are no new home of this one."""
+        found = syntax.read_module(self.package, place.module).functions.get(place.name)
+        if found is None:
+            known = tuple(f"{sibling.address}(" for sibling in siblings)
+            candidates = tuple(
+                address for address in self.find_candidates(place) if not address.startswith(known)
+            )
+            return PlaceResult(place.address, LOST, self._explain_loss(place), candidates)
+        gone = [name for name in reads if name not in found]
+        if gone:
+            why = f"no parameter {', '.join(gone)}; it has ({', '.join(found)})"
+            return PlaceResult(place.address, CHANGED, why)
+        return PlaceResult(place.address, PRESENT)
+
+    def _check_method(self, place: TargetPlace, reads: tuple[str, ...]) -> PlaceResult:
+        """A connector's method: the base class no longer having it does not matter, if others do."""
+        result = self._check_function(place, reads)
+        folder = place.module.rsplit(".", 1)[0] + "."
+        heirs = [address for address in result.candidates if address.startswith(folder)]
+        if result.state == LOST and heirs:
+            return PlaceResult(place.address, PRESENT, f"only in classes such as {heirs[0]}")
+        return result
+
+    def check_field(self, row: VllmField) -> PlaceResult:
+        """Whether instances of a class have one of a field's names, wherever the class is now."""
+        if self._has_field(row.module, row.owner, row.names):
+            return PlaceResult(row.address, PRESENT)
+        homes = [module for module in self.find_classes(row.owner) if module != row.module]
+        for module in homes:
+            if self._has_field(module, row.owner, row.names):
+                return PlaceResult(row.address, PRESENT, f"the class is in {module} now")
+        owners = tuple(f"{module}:{row.owner}" for module in homes[:MAX_CANDIDATES])
+        defined = syntax.read_module(self.package, row.module).fields
+        known = row.owner in defined or bool(homes)
+        why = "the class has no such name" if known else "there is no such class"
+        return PlaceResult(row.address, LOST, why, owners)
+
+    def _has_field(
+        self, module: str, owner: str, names: tuple[str, ...], seen: frozenset[str] = frozenset()
+    ) -> bool:
+        """Whether a class, or one of its bases in the tree, has one of the names."""
+        defined = syntax.read_module(self.package, module)
+        if not defined.fields.get(owner, set()).isdisjoint(names):
+            return True
+        bases = set(defined.bases.get(owner, ())) - seen - {owner, ""}
+        return any(
+            self._has_field(home, base, names, seen | {owner})
+            for base in sorted(bases)
+            for home in self.find_classes(base)[:1]
+        )
+
+    def find_candidates(self, place: TargetPlace) -> tuple[str, ...]:
+        """Where functions of the place's last name are defined, likeliest first, with parameters."""
+        *owner, name = place.name.split(".")
+        ranked = []
+        for path in self._files_with(f"def {name}("):
+            module = self._module_of(path)
+            for function, parameters in _read_definitions(path).functions.items():
+                if function.rpartition(".")[2] == name:
+                    same_class = function.split(".")[:-1] == owner
+                    likeness = (not same_class, -_count_shared_parts(module, place.module), module)
+                    ranked.append((likeness, f"{module}:{function}({', '.join(parameters)})"))
+        return tuple(address for _, address in sorted(ranked))
+
+    def find_classes(self, name: str) -> list[str]:
+        """Modules that define a class of this name."""
+        files = self._files_with(f"class {name}")
+        return [self._module_of(path) for path in files if name in _read_definitions(path).fields]
+
+    def _explain_loss(self, place: TargetPlace) -> str:
+        if syntax.find_module_file(self.package, place.module) is None:
+            return "the module is gone"
+        owner = place.name.split(".")[0]
+        defined = syntax.read_module(self.package, place.module)
+        if owner != place.name and owner not in defined.fields:
+            return f"the module has no class {owner}"
+        return "the name is gone"
+
+    def _files_with(self, text: str) -> Iterator[Path]:
+        """Files that hold a text: parsing only those makes a search take a second, not a minute."""
+        wanted = text.encode()
+        return (path for path in self.paths if wanted in path.read_bytes())
+
+    def _module_of(self, path: Path) -> str:
+        parts = path.relative_to(self.package).with_suffix("").parts
+        return ".".join(("vllm", *(part for part in parts if part != "__init__")))
+
+
+def _read_definitions(path: Path) -> syntax.Definitions:
+    """A file's definitions; none for a file that cannot be parsed."""
+    try:
+        return syntax.read_definitions(path)
+    except (SyntaxError, ValueError):
+        return syntax.Definitions()
+
+
+def _count_shared_parts(module: str, other: str) -> int:
+    """How many leading parts two dotted names have in common."""
+    count = 0
+    for one, two in zip(module.split("."), other.split("."), strict=False):
+        if one != two:
+            break
+        count += 1
+    return count

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `scripts/stack`: build, start, inspect, test and stop the observability stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import click
+
+from lab import progress_screen
+from lab.local_servers import LocalServerError, exit_on_sigterm
+from lab.stack import (
+    binaries,
+    docker_compose,
+    go_builds,
+    grafana_import,
+    native_stack,
+    native_state,
+    program_pins,
+    smoke_check,
+    stack_screen,
+    stack_status,
+)
+from lab.stack.backend_queries import BackendQueryError
+from lab.stack.docker_compose import DockerError
+from lab.stack.go_builds import GoBuildError
+from lab.stack.stack_parts import StackAddresses
+
+CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
+DATA_OPTION = click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=native_state.DEFAULT_DATA_FOLDER,
+    help="Where a native stack keeps traces, metrics and logs.  [default: out/stack]",
+)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Print errors as one message with a remedy, instead of a traceback."""
+    try:
+        yield
+    except (BackendQueryError, GoBuildError, DockerError, LocalServerError, LookupError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.group(
+    context_settings=CONTEXT_SETTINGS,
+    epilog="""\b
+Examples:
+  scripts/stack up                 containers, with docker compose; http://127.0.0.1:3000
+  scripts/stack up --native        the same without containers, in this terminal, until Ctrl-C
+  scripts/stack smoke              send a trace through it, say which hop lost it
+  scripts/stack status --json | jq .ready
+  scripts/stack down
+Exit code 1 when something did not work; the last line says what to do.
+""",
+)
+def main() -> None:
+    """Run collector, Tempo, Prometheus and Grafana with the configurations of this checkout."""
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  scripts/stack build              what is missing; 10 minutes the first time, then nothing
+  TTFT_STACK_TEMPO=/opt/tempo scripts/stack up --native    use your own
+"""
+)
+@click.option("--resolve", is_flag=True, help="Regenerate the collector's go.mod and go.sum first.")
+@click.option("--quiet", is_flag=True, help="Print nothing for programs that are built already.")
+def build(resolve: bool, quiet: bool) -> None:
+    """Build the programs with Go (1.25 or newer), once, into the user's cache."""
+    with report_errors(), exit_on_sigterm(), progress_screen.open_screen() as progress:
+        if resolve:
+            progress.begin_step("resolving what collector/builder.yaml names")
+            go_builds.resolve_modules(program_pins.COLLECTOR_TOOL, progress.update_status)
+        for role, (tool, program) in binaries.PROGRAMS_BY_ROLE.items():
+            is_present = go_builds.is_built(tool) or binaries.find_named_program(program)
+            if not is_present:
+                progress.begin_step(f"building {role}")
+            path = binaries.obtain_program(role, progress.update_status)
+            if not (is_present and quiet):
+                progress.print_line(f"{role:<11} {path}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  scripts/stack up --profile sampling             tail sampling by TTFT
+  scripts/stack up --native --free-ports          beside another stack
+  GRAFANA_HOME=/opt/grafana scripts/stack up --native
+"""
+)
+@click.option("--native", "natively", is_flag=True, help="Without containers; needs Go, once.")
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    help="Profile of docker-compose.yml; natively only: sampling.",
+)
+@click.option(
+    "--free-ports", is_flag=True, help="Natively: use free ports instead of the default ones."
+)
+@DATA_OPTION
+def up(natively: bool, profiles: tuple[str, ...], free_ports: bool, data: Path) -> None:
+    """Start the stack: containers in the background, or programs in this terminal until Ctrl-C."""
+    with report_errors():
+        if natively:
+            run_native(
+                profiles,
+                StackAddresses.choose_free() if free_ports else StackAddresses(),
+                data.absolute(),
+            )
+        else:
+            docker_compose.run_compose("up", "--detach", "--wait", profiles=profiles)
+            click.echo("Dashboards: http://127.0.0.1:3000   next: scripts/stack smoke")
+
+
+def run_native(profiles: tuple[str, ...], addresses: StackAddresses, data: Path) -> None:
+    """Build and run a native stack until Ctrl-C."""
+    if odd := set(profiles) - {"sampling"}:
+        raise LookupError(f"no profile {', '.join(sorted(odd))} without containers; only sampling")
+    refuse_second_stack(addresses, data)
+    with exit_on_sigterm(), progress_screen.open_screen() as progress:
+        commands = native_stack.build_native_commands(
+            addresses, data, "sampling" in profiles, progress.update_status
+        )
+    try:
+        with native_stack.run_native_parts(commands, addresses, data) as servers:
+            with stack_screen.show_live_table() as look:
+                native_stack.wait_for_parts(servers, look)
+            named = os.environ.get("GRAFANA_URL", "")
+            stack_screen.print_next_steps(
+                native_stack.get_dashboards_url(servers),
+                not named or grafana_import.import_dashboards(named, addresses),
+            )
+            native_stack.watch_parts(servers)
+    except KeyboardInterrupt:
+        click.echo("Stopped.")
+
+
+def refuse_second_stack(addresses: StackAddresses, data: Path) -> None:
+    """Refuse to start while another stack uses the same data folder or ports."""
+    if running_stack := native_state.read_state(data):
+        if running_stack.is_alive:
+            raise LookupError(f"a stack runs on {data} already; scripts/stack down stops it")
+        running_stack.stop()
+    if taken := addresses.find_taken():
+        busy_ports = ", ".join(f"{port} ({name})" for name, port in taken.items())
+        raise LookupError(
+            f"ports in use: {busy_ports}; stop the other programs, or choose other ports with --free-ports"
+        )
+    data.mkdir(parents=True, exist_ok=True)
+
+
+@main.command()
+@DATA_OPTION
+def down(data: Path) -> None:
+    """Stop the native stack of this data folder, else the containers; data are kept."""
+    with report_errors():
+        if running_stack := native_state.read_state(data):
+            running_stack.stop()
+            native_state.remove_state(data)
+            click.echo("The native stack is down.")
+        elif docker_compose.is_docker_available():
+            docker_compose.run_compose("--profile", "*", "down")
+        else:
+            click.echo("Nothing to stop: no native stack on these data, and no docker compose.")
+
+
+@main.command("status")
+@JSON_OPTION
+@DATA_OPTION
+def report_status(as_json: bool, data: Path) -> None:
+    """Say which parts are ready; exit code 1 unless all are."""
+    with report_errors():
+        found = stack_status.read_stack_status(data)
+    if as_json:
+        click.echo(json.dumps(asdict(found) | {"ready": found.is_ready}, indent=2))
+    else:
+        stack_screen.print_stack_status(found)
+    sys.exit(0 if found.is_ready else 1)
+
+
+@main.command(
+    "smoke",
+    epilog="""\b
+Examples:
+  scripts/stack smoke                    ok or FAIL for every hop, and what to do
+  scripts/stack smoke --json | jq '.[] | select(.passed | not)'
+""",
+)
+@click.option(
+    "--timeout",
+    default=smoke_check.ARRIVAL_TIMEOUT_S,
+    help="Seconds to wait for each hop.",
+    show_default=True,
+)
+@JSON_OPTION
+@DATA_OPTION
+def run_smoke_check(timeout: float, as_json: bool, data: Path) -> None:
+    """Send one trace through the collector; find it in Tempo, and its metric in Prometheus."""
+    running_stack = native_state.read_state(data)
+    doors = (
+        smoke_check.get_native_endpoints(running_stack.addresses, running_stack.grafana)
+        if running_stack
+        else smoke_check.get_container_endpoints(StackAddresses())
+    )
+    verdicts = []
+    for verdict in smoke_check.check_hops(doors, timeout):
+        verdicts.append(verdict)
+        if not as_json:
+            stack_screen.print_hop_verdict(verdict)
+    if as_json:
+        click.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+    sys.exit(0 if all(verdict.passed for verdict in verdicts) else 1)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which programs the stack consists of and which files pin them; go_builds.py builds, binaries.py finds.
+
+The pins are go.mod and go.sum in tests/stack/tools and collector/builder.yaml: hashes of every module
+are committed, so that a build needs no checksum database (it does not know all of these versions).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lab.tiny_models import get_cache_root
+
+CHECKOUT: Final = Path(__file__).parents[2]
+GO_MODULES: Final = CHECKOUT / "tests" / "stack" / "tools"
+COLLECTOR_MANIFEST: Final = CHECKOUT / "collector" / "builder.yaml"
+GO_BUILD_FLAGS: Final = ("-trimpath", "-buildvcs=false", "-mod=readonly", "-ldflags=-s -w")
+
+
+@dataclass(frozen=True, slots=True)
+class StackProgram:
+    """One executable.
+
+    package: what Go compiles; "." for sources that the collector's builder has written.
+    variable: environment variable that names one of your own. aliases: other names on PATH.
+    """
+
+    name: str
+    package: str
+    variable: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GoTool:
+    """A Go module in tests/stack/tools and the programs built from it.
+
+    tags: Go build tags. generated: the collector's manifest, when the builder writes the sources.
+    """
+
+    name: str
+    programs: tuple[StackProgram, ...]
+    tags: str = ""
+    generated: Path | None = None
+
+    @property
+    def module_folder(self) -> Path:
+        """The folder of its go.mod and go.sum."""
+        return GO_MODULES / self.name
+
+    @property
+    def pinned_files(self) -> list[Path]:
+        """All files that determine what is built."""
+        found = sorted(self.module_folder.glob("*"))
+        return [*found, self.generated, *BUILDER_TOOL.pinned_files] if self.generated else found
+
+    @property
+    def build_folder(self) -> Path:
+        """Where in the user's cache its programs lie, built or not; another pin is another folder."""
+        digest = hashlib.sha256(repr((GO_BUILD_FLAGS, self.tags)).encode())
+        for path in self.pinned_files:
+            digest.update(path.read_bytes())
+        return get_cache_root() / "stack" / f"{self.name}-{digest.hexdigest()[:16]}"
+
+
+OTELCOL: Final = StackProgram("otelcol-ttft", ".", "TTFT_STACK_COLLECTOR", ("otelcol-contrib",))
+TEMPO: Final = StackProgram("tempo", "github.com/grafana/tempo/cmd/tempo", "TTFT_STACK_TEMPO")
+PROMETHEUS: Final = StackProgram(
+    "prometheus", "github.com/prometheus/prometheus/cmd/prometheus", "TTFT_STACK_PROMETHEUS"
+)
+PROMTOOL: Final = StackProgram(
+    "promtool", "github.com/prometheus/prometheus/cmd/promtool", "TTFT_STACK_PROMTOOL"
+)
+COMPOSE: Final = StackProgram("compose-config", ".", "TTFT_STACK_COMPOSE")
+OCB: Final = StackProgram(
+    "builder", "go.opentelemetry.io/collector/cmd/builder", "TTFT_STACK_BUILDER"
+)
+
+BUILDER_TOOL: Final = GoTool("builder", (OCB,))
+COLLECTOR_TOOL: Final = GoTool("collector", (OTELCOL,), "grpcnotrace", COLLECTOR_MANIFEST)
+GO_TOOLS: Final = (
+    COLLECTOR_TOOL,
+    GoTool("compose", (COMPOSE,)),
+    # Without the clouds' service discoveries, half of what there is to compile.
+    GoTool("prometheus", (PROMETHEUS, PROMTOOL), "remove_all_sd"),
+    GoTool("tempo", (TEMPO,)),
+)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send one trace through a running stack and look for it at every hop; command.py shows the verdicts.
+
+It is one `encode` span of a service of its own: panels and alerts of TTFT leave encoders out, so that a
+smoke test does not count as a slow request. It is slow enough to pass any sampling.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
+
+from lab.stack import backend_queries, stack_parts
+from lab.stack.stack_parts import StackAddresses
+from ttft_otel import names, record
+from ttft_otel.exporter import span_builder
+
+SMOKE_SERVICE: Final = "ttft-smoke"
+SMOKE_STAGES_US: Final = {"receive": 500, "preprocess": 1_999_067, "encoder.compute": 1_000_000}
+SMOKE_TTFT_MS: Final = sum(SMOKE_STAGES_US.values()) // 1000
+# Seconds: a tail sampler waits for late spans, Tempo's search for its first block.
+ARRIVAL_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackEndpoints:
+    """Where a running stack is reached, as base URLs.
+
+    otlp: of the collector, OTLP over HTTP. tempo, prometheus: for queries.
+    grafana: "" where the stack has none.
+    """
+
+    otlp: str
+    tempo: str
+    prometheus: str
+    grafana: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HopVerdict:
+    """Result of one hop.
+
+    hop: what was checked, as printed. seconds: until the check passed or was given up.
+    why: what is wrong and what to do, when it did not pass.
+    """
+
+    hop: str
+    passed: bool
+    seconds: float
+    why: str = ""
+
+
+def get_native_endpoints(addresses: StackAddresses, grafana: str) -> StackEndpoints:
+    """A native stack: everything can be asked directly."""
+    collector, tempo, prometheus = map(
+        stack_parts.format_loopback_url,
+        (addresses.collector_http, addresses.tempo, addresses.prometheus),
+    )
+    return StackEndpoints(collector, tempo, prometheus, grafana)
+
+
+def get_container_endpoints(addresses: StackAddresses) -> StackEndpoints:
+    """Containers publish only collector and Grafana; queries go through Grafana's proxy."""
+    grafana = stack_parts.format_loopback_url(addresses.grafana)
+    proxy = f"{grafana}/api/datasources/proxy/uid"
+    return StackEndpoints(
+        stack_parts.format_loopback_url(addresses.collector_http),
+        f"{proxy}/tempo",
+        f"{proxy}/prometheus",
+        grafana,
+    )
+
+
+def check_hops(
+    endpoints: StackEndpoints, timeout_s: float = ARRIVAL_TIMEOUT_S
+) -> Iterator[HopVerdict]:
+    """Check all hops in order; the first failure is where to look, later hops are checked all the same."""
+    trace_id, started = secrets.token_hex(16), time.time()
+    yield check_hop(
+        "collector takes OTLP",
+        lambda: send_smoke_trace(endpoints, trace_id),
+        0.0,
+        COLLECTOR_HOP_REMEDY,
+    )
+    query = f'{{ span:name = "{names.ENCODE}" && span.ttft_ms = {SMOKE_TTFT_MS} }}'
+
+    def is_trace_found() -> bool:
+        traces = backend_queries.search_traces(
+            endpoints.tempo, query, start=started - 60, end=time.time() + 60
+        )
+        return trace_id in {trace["traceID"].zfill(32) for trace in traces}
+
+    def is_ttft_counted() -> bool:
+        series = f'ttft_duration_seconds{{job="{SMOKE_SERVICE}"}}'
+        seen = backend_queries.query_exemplars(
+            endpoints.prometheus, series, started - 60, time.time() + 60
+        )
+        return trace_id in {each["labels"].get("trace_id") for each in seen}
+
+    yield check_hop("Tempo finds it by TraceQL", is_trace_found, timeout_s, TEMPO_HOP_REMEDY)
+    yield check_hop("Prometheus has its TTFT", is_ttft_counted, timeout_s, PROMETHEUS_HOP_REMEDY)
+    if endpoints.grafana:
+        health = f"{endpoints.grafana}/api/health"
+        yield check_hop(
+            "Grafana answers",
+            lambda: bool(backend_queries.fetch_json(health)),
+            0.0,
+            GRAFANA_HOP_REMEDY,
+        )
+
+
+COLLECTOR_HOP_REMEDY: Final = "is the stack up? scripts/stack status"
+TEMPO_HOP_REMEDY: Final = (
+    "look for `exporter` errors in the collector's log, then for refusals in Tempo's;"
+    " without the attribute ttft_ms the collector runs another configuration"
+)
+PROMETHEUS_HOP_REMEDY: Final = (
+    "look for `exporter` errors in the collector's log; Prometheus needs"
+    f" {' '.join(stack_parts.PROMETHEUS_FLAGS)}"
+)
+GRAFANA_HOP_REMEDY: Final = "read Grafana's log; scripts/stack status says where it should be"
+
+
+def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) -> HopVerdict:
+    """Try until the check passes or the time is over, at least once."""
+    started = time.monotonic()
+    while True:
+        why = "it did not arrive"
+        try:
+            if check():
+                return HopVerdict(hop, True, time.monotonic() - started)
+        except backend_queries.BackendQueryError as error:
+            why = str(error)
+        spent = time.monotonic() - started
+        if spent >= seconds:
+            return HopVerdict(hop, False, spent, f"{why}; {remedy}")
+        time.sleep(0.5)
+
+
+def send_smoke_trace(endpoints: StackEndpoints, trace_id: str) -> bool:
+    """The trace, as the exporter would send it."""
+    resource = Resource({SERVICE_NAME: SMOKE_SERVICE, SERVICE_INSTANCE_ID: SMOKE_SERVICE})
+    body = encode_spans(
+        span_builder.build_spans(build_smoke_record(trace_id), resource)
+    ).SerializeToString()
+    backend_queries.send_body(f"{endpoints.otlp}/v1/traces", body)
+    return True
+
+
+def build_smoke_record(trace_id: str) -> record.Record:
+    """One request whose stages add up."""
+    total = sum(SMOKE_STAGES_US.values())
+    pieces, offset_us = [], 0
+    for stage, length in SMOKE_STAGES_US.items():
+        pieces.append(record.Piece("stage", stage, offset_us, offset_us + length))
+        offset_us += length
+    ttft = record.Ttft(
+        secrets.token_hex(8), names.ENCODE, 0, total, SMOKE_STAGES_US, 0, 0, tuple(pieces)
+    )
+    return record.Record(
+        version=record.RECORD_VERSION,
+        trace_id=trace_id,
+        span_id=secrets.token_hex(8),
+        parent_id="",
+        flags=1,
+        state="",
+        start_ns=time.time_ns() - total * 1000,
+        role="encode",
+        outermost=True,
+        service=SMOKE_SERVICE,
+        request_id=f"smoke-{trace_id[:8]}",
+        attributes={names.MODEL: "smoke"},
+        ttft=ttft,
+        server=record.Server("POST /smoke", total, 200),
+    )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure names, comments, docstrings and sizes of the code; scripts/style runs it.
+
+Reads the Python files of the package, the laboratory, the benchmarks and the dashboards' build.
+The exit code is 1 when a figure is over its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("ttft_otel", "lab", "benchmarks", "grafana/build")
+# Conventional names that may occur in several packages.
+SHARED_MODULES = {"__init__", "__main__", "command", "app"}
+FIGURE_LIMITS = {
+    "one_word_functions_percent": 40.0,
+    "class_names_in_several_files": 2,
+    "module_names_used_twice": 4,
+}
+
+
+def find_sources() -> list[Path]:
+    """All Python files that are measured; lab/guests are packages of their own."""
+    return [
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "guests" not in path.parts
+    ]
+
+
+def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods of a module, without those whose name Python or a library gives."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if not (node.name.startswith("__") and node.name.endswith("__")):
+                yield node
+
+
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether `function` is a property, whose name is a noun."""
+    names = {node.id for node in function.decorator_list if isinstance(node, ast.Name)}
+    names |= {node.attr for node in function.decorator_list if isinstance(node, ast.Attribute)}
+    return bool(names & {"property", "cached_property", "setter"})
+
+
+def count_comments(source: str) -> tuple[int, int]:
+    """Number of lines with a comment (without the licence's), and of lines with code."""
+    comments: set[int] = set()
+    code: set[int] = set()
+    skipped = {
+        tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+        tokenize.ENCODING,
+    }  # fmt: skip
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if "SPDX" not in token.string and not token.string.startswith("#!"):
+                comments.add(token.start[0])
+        elif token.type not in skipped:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(comments), len(code)
+
+
+def documents_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the docstring of `function` names one of its arguments."""
+    text = ast.get_docstring(function) or ""
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    return any(
+        f"`{argument.arg}`" in text or f"{argument.arg}:" in text
+        for argument in arguments
+        if argument.arg not in ("self", "cls")
+    )
+
+
+def measure_style() -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Figures by name, and for those that are lists of places, the places."""
+    functions: list[tuple[str, str]] = []
+    classes: defaultdict[str, list[str]] = defaultdict(list)
+    modules: defaultdict[str, list[str]] = defaultdict(list)
+    comments = code = documented = naming = 0
+    lengths: list[int] = []
+    for path in find_sources():
+        where = str(path.relative_to(ROOT))
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        if path.stem not in SHARED_MODULES:
+            modules[path.stem].append(where)
+        comment_counts = count_comments(source)
+        comments, code = comments + comment_counts[0], code + comment_counts[1]
+        lengths.append(len(source.splitlines()))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(where)
+        for function in list_functions(tree):
+            if not is_property(function):
+                functions.append((function.name.strip("_"), f"{where}:{function.lineno}"))
+            if not function.name.startswith("_") and ast.get_docstring(function):
+                documented += 1
+                naming += documents_argument(function)
+    single = [(name, place) for name, place in functions if "_" not in name]
+    shared_classes = {name: places for name, places in classes.items() if len(set(places)) > 1}
+    shared_modules = {name: places for name, places in modules.items() if len(places) > 1}
+    figures = {
+        "files": len(lengths),
+        "longest_file_lines": max(lengths),
+        "functions": len(functions),
+        "one_word_functions_percent": round(100 * len(single) / len(functions), 1),
+        "class_names_in_several_files": len(shared_classes),
+        "module_names_used_twice": len(shared_modules),
+        "comments_per_100_code_lines": round(100 * comments / code, 1),
+        "public_docstrings_naming_an_argument_percent": round(100 * naming / max(1, documented), 1),
+    }
+    counted = Counter(name for name, _ in single)
+    places = {
+        "one_word_functions_percent": [f"{place} {name}" for name, place in single],
+        "most_frequent": [f"{name} {number}" for name, number in counted.most_common(40)],
+        "class_names_in_several_files": [
+            f"{name}: {', '.join(sorted(set(where)))}" for name, where in shared_classes.items()
+        ],
+        "module_names_used_twice": [
+            f"{name}: {', '.join(where)}" for name, where in shared_modules.items()
+        ],
+    }
+    return figures, places
+
+
+def main() -> int:
+    """Print the figures; 1 if one is over its limit."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Example: scripts/style --json")
+    parser.add_argument(
+        "--json", action="store_true", help="{figure: {value, goal, met}} on stdout"
+    )
+    parser.add_argument("--list", metavar="FIGURE", help="the places behind one figure")
+    options = parser.parse_args()
+    figures, places = measure_style()
+    if options.list:
+        if options.list not in places:
+            parser.error(f"--list takes one of {', '.join(places)}")
+        sys.stdout.write("\n".join(places[options.list]) + "\n")
+        return 0
+    judged = {
+        name: {
+            "value": value,
+            "goal": FIGURE_LIMITS.get(name),
+            "met": name not in FIGURE_LIMITS or value <= FIGURE_LIMITS[name],
+        }
+        for name, value in figures.items()
+    }
+    if options.json:
+        sys.stdout.write(json.dumps(judged, indent=2) + "\n")
+    else:
+        for name, figure in judged.items():
+            goal = "" if figure["goal"] is None else f"   at most {figure['goal']}"
+            missed = "" if figure["met"] else "   MISSED"
+            sys.stdout.write(f"{name:46} {figure['value']:>8}{goal}{missed}\n")
+    return 0 if all(figure["met"] for figure in judged.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

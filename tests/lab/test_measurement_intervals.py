@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts on repeated measurements: noise alone is accepted, a wrong number never is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lab import evidence
+from lab.evidence import (
+    Errors,
+    ErrorTolerance,
+    MedianInterval,
+    estimate_median,
+    measure_until_decided,
+)
+
+DELAY = 80.0
+LIMIT = 2.0  # ms
+CASES = 200
+
+
+def get_tolerance(_: str) -> ErrorTolerance:
+    """What live tests allow: 2 ms, and intervals of three quarters of the delay."""
+    return ErrorTolerance(-LIMIT, LIMIT, 0.75 * DELAY)
+
+
+def draw_noise(rng: random.Random, scale: float) -> float:
+    """What a busy machine adds to a difference of two requests: heavy tails to both sides."""
+    return rng.gauss(0, scale) * (10 if rng.random() < 0.1 else 1)
+
+
+def make_rounds(seed: int, scale: float, **bias: float) -> Callable[[], Errors]:
+    """Rounds of four stages; bias: by how much a stage is wrong, ms."""
+    rng = random.Random(seed)
+    stages = ("receive", "encoder_compute", "dispatch", "sample")
+    return lambda: {name: bias.get(name, 0.0) + draw_noise(rng, scale) for name in stages}
+
+
+def count_failures(scale: float, **bias: float) -> int:
+    """Of so many measurements of the same truth, how many failed."""
+    failed = 0
+    for seed in range(CASES):
+        try:
+            measure_until_decided(make_rounds(seed, scale, **bias), get_tolerance)
+        except AssertionError:
+            failed += 1
+    return failed
+
+
+@pytest.mark.parametrize("scale", (0.1, 1.0, 5.0, 10.0))
+def test_noise_alone_is_accepted(scale: float) -> None:
+    """Stages that wander by 10 ms, and ten times that now and then: fewer than 1 in 100 fail."""
+    assert count_failures(scale) <= CASES // 100
+
+
+@pytest.mark.parametrize("scale", (0.1, 1.0, 5.0, 10.0))
+@pytest.mark.parametrize("share", (1.0, 0.5))
+def test_a_delay_booked_to_its_neighbour_fails(scale: float, share: float) -> None:
+    """All or half of 80 ms in the stage after it: refused, whatever the noise."""
+    wrong = share * DELAY
+    assert count_failures(scale, encoder_compute=-wrong, dispatch=wrong) >= CASES * 0.99
+
+
+@pytest.mark.parametrize("wrong", (2 * LIMIT, -2 * LIMIT))
+def test_a_stage_that_is_wrong_by_twice_the_tolerance_fails(wrong: float) -> None:
+    """Where stages wander by less than the tolerance, twice the tolerance is refused."""
+    assert count_failures(0.5, sample=wrong) >= CASES * 0.99
+
+
+def test_what_is_too_noisy_to_tell_fails_and_says_so() -> None:
+    """Intervals as wide as the delay could hide all of it."""
+    with pytest.raises(AssertionError, match="too wide to tell"):
+        measure_until_decided(make_rounds(1, 150.0), get_tolerance)
+
+
+def test_what_is_inside_open_limits_may_be_as_wide_as_it_is() -> None:
+    """At least so much, and it was far more each time: nothing is left to tell."""
+    tolerance = ErrorTolerance(-6.0, math.inf, 10.0)
+
+    assert tolerance.explain_failure(MedianInterval(90.0, 70.0, 110.0)) == ""
+    assert tolerance.explain_failure(MedianInterval(90.0, -7.0, 110.0))
+
+
+def test_a_failure_names_the_stage_its_interval_and_the_limits() -> None:
+    """Who reads it must not have to measure again."""
+    with pytest.raises(AssertionError, match=r"dispatch: \+5\.\d+ \[.* ms is outside -2\.00 to"):
+        measure_until_decided(make_rounds(1, 0.1, dispatch=5.0), get_tolerance)
+
+
+def test_quiet_measurements_take_the_fewest_rounds() -> None:
+    """Nothing is measured longer than it has to be."""
+    assert len(measure_until_decided(make_rounds(1, 0.1), get_tolerance)) == evidence.MIN_ROUNDS
+
+
+def test_a_stage_that_a_round_lacks_had_no_error_there() -> None:
+    """A stage that appears in one round of many is an exception, not a shift."""
+    rounds: Iterator[Errors] = iter([{"a": 0.0}, {"a": 0.1, "b": 50.0}, *[{"a": 0.1}] * 20])
+
+    found = measure_until_decided(lambda: next(rounds), get_tolerance)
+
+    assert evidence.find_failures(found, get_tolerance) == {}
+
+
+@pytest.mark.parametrize(("count", "rank"), ((1, 0), (7, 0), (8, 0), (11, 0), (12, 1), (21, 4)))
+def test_the_interval_is_the_sign_tests(count: int, rank: int) -> None:
+    """Ranks from a table of the binomial distribution with p = 1/2 at 99 %."""
+    found = estimate_median([float(n) for n in range(count)])
+
+    assert (found.low, found.high) == (rank, count - 1 - rank)
+    assert found.median == (count - 1) / 2
+
+
+def test_the_interval_holds_the_true_median() -> None:
+    """Of 500 intervals of 15 skewed values, at most 1 in 50 miss it."""
+    rng = random.Random(7)
+    missed = 0
+    for _ in range(500):
+        found = estimate_median([rng.expovariate(1) for _ in range(15)])
+        missed += not found.low <= 0.6931 <= found.high
+    assert missed <= 10

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of a vLLM source tree, on small made-up trees and through the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lab import compat, source_check, source_report
+from ttft_otel.hooks.targets import TARGETS
+from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
+from ttft_otel.hooks.targets.required_fields import FIELDS
+
+SCHEDULER = "v1/core/sched/scheduler.py"
+EC_BASE = "distributed/ec_transfer/ec_connector/base.py"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The smallest checkout that has everything we hang into and read, as the newest vLLM."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for target in TARGETS:
+        for place in (*target.places, *CONNECTOR_METHODS.get(target.name, ())):
+            if place.module.startswith("vllm.") and place.exists_in(""):
+                owner, _, name = place.name.rpartition(".")
+                line = f"def {name}({', '.join(('self', *target.reads))}): ..."
+                owners.setdefault((place.module, owner), []).append(line)
+    for row in FIELDS:
+        owners.setdefault((row.module, row.owner), []).append(f"{row.names[0]}: int = 0")
+    modules: dict[str, list[str]] = {}
+    for (module, owner), lines in owners.items():
+        modules.setdefault(module, []).append("\n    ".join((f"class {owner}:", *lines)))
+    package = tmp_path / "checkout" / "vllm"
+    (package / "v1").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for module, classes in modules.items():
+        path = package.joinpath(*module.split(".")[1:])
+        path = path / "__init__.py" if module == "vllm.v1.engine" else path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join(classes) + "\n", encoding="utf-8")
+    return package.parent
+
+
+def replace_text(tree: Path, name: str, old: str, new: str) -> None:
+    """Replace a text that must be there in one of the tree's files."""
+    path = tree / "vllm" / name
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def run_source_check(*arguments: str | Path) -> Result:
+    """scripts/compat with these arguments."""
+    return CliRunner().invoke(compat.run_compat, [str(argument) for argument in arguments])
+
+
+def get_target_result(tree: Path, name: str) -> source_check.TargetResult:
+    """The result for one target."""
+    (found,) = [
+        each for each in source_check.check_source(tree).targets if each.target.name == name
+    ]
+    return found
+
+
+def test_complete(tree: Path) -> None:
+    """A tree that has everything is complete, given as the checkout or as the package in it."""
+    answer = run_source_check("--source", tree)
+
+    assert answer.exit_code == 0
+    assert "judged as the newest vLLM" in answer.output
+    assert "now perhaps" not in answer.output
+    assert source_check.check_source(tree / "vllm") == source_check.check_source(tree)
+
+
+def test_method_moved(tree: Path) -> None:
+    """A function that moved is lost, and its new address is named with its parameters."""
+    replace_text(tree, SCHEDULER, "def _free_request(self, request): ...", "pass")
+    moved = tree / "vllm" / "v1" / "core" / "sched" / "lifecycle.py"
+    moved.write_text("class Scheduler:\n    def _free_request(self, request, delay): ...\n")
+    other = tree / "vllm" / "elsewhere.py"
+    other.write_text("def _free_request(x): ...\n")
+
+    answer = run_source_check("--source", tree)
+
+    assert answer.exit_code == 1
+    assert get_target_result(tree, "scheduler.free").places[0].candidates == (
+        "vllm.v1.core.sched.lifecycle:Scheduler._free_request(self, request, delay)",
+        "vllm.elsewhere:_free_request(x)",
+    )
+    assert "now perhaps: vllm.v1.core.sched.lifecycle:Scheduler._free_request" in answer.output
+    assert "unattributed: nothing, a detail inside a stage is missing" in answer.output
+
+
+def test_stages_named(tree: Path) -> None:
+    """A lost target says which stages become unattributed, on an encoder instance too."""
+    replace_text(tree, "v1/engine/core.py", "def preprocess_add_request", "def admit_request")
+
+    answer = run_source_check("--source", tree, "--json", "-")
+    told: dict[str, Any] = json.loads(answer.output)["targets"]["engine.input"]
+
+    assert answer.exit_code == 1
+    assert told["state"] == "lost"
+    assert told["unattributed"] == ["ipc", "encoder.queue", "prefill.queue", "kv.transfer"]
+    assert told["unattributed_on_encoder"] == told["unattributed"]
+    assert told["places"][0]["why"] == "the name is gone"
+    assert told["places"][0]["candidates"] == []
+
+
+def test_module_and_class_gone(tree: Path) -> None:
+    """Whether the module, the class or only the name is gone is said."""
+    (tree / "vllm" / "v1" / "engine" / "core.py").unlink()
+    replace_text(tree, "v1/engine/input_processor.py", "class InputProcessor", "class InputReader")
+
+    assert get_target_result(tree, "engine.input").places[0].why == "the module is gone"
+    (assign,) = get_target_result(tree, "frontend.assign").places
+    assert assign.why == "the module has no class InputProcessor"
+    assert assign.candidates == (
+        "vllm.v1.engine.input_processor:InputReader.assign_request_id(self, request)",
+    )
+
+
+def test_parameter_renamed(tree: Path) -> None:
+    """A function without a parameter that we read is changed; those it has are told."""
+    replace_text(tree, SCHEDULER, "_free_request(self, request)", "_free_request(self, req)")
+
+    (place,) = get_target_result(tree, "scheduler.free").places
+    assert place.state == source_check.CHANGED
+    assert place.why == "no parameter request; it has (self, req)"
+    assert run_source_check("--source", tree).exit_code == 1
+
+
+def test_one_runner_lost(tree: Path) -> None:
+    """A target that only one of two model runners still has is partly lost, and that counts."""
+    replace_text(tree, "v1/worker/gpu/mm/encoder_runner.py", "execute_mm_encoder", "run_encoder")
+
+    answer = run_source_check("--source", tree)
+
+    assert answer.exit_code == 1
+    assert get_target_result(tree, "worker.encoder").state == source_check.PARTLY
+    # V1's own address is no new home for V2's.
+    assert "now perhaps" not in answer.output
+    assert "unattributed where that is what runs: dispatch, encoder.compute" in answer.output
+
+
+def test_connector_method(tree: Path) -> None:
+    """A connector's method may leave the base class as long as a connector there still has it."""
+    replace_text(tree, EC_BASE, "ensure_cache_available", "prepare_items")
+    assert get_target_result(tree, "transfer.wait").state == source_check.LOST
+
+    heir = tree / "vllm" / Path(EC_BASE).parent / "mine.py"
+    heir.write_text("class Mine:\n    def ensure_cache_available(self, request): ...\n")
+    (place,) = get_target_result(tree, "transfer.wait").places
+
+    assert place.state == source_check.PRESENT
+    assert "mine:Mine.ensure_cache_available" in place.why
+
+
+def test_many_candidates(tree: Path) -> None:
+    """Of many functions of the lost name the likeliest are printed, the others counted."""
+    replace_text(tree, SCHEDULER, "def schedule(self", "def plan(self")
+    for number in range(7):
+        path = tree / "vllm" / f"other{number}.py"
+        path.write_text("def schedule(): ...\n", encoding="utf-8")
+
+    assert "and 2 more functions of that name" in run_source_check("--source", tree).output
+
+
+def test_field_lost(tree: Path) -> None:
+    """A field that hooks read and nobody declares is lost; what goes wrong without it is told."""
+    replace_text(tree, "config/ec_transfer.py", "ec_role: int = 0", "role: int = 0")
+
+    answer = run_source_check("--source", tree)
+
+    assert answer.exit_code == 1
+    assert "ECTransferConfig.ec_role: the class has no such name" in answer.output
+    assert "without it: role reads `mono`" in answer.output
+
+
+def test_field_elsewhere(tree: Path) -> None:
+    """Fields are found on base classes, in methods that set them, and where the class has moved."""
+    replace_text(tree, "config/kv_transfer.py", "kv_role: int = 0", "pass")
+    replace_text(
+        tree, "config/kv_transfer.py", "class KVTransferConfig:", "class KVTransferConfig(Base):"
+    )
+    (tree / "vllm" / "config" / "base.py").write_text(
+        "class Base(Generic[T]):\n    def __init__(self): self.kv_role = self.other = 1\n"
+    )
+    config = tree / "vllm" / "config"
+    (config / "model.py").rename(config / "models.py")
+
+    result = source_check.check_source(tree)
+    notes = {field.place.address: field.place.why for field in result.fields if field.place.why}
+
+    assert result.complete
+    assert notes == {
+        "vllm.config.model:ModelConfig.served_model_name": "the class is in vllm.config.models now"
+    }
+
+
+def test_class_of_field_gone(tree: Path) -> None:
+    """A class that nobody defines any more is named as such."""
+    replace_text(tree, "v1/outputs.py", "class KVConnectorOutput", "class Other")
+
+    lost = [
+        each
+        for each in source_check.check_source(tree).fields
+        if each.place.state == source_check.LOST
+    ]
+
+    assert {each.place.why for each in lost} == {"there is no such class"}
+    assert len(lost) == 3
+
+
+@pytest.mark.parametrize("content", [{}, {"__init__.py": ""}, {"v1/__init__.py": ""}])
+def test_not_vllm(tmp_path: Path, content: dict[str, str]) -> None:
+    """A folder that is no vLLM, or one from before its V1 engine, is refused with a remedy."""
+    for name in content:
+        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / name).touch()
+
+    answer = run_source_check("--source", tmp_path)
+
+    assert answer.exit_code == 2
+    assert "is not a vLLM source tree" in answer.output
+    assert "git clone https://github.com/vllm-project/vllm" in answer.output
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    """A path that does not exist is refused in the same way."""
+    assert run_source_check("--source", tmp_path / "nothing").exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["def broken(:\n", "\0"])
+def test_unreadable(tree: Path, text: str) -> None:
+    """A file of ours to check that does not parse is an error that names it; others do not matter."""
+    (tree / "vllm" / "unrelated.py").write_text(f"# class Base def _free_request(\n{text}")
+    assert run_source_check("--source", tree).exit_code == 0
+
+    (tree / "vllm" / SCHEDULER).write_text(text, encoding="utf-8")
+    answer = run_source_check("--source", tree)
+
+    assert answer.exit_code == 2
+    assert "is not Python that can be read" in answer.output
+
+
+@pytest.mark.parametrize("more", [["0.24.0"], ["--markdown"]])
+def test_source_alone(tree: Path, more: list[str]) -> None:
+    """--source checks one folder and nothing else."""
+    answer = run_source_check("--source", tree, *more)
+
+    assert answer.exit_code == 2
+    assert "leave VERSION and --markdown out" in answer.output
+
+
+def test_json_file(tree: Path, tmp_path: Path) -> None:
+    """--json FILE writes the result beside the text."""
+    path = tmp_path / "new" / "source.json"
+    answer = run_source_check("--source", tree, "--json", path)
+
+    assert "fields are where we look for them" in answer.output
+    assert json.loads(path.read_text("utf-8")) == source_report.source_result_to_dict(
+        source_check.check_source(tree)
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("__version__ = version = '0.33.0'", "0.33.0"),
+        ('__version__ = "0.33.1rc2+cpu"', "0.33.1rc2"),
+        ("__version__ = version = '0.34.0.dev12+gabc'", ""),
+        ("nothing = 1", ""),
+    ],
+)
+def test_version_file(tree: Path, line: str, version: str) -> None:
+    """A release says its number; a build between releases is judged as the newest."""
+    (tree / "vllm" / "_version.py").write_text(line + "\n", encoding="utf-8")
+
+    assert source_check.check_source(tree).version == version
+
+
+def test_version_tag(tree: Path) -> None:
+    """A work tree is a release only exactly at its tag; a broken repository does not matter."""
+    git = ("git", "-C", str(tree), "-c", "user.name=a", "-c", "user.email=a@example.org")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-qm", "a")):
+        subprocess.run([*git, *arguments], check=True)
+    assert source_check.check_source(tree).version == ""
+
+    subprocess.run([*git, "tag", "v0.34.0"], check=True)
+    assert source_check.check_source(tree).version == "0.34.0"
+
+    (tree / ".git" / "HEAD").unlink()
+    assert source_check.check_source(tree).version == ""
+
+
+def test_older_release(tree: Path) -> None:
+    """What a release need not have is not asked for: 0.20 has no wait for an encoder's item."""
+    (tree / "vllm" / "_version.py").write_text("__version__ = '0.20.2'\n", encoding="utf-8")
+    replace_text(tree, EC_BASE, "ensure_cache_available", "nothing_of_the_kind")
+    names = {each.target.name for each in source_check.check_source(tree).targets}
+
+    assert "transfer.wait" not in names
+    assert "transfer.load" in names

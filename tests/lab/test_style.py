@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names keep to the limits of lab/style.py, and each limit notices what it is there for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import style
+
+
+@pytest.fixture
+def measured_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that is measured instead of the checkout; each test writes files into it."""
+    monkeypatch.setattr(style, "ROOT", tmp_path)
+    monkeypatch.setattr(style, "FOLDERS", ("package",))
+    (tmp_path / "package").mkdir()
+    return tmp_path / "package"
+
+
+def write_module(folder: Path, name: str, source: str) -> None:
+    """Write `source` as the module `name` (a path without suffix) below `folder`."""
+    path = folder / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'"""A module."""\n{source}\n', "utf-8")
+
+
+@pytest.fixture(scope="module")
+def checkout_style() -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Figures and places of the checkout, measured once: it takes two seconds."""
+    return style.measure_style()
+
+
+@pytest.mark.parametrize("figure", style.FIGURE_LIMITS)
+def test_limits(checkout_style: tuple[dict[str, Any], dict[str, list[str]]], figure: str) -> None:
+    """The checkout is within each limit; the message lists the places that count."""
+    figures, places = checkout_style
+
+    assert figures["files"] > 200, "not the whole tree was measured"
+    assert figures[figure] <= style.FIGURE_LIMITS[figure], "\n".join(places[figure])
+
+
+def test_one_word_functions(measured_folder: Path) -> None:
+    """Functions and methods of one word count, private ones too; properties and dunders do not."""
+    names = ("read", "_write", "read_file", "write_file")
+    functions = "\n".join(f"def {name}(): ..." for name in names)
+    methods = "class File:\n    @property\n    def size(self): ...\n    def __init__(self): ..."
+    write_module(measured_folder, "files", f"{functions}\n{methods}")
+
+    figures, places = style.measure_style()
+
+    assert figures["functions"] == 4
+    assert figures["one_word_functions_percent"] == 50.0
+    assert [place.split()[1] for place in places["one_word_functions_percent"]] == ["read", "write"]
+
+
+def test_shared_class_names(measured_folder: Path) -> None:
+    """A class name in several files counts once; twice in one file it does not count."""
+    for module in ("first", "second", "third"):
+        write_module(measured_folder, module, "class Server: ...\ndef read_file(): ...")
+    write_module(measured_folder, "fourth", "class Client: ...\nclass Client: ...")
+
+    figures, places = style.measure_style()
+
+    assert figures["class_names_in_several_files"] == 1
+    assert places["class_names_in_several_files"] == [
+        "Server: package/first.py, package/second.py, package/third.py"
+    ]
+
+
+def test_shared_module_names(measured_folder: Path) -> None:
+    """A module name in two folders counts, unless every package has such a module."""
+    for folder in ("one", "two"):
+        for module in ("state", *style.SHARED_MODULES):
+            write_module(measured_folder, f"{folder}/{module}", "def read_file(): ...")
+
+    figures, places = style.measure_style()
+
+    assert figures["module_names_used_twice"] == 1
+    assert places["module_names_used_twice"] == [
+        "state: package/one/state.py, package/two/state.py"
+    ]
+
+
+def write_violations(folder: Path, figure: str) -> None:
+    """A tree of modules that is over the limit of `figure` and of no other."""
+    limit = int(style.FIGURE_LIMITS[figure])
+    for number in range(limit + 1 if figure == "module_names_used_twice" else 0):
+        for part in ("one", "two"):
+            write_module(folder, f"{part}/part_{number}", "def read_file(): ...")
+    for number in range(limit + 1 if figure == "class_names_in_several_files" else 0):
+        write_module(folder, f"first_{number}", f"class Part{number}: ...\ndef read_file(): ...")
+        write_module(folder, f"second_{number}", f"class Part{number}: ...\ndef read_file(): ...")
+    if figure == "one_word_functions_percent":
+        write_module(folder, "files", "def read(): ...\ndef write(): ...")
+
+
+@pytest.mark.parametrize("figure", style.FIGURE_LIMITS)
+def test_exit_code(
+    figure: str,
+    measured_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Over one limit the command returns 1 and marks that figure; within all of them, 0."""
+    monkeypatch.setattr(sys, "argv", ["style"])
+    write_module(measured_folder, "clean", "def read_file(): ...")
+    assert style.main() == 0
+    assert "MISSED" not in capsys.readouterr().out
+
+    write_violations(measured_folder, figure)
+
+    assert style.main() == 1
+    missed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("MISSED")]
+    assert [line.split()[0] for line in missed] == [figure]

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encodings over NIXL: no image is encoded twice, and waiting for an encoding is ec.transfer.
+
+ECCPUConnector on real vLLM, through our router; a guest replaces the copies between device and host.
+Not shown here because it needs a GPU: an encoder as `ec_producer`, and copies on streams of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from lab import ttft_client
+from lab.evidence import Errors, ErrorTolerance, measure_until_decided
+from lab.ttft_client import TimedRequest, TimedResponse
+from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.test_closing import make_parent_header, make_trace_id
+from tests.live.test_injected import Injection, Sample, check_stage
+from tests.live.test_pd import check_closed
+from ttft_otel import names
+
+# Kind of request -> its pictures, as numbers of new ones; how many of them are new to E.
+KINDS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "one image": ((0,), 1, {}),
+    "plain": ((0,), 1, {"stream": False}),
+    "two images": ((0, 1), 2, {}),
+    "equal images": ((0, 0), 1, {}),
+    "an image and one that came before": ((0, -1), 1, {}),
+    "an image that came before": ((-1,), 0, {}),
+}
+# What is delayed, and the stage of the router's sum in which it is waited for.
+WAITS = {
+    # The producer says "not ready" for so long, to who asks again every few ms.
+    "ec_asked": (Injection("ec_asked", 400.0, 50.0), "prefill_decode.ec.transfer"),
+    # PD copies what it has fetched.
+    "ec_load": (Injection("ec_load"), "prefill_decode.ec.transfer"),
+    # E starts its copy: this much its answer waits for.
+    "ec_save": (Injection("ec_save"), "encode.ec.transfer"),
+}
+AT_ONCE = 50
+LATE = 400.0  # ms
+LEGS = ("encode", "prefill_decode")
+
+
+def list_role_attributes(spans: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    """Attributes of this role's `ttft` or `encode` spans."""
+    found = (span["attributes"] for span in spans if span["name"] in (names.TTFT, names.ENCODE))
+    return [each for each in found if each[names.ROLE] == role]
+
+
+def is_whole(spans: list[dict[str, Any]], encoders: int, last: str = "prefill_decode") -> bool:
+    """Whether the trace has the router, `encoders` encoder legs and the leg that answers, each completely."""
+    wanted = {"router": 1, "encode": encoders, last: 1}
+    ended = [span["attributes"][names.ROLE] for span in spans if span["kind"] == "server"]
+    return all(
+        len(list_role_attributes(spans, role)) >= count and ended.count(role) >= count
+        for role, count in wanted.items()
+    )
+
+
+def read_items(spans: list[dict[str, Any]], role: str) -> dict[str, int]:
+    """The counts of a request's media items by source, from the consumer's span."""
+    (own,) = list_role_attributes(spans, role)
+    keys = (names.EC_ITEMS, names.EC_REMOTE_ITEMS, names.EC_LOCAL_ITEMS, names.EC_RECOMPUTED_ITEMS)
+    return {key: own[key] for key in keys}
+
+
+def find_wait(spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """The span in which PD waited for its encodings; loading them is a separate span, inside the step."""
+    wanted = {names.ROLE: "prefill_decode", names.STAGE: "ec.transfer"}
+    found = [span for span in spans if wanted.items() <= span["attributes"].items()]
+    return min(found, key=lambda span: int(span["start_ns"]))
+
+
+def ask_alone(bench: LiveDeployment, pictures: tuple[int, ...], **fields: Any) -> TimedResponse:
+    """The same request to one server without the router; E has all weights here and caches no prompts."""
+    return bench.send_request(bench.fleet.get_url("encode"), pictures=pictures, **fields)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_image_is_encoded_twice(nixl: LiveDeployment, kind: str) -> None:
+    """PD fetches what E encoded and encodes nothing; sums are exact, and the answers equal one server's."""
+    numbers, new, fields = KINDS[kind]
+    before, *fresh = (nixl.new_picture_seed() for _ in range(3))
+    nixl.send_request(nixl.front_url, pictures=(before,), max_tokens=1)
+    pictures = tuple(before if number < 0 else fresh[number] for number in numbers)
+    trace = make_trace_id()
+
+    prompt = f"{nixl.new_picture_seed()}"
+    answer = nixl.send_request(
+        nixl.front_url,
+        prompt=prompt,
+        pictures=pictures,
+        headers=make_parent_header(trace),
+        **fields,
+    )
+    distinct = len(set(pictures))
+    spans = nixl.wait_for_trace(trace, lambda found: is_whole(found, distinct))
+
+    assert answer.status == 200
+    check_closed(spans)
+    assert all(
+        each[names.UNATTRIBUTED_US] == 0
+        for role in LEGS
+        for each in list_role_attributes(spans, role)
+    )
+    assert (
+        sum(each.get(names.OWN_ITEMS, 0) for each in list_role_attributes(spans, "encode")) == new
+    )
+    (consumer,) = list_role_attributes(spans, "prefill_decode")
+    assert consumer.get(names.OWN_ITEMS, 0) == 0
+    assert names.name_stage_attribute("encoder.compute") not in consumer
+    items = read_items(spans, "prefill_decode")
+    assert items[names.EC_RECOMPUTED_ITEMS] == 0
+    assert items[names.EC_REMOTE_ITEMS] == new
+    assert items[names.EC_REMOTE_ITEMS] + items[names.EC_LOCAL_ITEMS] == len(pictures)
+    if new:
+        assert consumer[names.name_stage_attribute("ec.transfer")] > 0
+        assert consumer[names.EC_BYTES] > 0
+        assert consumer[names.EC_CONNECTOR] == "ECCPUConnector"
+    assert answer.text == ask_alone(nixl, pictures, prompt=prompt, **fields).text
+
+
+def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
+    """With 50 requests at once every sum is exact and every image is encoded once, by E."""
+    traces = [make_trace_id() for _ in range(AT_ONCE)]
+    many = [
+        TimedRequest(
+            pictures=(nixl.new_picture_seed(),), max_tokens=2, headers=make_parent_header(trace)
+        )
+        for trace in traces
+    ]
+
+    answers = ttft_client.send_timed_requests(nixl.front_url, many)
+
+    assert {answer.status for answer in answers} == {200}
+    for trace in traces:
+        spans = nixl.wait_for_trace(trace, lambda found: is_whole(found, 1))
+        check_closed(spans)
+        (encoder,), (consumer,) = (list_role_attributes(spans, role) for role in LEGS)
+        assert (encoder[names.OWN_ITEMS], consumer.get(names.OWN_ITEMS, 0)) == (1, 0)
+        assert read_items(spans, "prefill_decode")[names.EC_REMOTE_ITEMS] == 1
+        assert consumer[names.UNATTRIBUTED_US] == encoder[names.UNATTRIBUTED_US] == 0
+
+
+def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
+    """Without the encoder's parameters PD encodes the image again, and its span says so."""
+    pictures, trace = (nixl.new_picture_seed(),), make_trace_id()
+    headers = {
+        **make_parent_header(trace),
+        names.LEG_HEADER: "prefill_decode",
+        names.ENCODED_HEADER: "1",
+    }
+    ask_alone(nixl, pictures, max_tokens=1, stream=False)
+
+    answer = nixl.send_request(
+        nixl.fleet.get_url("prefill_decode"), pictures=pictures, headers=headers
+    )
+    spans = nixl.wait_for_trace(
+        trace, lambda found: bool(list_role_attributes(found, "prefill_decode"))
+    )
+
+    assert read_items(spans, "prefill_decode")[names.EC_RECOMPUTED_ITEMS] == 1
+    assert 'ec;desc="items=1 remote=0 local=0 recomputed=1' in answer.headers[names.TIMING]
+    assert read_breakdown(answer)["encoder.compute"] > 0
+
+
+@pytest.mark.parametrize("place", WAITS)
+def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) -> None:
+    """A known delay before an encoding can be read, loaded or saved shows in ec.transfer and nowhere else."""
+    injection, stage = WAITS[place]
+
+    def once() -> Sample:
+        picture = (nixl.new_picture_seed(),)
+        return read_breakdown(
+            nixl.send_request(nixl.front_url, pictures=picture, max_tokens=1, stream=False)
+        )
+
+    check_stage(nixl, injection, stage, once)
+
+
+def test_a_copy_that_ends_after_the_answer_is_told(nixl: LiveDeployment) -> None:
+    """E answers while it still copies: `ttft.ec.ready_us` says until when, and PD waits for that.
+
+    The scheduler hears of the copy's end with its step's output; then PD asks again, reads and loads.
+    """
+    limits = {"ready": ErrorTolerance(0, 10, LATE / 4), "waited": ErrorTolerance(0, 100, LATE / 2)}
+    nixl.control.set_injections({"ec_copy": LATE})
+    try:
+        measure_until_decided(lambda: measure_late_copy(nixl), lambda name: limits[name])
+    finally:
+        nixl.control.set_injections()
+
+
+def measure_late_copy(bench: LiveDeployment) -> Errors:
+    """One request: time from the copy's end until it is reported as ready, and until PD's wait ends; ms."""
+    to_wall_ns = time.time_ns() - time.monotonic_ns()
+    trace, began_ns = make_trace_id(), time.monotonic_ns()
+    answer = bench.send_request(
+        bench.front_url,
+        pictures=(bench.new_picture_seed(),),
+        headers=make_parent_header(trace),
+        max_tokens=1,
+    )
+    spans = bench.wait_for_trace(
+        trace,
+        lambda found: is_whole(found, 1) and any(s["name"] == names.EC_KEPT for s in found),
+    )
+    (delay,) = bench.control.read_delays(began_ns)
+    (kept,) = [span for span in spans if span["name"] == names.EC_KEPT]
+    ready_ns = kept["start_ns"] + kept["attributes"][names.EC_READY_US] * 1000
+    assert read_breakdown(answer)["encode.ec.transfer"] < LATE * 100
+    return {
+        "ready": (ready_ns - delay.end_ns - to_wall_ns) / 1e6,
+        "waited": (find_wait(spans)["end_ns"] - ready_ns) / 1e6,
+    }
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ("one image", "plain", "two images"))
+def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind: str) -> None:
+    """With E, P and D, encodings and KV blocks over NIXL, sums are exact and nothing is encoded twice."""
+    numbers, new, fields = KINDS[kind]
+    fresh = [nixl3.new_picture_seed() for _ in range(2)]
+    pictures, trace = tuple(fresh[number] for number in numbers), make_trace_id()
+
+    answer = nixl3.send_request(
+        nixl3.front_url, pictures=pictures, headers=make_parent_header(trace), **fields
+    )
+    spans = nixl3.wait_for_trace(
+        trace,
+        lambda found: is_whole(found, new, "prefill") and is_whole(found, new, "decode"),
+    )
+
+    assert answer.status == 200
+    check_closed(spans)
+    for role in ("encode", "prefill", "decode"):
+        assert all(each[names.UNATTRIBUTED_US] == 0 for each in list_role_attributes(spans, role))
+    items = read_items(spans, "prefill")
+    assert items[names.EC_RECOMPUTED_ITEMS] == 0
+    assert items[names.EC_REMOTE_ITEMS] == new
+    (consumer,), (decoder,) = (list_role_attributes(spans, role) for role in ("prefill", "decode"))
+    assert consumer[names.name_stage_attribute("ec.transfer")] > 0
+    assert names.name_stage_attribute("encoder.compute") not in {*consumer, *decoder}
+    assert decoder[names.name_stage_attribute("kv.transfer")] > 0
+    assert answer.text == ask_alone(nixl3, pictures, **fields).text

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's features on one real server: drafts, LoRA, structured outputs, priorities, pauses, sleep mode,
+background responses. Answers are fine, sums close, no hook fails, and nothing is left behind.
+
+What this machine cannot run is in docs/limits.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lab import ttft_client
+from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.conftest import ADAPTER_NAME
+from ttft_otel import names, stages, timing
+
+MAX_WAIT_S = 30.0
+LONG_TOKENS = 4000  # some ten seconds, unless it is aborted
+
+REPEATED = "the quick brown fox jumps over the lazy dog " * 8
+KINDS: dict[str, dict[str, Any]] = {
+    "drafts": {"prompt": REPEATED, "max_tokens": 60},
+    "drafts plain": {"prompt": REPEATED, "max_tokens": 60, "stream": False},
+    "adapter": {"model": ADAPTER_NAME},
+    "adapter plain": {"model": ADAPTER_NAME, "stream": False},
+    "choice": {"extra": {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}},
+    "urgent": {"extra": {"priority": -5}},
+    "two answers of an adapter": {"model": ADAPTER_NAME, "n": 2},
+    "completion": {"path": ttft_client.COMPLETIONS_PATH, "prompt": REPEATED},
+    "responses": {"path": ttft_client.RESPONSES_PATH},
+}
+
+
+def call(bench: LiveDeployment, path: str, method: str = "POST") -> Any:
+    """An endpoint of the server that is no generation."""
+    request = urllib.request.Request(bench.front_url + path, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def read_metric(bench: LiveDeployment, name: str) -> float:
+    """The sum of a metric's samples on /metrics."""
+    with urllib.request.urlopen(bench.front_url + "/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def make_parent_header(trace: str) -> dict[str, str]:
+    """The header that makes a request part of a sampled trace."""
+    return {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+
+
+def fetch_ttft_span(bench: LiveDeployment, trace: str) -> dict[str, Any]:
+    """The attributes of a trace's `ttft` span, whose sum is checked."""
+    spans = bench.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
+    (found,) = [span["attributes"] for span in spans if span["name"] == "ttft"]
+    parts = [us for key, us in found.items() if names.parse_stage_attribute(key)]
+    assert sum(parts) == found[names.TOTAL_US]
+    return dict(found)
+
+
+@contextmanager
+def run_request(bench: LiveDeployment, **fields: Any) -> Iterator[Any]:
+    """A request in a thread of its own; gives the Future of its answer."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(bench.send_request, bench.front_url, **fields)
+        time.sleep(0.3)  # it is at the engine
+        yield future
+
+
+@pytest.fixture(autouse=True)
+def check_nothing_is_left(features: LiveDeployment) -> Iterator[None]:
+    """After each test no hook has failed, nothing awaits a first token, and the server still closes."""
+    yield
+    deadline = time.monotonic() + MAX_WAIT_S
+    while read_metric(features, names.METRIC_PENDING) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert read_metric(features, names.METRIC_PENDING) == 0
+    assert read_metric(features, f"{names.METRIC_ERRORS}_total") == 0
+    assert features.list_complaints("mono") == []
+    after = read_breakdown(features.send_request(features.front_url, max_tokens=2))
+    assert after[stages.UNATTRIBUTED] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_feature_closes(features: LiveDeployment, kind: str) -> None:
+    """Server-Timing and span add up, with nothing unattributed."""
+    trace = os.urandom(16).hex()
+    answer = features.send_request(
+        features.front_url, headers=make_parent_header(trace), **KINDS[kind]
+    )
+
+    assert answer.status == 200, answer.body[:300]
+    assert kind != "choice" or answer.text in ("yes", "no")
+    assert read_breakdown(answer)[stages.UNATTRIBUTED] == 0
+    found = fetch_ttft_span(features, trace)
+    assert found[names.UNATTRIBUTED_US] == 0 and names.ERROR_TYPE not in found
+
+
+def test_drafts_are_used(features: LiveDeployment) -> None:
+    """The server really drafts: what repeats itself is answered by several tokens a step."""
+    before = read_metric(features, "vllm:spec_decode_num_drafts_total")
+    for kind in ("drafts", "drafts plain"):
+        features.send_request(features.front_url, **KINDS[kind])
+
+    assert read_metric(features, "vllm:spec_decode_num_drafts_total") > before
+
+
+def test_an_urgent_request_waits_less(features: LiveDeployment) -> None:
+    """--scheduling-policy priority with one place: who came later and is urgent is served first."""
+    with (
+        run_request(features, max_tokens=1500),
+        run_request(features, max_tokens=50, extra={"priority": 5}) as patient,
+        run_request(features, max_tokens=50, extra={"priority": -5}) as urgent,
+    ):
+        waits = [read_breakdown(each.result())["prefill.queue"] for each in (patient, urgent)]
+
+    assert waits[1] < waits[0]
+
+
+def test_a_pause_aborts(features: LiveDeployment) -> None:
+    """/pause aborts what runs and what waits: who has no token has no TTFT, and died where it was."""
+    trace = os.urandom(16).hex()
+    try:
+        with (
+            run_request(features, max_tokens=LONG_TOKENS) as running,
+            run_request(features, headers=make_parent_header(trace)) as waiting,
+        ):
+            call(features, "/pause?mode=abort")
+            first, second = running.result(), waiting.result()
+    finally:
+        call(features, "/resume")
+
+    assert first.status == second.status == 200
+    assert read_breakdown(first)[stages.UNATTRIBUTED] == 0
+    assert timing.reports_no_token(second.headers[names.TIMING])
+    found = fetch_ttft_span(features, trace)
+    assert (found[names.ERROR_TYPE], found[names.DIED_IN]) == ("error", "prefill.queue")
+
+
+def test_a_pause_that_keeps_is_a_wait(features: LiveDeployment) -> None:
+    """/pause?mode=keep: what comes waits in the queue until /resume, and is told so."""
+    call(features, "/pause?mode=keep&clear_cache=false")
+    resume = threading.Timer(0.8, call, (features, "/resume"))
+    resume.start()
+    try:
+        found = read_breakdown(features.send_request(features.front_url, max_tokens=2))
+    finally:
+        resume.join()
+
+    assert found["prefill.queue"] > 400_000
+    assert found[stages.UNATTRIBUTED] == 0
+
+
+def test_sleep_mode_pauses(features: LiveDeployment) -> None:
+    """Level 0, which is all that a CPU can: requests wait until the server is woken up."""
+    call(features, "/sleep?level=0&mode=abort")
+    assert call(features, "/is_sleeping", "GET") == {"is_sleeping": True}
+    wake = threading.Timer(0.8, call, (features, "/wake_up?tags=scheduling"))
+    wake.start()
+    try:
+        found = read_breakdown(features.send_request(features.front_url, max_tokens=2))
+    finally:
+        wake.join()
+
+    assert found["prefill.queue"] > 400_000
+    assert found[stages.UNATTRIBUTED] == 0
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> None:
+    """It is answered at once: a server span without an error, no `ttft` span; and it goes on untraced."""
+    trace = os.urandom(16).hex()
+    answer = features.send_request(
+        features.front_url,
+        headers=make_parent_header(trace),
+        path=ttft_client.RESPONSES_PATH,
+        stream=False,
+        max_tokens=LONG_TOKENS if is_cancelled else 8,
+        extra={"background": True, "store": True},
+    )
+    assert answer.status == 200, answer.body[:300]
+    place = f"/v1/responses/{answer.json()['id']}"
+    assert answer.json()["status"] == "queued"
+    if is_cancelled:
+        time.sleep(0.3)
+        assert call(features, f"{place}/cancel")["status"] == "cancelled"
+    else:
+        deadline = time.monotonic() + MAX_WAIT_S
+        while call(features, place, "GET")["status"] in ("queued", "in_progress"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    spans = features.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
+
+    assert [span["name"] for span in spans] == ["POST /v1/responses"]
+    assert names.ERROR_TYPE not in spans[0]["attributes"]
