@@ -1,88 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the whole suite: production's way with errors, a still clock, kept records."""
+"""Fixtures for all tests: production's error handling, a fake clock, records in memory."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hooks.server import Client, Server
+from file_schedule import FileScheduling, rank_file
+from hooks.server import FakeApiServer, FakeClient
 
-from ttft_otel import guard, recorder, testing
+from ttft_otel import guard, testing
 from ttft_otel.hooks import wrap
+from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
 
 
 def pytest_configure() -> None:
-    """What the shell gave us and the many processes that tests start should not inherit.
+    """Reset what processes started by tests should not inherit from the shell.
 
     Started in the background, we ignore Ctrl-C. And where bytecode is not kept, each of a vLLM
-    server's processes compiles all that it imports: 32 s instead of 13.
+    server's processes compiles all that it imports: 32 s instead of 13; pytest and each of its
+    workers compile all tests anew, 12 s of CPU instead of 5, and vLLM once more.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False  # this process read the variable before we could remove it
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    """Called by pytest-xdist, with -n."""
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live tests come last: their servers would idle while others run, and disturb them."""
+    """Live tests come last: their servers would idle while others run, and disturb them.
+
+    Several processes begin with the files that take longest.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        items.sort(key=lambda item: rank_file(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: "/tests/live/" in item.path.as_posix())
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the time of the tests by folder.
+
+    Seconds of all processes together; tests in several processes take less than that.
+    """
+    seconds: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            folder = report.nodeid.partition("::")[0].rpartition("/")[0]
+            seconds[folder] += report.duration
+            counts[folder] += report.when == "call"
+    if not seconds:
+        return  # nothing ran, as with --collect-only
+    terminalreporter.section("time by folder")
+    for folder, spent in seconds.most_common(12):
+        terminalreporter.line(f"{spent:7.0f} s  {counts[folder]:5d} tests  {folder}")
+
+
 @pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Our errors are caught and counted, as in production; without it they fail the test."""
+def guard_keeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Catch and count our errors as in production; without this fixture they fail the test."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
-    guard.errors.clear()
+    guard.error_counts.clear()
     yield
-    guard.errors.clear()
+    guard.error_counts.clear()
 
 
 @pytest.fixture
-def clock() -> Iterator[testing.Clock]:
-    """Time stands still until the test moves it."""
-    with testing.frozen() as still:
+def clock() -> Iterator[testing.FakeClock]:
+    """A fake clock that moves only by tick()."""
+    with testing.frozen_clock() as still:
         yield still
 
 
 @pytest.fixture
-def records() -> Iterator[testing.Records]:
-    """What would have gone to the exporter."""
-    with testing.captured() as kept:
+def records() -> Iterator[testing.MemorySender]:
+    """The records that would have been sent to the exporter."""
+    with testing.captured_records() as kept:
         yield kept
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Whatever the test did to its requests, no state of them stays behind."""
+def no_state_left() -> Iterator[None]:
+    """Check that the test leaves no state of its requests behind."""
     yield
-    assert not any(testing.sizes().values()), testing.sizes()
+    assert not any(testing.state_sizes().values()), testing.state_sizes()
 
 
 @pytest.fixture
-def unknown() -> Iterator[None]:
-    """A server that has not yet learnt who it is."""
-    before = recorder.identity.role, recorder.identity.model
-    recorder.identity.role = recorder.identity.model = ""
+def blank_identity() -> Iterator[None]:
+    """Reset roles.identity to that of a server before its start."""
+    known = {name: getattr(identity, name) for name in identity.__slots__}
+    identity.__init__()  # type: ignore[misc]
     yield
-    recorder.identity.role, recorder.identity.model = before
+    for name, value in known.items():
+        setattr(identity, name, value)
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patching code as in a process that has patched nothing."""
-    monkeypatch.setattr(wrap, "installed", {})
-    monkeypatch.setattr(wrap, "missing", {})
-    monkeypatch.setattr(wrap, "out", set())
+def nothing_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reset wrap.py to the state of a process without patches."""
+    monkeypatch.setattr(wrap, "installed_patches", {})
+    monkeypatch.setattr(wrap, "missing_targets", {})
+    monkeypatch.setattr(wrap, "disabled_targets", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 
 
 @pytest.fixture
 def client(
-    fresh: None, unknown: None, nothing_left: None, clock: testing.Clock, records: testing.Records
-) -> Client:
-    """A server of vLLM's shape behind our middleware, and who calls it."""
-    return Client(Server(clock), Settings(on=True))
+    nothing_patched: None,
+    blank_identity: None,
+    no_state_left: None,
+    clock: testing.FakeClock,
+    records: testing.MemorySender,
+) -> FakeClient:
+    """A client of a vLLM-like ASGI app behind our middleware."""
+    return FakeClient(FakeApiServer(clock), Settings(on=True))

@@ -8,17 +8,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hooks.server import DECODE, EGRESS, FIRST, STAGES, Client, Plan, hanging
+from hooks.server import (
+    DECODE_US,
+    EGRESS_US,
+    FIRST_TOKEN_US,
+    STAGES_US,
+    FakeClient,
+    ServerPlan,
+    hang_in_queue,
+)
 
-from ttft_otel import asgi, carrier, names, recorder, testing, timing
-from ttft_otel.record import Record
+from ttft_otel import asgi, carrier, kept_spans, meter, names, recorder, testing, timing
+from ttft_otel.record import Piece, Record
+from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
 
-ASK = {"x_ttft_timing": "1"}
+TIMING_HEADERS = {"x_ttft_timing": "1"}
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
-def closed(record: Record) -> dict[str, int]:
+def get_closed_stages(record: Record) -> dict[str, int]:
     """The record's stages, which add up, on the span and in its pieces."""
     ttft = record.ttft
     assert ttft is not None
@@ -29,111 +38,111 @@ def closed(record: Record) -> dict[str, int]:
     return ttft.stages
 
 
-def test_stream(client: Client, records: testing.Records) -> None:
+def test_stream(client: FakeClient, records: testing.MemorySender) -> None:
     """A stream's ttft half goes with its first token, its server half with its end."""
-    asyncio.run(client.call())
+    asyncio.run(client.call_server())
     first, last = records.kept
 
-    assert closed(first) == {**STAGES, "egress": EGRESS}
+    assert get_closed_stages(first) == {**STAGES_US, "egress": EGRESS_US}
     assert first.ttft is not None and first.ttft.unattributed == 0
     assert first.server is None and last.ttft is None
     assert last.server is not None
-    assert (last.server.status, last.server.end) == (200, FIRST + EGRESS + DECODE)
+    assert (last.server.status, last.server.end) == (200, FIRST_TOKEN_US + EGRESS_US + DECODE_US)
     assert last.server.name == "POST /v1/chat/completions"
     assert (first.trace_id, first.span_id) == (last.trace_id, last.span_id)
-    assert client.types() == ["start", "data: one", "data: two"]
+    assert client.list_types() == ["start", "data: one", "data: two"]
 
 
-def test_first_half_survives(client: Client, records: testing.Records) -> None:
+def test_first_half_survives(client: FakeClient, records: testing.MemorySender) -> None:
     """A crash while decoding cannot lose the first token's half."""
-    client.server.plan = Plan(fail="decode")
+    client.server.plan = ServerPlan(fail="decode")
     with pytest.raises(RuntimeError, match="the host's own"):
-        asyncio.run(client.call())
+        asyncio.run(client.call_server())
     first, last = records.kept
 
-    assert closed(first)["prefill.compute"] == 500
+    assert get_closed_stages(first)["prefill.compute"] == 500
     assert last.server is not None and last.server.error == ""
 
 
-def test_stream_asked(client: Client, records: testing.Records) -> None:
+def test_stream_asked(client: FakeClient, records: testing.MemorySender) -> None:
     """For a caller that asks, the head waits for the first chunk and carries the stages."""
-    asyncio.run(client.call(**ASK))
-    told = timing.read(client.header())
+    asyncio.run(client.call_server(**TIMING_HEADERS))
+    told = timing.parse_server_timing(client.get_header())
 
     assert told is not None
-    assert told.stages == closed(records.kept[0])
-    assert (told.ttft, told.unattributed, told.rest) == (FIRST + EGRESS, 0, None)
-    assert [when for when, _ in client.came][:2] == [FIRST + EGRESS] * 2
-    assert client.types() == ["start", "data: one", "data: two"]
+    assert told.stages == get_closed_stages(records.kept[0])
+    assert (told.ttft, told.unattributed, told.rest) == (FIRST_TOKEN_US + EGRESS_US, 0, None)
+    assert [when for when, _ in client.messages][:2] == [FIRST_TOKEN_US + EGRESS_US] * 2
+    assert client.list_types() == ["start", "data: one", "data: two"]
 
 
-def test_stream_not_asked(client: Client) -> None:
+def test_stream_not_asked(client: FakeClient) -> None:
     """Nobody else's head is held back or changed."""
-    asyncio.run(client.call())
+    asyncio.run(client.call_server())
 
-    assert client.came[0][0] == 210
-    assert client.header() == ""
+    assert client.messages[0][0] == 210
+    assert client.get_header() == ""
 
 
-def test_plain(client: Client, records: testing.Records) -> None:
+def test_plain(client: FakeClient, records: testing.MemorySender) -> None:
     """A plain answer's TTFT ends with its first token's output; what follows is the rest."""
-    client.server.plan = Plan(stream=False)
-    asyncio.run(client.call(**ASK))
+    client.server.plan = ServerPlan(stream=False)
+    asyncio.run(client.call_server(**TIMING_HEADERS))
     (record,) = records.kept
-    told = timing.read(client.header())
+    told = timing.parse_server_timing(client.get_header())
 
-    assert closed(record) == STAGES
+    assert get_closed_stages(record) == STAGES_US
     assert record.server is not None
     assert told is not None
-    assert (told.ttft, told.rest) == (FIRST, EGRESS + DECODE)
+    assert (told.ttft, told.rest) == (FIRST_TOKEN_US, EGRESS_US + DECODE_US)
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill"])
-def test_plain_with_egress(client: Client, records: testing.Records, role: str) -> None:
+def test_plain_with_egress(client: FakeClient, records: testing.MemorySender, role: str) -> None:
     """An encoder's or a prefill server's whole answer is what its caller waits for."""
-    recorder.identity.role = role
-    client.server.plan = Plan(stream=False)
-    asyncio.run(client.call(**ASK))
-    told = timing.read(client.header())
+    identity.role = role
+    client.server.plan = ServerPlan(stream=False)
+    asyncio.run(client.call_server(**TIMING_HEADERS))
+    told = timing.parse_server_timing(client.get_header())
 
-    assert told is not None and told.stages["egress"] == EGRESS + DECODE
+    assert told is not None and told.stages["egress"] == EGRESS_US + DECODE_US
     assert records.kept[0].role == role
     assert told.rest == 0
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_early_events(client: Client, asked: bool) -> None:
+def test_early_events(client: FakeClient, asked: bool) -> None:
     """Comments and opening events before the first token do not count as it, and are not lost."""
-    client.server.plan = Plan(early=(b": keep-alive\n\n", b"", b"event: created\n\n"))
-    asyncio.run(client.call(**(ASK if asked else {})))
-    came = client.types()
+    client.server.plan = ServerPlan(early=(b": keep-alive\n\n", b"", b"event: created\n\n"))
+    asyncio.run(client.call_server(**(TIMING_HEADERS if asked else {})))
+    came = client.list_types()
 
     assert came == ["start", ": keep-alive", "", "event: created", "data: one", "data: two"]
-    assert client.came[1][0] == (FIRST + EGRESS if asked else 210)
+    assert client.messages[1][0] == (FIRST_TOKEN_US + EGRESS_US if asked else 210)
     if asked:
-        told = timing.read(client.header())
-        assert told is not None and told.ttft == FIRST + EGRESS
+        told = timing.parse_server_timing(client.get_header())
+        assert told is not None and told.ttft == FIRST_TOKEN_US + EGRESS_US
 
 
-def test_hold_limit(client: Client) -> None:
+def test_hold_limit(client: FakeClient) -> None:
     """A server that says much before its first token is not held back for ever; no header then."""
-    chunk = b": " + b"x" * (asgi.HOLD_LIMIT // 2)
-    client.server.plan = Plan(early=(chunk, chunk, chunk))
-    asyncio.run(client.call(**ASK))
+    chunk = b": " + b"x" * (asgi.MAX_HELD_BYTES // 2)
+    client.server.plan = ServerPlan(early=(chunk, chunk, chunk))
+    asyncio.run(client.call_server(**TIMING_HEADERS))
 
-    assert len(client.came) == 6
-    assert client.came[2][0] == 210
-    assert client.header() == ""
+    assert len(client.messages) == 6
+    assert client.messages[2][0] == 210
+    assert client.get_header() == ""
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503])
-def test_refused(client: Client, records: testing.Records, status: int) -> None:
+def test_refused(client: FakeClient, records: testing.MemorySender, status: int) -> None:
     """A request that was refused has its server span, with its status, and a ttft that failed."""
-    client.server.plan = Plan(status=status)
-    asyncio.run(client.call(**ASK))
+    client.server.plan = ServerPlan(status=status)
+    asyncio.run(client.call_server(**TIMING_HEADERS))
     (record,) = records.kept
 
-    assert client.header() == ""
+    assert client.get_header() == ""
     assert record.server is not None and record.server.status == status
     assert record.server.error == (str(status) if status >= 500 else "") or status < 500
     assert record.ttft is not None and record.ttft.error == str(status)
@@ -141,9 +150,11 @@ def test_refused(client: Client, records: testing.Records, status: int) -> None:
 
 
 @pytest.mark.parametrize(("where", "died"), [("body", "receive"), ("queue", None)])
-def test_app_raises(client: Client, records: testing.Records, where: str, died: str | None) -> None:
+def test_app_raises(
+    client: FakeClient, records: testing.MemorySender, where: str, died: str | None
+) -> None:
     """The app's exception passes through; its request is told as failed, where it was."""
-    client.server.plan = Plan(stream=False, fail=where)
+    client.server.plan = ServerPlan(stream=False, fail=where)
     with pytest.raises(RuntimeError, match="the host's own"):
         asyncio.run(whole(client))
     (record,) = records.kept
@@ -152,61 +163,55 @@ def test_app_raises(client: Client, records: testing.Records, where: str, died: 
     assert died is None or record.ttft.died == died
 
 
-async def whole(client: Client) -> None:
+async def whole(client: FakeClient) -> None:
     """A call, and whatever it left to do in the background, even where it raised."""
     try:
-        await client.call()
+        await client.call_server()
     finally:
-        while client.app.late:
-            await asyncio.gather(*client.app.late)
+        while client.app.abort_tasks:
+            await asyncio.gather(*client.app.abort_tasks)
 
 
-def test_disconnect(client: Client, records: testing.Records) -> None:
+async def cancel_in_queue(client: FakeClient) -> None:
+    """A caller waits 5000 us in the queue and gives up; returns when its record has been made."""
+    async with hang_in_queue(client, client.call_server) as task:
+        client.server.clock.tick(5000)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.gather(*client.app.abort_tasks)
+
+
+def test_disconnect(client: FakeClient, records: testing.MemorySender) -> None:
     """A caller that gives up in the queue: the engine core is asked where the request was."""
-    gone = carrier.Journey(added=1_000_230)
-    client.server.died = carrier.fold(gone)
+    gone = carrier.EngineTimeline(added=1_000_230)
+    client.server.aborted_answer = carrier.encode_timeline(gone)
 
-    async def run() -> None:
-        async with hanging(client, client.call) as task:
-            client.server.clock.tick(5000)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.gather(*client.app.late)
-
-    asyncio.run(run())
+    asyncio.run(cancel_in_queue(client))
     (record,) = records.kept
     ttft = record.ttft
 
     assert ttft is not None
     assert (ttft.error, ttft.died) == ("cancelled", "prefill.queue")
-    assert closed(record)["prefill.queue"] == 5210 - 230
-    assert client.server.asked == ["chat-1-1f"]
+    assert get_closed_stages(record)["prefill.queue"] == 5210 - 230
+    assert client.server.queried_ids == ["chat-1-1f"]
 
 
-def test_disconnect_unknown(client: Client, records: testing.Records) -> None:
+def test_disconnect_unknown(client: FakeClient, records: testing.MemorySender) -> None:
     """An engine core that knows nothing leaves the time unattributed, not invented."""
 
-    async def run() -> None:
-        async with hanging(client, client.call) as task:
-            client.server.clock.tick(5000)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.gather(*client.app.late)
-
-    asyncio.run(run())
+    asyncio.run(cancel_in_queue(client))
     ttft = records.kept[0].ttft
 
     assert ttft is not None
     assert ttft.unattributed == 5000
 
 
-def test_kept_blocks(client: Client, records: testing.Records) -> None:
+def test_kept_blocks(client: FakeClient, records: testing.MemorySender) -> None:
     """Blocks that an answered request leaves for another instance: a span that follows the record."""
-    client.server.plan = Plan(stream=False, kept=True)
-    client.server.sent = carrier.Kept(1_000_900, 1_009_900, 12, 2, True).fold()
-    asyncio.run(client.call(traceparent=UNSAMPLED[:-1] + "1"))
+    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
+    client.server.blocks_answer = carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, True).to_json()
+    asyncio.run(client.call_server(traceparent=UNSAMPLED[:-1] + "1"))
     first, last = records.kept
 
     assert first.server is not None and not first.late
@@ -216,77 +221,282 @@ def test_kept_blocks(client: Client, records: testing.Records) -> None:
     assert piece.attributes[names.KV_BLOCKS] == 2
     assert piece.attributes[names.ERROR_TYPE] == "expired"
     assert (first.trace_id, first.span_id) == (last.trace_id, last.span_id)
-    assert records.spans()[-1].parent is not None
+    assert records.build_spans()[-1].parent is not None
 
 
-def test_kept_blocks_of_nobody(client: Client, records: testing.Records) -> None:
+def test_kept_encodings(client: FakeClient, records: testing.MemorySender) -> None:
+    """Encodings that an encoder keeps for another instance: the same, with a span of its own."""
+    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
+    client.server.items_answer = carrier.KeptItems(
+        1_000_900, 1_009_900, 2, 8192, 1_001_000, "evicted"
+    ).to_json()
+    asyncio.run(client.call_server())
+    _, last = records.kept
+
+    (piece,) = last.late
+    assert (piece.name, piece.start, piece.end) == (names.EC_KEPT, 900, 9_900)
+    assert piece.attributes == {
+        names.EC_ITEMS: 2,
+        names.EC_BYTES: 8192,
+        names.EC_READY_US: 100,
+        names.ERROR_TYPE: "evicted",
+    }
+
+
+@pytest.mark.parametrize("pending", [0, 2, 9])
+def test_encoder_run(
+    client: FakeClient,
+    records: testing.MemorySender,
+    monkeypatch: pytest.MonkeyPatch,
+    pending: int,
+) -> None:
+    """An encoder that ran on after the answer: asked again until it has ended, but not for ever."""
+    monkeypatch.setattr(kept_spans, "PENDING_PAUSES_S", (0.0,) * 4)
+    dropped: list[str] = []
+    monkeypatch.setattr(meter, "count_dropped", dropped.append)
+    client.server.plan = ServerPlan(stream=False, kept=carrier.ENCODER_RUN_BIT)
+    client.server.encoder_answers = [carrier.PENDING_ANSWER] * pending
+    client.server.encoder_answers.append(carrier.EncoderRun(1_000_500, 1_004_500).to_json())
+    asyncio.run(client.call_server())
+    pieces = [piece for record in records.kept for piece in record.late]
+
+    assert len(client.server.queried_ids) == min(pending, 4) + 1
+    if pending <= 4:
+        assert pieces == [Piece("late", names.ENCODER_RUN, 500, 4_500)] and not dropped
+    else:
+        assert not pieces and dropped == ["kept"]
+
+
+def test_kept_both(client: FakeClient, records: testing.MemorySender) -> None:
+    """An instance that keeps blocks and encodings is asked for each, and tells each as it knows it."""
+    both = carrier.KEPT_BLOCKS_BIT | carrier.KEPT_ITEMS_BIT
+    client.server.plan = ServerPlan(stream=False, kept=both)
+    client.server.blocks_answer = carrier.KeptBlocks(1_000_900, 1_009_900, 12, 2, False).to_json()
+    client.server.items_answer = carrier.KeptItems(1_000_900, 1_001_900, 1, 64, 0, "").to_json()
+    asyncio.run(client.call_server())
+
+    names_told = {piece.name for record in records.kept for piece in record.late}
+    assert names_told == {names.KEPT, names.EC_KEPT}
+
+
+def test_kept_too_many(
+    client: FakeClient, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the bound, and where nobody knows, a kept span is dropped and counted."""
+    dropped: list[str] = []
+    monkeypatch.setattr(meter, "count_dropped", dropped.append)
+    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
+    asyncio.run(client.call_server())
+    assert dropped == ["kept"] and client.server.queried_ids
+    monkeypatch.setattr(asgi, "MAX_KEPT_SPAN_TASKS", 0)
+    asyncio.run(client.call_server())
+
+    assert dropped == ["kept", "kept"]
+    assert len(client.server.queried_ids) == 1 and len(records.kept) == 2
+
+
+def test_kept_by_no_encoder(client: FakeClient, records: testing.MemorySender) -> None:
+    """What a leg announces that a router calls no encoder is fetched by nobody: it is not asked for."""
+    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
+    for leg in ("prefill_decode", "encode"):
+        asyncio.run(client.call_server(**{names.LEG_HEADER: leg}))
+
+    assert len(client.server.queried_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "header"),
+    [
+        (ServerPlan(ends="error"), "error", names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="error", stream=False, refused=500), "500", ""),
+        # A pause or sleep mode aborts what runs; the server answers 200, without a token.
+        (ServerPlan(ends="abort"), "error", names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="abort", stream=False), "error", names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="length", stream=False), "error", names.TIMING_NO_TOKEN),
+    ],
+)
+def test_engine_ends_it(
+    client: FakeClient, records: testing.MemorySender, plan: ServerPlan, error: str, header: str
+) -> None:
+    """A request that its engine ends without a token has no first token: it died where it was.
+
+    Who asked for the breakdown is told so, because a router cannot tell it from a first token.
+    """
+    client.server.plan = plan
+    asyncio.run(client.call_server(**TIMING_HEADERS))
+    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+
+    assert (ttft.died, ttft.error) == ("ec.transfer", error)
+    assert ttft.unattributed == 0 and ttft.stages["prefill.queue"] == 30
+    assert sum(ttft.stages.values()) == ttft.end
+    assert client.get_header() == header
+    assert timing.reports_no_token(client.get_header()) == bool(header)
+
+
+def test_a_stream_that_ends_without_any_output(
+    client: FakeClient, records: testing.MemorySender
+) -> None:
+    """The engine died, and the application told so in its stream: the client has not left."""
+    client.server.plan = ServerPlan(early=(b'data: {"error": {}}\n\n',), dies=True)
+    asyncio.run(client.call_server(**TIMING_HEADERS))
+    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+
+    assert ttft.error == names.ERROR_ENGINE
+    assert timing.reports_no_token(client.get_header())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ServerPlan(ends="error", marks=False, stream=False, refused=500),
+        ServerPlan(ends="error", marks=False),
+        ServerPlan(ends="abort", marks=False, stream=False),
+    ],
+)
+def test_ended_before_it_was_scheduled(
+    client: FakeClient, records: testing.MemorySender, plan: ServerPlan
+) -> None:
+    """A KV load that fails, or a pause: the output brings no marks, and the engine core is asked."""
+    client.server.plan = plan
+    moving = carrier.EngineTimeline(added=1_000_230, moving=1_000_250)
+    client.server.aborted_answer = carrier.encode_timeline(moving)
+    asyncio.run(client.call_server())
+    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+
+    assert client.server.queried_ids == ["chat-1-1f"]
+    assert ttft.error in ("error", "500")
+    assert (ttft.died, ttft.stages["prefill.queue"], ttft.unattributed) == ("kv.transfer", 20, 0)
+
+
+@pytest.mark.parametrize(("body", "error"), [(b"{}", "error"), (b"null", "cancelled")])
+def test_a_plain_answer_without_any_output(
+    client: FakeClient, records: testing.MemorySender, body: bytes, error: str
+) -> None:
+    """/abort_requests ends it at the API server alone; "null" is vLLM's answer to a client that left."""
+    client.server.plan = ServerPlan(stream=False, dies=True, body=body)
+    asyncio.run(client.call_server())
+    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+
+    assert ttft.error == error
+
+
+@pytest.mark.usefixtures("no_state_left")
+def test_a_background_response_that_is_answered_first(
+    client: FakeClient, records: testing.MemorySender
+) -> None:
+    """It goes on in a task with the context of its HTTP request, which must not bring the trace back."""
+    client.server.plan = ServerPlan(stream=False, answers_first=True)
+    asyncio.run(client.call_server("/v1/responses"))
+    (record,) = records.kept
+
+    assert record.ttft is None
+    assert record.server is not None and record.server.error == ""
+
+
+def test_an_encoder_stops_without_a_token(
+    client: FakeClient, records: testing.MemorySender
+) -> None:
+    """An encoder-only instance samples nothing: its output without a token is its whole result."""
+    client.server.plan = ServerPlan(stream=False, ends="stop")
+    asyncio.run(client.call_server(**{names.LEG_HEADER: "encode", **TIMING_HEADERS}))
+    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+
+    assert (ttft.error, ttft.died, ttft.unattributed) == ("", "", 0)
+    assert timing.parse_server_timing(client.get_header()) is not None
+
+
+def test_one_prompt_of_several_failed(client: FakeClient, records: testing.MemorySender) -> None:
+    """A first token that an error response withholds is none: nobody has seen it."""
+    client.server.plan = ServerPlan(stream=False, count=2, refused=500)
+    asyncio.run(client.call_server())
+    (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
+
+    assert (ttft.error, ttft.died) == ("500", "output")
+    assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end
+
+
+def test_kept_blocks_of_nobody(client: FakeClient, records: testing.MemorySender) -> None:
     """An engine core that cannot tell leaves no span; where nothing is exported it is not asked."""
-    client.server.plan = Plan(stream=False, kept=True)
-    asyncio.run(client.call())
-    assert len(records.kept) == 1 and len(client.server.asked) == 1
+    client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_BLOCKS_BIT)
+    asyncio.run(client.call_server())
+    assert len(records.kept) == 1 and len(client.server.queried_ids) == 1
 
-    asyncio.run(client.call(traceparent=UNSAMPLED, **ASK))
-    assert len(client.server.asked) == 1
+    asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
+    assert len(client.server.queried_ids) == 1
 
 
-def test_marks_lost(client: Client, records: testing.Records) -> None:
+@pytest.mark.parametrize("headers", [{}, TIMING_HEADERS])
+def test_background(
+    client: FakeClient, records: testing.MemorySender, headers: dict[str, str]
+) -> None:
+    """A response that is only queued has no TTFT, and did not fail."""
+    client.server.plan = ServerPlan(stream=False, background=True)
+    asyncio.run(client.call_server("/v1/responses", **headers))
+
+    (record,) = records.kept
+    assert record.ttft is None and record.server is not None
+    assert (record.server.status, record.server.error) == (200, "")
+    assert not client.server.queried_ids and not client.get_header()
+
+
+def test_marks_lost(client: FakeClient, records: testing.MemorySender) -> None:
     """Without the engine's marks the engine's time is unattributed; the sum still closes."""
-    client.server.plan = Plan(marks=False)
-    asyncio.run(client.call())
-    stages = closed(records.kept[0])
+    client.server.plan = ServerPlan(marks=False)
+    asyncio.run(client.call_server())
+    stages = get_closed_stages(records.kept[0])
 
     assert set(stages) == {"receive", "preprocess", "egress"}
     assert records.kept[0].ttft is not None
-    assert records.kept[0].ttft.unattributed == FIRST - 210
+    assert records.kept[0].ttft.unattributed == FIRST_TOKEN_US - 210
 
 
-def test_not_sampled(client: Client, records: testing.Records) -> None:
+def test_not_sampled(client: FakeClient, records: testing.MemorySender) -> None:
     """Neither sampled nor asked for: the app gets the server's own `send`, nothing is kept."""
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((send, recorder.current.get()))
+        seen.append((send, recorder.current_trace.get()))
 
     client.app.app = app
-    asyncio.run(client.call(traceparent=UNSAMPLED))
+    asyncio.run(client.call_server(traceparent=UNSAMPLED))
 
     assert seen == [(client.send, None)]
     assert not records.kept
 
 
-def test_asked_not_sampled(client: Client, records: testing.Records) -> None:
+def test_asked_not_sampled(client: FakeClient, records: testing.MemorySender) -> None:
     """Asked for, but not sampled: the caller has its answer, the exporter nothing."""
-    asyncio.run(client.call(traceparent=UNSAMPLED, **ASK))
+    asyncio.run(client.call_server(traceparent=UNSAMPLED, **TIMING_HEADERS))
 
-    assert timing.read(client.header()) is not None
+    assert timing.parse_server_timing(client.get_header()) is not None
     assert not records.kept
 
 
-def test_context_is_cleared(client: Client) -> None:
+def test_context_is_cleared(client: FakeClient) -> None:
     """A pipelined request that is not traced does not mark the request before it."""
 
     async def both() -> None:
-        await client.call()
-        await client.call(traceparent=UNSAMPLED)
-        assert recorder.current.get() is None
+        await client.call_server()
+        await client.call_server(traceparent=UNSAMPLED)
+        assert recorder.current_trace.get() is None
 
     asyncio.run(both())
 
 
-def test_other_paths(client: Client, records: testing.Records) -> None:
+def test_other_paths(client: FakeClient, records: testing.MemorySender) -> None:
     """A POST that never reaches the engine and is no generating endpoint leaves nothing."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["route"] = SimpleNamespace(path="/tokenize")
 
     client.app.app = app
-    asyncio.run(client.call("/tokenize"))
+    asyncio.run(client.call_server("/tokenize"))
 
     assert not records.kept
 
 
 @pytest.mark.parametrize("scope", [{"type": "websocket"}, {"type": "http", "method": "GET"}])
-def test_other_scopes(client: Client, scope: dict[str, Any]) -> None:
+def test_other_scopes(client: FakeClient, scope: dict[str, Any]) -> None:
     """What is no POST passes untouched."""
     seen: list[Any] = []
 
@@ -299,7 +509,7 @@ def test_other_scopes(client: Client, scope: dict[str, Any]) -> None:
     assert seen == [client.send]
 
 
-def test_lifespan(client: Client) -> None:
+def test_lifespan(client: FakeClient) -> None:
     """At its start the server learns its role."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -308,10 +518,10 @@ def test_lifespan(client: Client) -> None:
     client.app.app = app
     asyncio.run(client.app({"type": "lifespan", "app": client.server}, client.receive, client.send))
 
-    assert recorder.identity.role == "mono"
+    assert identity.role == "mono"
 
 
-def test_broken_begin(client: Client, records: testing.Records, keep: None) -> None:
+def test_broken_begin(client: FakeClient, records: testing.MemorySender, guard_keeps: None) -> None:
     """When our part fails the request is served, untraced."""
 
     async def run() -> None:
@@ -320,32 +530,32 @@ def test_broken_begin(client: Client, records: testing.Records, keep: None) -> N
 
     asyncio.run(run())
 
-    assert client.types() == ["start", "data: one", "data: two"]
+    assert client.list_types() == ["start", "data: one", "data: two"]
     assert not records.kept
 
 
-def test_router_leg(client: Client, records: testing.Records) -> None:
+def test_router_leg(client: FakeClient, records: testing.MemorySender) -> None:
     """A router's header gives the role where the configuration cannot; the span is not outermost."""
-    asyncio.run(client.call(x_ttft_leg="decode", x_request_id="r-7"))
+    asyncio.run(client.call_server(x_ttft_leg="decode", x_request_id="r-7"))
     first = records.kept[0]
 
     assert (first.role, first.outermost, first.request_id) == ("decode", False, "r-7")
     assert first.service == "vllm-decode"
 
 
-def test_full_queue(client: Client, records: testing.Records) -> None:
+def test_full_queue(client: FakeClient, records: testing.MemorySender) -> None:
     """An exporter that takes nothing costs the record, not the request."""
     records.full = True
-    asyncio.run(client.call())
+    asyncio.run(client.call_server())
 
-    assert client.types() == ["start", "data: one", "data: two"]
+    assert client.list_types() == ["start", "data: one", "data: two"]
     assert records.dropped == 2
 
 
-def test_spans(client: Client, records: testing.Records) -> None:
+def test_spans(client: FakeClient, records: testing.MemorySender) -> None:
     """The whole trace of one stream, as a picture."""
-    asyncio.run(client.call())
-    by_id = {span.context.span_id: span for span in records.spans()}
+    asyncio.run(client.call_server())
+    by_id = {span.context.span_id: span for span in records.build_spans()}
 
     picture = sorted(
         (by_id[span.parent.span_id].name if span.parent else "", span.name)
@@ -355,23 +565,25 @@ def test_spans(client: Client, records: testing.Records) -> None:
         [
             ("", "POST /v1/chat/completions"),
             ("POST /v1/chat/completions", names.TTFT),
-            *((names.TTFT, stage) for stage in (*STAGES, "egress")),
+            *((names.TTFT, stage) for stage in (*STAGES_US, "egress")),
             *(("preprocess", part) for part in ("tokenize", "multimodal")),
             *(("output", part) for part in ("collect", "transport", "detokenize")),
         ]
     )
 
 
-def test_concurrent(client: Client, records: testing.Records) -> None:
+def test_concurrent(client: FakeClient, records: testing.MemorySender) -> None:
     """Requests at the same time, of one connection or many, keep their marks apart."""
 
     async def many() -> None:
-        await asyncio.gather(*(client.call(x_request_id=f"r{number}") for number in range(20)))
+        await asyncio.gather(
+            *(client.call_server(x_request_id=f"r{number}") for number in range(20))
+        )
 
     asyncio.run(many())
 
     assert {record.request_id for record in records.kept} == {f"r{n}" for n in range(20)}
-    assert all(closed(record) for record in records.kept if record.ttft)
+    assert all(get_closed_stages(record) for record in records.kept if record.ttft)
 
 
 @pytest.mark.parametrize(
@@ -384,10 +596,10 @@ def test_concurrent(client: Client, records: testing.Records) -> None:
     ],
 )
 def test_sampler(
-    client: Client, records: testing.Records, sampler: str, parent: str, kept: bool
+    client: FakeClient, records: testing.MemorySender, sampler: str, parent: str, kept: bool
 ) -> None:
     """The operator's sampler decides who is measured."""
     client.app.settings = Settings(on=True, sampler=sampler)
-    asyncio.run(client.call(traceparent=parent))
+    asyncio.run(client.call_server(traceparent=parent))
 
     assert bool(records.kept) is kept

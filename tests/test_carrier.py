@@ -7,27 +7,33 @@ import random
 
 import pytest
 
-from ttft_otel import carrier, clock
-from ttft_otel.breakdown import CACHE, ENCODER, FORWARD, LOST_FORWARD, Marks
+from ttft_otel import carrier, clock, names
+from ttft_otel.breakdown import (
+    CODE_EC_TRANSFER,
+    CODE_ENCODER,
+    CODE_FORWARD,
+    LOST_FORWARD,
+    Marks,
+)
 
-BOOT = clock.boot_once()
+BOOT = clock.get_boot_number()
 
 
-def journey() -> carrier.Journey:
+def make_timeline() -> carrier.EngineTimeline:
     """A request with a wait and two steps."""
-    made = carrier.Journey(added=100, scheduled=900, entered=5000)
+    made = carrier.EngineTimeline(added=100, scheduled=900, entered=5000)
     made.encoder_first = True
-    made.waits += (CACHE, 200, 300)
-    made.step((BOOT, 0, 0, ENCODER, 1000, 1500, FORWARD, 1600, 2000))
-    made.step((BOOT, 4000, 4, FORWARD, 3000, 3900))
+    made.waits += (CODE_EC_TRANSFER, 200, 300)
+    made.add_step((BOOT, 0, 0, CODE_ENCODER, 1000, 1500, CODE_FORWARD, 1600, 2000))
+    made.add_step((BOOT, 4000, 4, CODE_FORWARD, 3000, 3900))
     made.prompt, made.own_tokens, made.rank = 77, 70, 2
     return made
 
 
 def test_round_trip() -> None:
     """Times go into the marks, counts come back."""
-    made, marks = journey(), Marks(1)
-    found = carrier.unfold(carrier.fold(made), marks)
+    made, marks = make_timeline(), Marks(1)
+    found = carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
     assert found == made and made.sent
     assert (marks.added, marks.scheduled, marks.entered, marks.encoder_first) == (
@@ -38,8 +44,8 @@ def test_round_trip() -> None:
     )
     assert marks.waits == [("ec.transfer", 200, 300)]
     assert [step.pairs for step in marks.steps] == [
-        [(ENCODER, 1000, 1500), (FORWARD, 1600, 2000)],
-        [(FORWARD, 3000, 3900)],
+        [(CODE_ENCODER, 1000, 1500), (CODE_FORWARD, 1600, 2000)],
+        [(CODE_FORWARD, 3000, 3900)],
     ]
     assert (marks.steps[1].sampled, marks.steps[1].lost) == (4000, 4)
     assert not marks.foreign and not marks.truncated
@@ -47,52 +53,113 @@ def test_round_trip() -> None:
 
 def test_other_host() -> None:
     """A worker with another boot makes the marks foreign."""
-    made, marks = journey(), Marks(1)
-    made.step((BOOT ^ 1, 0, 0))
-    carrier.unfold(carrier.fold(made), marks)
+    made, marks = make_timeline(), Marks(1)
+    made.add_step((BOOT ^ 1, 0, 0))
+    carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
     assert marks.foreign
 
 
 def test_lost_step() -> None:
     """A step without a record is a step whose forward was lost, in its place."""
-    made, marks = journey(), Marks(1)
-    made.step(None)
-    carrier.unfold(carrier.fold(made), marks)
+    made, marks = make_timeline(), Marks(1)
+    made.add_step(None)
+    carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
     assert [step.lost for step in marks.steps] == [0, 4, LOST_FORWARD]
 
 
 def test_unknown_stage() -> None:
     """A wait of a stage that this version does not know is left out."""
-    made, marks = journey(), Marks(1)
+    made, marks = make_timeline(), Marks(1)
     made.waits += (99, 400, 500)
-    carrier.unfold(carrier.fold(made), marks)
+    carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
     assert marks.waits == [("ec.transfer", 200, 300)]
 
 
 def test_plain_header() -> None:
     """It is plain text that any header may carry, however long the way."""
-    made = journey()
+    made = make_timeline()
     for number in range(2000):
-        made.step((BOOT, number, 0, FORWARD, number, number + 1))
-    text = carrier.fold(made)
+        made.add_step((BOOT, number, 0, CODE_FORWARD, number, number + 1))
+    text = carrier.encode_timeline(made)
 
     assert text.isascii() and text.isprintable()
-    assert len(made.steps) == carrier.STEPS and made.truncated
+    assert len(made.steps) == carrier.MAX_STEPS and made.truncated
+
+
+def test_media() -> None:
+    """Media items come back as they were; a list too short to be one is refused."""
+    made = make_timeline()
+    made.media = [1, 2, 64, 0, 12, 19]
+    found = carrier.decode_timeline(carrier.encode_timeline(made), Marks(1))
+
+    assert found is not None and found.media == made.media
+    assert names.EC_ITEMS not in carrier.list_timeline_attributes(found)
+    assert carrier.list_timeline_attributes(found)[names.OWN_ITEMS] == 1
+    made.media = [1, 2]
+    assert carrier.decode_timeline(carrier.encode_timeline(made), Marks(1)) is None
+
+
+def test_still_asking() -> None:
+    """A request that ends while a connector says "not yet" tells since when."""
+    made, marks = make_timeline(), Marks(1)
+    made.asked = 400
+    carrier.decode_timeline(carrier.encode_timeline(made), marks)
+
+    assert marks.asking == 400
+
+
+def test_kept_items() -> None:
+    """How long encodings were kept comes back; what is not ours is nothing."""
+    made = carrier.KeptItems(1, 5, 2, 128, 3, "evicted")
+
+    assert carrier.decode_kept_items(made.to_json()) == made
+    for text in ("", "[1]", "é", carrier.KeptBlocks(1, 5, 2, 3, True).to_json()):
+        assert carrier.decode_kept_items(text) is None
 
 
 @pytest.mark.parametrize("text", ["", "1", "x", "{}", "[99]", "null", '["a"]', "[2,[]]", "é"])
 def test_foreign_text(text: str) -> None:
     """What is not ours, or not of this version, is refused."""
-    assert carrier.unfold(text, Marks(1)) is None
+    assert carrier.decode_timeline(text, Marks(1)) is None
 
 
 def test_damaged() -> None:
     """A damaged string is refused or read; it never raises."""
-    text, chance = carrier.fold(journey()), random.Random(5)
+    text, chance = carrier.encode_timeline(make_timeline()), random.Random(5)
     for _ in range(500):
         at = chance.randrange(len(text))
-        carrier.unfold(text[:at] + chance.choice("0-,x[]") + text[at + 1 :], Marks(1))
-        carrier.unfold(text[:at], Marks(1))
+        carrier.decode_timeline(text[:at] + chance.choice("0-,x[]") + text[at + 1 :], Marks(1))
+        carrier.decode_timeline(text[:at], Marks(1))
+
+
+def test_clock_entry() -> None:
+    """A worker's record tells which clock placed it; of several steps the greatest error counts."""
+    boot = clock.get_boot_number()
+    first = (boot, 0, 0, 10, 100, 200, carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 17)
+    second = (boot, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 23)
+    marks = Marks(1)
+    text = carrier.encode_timeline(carrier.EngineTimeline(steps=[first, second]))
+    timeline = carrier.decode_timeline(text, marks)
+    assert timeline is not None
+    attributes = carrier.list_timeline_attributes(timeline)
+
+    assert [step.pairs for step in marks.steps] == [[(10, 100, 200)], [(10, 300, 390)]]
+    assert (attributes[names.CLOCK], attributes[names.CLOCK_ERROR_US]) == ("device", 23)
+    assert names.ENCODER_UNFINISHED not in attributes and not marks.foreign
+
+
+def test_clock_lengths() -> None:
+    """Where events have lengths and no places, the worker counts as one with a foreign clock."""
+    marks = Marks(1)
+    flags = carrier.ENCODER_UNFINISHED
+    record = (clock.get_boot_number(), 0, flags, carrier.CODE_CLOCK, clock.CLOCK_LENGTHS, 0)
+    text = carrier.encode_timeline(carrier.EngineTimeline(steps=[record]))
+    timeline = carrier.decode_timeline(text, marks)
+    assert timeline is not None
+    attributes = carrier.list_timeline_attributes(timeline)
+
+    assert marks.foreign and attributes[names.CLOCK] == "lengths"
+    assert attributes[names.ENCODER_UNFINISHED] is True and names.CLOCK_ERROR_US not in attributes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line's door: help without imports, remedies for what is missing."""
+"""The command line: help without imports, remedies for missing packages."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_version() -> None:
 
 def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """A subcommand whose dependency is missing says which extra to install."""
-    door = cli.Door("absent_package_of_a_test", "router", "")
-    monkeypatch.setitem(cli.DOORS, "router", door)
+    door = cli.Subcommand("absent_package_of_a_test", "router", "")
+    monkeypatch.setitem(cli.SUBCOMMANDS, "router", door)
     result = CliRunner().invoke(cli.main, ["router"])
     assert result.exit_code == 1
     assert "pip install 'ttft-otel[router]'" in result.output
@@ -59,7 +59,7 @@ def test_report_needs_no_extra() -> None:
 
 def test_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A subcommand that this version does not have is not blamed on an extra."""
-    monkeypatch.setitem(cli.DOORS, "bench", cli.Door("ttft_otel.absent", "bench", ""))
+    monkeypatch.setitem(cli.SUBCOMMANDS, "bench", cli.Subcommand("ttft_otel.absent", "bench", ""))
     result = CliRunner().invoke(cli.main, ["bench"])
     assert result.exit_code == 1
     assert "upgrade" in result.output and "[bench]" not in result.output
@@ -76,4 +76,4 @@ def test_examples(name: str) -> None:
     result = CliRunner().invoke(cli.main, [name, "--help"])
     assert result.exit_code == 0, result.output
     assert "Examples:" in result.output
-    assert isinstance(cli.load(name, cli.DOORS[name]), click.Command)
+    assert isinstance(cli.load_subcommand(name, cli.SUBCOMMANDS[name]), click.Command)

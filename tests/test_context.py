@@ -12,22 +12,22 @@ from opentelemetry.sdk.trace import sampling
 from ttft_otel import context
 from ttft_otel.settings import Settings
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ON = Settings(on=True)
 
 
 def test_continued() -> None:
     """A valid parent is continued, its state kept, its decision trusted."""
-    made = context.start(f"00-{TRACE}-{PARENT}-01", "vendor=1", ON)
+    made = context.start_context(f"00-{TRACE_ID}-{PARENT_ID}-01", "vendor=1", ON)
 
-    assert (made.trace_id, made.parent_id, made.state, made.sampled) == (
-        TRACE,
-        PARENT,
+    assert (made.trace_id, made.parent_id, made.tracestate, made.sampled) == (
+        TRACE_ID,
+        PARENT_ID,
         "vendor=1",
         True,
     )
-    assert made.span_id != PARENT and len(made.span_id) == 16
-    assert made.parent() == f"00-{TRACE}-{made.span_id}-01"
+    assert made.span_id != PARENT_ID and len(made.span_id) == 16
+    assert made.format_traceparent() == f"00-{TRACE_ID}-{made.span_id}-01"
 
 
 @pytest.mark.parametrize(
@@ -35,46 +35,46 @@ def test_continued() -> None:
     [
         "",
         "garbage",
-        f"00-{'0' * 32}-{PARENT}-01",
-        f"00-{TRACE}-{'0' * 16}-01",
-        f"ff-{TRACE}-{PARENT}-01",
-        f"00-{TRACE.upper()}-{PARENT}-01",
-        f"00-{TRACE}-{PARENT}-01-more",
-        f"00-{TRACE}-{PARENT}",
-        f"00-{TRACE}-{PARENT}-1",
-        f"00-{TRACE}-{PARENT}-01" + "x" * 200,
+        f"00-{'0' * 32}-{PARENT_ID}-01",
+        f"00-{TRACE_ID}-{'0' * 16}-01",
+        f"ff-{TRACE_ID}-{PARENT_ID}-01",
+        f"00-{TRACE_ID.upper()}-{PARENT_ID}-01",
+        f"00-{TRACE_ID}-{PARENT_ID}-01-more",
+        f"00-{TRACE_ID}-{PARENT_ID}",
+        f"00-{TRACE_ID}-{PARENT_ID}-1",
+        f"00-{TRACE_ID}-{PARENT_ID}-01" + "x" * 200,
     ],
 )
 def test_malformed(bad: str) -> None:
     """What is malformed is ignored, with its state: a new trace starts."""
-    made = context.start(bad, "vendor=1", ON)
+    made = context.start_context(bad, "vendor=1", ON)
 
-    assert made.parent_id == "" and made.state == ""
+    assert made.parent_id == "" and made.tracestate == ""
     assert len(made.trace_id) == 32 and int(made.trace_id, 16)
-    assert made.trace_id != TRACE
+    assert made.trace_id != TRACE_ID
 
 
 def test_future_version() -> None:
     """A later version's header is read as far as it is known."""
-    made = context.start(f"cc-{TRACE}-{PARENT}-01-what-the-future-holds", "", ON)
+    made = context.start_context(f"cc-{TRACE_ID}-{PARENT_ID}-01-what-the-future-holds", "", ON)
 
-    assert made.parent_id == PARENT and made.sampled
+    assert made.parent_id == PARENT_ID and made.sampled
 
 
 @pytest.mark.parametrize("state", ["x=" + "y" * 600, "naïve=1"])
 def test_state_bounded(state: str) -> None:
     """A state that is too long or not plain text is left out, the trace is continued."""
-    made = context.start(f"00-{TRACE}-{PARENT}-01", state, ON)
+    made = context.start_context(f"00-{TRACE_ID}-{PARENT_ID}-01", state, ON)
 
-    assert (made.parent_id, made.state) == (PARENT, "")
+    assert (made.parent_id, made.tracestate) == (PARENT_ID, "")
 
 
 def test_untrusted() -> None:
     """Callers that are not trusted keep their trace id, not their sampling flag."""
-    settings = Settings(on=True, trust=False, sampler="parentbased_always_off")
-    made = context.start(f"00-{TRACE}-{PARENT}-01", "", settings)
+    settings = Settings(on=True, trust_sampled=False, sampler="parentbased_always_off")
+    made = context.start_context(f"00-{TRACE_ID}-{PARENT_ID}-01", "", settings)
 
-    assert made.trace_id == TRACE and made.parent_id == PARENT and not made.sampled
+    assert made.trace_id == TRACE_ID and made.parent_id == PARENT_ID and not made.sampled
 
 
 def test_ratio_like_the_sdk() -> None:
@@ -83,7 +83,7 @@ def test_ratio_like_the_sdk() -> None:
     theirs = sampling.TraceIdRatioBased(0.5)
     for number in range(200):
         trace = f"{(number * 0x9E3779B97F4A7C15F39CC0605CEDC835 + 1) % (1 << 128):032x}"
-        ours = context.start(f"00-{trace}-{PARENT}-00", "", settings).sampled
+        ours = context.start_context(f"00-{trace}-{PARENT_ID}-00", "", settings).sampled
         wanted = theirs.should_sample(None, int(trace, 16), "x").decision
         assert ours is (wanted is sampling.Decision.RECORD_AND_SAMPLE)
 
@@ -94,15 +94,15 @@ def test_ratio_ends(ratio: float, sampled: bool) -> None:
     settings = Settings(on=True, sampler="traceidratio", ratio=ratio)
     trace = "f" * 32
 
-    assert context.start(f"00-{trace}-{PARENT}-00", "", settings).sampled is sampled
+    assert context.start_context(f"00-{trace}-{PARENT_ID}-00", "", settings).sampled is sampled
 
 
 def test_ids_are_nobody_elses() -> None:
     """Whatever a host seeds, and in a forked child too, ids differ; their form is W3C's."""
     code = (
-        "import os, random; from ttft_otel import context; context.new_id(); random.seed(0);"
+        "import os, random; from ttft_otel import context; context.new_span_id(); random.seed(0);"
         "child = os.fork(); child and os.waitpid(child, 0);"
-        "os.write(1, f'{context.new_id()} {context.new_trace()} '.encode())"
+        "os.write(1, f'{context.new_span_id()} {context.new_trace_id()} '.encode())"
     )
     runs = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
     ids = " ".join(runs).split()

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README and docs against the code: links, vocabulary, variables, numbers, and every command shown."""
+"""README and docs against the code: links, vocabulary, variables, flags, pictures and numbers."""
 
 from __future__ import annotations
 
+import ast
 import json
-import os
 import re
-import shlex
-from collections.abc import Callable
+import runpy
 from pathlib import Path
 
 import click
 import pytest
 
-from ttft_otel import cli, names, original, settings, stages, timing
-from ttft_otel.hooks import ledger
-from ttft_otel.lab import compat, demo
-from ttft_otel.lab.stack import command as stack
-from ttft_otel.router import config
-from ttft_otel.router.command import command as router
+from ttft_otel import cli, names, settings, stages, timing, ttft_report
+from ttft_otel.router import errors
+from ttft_otel.router.cli import router_options
+from ttft_otel.router.cli.command import command as router
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -26,6 +23,16 @@ PAGES = [
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 ]
 README = (ROOT / "README.md").read_text("utf-8")
+REFERENCE = {
+    page.stem: page.read_text("utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")
+}
+SETTINGS = REFERENCE["settings"]
+VOCABULARY = json.loads((ROOT / "tests" / "golden" / "vocabulary.json").read_text("utf-8"))["names"]
+SPANS = {
+    *("ttft", "encode", "ttft.sibling", "ttft.handover"),
+    *("ttft.kv.kept", "ttft.ec.kept", "ttft.encoder.run"),
+}
+MAX_README_WORDS = 700
 STAGES = (ROOT / "docs" / "stages.md").read_text("utf-8")
 TEXT = "\n".join(page.values[0].read_text("utf-8") for page in PAGES)  # type: ignore[union-attr]
 
@@ -35,7 +42,7 @@ OURS = re.compile(r"ttft\.[a-z_]+(?:\.[a-z_]+)*")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def section(page: str, heading: str) -> str:
+def read_section(page: str, heading: str) -> str:
     """The text below a heading, up to the next one."""
     found = re.search(
         rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL
@@ -44,18 +51,18 @@ def section(page: str, heading: str) -> str:
     return found[1]
 
 
-def rows(text: str) -> list[list[str]]:
+def read_rows(text: str) -> list[list[str]]:
     """The cells of every table row, without headings and rulers."""
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def bare(cell: str) -> str:
+def strip_code(cell: str) -> str:
     """A cell's text without the code marks."""
     return cell.strip("` |")
 
 
-def constants(prefix: str = "") -> dict[str, str]:
+def list_constants(prefix: str = "") -> dict[str, str]:
     """The public names in names.py, by their constant."""
     return {
         key: value
@@ -64,7 +71,7 @@ def constants(prefix: str = "") -> dict[str, str]:
     }
 
 
-def slug(heading: str) -> str:
+def make_anchor(heading: str) -> str:
     """The anchor that a heading gets."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
@@ -79,7 +86,10 @@ def test_links(page: Path) -> None:
             continue
         target = (page.parent / path).resolve() if path else page
         headings = (
-            {slug(each) for each in re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.M)}
+            {
+                make_anchor(each)
+                for each in re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.M)
+            }
             if target.suffix == ".md" and target.is_file()
             else set()
         )
@@ -90,8 +100,10 @@ def test_links(page: Path) -> None:
 
 
 def test_decisions() -> None:
-    """ADRs are numbered without a gap, dated, in one form, and the README leads to each."""
-    pages = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    """ADRs are numbered without a gap, dated, in one form, and their index leads to each."""
+    folder = ROOT / "docs" / "adr"
+    pages = sorted(folder.glob("[0-9]*.md"))
+    index = (folder / "index.md").read_text("utf-8")
 
     assert [int(page.name[:3]) for page in pages] == list(range(1, len(pages) + 1))
     for page in pages:
@@ -100,12 +112,13 @@ def test_decisions() -> None:
         assert re.search(r"^Status: \w+ · Date: \d{4}-\d\d-\d\d", text, re.MULTILINE)
         headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
         assert headings == ["Context", "Decision", "Consequences"]
-        assert f"docs/adr/{page.name}" in README
+        assert f"({page.name})" in index
+        assert f"\n{page.stem}\n" in index
 
 
 def test_stages() -> None:
     """The table of stages is stages.py: names, order, kinds, processes, roles, sentences."""
-    everyone = stages.BY_NAME["receive"].roles
+    everyone = stages.STAGES_BY_NAME["receive"].roles
     expected = [
         [
             f"`{stage.name}`",
@@ -116,7 +129,7 @@ def test_stages() -> None:
         ]
         for stage in stages.STAGES
     ]
-    found = [row for row in rows(section(STAGES, "Stages of a server")) if len(row) == 6]
+    found = [row for row in read_rows(read_section(STAGES, "Stages of a server")) if len(row) == 6]
 
     assert expected == [row[:5] for row in found]
     assert all(row[5].rstrip("| ") for row in found)
@@ -124,34 +137,36 @@ def test_stages() -> None:
 
 def test_parts() -> None:
     """The table of parts is stages.py's."""
-    found = [row for row in rows(section(STAGES, "Stages of a server")) if len(row) == 2]
+    found = [row for row in read_rows(read_section(STAGES, "Parts of a stage"))]
 
-    assert {bare(name): tuple(WORD.findall(parts)) for name, parts in found} == stages.PARTS
+    assert {
+        strip_code(name): tuple(WORD.findall(parts)) for name, parts in found
+    } == stages.STAGE_PARTS
 
 
 def test_router_stages() -> None:
     """The router's stages are those of stages.py, in its words."""
-    found = rows(section(STAGES, "Stages of the router"))
+    found = read_rows(read_section(STAGES, "Stages of the router"))
 
-    assert {bare(name): says.rstrip(" |") for name, says in found} == stages.ROUTER
+    assert {strip_code(name): says.rstrip(" |") for name, says in found} == stages.ROUTER_STAGES
 
 
 def test_services() -> None:
     """Each role's service name is the one that spans get."""
-    found = [row for row in rows(section(STAGES, "Attributes")) if len(row) == 2]
+    found = [row for row in read_rows(read_section(REFERENCE["attributes"], "Resource"))]
 
-    assert {bare(role): bare(name) for role, name in found} == stages.SERVICES
+    assert {strip_code(role): strip_code(name) for role, name in found} == stages.SERVICE_NAMES
 
 
 def test_report_fields() -> None:
-    """The report's fields are the sums that original.py makes."""
-    found = {bare(row[0]): row[1] for row in rows(section(STAGES, "Report fields"))}
+    """The report's fields are the sums that ttft_report.py makes."""
+    found = {strip_code(row[0]): row[1] for row in read_rows(REFERENCE["report"])}
     sums = {field: tuple(WORD.findall(text)) for field, text in found.items()}
 
-    assert stages.REPORT == {field: sums[field] for field in stages.REPORT}
+    assert stages.REPORT_FIELDS == {field: sums[field] for field in stages.REPORT_FIELDS}
     assert set(found) == {
-        *stages.REPORT,
-        *(original.TTFT_MS, original.UNATTRIBUTED_MS, original.STAGES),
+        *stages.REPORT_FIELDS,
+        *(ttft_report.TTFT_MS_KEY, ttft_report.UNATTRIBUTED_MS_KEY, ttft_report.STAGES_KEY),
     }
 
 
@@ -159,53 +174,121 @@ def test_names() -> None:
     """Every attribute, header, metric and variable is documented somewhere."""
     told = {word.removesuffix("_total") for word in WORD.findall(TEXT)}
 
-    assert [] == sorted(set(constants().values()) - told)
+    assert [] == sorted(set(list_constants().values()) - told)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_vocabulary(page: Path) -> None:
     """Every `ttft.*` word in a page is a name of ours."""
     words = {word for word in WORD.findall(page.read_text("utf-8")) if OURS.fullmatch(word)}
-    known = set(constants().values())
+    known = set(list_constants().values())
 
-    assert [] == sorted(word for word in words - known if names.stage_of(word) is None)
+    assert [] == sorted(word for word in words - known if names.parse_stage_attribute(word) is None)
 
 
 def test_variables() -> None:
-    """The README's table has every variable that users may set, with its real default."""
-    table = {bare(row[0]): row[1] for row in rows(section(README, "Reference")) if len(row) == 3}
+    """The table of variables has every one that users may set, with its real default."""
+    table = {
+        strip_code(row[0]): row[1]
+        for row in read_rows(read_section(SETTINGS, "Variables"))
+        if len(row) == 3
+    }
     plain = settings.Settings()
     defaults = {
         names.ENV_ENDPOINT: plain.endpoint,
         names.ENV_PROTOCOL: plain.protocol,
         names.ENV_SAMPLER: plain.sampler,
         names.ENV_SAMPLER_ARG: str(plain.ratio),
-        names.ENV_TRUST: str(int(plain.trust)),
-        names.ENV_QUEUE: str(plain.queue),
+        names.ENV_TRUST: str(int(plain.trust_sampled)),
+        names.ENV_QUEUE: str(plain.queue_bytes),
+        names.ENV_DETAIL: plain.detail,
     }
 
-    assert set(constants("ENV_").values()) <= set(table)
+    assert set(list_constants("ENV_").values()) == set(table)
     assert table[names.ENV_ON] == "off" and not plain.on
-    assert defaults == {name: bare(table[name]) for name in defaults}
+    assert defaults == {name: strip_code(table[name]) for name in defaults}
 
 
-def test_router_flags() -> None:
-    """The README's table of flags is --help's: names, defaults, words; variables follow the rule."""
-    usual = router.make_context("router", ["--backend", "http://127.0.0.1:1"]).params | {
-        "backend": ()
+def test_flags() -> None:
+    """The tables of flags are those of the commands: docs/generate_reference.py would change nothing."""
+    script = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))
+    shown = set()
+    for page in script["PAGES"]:
+        text = page.read_text("utf-8")
+        assert script["render_page"](text) == text, f"run docs/generate_reference.py: {page.name}"
+        shown |= {found[2] for found in script["TABLE"].finditer(text)}
+        shown |= {"limits" for _ in script["LIMITS"].finditer(text)}
+
+    assert shown == {*cli.SUBCOMMANDS, "limits"}
+
+
+def test_refusal_reasons() -> None:
+    """Every reason of a refusal, the label of its metric, is explained with its status."""
+    explained = {
+        cells[0].strip("`") for cells in read_rows(read_section(REFERENCE["limits"], "Refusals"))
     }
-    expected = []
+    used = {*errors.REASONS.values(), errors.OTHER_REASON}
+    for path in (ROOT / "ttft_otel" / "router").rglob("*.py"):
+        tree = ast.parse(path.read_bytes())
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        refusals = (call for call in calls if ast.unparse(call.func).endswith("RequestRejected"))
+        given = (word.value for call in refusals for word in call.keywords if word.arg == "reason")
+        used |= {value.value for value in given if isinstance(value, ast.Constant)}
+
+    assert len(used) > 10 and used <= explained
+
+
+def test_router_variables() -> None:
+    """The variable of a router's flag follows the rule that its page tells."""
     for option in router.params:
         assert isinstance(option, click.Option)
-        value = usual.get(str(option.name))
-        empty = value is None or value is False or value in ((), "")
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
-        expected.append([f"`{option.opts[0]}`", "–" if empty else f"`{shown}`", option.help])
-        variable = config.ENV + option.opts[0][2:].upper().replace("-", "_")
+        variable = router_options.ENV_PREFIX + option.opts[0][2:].upper().replace("-", "_")
         variables = option.envvar if isinstance(option.envvar, list) else [option.envvar]
         assert variables[0] == variable
 
-    assert rows(section(README, "Router")) == expected
+
+def list_first_cells(page: str) -> list[str]:
+    """The names in the first column of a page's tables."""
+    return [word for row in read_rows(page) for word in WORD.findall(row[0])]
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern"),
+    [
+        ("metrics", r"METRIC_\w+: "),
+        ("headers", r"\w+: (x-|server-timing|traceparent|tracestate)"),
+        ("attributes", r"(?!METRIC_|ENV_|SCOPE)\w+: (\w+\.|ttft_)"),
+    ],
+)
+def test_reference_is_complete(page: str, pattern: str) -> None:
+    """A reference page has every name of its kind in the vocabulary once, and no other."""
+    wanted = {name for key, name in VOCABULARY.items() if re.match(pattern, f"{key}: {name}")}
+    general = {"ttft.<stage>_us", "ttft.handover.<step>_us", *stages.SERVICE_NAMES}
+    table = REFERENCE[page].partition("## Server-Timing")[0]
+    found = [name.removesuffix("_total") for name in list_first_cells(table) if name not in general]
+
+    assert sorted(found) == sorted(wanted - SPANS)
+
+
+def test_spans() -> None:
+    """The table of spans has each span that the vocabulary names."""
+    assert set(VOCABULARY.values()) >= SPANS
+    assert {name for name in list_first_cells(REFERENCE["trace"]) if "<" not in name} == SPANS
+
+
+def test_timing_entries() -> None:
+    """The table of Server-Timing has every entry that is no stage."""
+    entries = {stages.UNATTRIBUTED, *list_constants("TIMING_").values()}
+
+    assert {
+        row[0].split("`")[1]
+        for row in read_rows(read_section(REFERENCE["headers"], "Server-Timing"))
+    } == entries
+
+
+def test_readme_is_short() -> None:
+    """A stranger reads it in three minutes; everything else is a page of its own."""
+    assert len(README.split()) <= MAX_README_WORDS
 
 
 def test_picture() -> None:
@@ -216,139 +299,25 @@ def test_picture() -> None:
     }
     whole = found.pop(names.TIMING_TTFT)
 
-    assert all(stages.known(name) for name in found)
+    assert all(stages.is_known_stage(name) for name in found)
     assert sum(found.values()) == whole
+
+
+def test_pictures() -> None:
+    """The pictures of divided TTFTs are what docs/generate_pictures.py draws, and pages show them."""
+    script = runpy.run_path(str(ROOT / "docs" / "generate_pictures.py"))
+    for name, strips in script["PICTURES"].items():
+        kept = (script["FOLDER"] / f"cut-{name}.svg").read_text("utf-8")
+        assert kept == script["draw"](strips), "run docs/generate_pictures.py"
+        assert f"img/cut-{name}.svg)" in TEXT
 
 
 def test_timing() -> None:
     """The Server-Timing shown is one that a server writes: it reads back, and it closes."""
-    text = re.search(r"^    (receive;.*?)\n\n", STAGES, re.MULTILINE | re.DOTALL)
+    text = re.search(r"^    (receive;.*?)\n\n", REFERENCE["headers"], re.MULTILINE | re.DOTALL)
     assert text
     line = " ".join(text[1].split())
-    found = timing.read(line)
+    found = timing.parse_server_timing(line)
 
     assert found is not None
-    assert timing.write(found.stages, found.unattributed, found.ttft) == line
-
-
-def commands() -> list[list[str]]:
-    """Every command in the README's bash blocks, in words."""
-    blocks = [text for kind, text in BLOCK.findall(README) if kind == "bash"]
-    lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines()]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def check_own(arguments: list[str]) -> None:
-    """A subcommand of ours that this version has, with flags that it has."""
-    name, *rest = arguments
-    door = cli.DOORS[name]
-    cli.load(name, door).make_context(name, rest)  # parses, and does not run it
-
-
-def check_script(name: str) -> Callable[[list[str]], None]:
-    """A script that can be executed, with flags that it has."""
-
-    def check(arguments: list[str]) -> None:
-        assert os.access(ROOT / name, os.X_OK)
-        known = {"scripts/demo": demo.command, "scripts/compat": compat.command}
-        if name in known:
-            known[name].make_context(name, list(arguments))
-        assert name in known or all(flag in (ROOT / name).read_text("utf-8") for flag in arguments)
-
-    return check
-
-
-def check_pip(arguments: list[str]) -> None:
-    """Only this project, with extras that it has."""
-    install, wanted = arguments
-    found = re.fullmatch(r"\.(?:\[([\w,]+)])?", wanted)
-    project = (ROOT / "pyproject.toml").read_text("utf-8")
-    assert install == "install" and found
-    for extra in (found[1] or "").split(","):
-        assert not extra or f"\n{extra} = [" in project
-
-
-def check_vllm(arguments: list[str]) -> None:
-    """`vllm serve` with flags of the installed vLLM; values that are JSON are JSON."""
-    package = ledger.root()
-    if package is None:
-        pytest.skip("no vLLM here; run scripts/install")
-    files = [package / "engine" / "arg_utils.py", *package.rglob("cli_args.py")]
-    source = "\n".join(path.read_text("utf-8") for path in files)
-    assert arguments[0] == "serve"
-    for word in arguments:
-        if word.startswith("--"):
-            field = word.removeprefix("--").removeprefix("no-").replace("-", "_")
-            assert re.search(rf"\b{field}\b", source), word
-        if word.startswith("{"):
-            assert json.loads(word)
-
-
-def vllm_variables() -> str:
-    """Where vLLM declares its own variables."""
-    package = ledger.root()
-    if package is None:
-        pytest.skip("no vLLM here; run scripts/install")
-    return (package / "envs.py").read_text("utf-8")
-
-
-def check_curl(arguments: list[str]) -> None:
-    """A local address, headers that mean something, a body that is JSON."""
-    pairs = list(zip(arguments, arguments[1:], strict=False))
-    headers = [value.partition(":")[0] for flag, value in pairs if flag == "-H"]
-    assert any(word.startswith("http://127.0.0.1:") for word in arguments)
-    assert set(headers) <= {"content-type", *constants().values()}
-    assert [json.loads(value) for flag, value in pairs if flag == "-d"]
-
-
-def check_docker(arguments: list[str]) -> None:
-    """`docker compose up -d` with profiles that docker-compose.yml has; test_compose.py reads each."""
-    text = (ROOT / "docker-compose.yml").read_text("utf-8")
-    profiles = {
-        each for found in re.findall(r"profiles: \[(.*)]", text) for each in found.split(", ")
-    }
-    words = iter(arguments)
-    assert next(words) == "compose"
-    rest = []
-    for word in words:
-        if word == "--profile":
-            assert next(words) in profiles
-        else:
-            rest.append(word)
-    assert rest == ["up", "-d"]
-
-
-def check_stack(arguments: list[str]) -> None:
-    """A subcommand of scripts/stack, with flags that it has."""
-    name, *rest = arguments
-    stack.main.commands[name].make_context(name, rest)
-
-
-CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "docker": check_docker,
-    "scripts/stack": check_stack,
-    "ttft-otel": check_own,
-    "pip": check_pip,
-    "vllm": check_vllm,
-    "curl": check_curl,
-    "scripts/demo": check_script("scripts/demo"),
-    "scripts/test": check_script("scripts/test"),
-}
-
-
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_commands(words: list[str]) -> None:
-    """Every command that the README shows exists, with its flags and variables."""
-    while "=" in words[0]:
-        name = words[0].partition("=")[0]
-        assert name in constants("ENV_").values() or f'"{name}"' in vllm_variables()
-        words = words[1:]
-
-    CHECKS[words[0]](words[1:])
-
-
-def test_commands_told() -> None:
-    """The README shows every subcommand, and the two commands that everybody needs."""
-    shown = [words[1] if words[0] == "ttft-otel" else words[0] for words in commands()]
-
-    assert {*cli.DOORS, "scripts/demo", "scripts/test"} <= set(shown)
+    assert timing.format_server_timing(found.stages, found.unattributed, found.ttft) == line

@@ -13,25 +13,31 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily
 
 from ttft_otel import doctor, names, settings, timing
-from ttft_otel.hooks import ledger
+from ttft_otel.hooks import target_check
 
-TIMING = timing.write({"receive": 1000, "prefill.compute": 9000}, 100, 10100)
+TIMING = timing.format_server_timing({"receive": 1000, "prefill.compute": 9000}, 100, 10100)
 
 
-class Host:
+class FakeHost:
     """An OTLP receiver and a vLLM server in one; the test says what it answers."""
 
     def __init__(self) -> None:
         self.traces = self.chat = self.models = 200
         self.timing = TIMING
+        self.metrics: bytes | None = None
         self.asked: list[tuple[str, dict[str, str], Any]] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(outer.models, {"data": [{"id": "tiny"}]})
+                if self.path == "/metrics" and outer.metrics is not None:
+                    self.send_json(200, outer.metrics)
+                else:
+                    self.send_json(outer.models, {"data": [{"id": "tiny"}]})
 
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["content-length"]))
@@ -40,10 +46,11 @@ class Host:
                 outer.asked.append((self.path, headers, json.loads(data) if plain else data))
                 chat = self.path.endswith("/chat/completions")
                 status = outer.traces if "traces" in self.path else outer.chat if chat else 200
-                self.answer(status, {})
+                self.send_json(status, {})
 
-            def answer(self, status: int, body: Any) -> None:
-                data = json.dumps(body).encode() if "traces" not in self.path else b""
+            def send_json(self, status: int, body: Any) -> None:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                data = b"" if "traces" in self.path else data
                 self.send_response(status)
                 if outer.timing and self.headers.get(names.ASK):
                     self.send_header(names.TIMING, outer.timing)
@@ -52,7 +59,7 @@ class Host:
                 self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
@@ -67,11 +74,11 @@ class Host:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """The environment points to this host; what the SDK's loggers lose is given back."""
+def fake_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
+    """A fake host in the environment's variables; restores the SDK's loggers."""
     for name in (names.ENV_TRACES_ENDPOINT, names.ENV_TRACES_PROTOCOL, names.ENV_PROTOCOL):
         monkeypatch.delenv(name, raising=False)
-    made = Host()
+    made = FakeHost()
     monkeypatch.setenv(names.ENV_ON, "1")
     monkeypatch.setenv(names.ENV_ENDPOINT, made.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -84,42 +91,42 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     made.close()
 
 
-def run(*arguments: str) -> Result:
+def run_doctor(*arguments: str) -> Result:
     """The command; the exporter's changes to the context stay in a copy of it."""
     return contextvars.copy_context().run(CliRunner().invoke, doctor.command, list(arguments))
 
 
-def states(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+def read_states(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and the last check of each name."""
-    result = run("--json", *arguments)
+    result = run_doctor("--json", *arguments)
     told = json.loads(result.output)
     assert told["ok"] is (result.exit_code == 0), result.output
     return result.exit_code, {check["name"]: check for check in told["checks"]}
 
 
-def test_well(host: Host) -> None:
+def test_well(fake_host: FakeHost) -> None:
     """All is well: exit code 0; one test span was accepted, one request of one token was sent."""
-    code, found = states("--url", host.url)
+    code, found = read_states("--url", fake_host.url)
 
     assert code == 0, found
     assert {name: check["state"] for name, check in found.items()} == {
         "settings": "ok",
         "plugin": "ok",
-        "vllm": "ok" if ledger.root() else "note",
+        "vllm": "ok" if target_check.find_vllm_folder() else "note",
         "endpoint": "ok",
-        host.url: "ok",
+        fake_host.url: "ok",
     }
-    (span_path, _, span), (path, headers, body) = host.asked
+    (span_path, _, span), (path, headers, body) = fake_host.asked
     assert (span_path, path) == ("/v1/traces", "/v1/chat/completions")
     assert b"ttft-otel doctor" in span
     assert headers[names.ASK] == "1"
     assert (body["model"], body["max_tokens"]) == ("tiny", 1)
 
 
-def test_page(host: Host) -> None:
+def test_page(fake_host: FakeHost) -> None:
     """People get lines; what fails carries its remedy."""
-    host.timing = ""
-    result = run("--url", f"{host.url}/v1/")
+    fake_host.timing = ""
+    result = run_doctor("--url", f"{fake_host.url}/v1/")
 
     assert result.exit_code == 1
     assert "not traced" in result.output and "-> start it with TTFT_OTEL=1" in result.output
@@ -129,68 +136,130 @@ def test_page(host: Host) -> None:
     ("status", "remedy"),
     [(404, "4318"), (401, "OTEL_EXPORTER_OTLP_HEADERS"), (400, "ttft-otel serve")],
 )
-def test_endpoint_refuses(host: Host, status: int, remedy: str) -> None:
+def test_endpoint_refuses(fake_host: FakeHost, status: int, remedy: str) -> None:
     """An endpoint that answers with an error is quoted."""
-    host.traces = status
-    code, found = states()
+    fake_host.traces = status
+    code, found = read_states()
 
     assert code == 1
     assert str(status) in found["endpoint"]["says"]
     assert remedy in found["endpoint"]["remedy"]
 
 
-def test_endpoint_away(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_away(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens the remedy is a receiver."""
     monkeypatch.setenv(names.ENV_ENDPOINT, "http://127.0.0.1:9")
-    code, found = states()
+    code, found = read_states()
 
     assert code == 1
     assert "ttft-otel serve" in found["endpoint"]["remedy"]
 
 
-def test_completion(host: Host) -> None:
+def test_completion(fake_host: FakeHost) -> None:
     """A model without a chat template is asked for a completion."""
-    host.chat = 400
-    code, found = states("--url", host.url)
+    fake_host.chat = 400
+    code, found = read_states("--url", fake_host.url)
 
     assert code == 0
-    assert host.asked[-1][0] == "/v1/completions"
+    assert fake_host.asked[-1][0] == "/v1/completions"
 
 
 @pytest.mark.parametrize(
     ("field", "status", "says"), [("chat", 500, "500"), ("models", 404, "404")]
 )
-def test_server_fails(host: Host, field: str, status: int, says: str) -> None:
+def test_server_fails(fake_host: FakeHost, field: str, status: int, says: str) -> None:
     """A server that answers with an error is quoted, with the address."""
-    setattr(host, field, status)
-    code, found = states("--url", host.url)
+    setattr(fake_host, field, status)
+    code, found = read_states("--url", fake_host.url)
 
     assert code == 1
-    assert says in found[host.url]["says"] and found[host.url]["remedy"]
+    assert says in found[fake_host.url]["says"] and found[fake_host.url]["remedy"]
 
 
-def test_server_away(host: Host) -> None:
+def test_server_away(fake_host: FakeHost) -> None:
     """A server that does not answer at all is named."""
-    code, found = states("--url", "http://127.0.0.1:9", "--timeout", "2")
+    code, found = read_states("--url", "http://127.0.0.1:9", "--timeout", "2")
 
     assert code == 1
     assert "no answer" in found["http://127.0.0.1:9"]["says"]
 
 
-def test_unattributed(host: Host) -> None:
+def test_unattributed(fake_host: FakeHost) -> None:
     """A server with lost marks is noted, not failed."""
-    host.timing = timing.write({"receive": 1000}, 9000, 10000)
-    code, found = states("--url", host.url)
+    fake_host.timing = timing.format_server_timing({"receive": 1000}, 9000, 10000)
+    code, found = read_states("--url", fake_host.url)
 
     assert code == 0
-    assert found[host.url]["state"] == "note"
-    assert "9.0 ms unattributed" in found[host.url]["says"]
+    assert found[fake_host.url]["state"] == "note"
+    assert "9.0 ms unattributed" in found[fake_host.url]["says"]
 
 
-def test_off(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("note", "state", "says"),
+    [
+        (timing.ClockNote("host", 0), "ok", "host clock: it runs on a CPU"),
+        (timing.ClockNote("device", 31), "ok", "to about 31 us"),
+        (timing.ClockNote("device", 1900), "note", "to about 1900 us"),
+        (timing.ClockNote("lengths", 0), "note", "lengths only"),
+        (timing.ClockNote("none", 0), "note", "no clock"),
+    ],
+)
+def test_clock(fake_host: FakeHost, note: timing.ClockNote, state: str, says: str) -> None:
+    """It names the clock that the server uses for its worker's marks, and why."""
+    fake_host.timing = timing.format_server_timing({"receive": 1000}, 0, 1000, clock=note)
+    check = read_states("--url", fake_host.url)[1][f"{fake_host.url} worker"]
+
+    assert check["state"] == state and says in check["says"]
+    assert bool(check["remedy"]) == (state == "note")
+
+
+def write_router_page(**items: int) -> bytes:
+    """A /metrics page as a router writes it, with these counts of items encoded twice by instance."""
+    counted = CounterMetricFamily(
+        names.METRIC_RECOMPUTED_ITEMS, "Items.", labels=["leg", "instance"]
+    )
+    for instance, count in items.items():
+        counted.add_metric(["prefill_decode", f"http://{instance}:8002"], count)
+    registry = CollectorRegistry()
+    registry.register(type("Own", (), {"collect": lambda self: [counted]})())
+    return generate_latest(registry)
+
+
+def test_media_encoded_twice(fake_host: FakeHost) -> None:
+    """What a router counted is noted with the instance and the remedy, though text shows none of it."""
+    fake_host.metrics = write_router_page(a=2, b=0, c=1)
+    code, found = read_states("--url", fake_host.url)
+
+    check = found[f"{fake_host.url}/metrics"]
+    assert (code, check["state"]) == (0, "note")
+    assert check["says"] == (
+        "3 media items were encoded twice since this router started, by http://a:8002 (2), http://c:8002 (1)"
+    )
+    assert "docs/router.md#encoder-cache-parameters" in check["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        (write_router_page(a=0, b=0), "no media item was encoded twice since this router started"),
+        (write_router_page(), None),
+        (b"vllm:num_requests_running 0.0\n", None),
+        (b"\xff\x00" * 1000, None),
+    ],
+)
+def test_no_media_encoded_twice(fake_host: FakeHost, page: bytes, says: str | None) -> None:
+    """A router with encoders that encode once is well; a server, or a router without, says nothing."""
+    fake_host.metrics = page
+    code, found = read_states("--url", fake_host.url)
+
+    check = found.get(f"{fake_host.url}/metrics", {})
+    assert (code, check.get("state"), check.get("says")) == (0, "ok" if says else None, says)
+
+
+def test_off(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that does not trace is noted with the word that would."""
     monkeypatch.delenv(names.ENV_ON)
-    code, found = states()
+    code, found = read_states()
 
     assert code == 0
     assert found["settings"]["state"] == "note"
@@ -199,16 +268,16 @@ def test_off(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_settings() -> None:
     """What is wrong in the environment fails, each with its remedy."""
-    now = settings.read({names.ENV_ON: "1", names.ENV_SAMPLER_ARG: "half"})
-    first, *_ = doctor.switched(now)
+    now = settings.read_settings({names.ENV_ON: "1", names.ENV_SAMPLER_ARG: "half"})
+    first, *_ = doctor.check_settings(now)
 
     assert (first.state, first.remedy) == ("fail", "use a number from 0 to 1")
 
 
-def test_left_out(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_out(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own list of plugins can leave us out."""
     monkeypatch.setenv(doctor.ENV_PLUGINS, "other,another")
-    code, found = states()
+    code, found = read_states()
 
     assert code == 1
     assert "add ttft_otel" in found["plugin"]["remedy"]
@@ -217,9 +286,9 @@ def test_left_out(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that is gone names what it costs."""
     gone = {"worker.sample": "vllm.x:Y.z", "engine.input": ""}
-    monkeypatch.setattr(ledger, "check", lambda root: gone)
-    monkeypatch.setattr(ledger, "root", lambda: "here")
-    (check,) = doctor.targets()
+    monkeypatch.setattr(target_check, "check_targets", lambda root: gone)
+    monkeypatch.setattr(target_check, "find_vllm_folder", lambda: "here")
+    (check,) = doctor.check_vllm()
 
     assert check.state == "fail"
     assert check.says == "worker.sample: vllm.x:Y.z is gone; costs sample, output"
@@ -227,7 +296,7 @@ def test_missing_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help() -> None:
     """The help has examples and says what a --url costs."""
-    result = run("--help")
+    result = run_doctor("--help")
 
     assert "Examples:" in result.output
     assert "ONE REQUEST OF ONE TOKEN" in " ".join(result.output.split())

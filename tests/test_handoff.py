@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sender's manners in someone's process: it never waits, counts what it drops, survives forks."""
+"""The sender in the host process: it never waits, counts what it drops, survives forks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from ttft_otel import handoff, names
-from ttft_otel.handoff import Sender
+from ttft_otel.handoff import RecordSender
 from ttft_otel.settings import Settings
 
 # Detaches itself and reads like the exporter, and writes down what it got.
-READER = """
+READER_CODE = """
 import os, socket, sys
 if os.fork():
     os._exit(0)
@@ -34,11 +34,11 @@ with open({log!r}, "a") as log:
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def reader_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Let senders start a reader that only writes down what happens to it."""
     log = tmp_path / "log"
-    (tmp_path / "reader.py").write_text(READER.format(log=str(log)))
-    monkeypatch.setattr(handoff, "MODULE", "reader")
+    (tmp_path / "reader.py").write_text(READER_CODE.format(log=str(log)))
+    monkeypatch.setattr(handoff, "EXPORTER_MODULE", "reader")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield log
     for line in log.read_text().splitlines() if log.exists() else ():
@@ -50,104 +50,104 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def sender() -> Iterator[Sender]:
+def sender() -> Iterator[RecordSender]:
     """A sender of this test's own."""
-    made = Sender(Settings(queue=1 << 16))
+    made = RecordSender(Settings(queue_bytes=1 << 16))
     yield made
     made.close(10)
 
 
-def _wait(check: Callable[[], object]) -> None:
+def _wait_until(check: Callable[[], object]) -> None:
     until = time.monotonic() + 10
     while not (found := check()) and time.monotonic() < until:
         time.sleep(0.01)
     assert found
 
 
-def _lines(log: Path, word: str) -> list[str]:
+def _read_lines(log: Path, word: str) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith(word)]
 
 
-def test_close_waits(log: Path, sender: Sender) -> None:
+def test_close_waits(reader_log: Path, sender: RecordSender) -> None:
     """Everything sent is read before close returns, and closing twice is closing once."""
     for length in range(1, 101):
         assert sender.send(b"x" * length)
     sender.close(10)
     sender.close(10)
-    assert _lines(log, "record") == [f"record {length}" for length in range(1, 101)]
-    assert sender.counts()["sent"] == 100
+    assert _read_lines(reader_log, "record") == [f"record {length}" for length in range(1, 101)]
+    assert sender.get_counts()["sent"] == 100
 
 
-def test_after_close(log: Path, sender: Sender) -> None:
+def test_after_close(reader_log: Path, sender: RecordSender) -> None:
     """After closing, nothing starts again: records are dropped and counted."""
     sender.close()
     assert not sender.send(b"x")
-    assert sender.dropped == 1 and sender.starts == 0
-    assert not log.exists()
+    assert sender.dropped == 1 and sender.exporter_starts == 0
+    assert not reader_log.exists()
 
 
-def test_starts_lazily(log: Path, sender: Sender) -> None:
+def test_starts_lazily(reader_log: Path, sender: RecordSender) -> None:
     """No record, no process, no socket."""
-    assert sender.counts()["sent"] == 0
+    assert sender.get_counts()["sent"] == 0
     assert sender._socket is None
-    assert not log.exists()
+    assert not reader_log.exists()
 
 
-def test_start_is_quick(log: Path, sender: Sender) -> None:
+def test_start_is_quick(reader_log: Path, sender: RecordSender) -> None:
     """The first send starts the exporter without waiting for it: 1 to 3 ms when idle."""
     begin = time.thread_time()  # this thread's own: the machine may be busy with others
     assert sender.send(b"x")
     assert time.thread_time() - begin < 0.02
 
 
-def test_full(log: Path, sender: Sender) -> None:
+def test_full(reader_log: Path, sender: RecordSender) -> None:
     """A reader that stands still costs records, counted, and never a wait."""
     assert sender.send(b"x")
-    _wait(lambda: log.exists() and _lines(log, "record"))
-    reader = int(_lines(log, "start")[0].split()[1])
+    _wait_until(lambda: reader_log.exists() and _read_lines(reader_log, "record"))
+    reader = int(_read_lines(reader_log, "start")[0].split()[1])
     os.kill(reader, signal.SIGSTOP)
     begin = time.perf_counter()
     taken = sum(sender.send(b"x" * 1000) for _ in range(1000))
     assert time.perf_counter() - begin < 1
     assert 0 < taken < 1000
-    assert sender.counts()["dropped"] == 1000 - taken
+    assert sender.get_counts()["dropped"] == 1000 - taken
     assert taken * 1000 <= 2 * sender.capacity  # the kernel keeps what it promised
     os.kill(reader, signal.SIGCONT)
-    _wait(lambda: len(_lines(log, "record")) == taken + 1)
+    _wait_until(lambda: len(_read_lines(reader_log, "record")) == taken + 1)
     assert sender.send(b"x")
 
 
-def test_too_big(log: Path, sender: Sender) -> None:
+def test_too_big(reader_log: Path, sender: RecordSender) -> None:
     """A record that the socket cannot take whole is dropped, the next one passes."""
     assert not sender.send(b"x" * (1 << 22))
     assert sender.send(b"x")
     assert (sender.sent, sender.dropped) == (1, 1)
 
 
-def test_empty(log: Path, sender: Sender) -> None:
+def test_empty(reader_log: Path, sender: RecordSender) -> None:
     """No empty message is sent: on this socket it would mean the end."""
     assert sender.send(b"x")
     assert not sender.send(b"")
     assert sender.send(b"y")
     sender.close(10)
-    assert len(_lines(log, "record")) == 2
+    assert len(_read_lines(reader_log, "record")) == 2
 
 
-def test_reader_dies(log: Path, sender: Sender) -> None:
+def test_reader_dies(reader_log: Path, sender: RecordSender) -> None:
     """What a killed reader had not read is lost and counted; a new one starts, but not at once."""
     assert sender.send(b"x")
-    _wait(lambda: log.exists() and _lines(log, "record"))
-    os.kill(int(_lines(log, "start")[0].split()[1]), signal.SIGKILL)
-    _wait(lambda: not sender.send(b"x"))  # it is some time until the socket is closed
+    _wait_until(lambda: reader_log.exists() and _read_lines(reader_log, "record"))
+    os.kill(int(_read_lines(reader_log, "start")[0].split()[1]), signal.SIGKILL)
+    _wait_until(lambda: not sender.send(b"x"))  # it is some time until the socket is closed
     assert not sender.send(b"x")
-    assert sender.starts == 1
-    assert sender.counts()["lost"] == sender.sent  # this reader acknowledges nothing
-    sender._next = 0.0
+    assert sender.exporter_starts == 1
+    assert sender.get_counts()["lost"] == sender.sent  # this reader acknowledges nothing
+    sender._next_start_at = 0.0
     assert sender.send(b"x")
-    assert sender.counts()["restarts"] == 1
+    assert sender.get_counts()["restarts"] == 1
 
 
-def test_no_reader_at_all(monkeypatch: pytest.MonkeyPatch, sender: Sender) -> None:
+def test_no_reader_at_all(monkeypatch: pytest.MonkeyPatch, sender: RecordSender) -> None:
     """Where no process can be started, records are dropped and counted; the caller never notices."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -156,12 +156,14 @@ def test_no_reader_at_all(monkeypatch: pytest.MonkeyPatch, sender: Sender) -> No
     assert (sender.sent, sender.dropped) == (0, 2)
 
 
-def test_environment(log: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment(
+    reader_log: Path, sender: RecordSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The exporter is not told to trace itself."""
     monkeypatch.setenv(names.ENV_ON, "1")
     assert sender.send(b"x")
     sender.close(10)
-    assert _lines(log, "start")[0].endswith(" None")
+    assert _read_lines(reader_log, "start")[0].endswith(" None")
 
 
 @pytest.mark.parametrize(
@@ -191,20 +193,20 @@ def test_endpoint(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    found = handoff._environment(settings)
+    found = handoff._build_environment(settings)
     given = {names.ENV_ENDPOINT, names.ENV_TRACES_ENDPOINT} & found.keys()
     assert {name: found[name] for name in given} == expected
 
 
-FORK = """
+FORK_CODE = """
 import os
 from ttft_otel import handoff
-ours = handoff.sender()
+ours = handoff.get_sender()
 assert ours.send(b"parent")
 child = os.fork()
 if not child:
-    theirs = handoff.sender()
-    assert theirs is not ours and theirs.counts()["sent"] == 0
+    theirs = handoff.get_sender()
+    assert theirs is not ours and theirs.get_counts()["sent"] == 0
     assert theirs.send(b"child") and ours.send(b"the old one is a fresh one too")
     theirs.close(10)
     ours.close(10)
@@ -216,17 +218,17 @@ assert ours.sent == 2
 """
 
 
-def test_fork(log: Path) -> None:
+def test_fork(reader_log: Path) -> None:
     """A forked child has a sender, a socket and an exporter of its own; the parent's go on."""
-    code = f"from ttft_otel import handoff\nhandoff.MODULE = 'reader'\n{FORK}"
+    code = f"from ttft_otel import handoff\nhandoff.EXPORTER_MODULE = 'reader'\n{FORK_CODE}"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=30)
-    assert len(_lines(log, "start")) == len(_lines(log, "end")) == 3
-    assert len(_lines(log, "record")) == 4
+    assert len(_read_lines(reader_log, "start")) == len(_read_lines(reader_log, "end")) == 3
+    assert len(_read_lines(reader_log, "record")) == 4
 
 
-def test_module_door(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sender()` is one per process and `counts()` is its counters; empty before."""
-    monkeypatch.setattr(handoff, "_own", None)
-    assert handoff.counts() == {}
-    assert handoff.sender() is handoff.sender()
-    assert handoff.counts()["sent"] == 0
+def test_module_door(reader_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """get_sender() is one per process and get_counts() is its counters; empty before."""
+    monkeypatch.setattr(handoff, "_process_sender", None)
+    assert handoff.get_counts() == {}
+    assert handoff.get_sender() is handoff.get_sender()
+    assert handoff.get_counts()["sent"] == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ttft_otel
-from ttft_otel import names, original, settings, stages
+from ttft_otel import names, settings, stages, ttft_report
 
 PACKAGE = Path(ttft_otel.__file__).parent
 ROOT = PACKAGE.parent
@@ -33,39 +33,43 @@ SHIPPED = [
 ]
 
 
-def constants() -> dict[str, str]:
+def list_constants() -> dict[str, str]:
     """Every public name in names.py, by the constant that holds it."""
     return {
         key: value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)
     }
 
 
-def vocabulary() -> dict[str, Any]:
-    """All that others may rely on, in one picture."""
+def build_vocabulary() -> dict[str, Any]:
+    """The public vocabulary: all names that users may rely on."""
     return {
         "stages": [asdict(stage) for stage in stages.STAGES],
-        "stage attributes": {name: names.stage_us(name) for name in stages.NAMES},
+        "stage attributes": {name: names.name_stage_attribute(name) for name in stages.STAGE_NAMES},
         "unattributed": stages.UNATTRIBUTED,
-        "parts": stages.PARTS,
-        "router stages": stages.ROUTER,
+        "parts": stages.STAGE_PARTS,
+        "router stages": stages.ROUTER_STAGES,
         "roles": stages.ROLES,
-        "services": stages.SERVICES,
-        "report fields": stages.REPORT,
-        "report totals": [original.TTFT_MS, original.UNATTRIBUTED_MS, original.STAGES],
-        "names": constants(),
-        "on": sorted(settings.ON),
-        "off": sorted(settings.OFF),
+        "services": stages.SERVICE_NAMES,
+        "report fields": stages.REPORT_FIELDS,
+        "report totals": [
+            ttft_report.TTFT_MS_KEY,
+            ttft_report.UNATTRIBUTED_MS_KEY,
+            ttft_report.STAGES_KEY,
+        ],
+        "names": list_constants(),
+        "on": sorted(settings.ON_WORDS),
+        "off": sorted(settings.OFF_WORDS),
     }
 
 
-def known(word: str) -> bool:
+def is_known_word(word: str) -> bool:
     """Whether a `ttft.*` word is a name, a stage's attribute or the beginning of some."""
     return (
-        word in constants().values()
-        or names.stage_of(word) is not None
-        or stages.known(word.removeprefix("ttft."))
-        or names.stage_of(word.replace(f"{names.HANDOVER}.", "ttft.")) is not None
-        or word == names.handover_us(names.FIRST_DECODE)
+        word in list_constants().values()
+        or names.parse_stage_attribute(word) is not None
+        or stages.is_known_stage(word.removeprefix("ttft."))
+        or names.parse_stage_attribute(word.replace(f"{names.HANDOVER}.", "ttft.")) is not None
+        or word == names.name_handover_attribute(names.FIRST_DECODE)
     )
 
 
@@ -73,24 +77,29 @@ def test_vocabulary() -> None:
     """A change of any public name, stage, code or order shows as a diff of the golden file."""
     expected = json.loads((GOLDEN / "vocabulary.json").read_text(encoding="utf-8"))
 
-    assert expected == json.loads(json.dumps(vocabulary()))
+    assert expected == json.loads(json.dumps(build_vocabulary()))
 
 
 def test_unique() -> None:
     """No stage, code or attribute name stands for two things."""
     shared = {names.TTFT, names.TIMING_TTFT, names.PROVIDER_VLLM}
-    values = [value for value in constants().values() if value not in shared]
+    values = [value for value in list_constants().values() if value not in shared]
 
     assert len(values) == len(set(values))
-    assert len(stages.BY_NAME) == len(stages.BY_CODE) == len(stages.STAGES)
+    assert len(stages.STAGES_BY_NAME) == len(stages.STAGES_BY_CODE) == len(stages.STAGES)
 
 
 def test_attributes_round_trip() -> None:
     """A stage's attribute gives the stage back; an attribute that is no stage's gives nothing."""
-    for stage in (*stages.NAMES, stages.UNATTRIBUTED, "encode.preprocess", "router.hop.encode"):
-        assert names.stage_of(names.stage_us(stage)) == stage
+    for stage in (
+        *stages.STAGE_NAMES,
+        stages.UNATTRIBUTED,
+        "encode.preprocess",
+        "router.hop.encode",
+    ):
+        assert names.parse_stage_attribute(names.name_stage_attribute(stage)) == stage
     for attribute in (names.TOTAL_US, names.CLAMPED_US, "other"):
-        assert names.stage_of(attribute) is None
+        assert names.parse_stage_attribute(attribute) is None
 
 
 def test_no_double() -> None:
@@ -99,7 +108,7 @@ def test_no_double() -> None:
     A prediction and its error are in whole milliseconds: nobody predicts microseconds.
     """
     whole = {names.PREDICTED_MS, names.PREDICTION_ERROR_MS}
-    own = [v for v in constants().values() if v.startswith("ttft.") and v not in whole]
+    own = [v for v in list_constants().values() if v.startswith("ttft.") and v not in whole]
 
     assert not [name for name in own if name.endswith(("_ms", "_s", "_seconds"))]
 
@@ -109,10 +118,10 @@ def test_words(path: Path) -> None:
     """Every `ttft.*` word anywhere in what is shipped belongs to the vocabulary."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":  # in code `ttft.end` is a field; its strings and comments are words
-        text = "\n".join(literals(path, prose=True))
+        text = "\n".join(list_literals(path, prose=True))
     words = {word for word in WORD.findall(text) if word.rpartition(".")[2] not in SUFFIXES}
 
-    assert [] == sorted(word for word in words if not known(word))
+    assert [] == sorted(word for word in words if not is_known_word(word))
 
 
 # Files named ttft.*, and a pattern's dot in ttft.otel.
@@ -124,17 +133,16 @@ def test_literals(path: Path) -> None:
     """Code takes attribute, header and environment names from names.py: it never spells them."""
     spelled = {
         value
-        for value in constants().values()
+        for value in list_constants().values()
         if value.startswith(("ttft.", "gen_ai.", "x-ttft", "TTFT_", "OTEL_", "ttft_otel_"))
     }
-    # plugin.py may import nothing while off; guests live in processes without this package.
-    allowed = {"plugin.py": {names.ENV_ON}, "guests": spelled}
-    free = allowed.get(path.name, set()) | (spelled if "guests" in path.parts else set())
+    # plugin.py may import nothing while off.
+    free = {"plugin.py": {names.ENV_ON}}.get(path.name, set())
 
-    assert [] == sorted((set(literals(path)) & spelled) - free)
+    assert [] == sorted((set(list_literals(path)) & spelled) - free)
 
 
-def literals(path: Path, prose: bool = False) -> Iterator[str]:
+def list_literals(path: Path, prose: bool = False) -> Iterator[str]:
     """The string constants of a file: those in its code, with `prose` its docstrings too."""
     tree = ast.parse(path.read_bytes())
     docstrings = {
@@ -151,18 +159,18 @@ def literals(path: Path, prose: bool = False) -> Iterator[str]:
 
 
 def test_used() -> None:
-    """Every name in names.py is used somewhere in the package: none outlives its purpose."""
+    """Every name in names.py is used by the package or the laboratory: none outlives its purpose."""
     used: set[str] = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")):
         if path.name != "names.py":
             used |= set(re.findall(r"names\.([A-Z][A-Z0-9_]*)", path.read_text(encoding="utf-8")))
     own: set[str] = set()
 
-    assert [] == sorted(set(constants()) - used - own)
+    assert [] == sorted(set(list_constants()) - used - own)
 
 
 def test_original_names() -> None:
     """The original report's names are sums of stages that exist."""
-    for field, parts in stages.REPORT.items():
+    for field, parts in stages.REPORT_FIELDS.items():
         assert field.endswith("_ms")
-        assert set(parts) <= set(stages.NAMES)
+        assert set(parts) <= set(stages.STAGE_NAMES)

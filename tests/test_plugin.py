@@ -15,7 +15,7 @@ import pytest
 from ttft_otel import names, plugin
 
 # What a process looks like after the plugin was called: modules, patches, threads, sockets.
-LOOK = """
+PROBE_CODE = """
 import os, stat, sys, threading
 import logging
 logging.basicConfig(format="%(levelname)s %(message)s")
@@ -37,12 +37,14 @@ print(ours, new, quiet, sep="|")
 """
 
 
-def look(value: str | None, calls: str = "register()") -> tuple[list[str], list[str], bool, str]:
+def run_probe(
+    value: str | None, calls: str = "register()"
+) -> tuple[list[str], list[str], bool, str]:
     """Our modules, newly imported ones, whether nothing was installed or started, the log."""
     env = {name: word for name, word in os.environ.items() if name != names.ENV_ON}
     if value is not None:
         env[names.ENV_ON] = value
-    code = LOOK.format(calls=textwrap.dedent(calls))
+    code = PROBE_CODE.format(calls=textwrap.dedent(calls))
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
@@ -53,7 +55,7 @@ def look(value: str | None, calls: str = "register()") -> tuple[list[str], list[
 @pytest.mark.parametrize("value", [None, "", "0", "false", "No", " off "])
 def test_off(value: str | None) -> None:
     """Off: nothing is imported, patched, started, opened or said."""
-    ours, new, quiet, log = look(value)
+    ours, new, quiet, log = run_probe(value)
 
     assert ours == ["ttft_otel", "ttft_otel.plugin"]
     assert new == []
@@ -63,7 +65,7 @@ def test_off(value: str | None) -> None:
 
 def test_nonsense() -> None:
     """A word that is neither on nor off is off, with one line that says so."""
-    ours, _, quiet, log = look("maybe")
+    ours, _, quiet, log = run_probe("maybe")
 
     assert ours == ["ttft_otel", "ttft_otel.plugin"]
     assert quiet
@@ -73,13 +75,13 @@ def test_nonsense() -> None:
 
 def test_on() -> None:
     """On: wrappers wait for their modules; no vLLM is imported, no thread or socket made."""
-    ours, new, _, log = look(
+    ours, new, _, log = run_probe(
         "1",
         """
         for _ in range(5):
             register()
         from ttft_otel.hooks import wrap
-        assert sum(isinstance(each, wrap._Finder) for each in sys.meta_path) == 1
+        assert sum(isinstance(each, wrap._PatchingFinder) for each in sys.meta_path) == 1
         assert threading.active_count() == before[2] and sockets() == before[3]
         """,
     )
@@ -93,9 +95,9 @@ def test_on() -> None:
 @pytest.mark.parametrize("missing", ["msgspec", "ttft_otel.hooks.targets", "prometheus_client"])
 def test_never_raises(missing: str) -> None:
     """A broken installation costs the tracing, never the server."""
-    _, _, _, log = look("1", f"sys.modules[{missing!r}] = None\nregister()")
+    _, _, _, log = run_probe("1", f"sys.modules[{missing!r}] = None\nregister()")
 
-    assert "runs untraced" in log
+    assert "runs without tracing" in log
 
 
 def test_entry_point() -> None:

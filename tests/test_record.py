@@ -9,12 +9,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ttft_otel.record import VERSION, Call, Foreign, Piece, Record, Server, Ttft, decode, encode
+from ttft_otel.record import (
+    RECORD_VERSION,
+    Call,
+    Piece,
+    Record,
+    RecordDecodeError,
+    Server,
+    Ttft,
+    decode_record,
+    encode_record,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "record.schema.json"
 
 FULL = Record(
-    version=VERSION,
+    version=RECORD_VERSION,
     trace_id="0af7651916cd43dd8448eb211c80319c",
     span_id="00f067aa0ba902b7",
     parent_id="00f067aa0ba902b6",
@@ -47,16 +57,16 @@ FULL = Record(
 
 def test_round_trip() -> None:
     """What is decoded equals what was encoded, every field of it."""
-    assert decode(encode(FULL)) == FULL
+    assert decode_record(encode_record(FULL)) == FULL
 
 
 def test_schema_in_step() -> None:
-    """The golden schema is the code's; a change of it must raise record.VERSION.
+    """The golden schema is the code's; a change of it must raise RECORD_VERSION.
 
     After an intended change: write `json.dumps(msgspec.json.schema(Record), indent=1)` into it.
     """
     golden = json.loads(GOLDEN.read_text())
-    assert golden["version"] == VERSION
+    assert golden["version"] == RECORD_VERSION
     assert golden["schema"] == json.loads(json.dumps(msgspec.json.schema(Record)))
 
 
@@ -66,23 +76,23 @@ def test_schema_in_step() -> None:
         b"",
         b"\xc1",
         b"no record at all",
-        encode(FULL)[:-1],
-        encode(FULL) + b"x",
+        encode_record(FULL)[:-1],
+        encode_record(FULL) + b"x",
         msgspec.msgpack.encode({"version": 1}),
-        encode(msgspec.structs.replace(FULL, version=VERSION + 1)),
-        encode(FULL).replace(b"cmpl-1", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+        encode_record(msgspec.structs.replace(FULL, version=RECORD_VERSION + 1)),
+        encode_record(FULL).replace(b"cmpl-1", b"\xff\xfe\xfd\xfc\xfb\xfa"),
     ],
 )
 def test_foreign(data: bytes) -> None:
-    """Anything else, another version included, is Foreign and nothing worse."""
-    with pytest.raises(Foreign):
-        decode(data)
+    """Anything else, another version included, raises RecordDecodeError and nothing worse."""
+    with pytest.raises(RecordDecodeError):
+        decode_record(data)
 
 
 def test_longer_is_understood() -> None:
     """Fields that a later release appends do not stop this one from reading the rest."""
-    longer = [*msgspec.msgpack.decode(encode(FULL)), "one field more"]
-    assert decode(msgspec.msgpack.encode(longer)) == FULL
+    longer = [*msgspec.msgpack.decode(encode_record(FULL)), "one field more"]
+    assert decode_record(msgspec.msgpack.encode(longer)) == FULL
 
 
 def test_frozen() -> None:

@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's trip: sampled or not, bounded, counted, and always cut into parts that add up."""
+"""One request's trace: sampled or not, bounded, counted, and always cut into stages that add up."""
 
 from __future__ import annotations
 
 import pytest
 
 from ttft_otel import carrier, names, recorder, testing, timing
-from ttft_otel.context import start
-from ttft_otel.record import VERSION
+from ttft_otel.context import start_context
+from ttft_otel.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
+from ttft_otel.record import RECORD_VERSION
+from ttft_otel.request_trace import RequestTrace
+from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
-from ttft_otel.trip import Trip
 
 ON = Settings(on=True)
 UNSAMPLED = (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00")
 
-pytestmark = pytest.mark.usefixtures("unknown", "nothing_left")
+pytestmark = pytest.mark.usefixtures("blank_identity", "no_state_left")
 
 
-def trip(asked: bool = False) -> Trip:
-    """A sampled trip that arrived at 1000."""
-    made = Trip(1000, start("", "", ON), asked)
+def make_trace(asked: bool = False) -> RequestTrace:
+    """A sampled trace of a request that arrived at 1000 us."""
+    made = RequestTrace(1000, start_context("", "", ON), asked)
     made.path, made.method = "/v1/completions", "POST"
     return made
 
 
 def test_begin() -> None:
     """Only what we know is read from the headers, and it is bounded."""
-    made = recorder.begin(
+    made = recorder.begin_trace(
         [
             (b"x-ttft-timing", b"1"),
             (b"x-ttft-leg", b"encode"),
@@ -37,56 +39,56 @@ def test_begin() -> None:
     )
 
     assert made is not None
-    assert (made.asked, made.leg, made.request_id) == (True, "encode", "r" * 256)
+    assert (made.timing_requested, made.leg, made.request_id) == (True, "encode", "r" * 256)
     assert made.context.sampled
 
 
 def test_nobody_asked() -> None:
-    """Neither sampled nor asked for: there is no trip."""
-    assert recorder.begin([UNSAMPLED], ON) is None
-    assert recorder.begin([UNSAMPLED, (b"x-ttft-timing", b"0")], ON) is None
+    """Neither sampled nor asked for: there is no trace."""
+    assert recorder.begin_trace([UNSAMPLED], ON) is None
+    assert recorder.begin_trace([UNSAMPLED, (b"x-ttft-timing", b"0")], ON) is None
 
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a first token has a bound; the oldest goes, and ends unattributed."""
-    monkeypatch.setattr(recorder, "AWAITING_LIMIT", 3)
-    trips = [trip() for _ in range(5)]
-    for number, made in enumerate(trips):
-        recorder.register(made, f"e{number}")
+    monkeypatch.setattr(recorder, "MAX_AWAITING_REQUESTS", 3)
+    traces = [make_trace() for _ in range(5)]
+    for number, made in enumerate(traces):
+        recorder.register_engine_request(made, f"e{number}")
 
-    assert list(recorder.awaiting) == ["e2", "e3", "e4"]
-    recorder.arrived("e0", "", 5, 6)
-    assert trips[0].first is None
-    for made in trips:
-        recorder.forget(made)
+    assert list(recorder.awaiting_traces) == ["e2", "e3", "e4"]
+    recorder.record_first_output("e0", "", 5, 6)
+    assert traces[0].first_output is None
+    for made in traces:
+        recorder.forget_trace(made)
 
 
 def test_first_of_several() -> None:
-    """The engine request whose output came first is the trip's."""
-    made = trip()
-    made.assigned = {"p": 1100}
+    """The engine request whose output came first is the trace's."""
+    made = make_trace()
+    made.assign_times = {"p": 1100}
     for number in range(3):
-        recorder.register(made, f"{number}_p")
+        recorder.register_engine_request(made, f"{number}_p")
     for number in (1, 0, 2):
-        recorder.arrived(f"{number}_p", "", 1500 + number, 1600 + number)
+        recorder.record_first_output(f"{number}_p", "", 1500 + number, 1600 + number)
 
-    assert made.first is made.engines["1_p"]
-    assert made.first.assign == 1100
+    assert made.first_output is made.engine_requests["1_p"]
+    assert made.first_output.assign == 1100
 
 
 def test_unknown_output() -> None:
     """An output that nobody waits for is nobody's."""
-    recorder.arrived("unknown", "", 1, 2)
+    recorder.record_first_output("unknown", "", 1, 2)
 
-    assert not recorder.awaiting
+    assert not recorder.awaiting_traces
 
 
 def test_no_marks() -> None:
-    """A trip of which nothing is known but its ends is unattributed as a whole."""
-    made = trip()
-    recorder.register(made, "e")
-    recorder.arrived("e", "", 1900, 2000)
-    cut = recorder.close(made, 2100)
+    """A trace of which only start and end are known is unattributed as a whole."""
+    made = make_trace()
+    recorder.register_engine_request(made, "e")
+    recorder.record_first_output("e", "", 1900, 2000)
+    cut = recorder.close_ttft(made, 2100)
 
     assert (cut.stages, cut.unattributed) == ({"egress": 100}, 1000)
 
@@ -94,40 +96,40 @@ def test_no_marks() -> None:
 @pytest.mark.parametrize("end", [1000, 1001, 5000])
 def test_failed(end: int) -> None:
     """One that failed before anything is known of it was in `receive`."""
-    made = trip()
-    cut = recorder.fail(made, end)
+    made = make_trace()
+    cut = recorder.fail_trace(made, end)
 
-    assert made.died == "receive"
+    assert made.failed_stage == "receive"
     assert sum(cut.stages.values()) + cut.unattributed == end - 1000
 
 
-def test_handed_once(records: testing.Records) -> None:
+def test_handed_once(records: testing.MemorySender) -> None:
     """The ttft half goes once, whoever hands it; the halves share their ids."""
-    made = trip()
-    recorder.register(made, "e")
-    recorder.arrived("e", "", 1900, 2000)
-    recorder.close(made, 2100)
-    recorder.hand(made, records, server=False)
-    recorder.hand(made, records, server=True)
-    recorder.hand(made, records, server=True)
+    made = make_trace()
+    recorder.register_engine_request(made, "e")
+    recorder.record_first_output("e", "", 1900, 2000)
+    recorder.close_ttft(made, 2100)
+    recorder.send_known_halves(made, records, server=False)
+    recorder.send_known_halves(made, records, server=True)
+    recorder.send_known_halves(made, records, server=True)
 
     assert [record.ttft is not None for record in records.kept] == [True, False, False]
     assert [record.server is not None for record in records.kept] == [False, True, True]
-    assert {record.version for record in records.kept} == {VERSION}
+    assert {record.version for record in records.kept} == {RECORD_VERSION}
 
 
-def test_nothing_to_tell(records: testing.Records) -> None:
-    """Before its first token a trip hands nothing over."""
-    recorder.hand(trip(), records, server=False)
+def test_nothing_to_tell(records: testing.MemorySender) -> None:
+    """Before its first token a trace sends nothing."""
+    recorder.send_known_halves(make_trace(), records, server=False)
 
     assert not records.kept
 
 
-def test_no_content(records: testing.Records) -> None:
+def test_no_content(records: testing.MemorySender) -> None:
     """No header, prompt or token goes into a record beyond the names we publish."""
-    made = trip()
-    recorder.fail(made, 2000)
-    recorder.hand(made, records, server=True)
+    made = make_trace()
+    recorder.fail_trace(made, 2000)
+    recorder.send_known_halves(made, records, server=True)
     (record,) = records.kept
     known = {value for key, value in vars(names).items() if key.isupper()}
 
@@ -136,44 +138,99 @@ def test_no_content(records: testing.Records) -> None:
         assert set(attributes) <= known
 
 
-@pytest.mark.parametrize(
-    ("configured", "leg", "role"),
-    [
-        ("", "", "mono"),
-        ("", "decode", "decode"),
-        ("mono", "prefill", "prefill"),
-        ("encode", "prefill", "encode"),
-    ],
-)
-def test_role(configured: str, leg: str, role: str) -> None:
-    """The configuration's role counts; a router's word where that cannot tell."""
-    recorder.identity.role = configured
-    made = trip()
-    made.leg = leg
-
-    assert recorder.role(made) == role
-
-
 def test_unknown_leg() -> None:
     """A leg that is no role is not believed: its span stays outermost."""
     headers = [(b"x-ttft-leg", b"nonsense"), (b"x-ttft-timing", b"1")]
-    made = recorder.begin(headers, Settings())
+    made = recorder.begin_trace(headers, Settings())
 
     assert made is not None
     assert made.leg == ""
 
 
+def make_closed_trace(media: list[int], **headers: str) -> RequestTrace:
+    """A trace of an image request whose media items have these sources."""
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    made = recorder.begin_trace(given, ON)
+    assert made is not None
+    recorder.register_engine_request(made, "e")
+    timeline = carrier.EngineTimeline(added=made.arrive + 5, media=media, complete=True)
+    recorder.record_first_output(
+        "e", carrier.encode_timeline(timeline), made.arrive + 900, made.arrive + 1000
+    )
+    recorder.close_ttft(made, made.arrive + 1100)
+    return made
+
+
+FETCHED_ONE = [1, 1, 64, 0, SOURCE_ENCODED, SOURCE_REMOTE | BIT_ANNOUNCED]
+
+
+@pytest.mark.parametrize(
+    ("leg", "encoded", "recomputed"),
+    [
+        ("prefill_decode", "1", 1),
+        ("prefill", "1", 1),
+        ("prefill_decode", "0", 0),
+        ("decode", "1", 0),
+        ("", "1", 0),
+    ],
+)
+def test_encoded_before(
+    monkeypatch: pytest.MonkeyPatch, leg: str, encoded: str, recomputed: int
+) -> None:
+    """A router's word that encoders have worked counts on the legs after them, where params name none."""
+    monkeypatch.setattr(identity, "takes_encodings", True)
+    made = make_closed_trace([1, 1, 0, 0, SOURCE_ENCODED], x_ttft_leg=leg, x_ttft_encoded=encoded)
+    told = timing.parse_server_timing(recorder.format_timing_header(made, 9000))
+
+    assert told is not None and told.ec == timing.EncoderCacheCounts(1, 0, 0, recomputed, 0)
+
+
+def test_items_on_spans(monkeypatch: pytest.MonkeyPatch, records: testing.MemorySender) -> None:
+    """The `ttft` span of a consumer says where each item came from."""
+    monkeypatch.setattr(identity, "takes_encodings", True)
+    monkeypatch.setattr(identity, "ec_connector", "ECCPUConnector")
+    recorder.send_known_halves(make_closed_trace(FETCHED_ONE), records, server=False)
+    (record,) = records.kept
+
+    assert record.ttft is not None
+    found = record.ttft.attributes
+    assert found[names.EC_CONNECTOR] == "ECCPUConnector"
+    assert (found[names.EC_ITEMS], found[names.EC_REMOTE_ITEMS], found[names.EC_BYTES]) == (
+        *(2, 1, 64),
+    )
+    assert (found[names.EC_LOCAL_ITEMS], found[names.EC_RECOMPUTED_ITEMS]) == (0, 0)
+    assert found[names.CACHED_ITEMS] == 1
+
+
+@pytest.mark.parametrize(("takes", "leg"), [(False, ""), (True, "encode")])
+def test_encoders_take_nothing(
+    monkeypatch: pytest.MonkeyPatch, records: testing.MemorySender, takes: bool, leg: str
+) -> None:
+    """On an encoder, also one that is ec_both, nothing is remote and nothing encoded again."""
+    monkeypatch.setattr(identity, "takes_encodings", takes)
+    monkeypatch.setattr(identity, "ec_connector", "ECCPUConnector")
+    made = make_closed_trace(FETCHED_ONE, x_ttft_leg=leg)
+    recorder.send_known_halves(made, records, server=False)
+    (record,) = records.kept
+
+    assert record.ttft is not None
+    assert record.ttft.attributes[names.EC_ITEMS] == 2
+    assert not {names.EC_REMOTE_ITEMS, names.EC_RECOMPUTED_ITEMS} & set(record.ttft.attributes)
+    told = timing.parse_server_timing(recorder.format_timing_header(made, 9000))
+    assert told is not None and told.ec is None
+
+
 def test_header_counts_tokens() -> None:
     """Server-Timing says how long the prompt was and how much of it was cached; without marks nothing."""
-    made = trip(asked=True)
-    recorder.register(made, "e")
-    journey = carrier.Journey(prompt=4096, cached=512, own_tokens=3584, step_tokens=3600)
-    recorder.arrived("e", carrier.fold(journey), 2000, 2100)
-    recorder.close(made, 2200)
-    told = timing.read(recorder.header(made, 2200))
+    made = make_trace(asked=True)
+    recorder.register_engine_request(made, "e")
+    timeline = carrier.EngineTimeline(prompt=4096, cached=512, own_tokens=3584, step_tokens=3600)
+    recorder.record_first_output("e", carrier.encode_timeline(timeline), 2000, 2100)
+    recorder.close_ttft(made, 2200)
+    told = timing.parse_server_timing(recorder.format_timing_header(made, 2200))
 
-    assert told is not None and told.tokens == timing.Tokens(4096, 512, 3584, 3600)
-    blind = trip(asked=True)
-    recorder.close(blind, 2200)
-    told = timing.read(recorder.header(blind, 2200))
+    assert told is not None and told.tokens == timing.TokenCounts(4096, 512, 3584, 3600)
+    blind = make_trace(asked=True)
+    recorder.close_ttft(blind, 2200)
+    told = timing.parse_server_timing(recorder.format_timing_header(blind, 2200))
     assert told is not None and told.tokens is None

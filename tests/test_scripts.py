@@ -15,16 +15,23 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import file_schedule
 import jsonschema
 import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix != ".txt")
 SHELL = [*SCRIPTS, ROOT / ".ci" / "run"]
-DEMO = (sys.executable, "-m", "ttft_otel.lab.demo")
+DEMO = (sys.executable, "-m", "lab.demo")
 # Every process that a test starts inherits this variable, however deep and however detached.
 MARK = "TTFT_OTEL_TEST_RUN"
 GONE_S = 20.0
+
+
+@pytest.mark.parametrize("path", [*file_schedule.VLLM_FILES, *file_schedule.LONG_FILES])
+def test_scheduled_files(path: str) -> None:
+    """Every file that the schedule names is there: one that was renamed would begin last."""
+    assert (ROOT / path).is_file()
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
@@ -57,7 +64,7 @@ def test_ci() -> None:
 @pytest.mark.parametrize("module", ["demo", "compat"])
 def test_help(module: str) -> None:
     """--help answers at once, with examples."""
-    command = (sys.executable, "-m", f"ttft_otel.lab.{module}", "--help")
+    command = (sys.executable, "-m", f"lab.{module}", "--help")
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
     assert f"scripts/{module}" in told
@@ -66,12 +73,12 @@ def test_help(module: str) -> None:
 
 
 @pytest.fixture
-def marked() -> Iterator[dict[str, str]]:
+def marked_environment() -> Iterator[dict[str, str]]:
     """An environment by which a test's processes are found; whatever is left fails the test."""
     run = uuid.uuid4().hex
     yield {**os.environ, MARK: run}
     deadline = time.monotonic() + GONE_S
-    while (left := alive(run)) and time.monotonic() < deadline:
+    while (left := find_marked(run)) and time.monotonic() < deadline:
         time.sleep(0.5)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -79,7 +86,7 @@ def marked() -> Iterator[dict[str, str]]:
     assert left == {}
 
 
-def alive(run: str) -> dict[int, str]:
+def find_marked(run: str) -> dict[int, str]:
     """Processes that carry the mark: pid -> command line."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -99,11 +106,11 @@ def alive(run: str) -> dict[int, str]:
 @pytest.mark.full
 @pytest.mark.live
 @pytest.mark.timeout(900)
-def test_demo(tmp_path: Path, marked: dict[str, str]) -> None:
+def test_demo(tmp_path: Path, marked_environment: dict[str, str]) -> None:
     """The demo closes every request, writes a report of the published shape, and leaves nothing."""
     done = subprocess.run(
         [*DEMO, "--json", "--out", tmp_path],
-        env=marked,
+        env=marked_environment,
         capture_output=True,
         text=True,
         check=False,
@@ -130,13 +137,18 @@ def test_demo(tmp_path: Path, marked: dict[str, str]) -> None:
 @pytest.mark.live
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(tmp_path: Path, marked: dict[str, str], number: signal.Signals) -> None:
+def test_interrupted(
+    tmp_path: Path, marked_environment: dict[str, str], number: signal.Signals
+) -> None:
     """Ctrl-C (or SIGTERM) while servers start ends all of them."""
     with subprocess.Popen(
-        [*DEMO, "--out", tmp_path], env=marked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*DEMO, "--out", tmp_path],
+        env=marked_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as process:
         try:
-            until(lambda: "vllm" in " ".join(alive(marked[MARK]).values()))
+            wait_until(lambda: "vllm" in " ".join(find_marked(marked_environment[MARK]).values()))
             time.sleep(5)  # well into vLLM's imports, with children of its own
             process.send_signal(number)
             process.communicate(timeout=60)
@@ -146,7 +158,7 @@ def test_interrupted(tmp_path: Path, marked: dict[str, str], number: signal.Sign
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
 
 
-def until(true: Callable[[], bool], bound: float = 120.0) -> None:
+def wait_until(true: Callable[[], bool], bound: float = 120.0) -> None:
     """Wait until something is the case."""
     deadline = time.monotonic() + bound
     while not true():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment: words, defaults, and remedies for what is wrong."""
+"""Settings from the environment: values, defaults, and remedies for invalid ones."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from ttft_otel import names, settings
 
 def test_defaults() -> None:
     """An empty environment is off, and would send to a collector beside it."""
-    read = settings.read({})
+    read = settings.read_settings({})
 
     assert not read.on
-    assert (read.protocol, read.endpoint) == ("http/protobuf", settings.DEFAULT_HTTP)
-    assert settings.validate(read) == ()
+    assert (read.protocol, read.endpoint) == ("http/protobuf", settings.DEFAULT_HTTP_ENDPOINT)
+    assert settings.list_problems(read) == ()
 
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", " On "])
 def test_on(word: str) -> None:
     """On in any case."""
-    assert settings.read({names.ENV_ON: word}).on
+    assert settings.read_settings({names.ENV_ON: word}).on
 
 
 @pytest.mark.parametrize("word", ["", "0", "false", "No", "OFF"])
 def test_off(word: str) -> None:
     """Off in any case, without complaint."""
-    read = settings.read({names.ENV_ON: word})
+    read = settings.read_settings({names.ENV_ON: word})
 
-    assert not read.on and not read.wrong
+    assert not read.on and not read.problems
 
 
 def test_grpc() -> None:
     """gRPC has its own default and takes an address without a scheme."""
-    assert settings.read({names.ENV_PROTOCOL: "grpc"}).endpoint == settings.DEFAULT_GRPC
+    assert (
+        settings.read_settings({names.ENV_PROTOCOL: "grpc"}).endpoint
+        == settings.DEFAULT_GRPC_ENDPOINT
+    )
     env = {names.ENV_TRACES_PROTOCOL: "grpc", names.ENV_ENDPOINT: "collector:4317"}
-    assert settings.read(env).endpoint == "collector:4317"
-    assert not settings.read(env).wrong
+    assert settings.read_settings(env).endpoint == "collector:4317"
+    assert not settings.read_settings(env).problems
 
 
 def test_specific_first() -> None:
@@ -46,7 +49,7 @@ def test_specific_first() -> None:
         names.ENV_TRACES_ENDPOINT: "http://own:4318/v1/traces",
     }
 
-    assert settings.read(env).endpoint == "http://own:4318/v1/traces"
+    assert settings.read_settings(env).endpoint == "http://own:4318/v1/traces"
 
 
 @pytest.mark.parametrize(
@@ -54,39 +57,49 @@ def test_specific_first() -> None:
     [
         (names.ENV_ON, "maybe", f"{names.ENV_ON}=1"),
         (names.ENV_PROTOCOL, "http/json", "http/protobuf"),
-        (names.ENV_ENDPOINT, "collector:4318", settings.DEFAULT_HTTP),
-        (names.ENV_TRACES_ENDPOINT, "ftp://x", settings.DEFAULT_HTTP),
+        (names.ENV_ENDPOINT, "collector:4318", settings.DEFAULT_HTTP_ENDPOINT),
+        (names.ENV_TRACES_ENDPOINT, "ftp://x", settings.DEFAULT_HTTP_ENDPOINT),
         (names.ENV_SAMPLER, "jaeger_remote", "always_on"),
         (names.ENV_SAMPLER_ARG, "half", "from 0 to 1"),
         (names.ENV_SAMPLER_ARG, "1.5", "from 0 to 1"),
         (names.ENV_SAMPLER_ARG, "nan", "from 0 to 1"),
         (names.ENV_TRUST, "perhaps", "1 or 0"),
         (names.ENV_QUEUE, "many", "65536"),
+        (names.ENV_ROLE, "router", "prefill_decode"),
+        (names.ENV_DETAIL, "parts", "full, stages, ttft"),
         (names.ENV_QUEUE, "12", "65536"),
     ],
 )
 def test_wrong(name: str, value: str, remedy: str) -> None:
     """What is wrong is named with its value and its remedy; the default is taken instead."""
-    read = settings.read({name: value})
-    (line,) = settings.validate(read)
+    read = settings.read_settings({name: value})
+    (line,) = settings.list_problems(read)
 
     assert line.startswith(f"{name}={value!r}")
     assert remedy in line
-    assert read == settings.Settings(on=False, wrong=read.wrong)
+    assert read == settings.Settings(on=False, problems=read.problems)
 
 
 def test_empty_is_unset() -> None:
     """An empty standard variable counts as unset, as OpenTelemetry has it."""
     env = dict.fromkeys(
-        (names.ENV_ENDPOINT, names.ENV_PROTOCOL, names.ENV_SAMPLER, names.ENV_QUEUE), ""
+        (
+            names.ENV_ENDPOINT,
+            names.ENV_PROTOCOL,
+            names.ENV_SAMPLER,
+            names.ENV_QUEUE,
+            names.ENV_ROLE,
+            names.ENV_DETAIL,
+        ),
+        "",
     )
 
-    assert settings.read(env) == settings.Settings()
+    assert settings.read_settings(env) == settings.Settings()
 
 
 def test_all() -> None:
     """Everything said is taken."""
-    read = settings.read(
+    read = settings.read_settings(
         {
             names.ENV_ON: "1",
             names.ENV_SERVICE: "mine",
@@ -94,6 +107,8 @@ def test_all() -> None:
             names.ENV_SAMPLER_ARG: "0.25",
             names.ENV_TRUST: "0",
             names.ENV_QUEUE: "131072",
+            names.ENV_ROLE: "Encode",
+            names.ENV_DETAIL: "Stages",
         }
     )
 
@@ -102,15 +117,17 @@ def test_all() -> None:
         service="mine",
         sampler="traceidratio",
         ratio=0.25,
-        trust=False,
-        queue=131072,
+        trust_sampled=False,
+        queue_bytes=131072,
+        role="encode",
+        detail="stages",
     )
 
 
 @pytest.mark.parametrize("env", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
 def test_silenced(env: dict[str, str]) -> None:
     """The standard ways to switch spans off are honoured, whatever sampler is named."""
-    found = settings.read({"TTFT_OTEL": "1", "OTEL_TRACES_SAMPLER": "always_on", **env})
+    found = settings.read_settings({"TTFT_OTEL": "1", "OTEL_TRACES_SAMPLER": "always_on", **env})
 
     assert found.sampler == "always_off"
 
@@ -119,7 +136,7 @@ def test_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds is what the process was started with, whatever its host writes later."""
     monkeypatch.setattr(settings, "_frozen", [])
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://ours:4318")
-    settings.freeze()
+    settings.freeze_settings()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://theirs:4318/v1/traces")
 
-    assert settings.current().endpoint == "http://ours:4318"
+    assert settings.get_settings().endpoint == "http://ours:4318"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary's own helpers."""
+"""The functions of stages.py."""
 
 from __future__ import annotations
 
@@ -23,21 +23,28 @@ from ttft_otel import stages
 )
 def test_split(name: str, split: tuple[str, str]) -> None:
     """A leg's prefix is told from a stage's own dot."""
-    assert stages.split(name) == split
+    assert stages.split_stage(name) == split
 
 
 @pytest.mark.parametrize(
-    "name", [*stages.NAMES, *stages.ROUTER, "router.hop.decode", "mono.sample", "unattributed"]
+    "name",
+    [
+        *stages.STAGE_NAMES,
+        *stages.ROUTER_STAGES,
+        "router.hop.decode",
+        "mono.sample",
+        "unattributed",
+    ],
 )
 def test_known(name: str) -> None:
     """Stages, the router's own, and a leg's belong to the vocabulary."""
-    assert stages.known(name)
+    assert stages.is_known_stage(name)
 
 
 @pytest.mark.parametrize("name", ["", "ttft", "queue", "router.hop.other", "other.sample", "rest"])
 def test_unknown(name: str) -> None:
     """Nothing else does."""
-    assert not stages.known(name)
+    assert not stages.is_known_stage(name)
 
 
 def test_rows() -> None:
@@ -45,5 +52,5 @@ def test_rows() -> None:
     for stage in stages.STAGES:
         assert stage.says.endswith(".") and set(stage.roles) <= set(stages.ROLES)
         assert "router" not in stage.roles
-    assert set(stages.PARTS) <= set(stages.NAMES)
-    assert set(stages.SERVICES) == set(stages.ROLES)
+    assert set(stages.STAGE_PARTS) <= set(stages.STAGE_NAMES)
+    assert set(stages.SERVICE_NAMES) == set(stages.ROLES)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -14,17 +15,19 @@ def test_round_trip() -> None:
     """Any breakdown comes back exactly, with and without a rest."""
     chance = random.Random(3)
     for _ in range(300):
-        parts = {name: chance.randrange(10**9) for name in stages.NAMES if chance.random() < 0.6}
+        parts = {
+            name: chance.randrange(10**9) for name in stages.STAGE_NAMES if chance.random() < 0.6
+        }
         lost = chance.randrange(1000)
         total = sum(parts.values()) + lost
         rest = chance.choice([None, 0, chance.randrange(10**8)])
-        told = timing.read(timing.write(parts, lost, total, rest))
-        assert told == timing.Timing(parts, lost, total, rest)
+        told = timing.parse_server_timing(timing.format_server_timing(parts, lost, total, rest))
+        assert told == timing.ServerTiming(parts, lost, total, rest)
 
 
 def test_text() -> None:
     """Milliseconds with three decimals, in the order of the way."""
-    text = timing.write({"receive": 1500, "encode.preprocess": 7}, 0, 1507, 20)
+    text = timing.format_server_timing({"receive": 1500, "encode.preprocess": 7}, 0, 1507, 20)
 
     assert text == (
         "receive;dur=1.500, encode.preprocess;dur=0.007, unattributed;dur=0.000, "
@@ -34,28 +37,73 @@ def test_text() -> None:
 
 def test_tokens() -> None:
     """The prompt's tokens come back; a reader that does not know the entry reads the rest as before."""
-    told = timing.Tokens(4096, 512, 3584, 3600)
-    text = timing.write({"receive": 1500}, 0, 1500, 20, told)
+    told = timing.TokenCounts(4096, 512, 3584, 3600)
+    text = timing.format_server_timing({"receive": 1500}, 0, 1500, 20, told)
 
     assert text.endswith(', tokens;desc="prompt=4096 cached=512 own=3584 step=3600"')
-    assert timing.read(text) == timing.Timing({"receive": 1500}, 0, 1500, 20, told)
-    assert timing.read(text + ", cdn;dur=1") == timing.Timing({"receive": 1500}, 0, 1500, 20, told)
+    assert timing.parse_server_timing(text) == timing.ServerTiming(
+        {"receive": 1500}, 0, 1500, 20, told
+    )
+    assert timing.parse_server_timing(text + ", cdn;dur=1") == timing.ServerTiming(
+        {"receive": 1500}, 0, 1500, 20, told
+    )
     found = dict(timing._ENTRY.findall(text))  # all that an older reader sees
     assert found == {"receive": "1.500", "unattributed": "0.000", "ttft": "1.500", "rest": "0.020"}
 
 
 def test_tokens_that_cannot_be() -> None:
     """Of a server that has more cached than there is nothing is learnt; its stages stay."""
-    text = timing.write({"receive": 1500}, 0, 1500, None, timing.Tokens(10, 20, 1, 1))
-    told = timing.read(text)
+    text = timing.format_server_timing(
+        {"receive": 1500}, 0, 1500, None, timing.TokenCounts(10, 20, 1, 1)
+    )
+    told = timing.parse_server_timing(text)
 
     assert told is not None and told.tokens is None and told.stages == {"receive": 1500}
+
+
+def test_items_of_an_encoder_cache_consumer() -> None:
+    """Where its encodings came from comes back, with and without tokens; older readers skip it."""
+    items = timing.EncoderCacheCounts(items=4, remote=2, local=1, recomputed=1, bytes=10**12)
+    tokens = timing.TokenCounts(4096, 512, 3584, 3600)
+    both = timing.format_server_timing({"receive": 1500}, 0, 1500, 20, tokens, items)
+    alone = timing.format_server_timing({"receive": 1500}, 0, 1500, ec=items)
+
+    assert both.endswith(
+        ', tokens;desc="prompt=4096 cached=512 own=3584 step=3600"'
+        ', ec;desc="items=4 remote=2 local=1 recomputed=1 bytes=1000000000000"'
+    )
+    assert timing.parse_server_timing(both) == timing.ServerTiming(
+        {"receive": 1500}, 0, 1500, 20, tokens, items
+    )
+    assert timing.parse_server_timing(f"{both}, cdn;dur=1") == timing.parse_server_timing(both)
+    assert timing.parse_server_timing(alone) == timing.ServerTiming(
+        {"receive": 1500}, 0, 1500, ec=items
+    )
+    found = dict(timing._ENTRY.findall(both))  # all that an older reader sees
+    assert found == {"receive": "1.500", "unattributed": "0.000", "ttft": "1.500", "rest": "0.020"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "items=1 remote=2 local=0 recomputed=0 bytes=1",
+        "items=1 remote=0 local=0 recomputed=2 bytes=1",
+        "items=1 remote=0 local=0 recomputed=0",
+        "items=1 remote=0 local=0 recomputed=-1 bytes=1",
+        "items=1 remote=0 local=0 recomputed=0 bytes=" + "9" * 16,
+    ],
+)
+def test_items_that_cannot_be(said: str) -> None:
+    """Counts of more items than there are, or of another form, are not believed; the stages stay."""
+    told = timing.parse_server_timing(f'receive;dur=1.500, ttft;dur=1.500, ec;desc="{said}"')
+
+    assert told == timing.ServerTiming({"receive": 1500}, 0, 1500)
 
 
 def test_others() -> None:
     """Other people's entries in the same header are skipped."""
     text = 'cache;desc="hit, or not", db;dur=53, receive;dur=1.000, ttft;dur=1.000, cpu;dur="2"'
-    told = timing.read(text)
+    told = timing.parse_server_timing(text)
 
     assert told is not None and told.stages == {"receive": 1000}
 
@@ -70,9 +118,37 @@ def test_others() -> None:
         "receive;dur=-1.000, ttft;dur=-1.000",
         "receive;dur=1e3, ttft;dur=1000",
         "receive;dur=nan, ttft;dur=nan",
-        "receive;dur=1, ttft;dur=1" + " " * timing.LIMIT,
+        "receive;dur=1, ttft;dur=1" + " " * timing.MAX_HEADER_CHARS,
     ],
 )
 def test_refused(text: str) -> None:
     """What does not close is not believed."""
-    assert timing.read(text) is None
+    assert timing.parse_server_timing(text) is None
+
+
+@pytest.mark.parametrize("unit", ["a", "a;", "a ", "a;dur", "a;dur=", " ", ";", '"'])
+def test_text_of_others_is_read_in_linear_time(unit: str) -> None:
+    """Eight times as long a text that does not match takes about eight times as long, not 64 times."""
+
+    def measure_s(length: int) -> float:
+        text = (unit * length)[:length]
+        times = []
+        for _ in range(9):
+            start_s = time.process_time()
+            for _ in range(5):
+                assert timing.parse_server_timing(text) is None
+            times.append(time.process_time() - start_s)
+        return min(times)
+
+    assert measure_s(timing.MAX_HEADER_CHARS) < 32 * measure_s(timing.MAX_HEADER_CHARS // 8)
+
+
+def test_clock_note() -> None:
+    """The clock's entry comes back beside the stages; one of another form is ignored."""
+    note = timing.ClockNote("device", 31)
+    text = timing.format_server_timing({"receive": 5}, 0, 5, clock=note)
+    parsed = timing.parse_server_timing(text)
+    foreign = timing.parse_server_timing(text.replace("device", "sundial"))
+
+    assert parsed is not None and parsed.clock == note
+    assert foreign is not None and foreign.clock is None and foreign.stages == {"receive": 5}

@@ -16,104 +16,118 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.bench import Bench, Collector, Grafana, Prometheus, Stack, Tempo
-from tests.stack.filled import Filled, filled_stack
-from tests.stack.known import table
-from ttft_otel.lab.stack import binaries as found
-from ttft_otel.lab.stack import grafana as dashboards
-from ttft_otel.lab.stack.binaries import Binaries
-from ttft_otel.lab.stack.golang import GoError, GoMissing, Say
-from ttft_otel.lab.stack.parts import Addresses
+from lab.stack import binaries as found
+from lab.stack import grafana_server as dashboards
+from lab.stack.binaries import StackBinaries
+from lab.stack.go_builds import GoBuildError, GoMissingError, LineCallback
+from lab.stack.stack_parts import StackAddresses
+from tests.stack.filled_stack import FilledStack, filled_stack
+from tests.stack.known_requests import build_known_requests
+from tests.stack.running_stack import (
+    RunningCollector,
+    RunningGrafana,
+    RunningPrometheus,
+    RunningStack,
+    RunningTempo,
+    StackStarter,
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """A first build takes minutes: before the tests, where no test's time limit counts."""
+    """Build the stack's programs before the first test: it takes minutes, which no test's limit allows."""
     needed = any("binaries" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.option.collectonly:
-        with contextlib.suppress(GoError):  # the fixture says what is wrong
-            found.gather(announce())
+        with contextlib.suppress(GoBuildError):  # the fixture says what is wrong
+            found.gather_binaries(make_announcer())
 
 
-def announce() -> Say:
-    """Say every twenty seconds what a build is doing."""
+def make_announcer() -> LineCallback:
+    """A callback that prints every twenty seconds what a build is doing."""
     last = time.monotonic()
 
-    def say(line: str) -> None:
+    def report_line(line: str) -> None:
         nonlocal last
         if time.monotonic() - last > 20:
             last = time.monotonic()
             sys.stderr.write(f"[stack] {line}\n")
 
-    return say
+    return report_line
 
 
 @pytest.fixture(scope="session")
-def binaries() -> Binaries:
+def binaries() -> StackBinaries:
     """The stack's programs; skipped only where Go and the programs are both missing."""
     try:
-        return found.gather(announce())
-    except GoMissing as error:
+        return found.gather_binaries(make_announcer())
+    except GoMissingError as error:
         pytest.skip(f"{error}; then scripts/stack build")
 
 
 @pytest.fixture(scope="session")
-def bench(binaries: Binaries, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(
+    binaries: StackBinaries, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StackStarter]:
     """Starts parts of the stack; they end with the session, or with a `with` block around them."""
-    made = Bench(binaries, tmp_path_factory.mktemp("stack"))
+    made = StackStarter(binaries, tmp_path_factory.mktemp("stack"))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def addresses() -> Addresses:
+def addresses() -> StackAddresses:
     """The ports of the shared stack."""
-    return Addresses.free()
+    return StackAddresses.choose_free()
 
 
 @pytest.fixture(scope="session")
-def tempo(bench: Bench, addresses: Addresses) -> Tempo:
+def tempo(bench: StackStarter, addresses: StackAddresses) -> RunningTempo:
     """The shared Tempo."""
-    return bench.tempo(addresses)
+    return bench.start_tempo(addresses)
 
 
 @pytest.fixture(scope="session")
-def prometheus(bench: Bench, addresses: Addresses) -> Prometheus:
+def prometheus(bench: StackStarter, addresses: StackAddresses) -> RunningPrometheus:
     """The shared Prometheus, with our rules."""
-    return bench.prometheus(addresses)
+    return bench.start_prometheus(addresses)
 
 
 @pytest.fixture(scope="session")
-def stack(bench: Bench, addresses: Addresses, prometheus: Prometheus, tempo: Tempo) -> Stack:
-    """Both, and a collector with collector/config.yaml that is wired to them."""
-    return Stack(bench.collector(at=addresses), tempo, prometheus, addresses)
+def stack(
+    bench: StackStarter,
+    addresses: StackAddresses,
+    prometheus: RunningPrometheus,
+    tempo: RunningTempo,
+) -> RunningStack:
+    """Tempo, Prometheus and a collector with collector/config.yaml in front of them; one per session."""
+    return RunningStack(bench.start_collector(addresses=addresses), tempo, prometheus, addresses)
 
 
 @pytest.fixture(scope="session")
-def collector(bench: Bench) -> Callable[..., Collector]:
+def collector(bench: StackStarter) -> Callable[..., RunningCollector]:
     """Start a collector: `collector(config, ..., env={...})`; use it in a `with` block, or stop it."""
-    return bench.collector
+    return bench.start_collector
 
 
 @pytest.fixture(scope="session")
 def grafana_home() -> Path | None:
-    """An unpacked Grafana, None for the one in GRAFANA_URL; skipped where neither can be found."""
+    """An unpacked Grafana; None when GRAFANA_URL names a running one. Skips where neither exists."""
     if os.environ.get("GRAFANA_URL"):
         return None
-    home = dashboards.home()
+    home = dashboards.find_grafana_home()
     if home is None:
-        pytest.skip(f"no Grafana here; {dashboards.REMEDY}")
+        pytest.skip(f"no Grafana here; {dashboards.GRAFANA_REMEDY}")
     return home
 
 
 @pytest.fixture(scope="session")
-def grafana(bench: Bench, stack: Stack, grafana_home: Path | None) -> Grafana:
+def grafana(bench: StackStarter, stack: RunningStack, grafana_home: Path | None) -> RunningGrafana:
     """A Grafana on the shared stack."""
-    return bench.grafana(grafana_home, stack.at)
+    return bench.start_grafana(grafana_home, stack.addresses)
 
 
 @pytest.fixture(scope="session")
-def filled(bench: Bench) -> Iterator[Filled]:
-    """A stack of its own, in which nothing is but 2 000 requests whose truth is known."""
-    with filled_stack(bench, table()) as found:
+def filled(bench: StackStarter) -> Iterator[FilledStack]:
+    """A separate stack that holds exactly 2 000 requests whose figures are known."""
+    with filled_stack(bench, build_known_requests()) as found:
         yield found

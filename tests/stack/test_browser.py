@@ -12,60 +12,69 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import panels
-from tests.stack.bench import Bench
-from tests.stack.browser import REMEDY, Window, chromium, launched, number
-from tests.stack.filled import Filled
-from tests.stack.known import Truth
-from tests.stack.test_panels import BUCKET, near
+from tests.stack import panel_queries
+from tests.stack.filled_stack import FilledStack
+from tests.stack.grafana_browser import (
+    REMEDY,
+    GrafanaWindow,
+    find_chromium,
+    launch_browser,
+    read_panel_number,
+)
+from tests.stack.known_requests import LEFT_ERRORS, SERVER_ERRORS, KnownTruth
+from tests.stack.running_stack import StackStarter
+from tests.stack.test_panels import BUCKET, is_near
 from ttft_otel import stages
 
 ROUNDED = 0.006  # what a number of three digits can hide
 NEWER = {
     panel["title"]
-    for dashboard in panels.dashboards()
-    for panel in dashboard.panels()
+    for dashboard in panel_queries.list_dashboards()
+    for panel in dashboard.list_panels()
     if "Needs Grafana" in panel.get("description", "")
 }
 
 
 @pytest.fixture(scope="module")
-def window(bench: Bench, filled: Filled, grafana_home: Path) -> Iterator[Window]:
+def window(bench: StackStarter, filled: FilledStack, grafana_home: Path) -> Iterator[GrafanaWindow]:
     """One tab for all tests, before a Grafana with our provisioning files on the filled stack."""
-    if chromium() is None:
+    if find_chromium() is None:
         pytest.skip(REMEDY)
-    server = bench.grafana(grafana_home, filled.stack.at)
-    with server, launched() as browser:
-        found = Window(browser, server.url)
+    server = bench.start_grafana(grafana_home, filled.stack.addresses)
+    with server, launch_browser() as browser:
+        found = GrafanaWindow(browser, server.url)
         yield found
         found.close()
 
 
-def span(filled: Filled) -> dict[str, str]:
+def get_sent_range(filled: FilledStack) -> dict[str, str]:
     """The time in which rows were sent, as Grafana's addresses have it."""
     return {"from": f"{(filled.start - 30) * 1000:.0f}", "to": f"{filled.end * 1000:.0f}"}
 
 
-def differs(window: Window, true: Truth) -> dict[str, tuple[float | None, float]]:
+def find_differences(
+    window: GrafanaWindow, true: KnownTruth
+) -> dict[str, tuple[float | None, float]]:
     """What the top row shows that is not the rows' own: (shown, true), in seconds or as a share."""
     wanted = {
-        "TTFT p50": (true.quantile(0.5), BUCKET),
-        "TTFT p90": (true.quantile(0.9), BUCKET),
-        "TTFT p99": (true.quantile(0.99), BUCKET),
-        "Over SLO": (true.over(), 0.01 + ROUNDED),
-        "Failed before a first token": (true.failed(), 0.01 + ROUNDED),
+        "TTFT p50": (true.compute_quantile_s(0.5), BUCKET),
+        "TTFT p90": (true.compute_quantile_s(0.9), BUCKET),
+        "TTFT p99": (true.compute_quantile_s(0.99), BUCKET),
+        "Over SLO": (true.compute_share_over(), 0.01 + ROUNDED),
+        "Server failed": (true.compute_share_ended(SERVER_ERRORS), 0.01 + ROUNDED),
+        "Client left": (true.compute_share_ended(LEFT_ERRORS), 0.01 + ROUNDED),
     }
-    found = {title: number(window.panel(title).first, title) for title in wanted}
+    found = {title: read_panel_number(window.find_panel(title).first, title) for title in wanted}
     return {
         title: (found[title], value)
         for title, (value, error) in wanted.items()
-        if (shown := found[title]) is None or not near(shown, value, error)
+        if (shown := found[title]) is None or not is_near(shown, value, error)
     }
 
 
-def undrawn(window: Window, wanted: set[str]) -> list[tuple[str, str]]:
+def find_undrawn_panels(window: GrafanaWindow, wanted: set[str]) -> list[tuple[str, str]]:
     """Panels that are missing, should not be there, or show nothing."""
-    found = window.panels()
+    found = window.list_panels()
     return [(title, "") for title in {title for title, _, _ in found} ^ wanted] + [
         (title, text)
         for title, text, drawn in found
@@ -73,65 +82,73 @@ def undrawn(window: Window, wanted: set[str]) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("dashboard", panels.dashboards(), ids=lambda dashboard: dashboard.uid)
-def test_every_panel_is_drawn(window: Window, filled: Filled, dashboard: panels.Dashboard) -> None:
+@pytest.mark.parametrize(
+    "dashboard", panel_queries.list_dashboards(), ids=lambda dashboard: dashboard.uid
+)
+def test_every_panel_is_drawn(
+    window: GrafanaWindow, filled: FilledStack, dashboard: panel_queries.CommittedDashboard
+) -> None:
     """No error, no empty panel, nothing on the console, no request to anybody but this machine."""
-    trace = filled.truth.slow()[0].trace_id
-    window.dashboard(dashboard.uid, {**span(filled), "var-trace": trace}, tall=True)
+    trace = filled.truth.list_slow_rows()[0].trace_id
+    window.open_dashboard(dashboard.uid, {**get_sent_range(filled), "var-trace": trace}, tall=True)
     for row in dashboard.model["panels"]:
         if row.get("collapsed") and not NEWER & {panel["title"] for panel in row["panels"]}:
-            window.unfold(row["title"])
-    wanted = {str(panel["title"]) for panel in dashboard.panels()} - NEWER
-    window.right(lambda: undrawn(window, wanted))
-    assert not window.broken()
+            window.unfold_row(row["title"])
+    wanted = {str(panel["title"]) for panel in dashboard.list_panels()} - NEWER
+    window.wait_until_right(lambda: find_undrawn_panels(window, wanted))
+    assert not window.list_panel_errors()
     assert not window.errors, window.errors
     assert not window.strangers, window.strangers
     assert not window.refused, window.refused
 
 
-def test_the_top_row_shows_the_known_numbers(window: Window, filled: Filled) -> None:
+def test_the_top_row_shows_the_known_numbers(window: GrafanaWindow, filled: FilledStack) -> None:
     """p50, p90, p99, share over SLO and share failed, as a person reads them."""
-    window.dashboard("ttft", span(filled))
-    window.right(lambda: differs(window, filled.truth))
+    window.open_dashboard("ttft", get_sent_range(filled))
+    window.wait_until_right(lambda: find_differences(window, filled.truth))
 
 
-def test_a_variable_filters(window: Window, filled: Filled) -> None:
+def test_a_variable_filters(window: GrafanaWindow, filled: FilledStack) -> None:
     """A model chosen by mouse changes the numbers to its own."""
     model = "Qwen/Qwen3-8B"
-    window.dashboard("ttft", span(filled))
-    window.choose("model", model)
-    window.right(lambda: differs(window, filled.truth.where(model=model)))
-    assert differs(window, filled.truth)
+    window.open_dashboard("ttft", get_sent_range(filled))
+    window.choose_value("model", model)
+    window.wait_until_right(lambda: find_differences(window, filled.truth.select_rows(model=model)))
+    assert find_differences(window, filled.truth)
 
 
-def test_a_dot_opens_its_trace(window: Window, filled: Filled) -> None:
+def test_a_dot_opens_its_trace(window: GrafanaWindow, filled: FilledStack) -> None:
     """An exemplar leads to its trace, in Tempo and on the dashboard."""
     known = {row.trace_id: row for row in filled.truth.good}
-    window.dashboard("ttft", span(filled))
-    links = window.dot("TTFT percentiles")
+    window.open_dashboard("ttft", get_sent_range(filled))
+    links = window.hover_exemplar("TTFT percentiles")
     assert {"Open in Tempo", "Show this request"} <= set(links)
     trace_id = links["Show this request"].partition("var-trace=")[2][:32]
     row = known[trace_id]
-    words = (trace_id, "POST /v1/chat/completions", "ttft", stages.SERVICES[row.role])
+    words = (trace_id, "POST /v1/chat/completions", "ttft", stages.SERVICE_NAMES[row.role])
     for link in ("Open in Tempo", "Show this request"):
-        window.go(links[link], tall=True)
-        window.right(lambda: window.lacks(*words))
+        window.open_path(links[link], tall=True)
+        window.wait_until_right(lambda: window.list_missing_words(*words))
     assert not window.errors and not window.strangers
 
 
-def test_a_slow_request_opens_its_waterfall(window: Window, filled: Filled) -> None:
+def test_a_slow_request_opens_its_waterfall(window: GrafanaWindow, filled: FilledStack) -> None:
     """The table lists slow requests; a click on one shows its spans below, filters and time kept."""
-    slow = {row.trace_id: row for row in filled.truth.slow()}
-    window.dashboard("ttft", {**span(filled), "var-role": "router"}, tall=True)
-    table = window.panel("Requests over the SLO")
+    slow = {row.trace_id: row for row in filled.truth.list_slow_rows()}
+    window.open_dashboard("ttft", {**get_sent_range(filled), "var-role": "router"}, tall=True)
+    table = window.find_panel("Requests over the SLO")
     links = table.get_by_role("link")
-    window.right(lambda: not links.count())
+    window.wait_until_right(lambda: not links.count())
     listed = {text.zfill(32): link for link in links.all() if len(text := link.inner_text()) > 24}
     assert listed and set(listed) <= set(slow)
     assert all(slow[trace_id].routed for trace_id in listed)
     trace_id, link = next(iter(listed.items()))
     link.click()
-    window.settle()
-    window.right(lambda: window.lacks(trace_id, "router.receive", "router.hop.", "unattributed"))
-    assert "var-role=router" in window.page.url and span(filled)["from"] in window.page.url
-    assert not window.errors and not window.broken()
+    window.wait_until_quiet()
+    window.wait_until_right(
+        lambda: window.list_missing_words(trace_id, "router.receive", "router.hop.", "unattributed")
+    )
+    assert (
+        "var-role=router" in window.page.url and get_sent_range(filled)["from"] in window.page.url
+    )
+    assert not window.errors and not window.list_panel_errors()

@@ -15,39 +15,41 @@ from typing import Any
 
 import pytest
 
-from tests.stack import known, send
-from tests.stack.bench import Bench, Collector, until
-from tests.stack.sink import QUICK, Metrics, Spans, attributes
+from lab import collector_config
+from lab.stack.binaries import StackBinaries
+from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
+from tests.stack import known_requests, otlp_requests
+from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
+from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel import names, stages
-from ttft_otel.exporter.spans import build
-from ttft_otel.lab import ottl
-from ttft_otel.lab.stack.binaries import Binaries
-from ttft_otel.lab.stack.parts import COLLECTOR_CONFIG, SAMPLING
+from ttft_otel.exporter.span_builder import build_spans
 
 FOLDER = COLLECTOR_CONFIG.parent
 TIER1, TIER2 = FOLDER / "scale-out" / "tier1.yaml", FOLDER / "scale-out" / "tier2.yaml"
 LAYERS = [
     [COLLECTOR_CONFIG],
-    [COLLECTOR_CONFIG, SAMPLING],
+    [COLLECTOR_CONFIG, SAMPLING_CONFIG],
     [COLLECTOR_CONFIG, TIER2],
-    [COLLECTOR_CONFIG, SAMPLING, TIER2],
+    [COLLECTOR_CONFIG, SAMPLING_CONFIG, TIER2],
     [TIER1],
 ]
 
 
 @dataclass
-class Front:
+class CollectorFront:
     """A collector, and what stands in Tempo's and Prometheus's place behind it."""
 
-    collector: Collector
-    spans: Spans
-    metrics: Metrics
+    collector: RunningCollector
+    spans: SpanSink
+    metrics: MetricSink
 
-    def send(self, *bodies: Any) -> None:
+    def send_bodies(self, *bodies: Any) -> None:
         """All must be taken."""
-        assert [send.post(self.collector.http, body) for body in bodies] == [200] * len(bodies)
+        assert [otlp_requests.post_export(self.collector.http, body) for body in bodies] == [
+            200
+        ] * len(bodies)
 
-    def through(self, *bodies: Any) -> None:
+    def send_and_wait(self, *bodies: Any) -> None:
         """Send, then wait until as many spans have come out."""
         wanted = sum(
             len(scope.spans)
@@ -55,22 +57,24 @@ class Front:
             for resource in body.resource_spans
             for scope in resource.scope_spans
         )
-        before = len(self.spans.spans())
-        self.send(*bodies)
-        until(lambda: len(self.spans.spans()) >= before + wanted)
+        before = len(self.spans.list_spans())
+        self.send_bodies(*bodies)
+        wait_until(lambda: len(self.spans.list_spans()) >= before + wanted)
 
-    def counted(self, job: str, many: int) -> None:
+    def wait_until_counted(self, job: str, many: int) -> None:
         """Wait until so many TTFTs of a job have been counted."""
-        until(lambda: self.metrics.total(names.METRIC_TTFT, job=job) >= many)
+        wait_until(lambda: self.metrics.sum_field(names.METRIC_TTFT, job=job) >= many)
 
 
 @pytest.fixture(scope="module")
-def front(bench: Bench) -> Iterator[Front]:
+def front(bench: StackStarter) -> Iterator[CollectorFront]:
     """The configuration as it is; tests tell their spans apart by name or service."""
-    spans, metrics = Spans(), Metrics()
-    with bench.collector(COLLECTOR_CONFIG, QUICK, env={**spans.env, **metrics.env}) as collector:
-        assert isinstance(collector, Collector)
-        yield Front(collector, spans, metrics)
+    spans, metrics = SpanSink(), MetricSink()
+    with bench.start_collector(
+        COLLECTOR_CONFIG, QUICK_FLUSH_CONFIG, env={**spans.env, **metrics.env}
+    ) as collector:
+        assert isinstance(collector, RunningCollector)
+        yield CollectorFront(collector, spans, metrics)
     metrics.close()
     spans.stop()
 
@@ -79,16 +83,18 @@ def test_blocks_are_in_step() -> None:
     """The generated blocks of config.yaml are what names.py and stages.py give today."""
     text = COLLECTOR_CONFIG.read_text("utf-8")
 
-    assert text == ottl.rewrite(text), "python -m ttft_otel.lab.ottl"
-    assert len(ottl.MARKED.findall(text)) == len(ottl.WRITERS)
+    assert text == collector_config.rewrite_config(text), "python -m lab.collector_config"
+    assert len(collector_config.GENERATED_BLOCK.findall(text)) == len(
+        collector_config.BLOCK_GENERATORS
+    )
 
 
 def test_every_stage_is_summed() -> None:
     """No stage of the vocabulary, nor any leg's, is missing from the sum."""
-    server, router = ottl.partition()
+    server, router = collector_config.list_full_stage_names()
 
-    assert set(stages.NAMES) == set(server)
-    assert all(stages.known(name) for name in router)
+    assert set(stages.STAGE_NAMES) == set(server)
+    assert all(stages.is_known_stage(name) for name in router)
     legs = [role for role in stages.ROLES if role != "router"]
     for role, stage in product(legs, stages.STAGES):
         assert (f"{role}.{stage.name}" in router) == (role in stage.roles)
@@ -96,19 +102,24 @@ def test_every_stage_is_summed() -> None:
 
 def test_every_name_is_kept() -> None:
     """Whatever attribute the vocabulary names is among those that our spans may keep."""
-    listed = set(re.findall(r'"([^"]+)"', "\n".join(ottl.own())))
+    listed = set(re.findall(r'"([^"]+)"', "\n".join(collector_config.generate_own_keys())))
     said = {value for key, value in vars(names).items() if key.isupper() and "." in str(value)}
-    metrics = {names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION}
+    metrics = {names.METRIC_TTFT, names.METRIC_STAGE}
+    metrics |= {names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
 
     assert said - listed <= metrics
-    for stage in (*ottl.partition()[1], names.FIRST_DECODE, stages.UNATTRIBUTED):
-        assert names.handover_us(stage) in listed
+    for stage in (
+        *collector_config.list_full_stage_names()[1],
+        names.FIRST_DECODE,
+        stages.UNATTRIBUTED,
+    ):
+        assert names.name_handover_attribute(stage) in listed
 
 
 @pytest.mark.parametrize(
     "layers", LAYERS, ids=lambda layers: "+".join(each.stem for each in layers)
 )
-def test_validates(binaries: Binaries, layers: list[Path], tmp_path: Path) -> None:
+def test_validates(binaries: StackBinaries, layers: list[Path], tmp_path: Path) -> None:
     """Each configuration, and each overlay on it, is accepted by the program that runs it."""
     words = [f"--config={layer}" for layer in layers]
     told = subprocess.run(
@@ -138,21 +149,34 @@ def test_blocks_have_reasons(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def rows(front: Front) -> list[known.Known]:
+def rows(front: CollectorFront) -> list[known_requests.KnownRequest]:
     """Known requests, sent and passed on: an eighth of the table, with slow and failed ones."""
-    chosen = [row for row in known.table() if not row.number % 8 or row.error]
-    records = [told.record for row in chosen for told in known.tell(row, time.time_ns())]
-    front.through(*(send.ours(records[at : at + 100]) for at in range(0, len(records), 100)))
-    for job in {stages.SERVICES[row.role] for row in chosen}:
-        front.counted(job, sum(stages.SERVICES[row.role] == job for row in chosen))
+    chosen = [
+        row for row in known_requests.build_known_requests() if not row.number % 8 or row.error
+    ]
+    records = [
+        told.record
+        for row in chosen
+        for told in known_requests.build_known_records(row, time.time_ns())
+    ]
+    front.send_and_wait(
+        *(
+            otlp_requests.build_own_request(records[at : at + 100])
+            for at in range(0, len(records), 100)
+        )
+    )
+    for job in {stages.SERVICE_NAMES[row.role] for row in chosen}:
+        front.wait_until_counted(job, sum(stages.SERVICE_NAMES[row.role] == job for row in chosen))
     return chosen
 
 
-def test_known_requests(front: Front, rows: list[known.Known]) -> None:
+def test_known_requests(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Every ttft and encode span gets its TTFT in ms, rounded down, and the sum of its stages."""
-    records = [told.record for row in rows for told in known.tell(row, 0)]
+    records = [told.record for row in rows for told in known_requests.build_known_records(row, 0)]
     expected = {each.ttft.span_id: each.ttft for each in records if each.ttft}
-    found = {span.span_id.hex(): attributes(span.attributes) for span in front.spans.spans()}
+    found = {
+        span.span_id.hex(): to_attributes(span.attributes) for span in front.spans.list_spans()
+    }
 
     assert len(expected) > len(rows)
     for span_id, ttft in expected.items():
@@ -165,12 +189,14 @@ def test_known_requests(front: Front, rows: list[known.Known]) -> None:
     assert ours and not any(names.DERIVED_MS in each for each in ours if names.STAGE in each)
 
 
-def test_metrics_are_the_truth(front: Front, rows: list[known.Known]) -> None:
+def test_metrics_are_the_truth(
+    front: CollectorFront, rows: list[known_requests.KnownRequest]
+) -> None:
     """Counts and sums per role, model and stage are those of the outermost spans alone."""
     for role, model in {(row.role, row.model) for row in rows}:
         mine = [row for row in rows if (row.role, row.model) == (role, model)]
-        job = stages.SERVICES[role]
-        whole = points(front, names.METRIC_TTFT, job, model)
+        job = stages.SERVICE_NAMES[role]
+        whole = list_points(front, names.METRIC_TTFT, job, model)
         assert sum(point.count for _, point in whole) == len(mine)
         assert isclose(sum(point.sum for _, point in whole), sum(row.ttft for row in mine) / 1e6)
 
@@ -179,7 +205,7 @@ def test_metrics_are_the_truth(front: Front, rows: list[known.Known]) -> None:
             for stage, us in (*row.stages.items(), (stages.UNATTRIBUTED, row.unattributed)):
                 lengths[stage] = lengths.get(stage, 0) + us / 1e6
         counted: dict[str, float] = {}
-        for labels, point in points(front, names.METRIC_STAGE, job, model):
+        for labels, point in list_points(front, names.METRIC_STAGE, job, model):
             stage = labels[names.STAGE]
             counted[stage] = counted.get(stage, 0) + point.sum
         assert counted.keys() == {stage for stage, length in lengths.items() if length}
@@ -187,24 +213,26 @@ def test_metrics_are_the_truth(front: Front, rows: list[known.Known]) -> None:
         assert isclose(sum(counted.values()), sum(point.sum for _, point in whole))
 
 
-def points(front: Front, metric: str, job: str, model: str) -> list[tuple[dict[str, Any], Any]]:
+def list_points(
+    front: CollectorFront, metric: str, job: str, model: str
+) -> list[tuple[dict[str, Any], Any]]:
     """Labels and newest points of a metric's series of one service and model."""
-    found = front.metrics.series(metric, job=job)
+    found = front.metrics.get_series(metric, job=job)
     return [(labels, point) for labels, point in found if labels.get(names.MODEL) == model]
 
 
-def test_convention(front: Front, rows: list[known.Known]) -> None:
+def test_convention(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """The convention's histogram has its buckets and attributes, and counts answers that began."""
     bounds = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1]
     bounds += [0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 
     answered = [row for row in rows if row.role != "encode" and not row.error]
-    until(lambda: front.metrics.total(names.METRIC_CONVENTION) >= len(answered))
+    wait_until(lambda: front.metrics.sum_field(names.METRIC_CONVENTION) >= len(answered))
 
     for model in {row.model for row in answered}:
         mine = [row.ttft / 1e6 for row in answered if row.model == model]
         buckets = [0] * (len(bounds) + 1)
-        for labels, point in front.metrics.series(names.METRIC_CONVENTION):
+        for labels, point in front.metrics.get_series(names.METRIC_CONVENTION):
             if labels[names.MODEL] == model:
                 assert labels.keys() == {
                     *("job", "instance", names.OPERATION, names.PROVIDER, names.MODEL)
@@ -217,7 +245,40 @@ def test_convention(front: Front, rows: list[known.Known]) -> None:
         assert buckets == expected
 
 
-def test_labels(front: Front, rows: list[known.Known]) -> None:
+def test_recomputed_items(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
+    """Items encoded twice are a counter of the server that did it, though a router is outermost."""
+    wanted = sum(known_requests.KnownTruth(rows).count_recomputed_items().values())
+    metric, job = names.METRIC_RECOMPUTED, stages.SERVICE_NAMES["prefill_decode"]
+    wait_until(lambda: front.metrics.sum_field(metric, "as_double") >= wanted)
+
+    [(labels, point)] = front.metrics.get_series(metric)
+    assert point.as_double == wanted > 10
+    assert labels.keys() == {"job", "instance", names.ROLE, names.MODEL}
+    assert (labels["job"], labels[names.ROLE]) == (job, "prefill_decode")
+    # The consumer's own ttft span is in no histogram: the router's counts for the request.
+    assert not front.metrics.get_series(names.METRIC_TTFT, job=job)
+    assert not [name for name, _ in front.metrics.points if name.startswith(f"{metric}.")]
+
+
+def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
+    """The counter is there before it counts; a malformed number of items makes none, and no item."""
+    for number, service in ((0, "none-twice"), ("2", "a-text"), (-3, "below-0")):
+        attributes = {names.ROLE: "prefill_decode", names.EC_RECOMPUTED_ITEMS: number}
+        front.send_and_wait(
+            otlp_requests.build_export_request(
+                [otlp_requests.build_raw_span(names.TTFT, **attributes)], service=service
+            )
+        )
+
+    metric = names.METRIC_RECOMPUTED
+    wait_until(lambda: front.metrics.get_series(metric, job="below-0"))
+    assert front.metrics.sum_field(metric, "as_double", job="none-twice") == 0
+    assert front.metrics.get_series(metric, job="none-twice")
+    assert front.metrics.sum_field(metric, "as_double", job="below-0") == 0
+    assert not front.metrics.get_series(metric, job="a-text")
+
+
+def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Labels are those listed, and no request or trace id is the value of one."""
     ids = {each for row in rows for each in (row.trace_id, row.request_id)}
     allowed = {
@@ -227,46 +288,52 @@ def test_labels(front: Front, rows: list[known.Known]) -> None:
         },
     }
     for metric, labels in allowed.items():
-        found = [each for each, _ in front.metrics.series(metric)]
+        found = [each for each, _ in front.metrics.get_series(metric)]
         assert found
         assert {name for each in found for name in each} == {*labels, "job", "instance"}
         told = {str(value) for each in found for value in each.values()}
         assert not told & ids
     legs = {
         (labels.get(names.LEG), labels.get(names.INSTANCE))
-        for labels, _ in front.metrics.series(names.METRIC_STAGE, job="ttft-otel-router")
+        for labels, _ in front.metrics.get_series(names.METRIC_STAGE, job="ttft-otel-router")
     }
     assert ("encode", "10.0.0.11:8001") in legs and (None, None) in legs
 
 
-def test_exemplars(front: Front, rows: list[known.Known]) -> None:
+def test_exemplars(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Exemplars name spans that are in the backend: the ttft span, or the stage's own."""
-    sent = {(span.trace_id, span.span_id) for span in front.spans.spans()}
-    found = front.metrics.exemplars()
+    sent = {(span.trace_id, span.span_id) for span in front.spans.list_spans()}
+    found = front.metrics.list_exemplars()
 
     assert len(found) > len(rows) / 10
     assert {(each.trace_id, each.span_id) for each in found} <= sent
 
 
-def test_one_request_counts_once(front: Front) -> None:
+def test_one_request_counts_once(front: CollectorFront) -> None:
     """Router, encoder and decoder of one request have a ttft span each; one TTFT is counted."""
-    row = next(row for row in known.table() if row.kind == "epd" and not row.spare)
-    records = [told.record for told in known.tell(row, time.time_ns())]
+    row = next(
+        row for row in known_requests.build_known_requests() if row.kind == "epd" and not row.spare
+    )
+    records = [told.record for told in known_requests.build_known_records(row, time.time_ns())]
     assert [each.role for each in records] == ["encode", "prefill_decode", "router"]
-    before = front.metrics.total(names.METRIC_TTFT)
-    front.through(send.ours(records, "once"))
+    before = front.metrics.sum_field(names.METRIC_TTFT)
+    front.send_and_wait(otlp_requests.build_own_request(records, "once"))
 
-    until(lambda: front.metrics.total(names.METRIC_TTFT) > before)
-    assert front.metrics.total(names.METRIC_TTFT, instance="once") == 1
-    assert front.metrics.total(names.METRIC_TTFT) == before + 1
+    wait_until(lambda: front.metrics.sum_field(names.METRIC_TTFT) > before)
+    assert front.metrics.sum_field(names.METRIC_TTFT, instance="once") == 1
+    assert front.metrics.sum_field(names.METRIC_TTFT) == before + 1
 
 
-def test_callers_cannot_multiply(front: Front) -> None:
+def test_callers_cannot_multiply(front: CollectorFront) -> None:
     """A caller's tracestate that claims a sampling of 1 in 65 536 leaves the count at one."""
-    front.through(send.ours([send.record(50, service="claims", state="ot=th:ffff")]))
+    front.send_and_wait(
+        otlp_requests.build_own_request(
+            [otlp_requests.build_own_record(50, service="claims", state="ot=th:ffff")]
+        )
+    )
 
-    front.counted("claims", 1)
-    assert front.metrics.total(names.METRIC_TTFT, job="claims") == 1
+    front.wait_until_counted("claims", 1)
+    assert front.metrics.sum_field(names.METRIC_TTFT, job="claims") == 1
 
 
 @pytest.mark.parametrize(
@@ -289,25 +356,25 @@ def test_callers_cannot_multiply(front: Front) -> None:
     ],
     ids=str,
 )
-def test_malformed_stages(front: Front, change: dict[str, Any], total: int) -> None:
+def test_malformed_stages(front: CollectorFront, change: dict[str, Any], total: int) -> None:
     """A stage that is no integer is left out of the sum, and shows as unattributed; the rest holds."""
     stage = {"ttft.prefill.queue_us": 300, "ttft.role": "mono"}
-    span = send.span("ttft", 1_999, **stage, **change)
-    front.through(send.request([span]))
-    found = attributes(front.spans.span(span.span_id).attributes)
+    span = otlp_requests.build_raw_span("ttft", 1_999, **stage, **change)
+    front.send_and_wait(otlp_requests.build_export_request([span]))
+    found = to_attributes(front.spans.get_span(span.span_id).attributes)
 
     assert found[names.DERIVED_MS] == 1
     assert found[names.DERIVED_SUM_US] == total
     assert found[names.DERIVED_REST_US] == 1_999 - total
 
 
-def test_backwards(front: Front) -> None:
+def test_backwards(front: CollectorFront) -> None:
     """A span that ends before it starts gets no TTFT, and is passed on."""
-    span = send.span("ttft", -5_000)
-    front.through(send.request([span]))
-    found = front.spans.span(span.span_id)
+    span = otlp_requests.build_raw_span("ttft", -5_000)
+    front.send_and_wait(otlp_requests.build_export_request([span]))
+    found = front.spans.get_span(span.span_id)
 
-    assert not attributes(found.attributes)
+    assert not to_attributes(found.attributes)
 
 
 OTHERS = {
@@ -336,15 +403,15 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_others(front: Front, case: str) -> None:
+def test_others(front: CollectorFront, case: str) -> None:
     """Spans of vLLM itself, SGLang and OpenInference get ttft_ms from what they have, or nothing."""
     given, events, expected = OTHERS[case]
-    span = send.span("llm_request", 20_000, events, **given)
-    front.through(send.request([span], "vllm.llm_engine"))
-    found = attributes(front.spans.span(span.span_id).attributes)
+    span = otlp_requests.build_raw_span("llm_request", 20_000, events, **given)
+    front.send_and_wait(otlp_requests.build_export_request([span], "vllm.llm_engine"))
+    found = to_attributes(front.spans.get_span(span.span_id).attributes)
 
     assert found.get(names.DERIVED_MS) == expected
-    assert not front.metrics.series(names.METRIC_TTFT, job="vllm", ttft_role=None)
+    assert not front.metrics.get_series(names.METRIC_TTFT, job="vllm", ttft_role=None)
 
 
 SECRET = "the secret of the day"
@@ -370,72 +437,76 @@ HARMLESS = {
 }
 
 
-def test_scrub_others(front: Front) -> None:
+def test_scrub_others(front: CollectorFront) -> None:
     """Prompts, completions and credentials leave spans, events and resources of others; counts stay."""
     said = dict.fromkeys(SECRETS, SECRET)
     events = [
         ("gen_ai.content.prompt", 1, {"gen_ai.prompt": SECRET, "content": SECRET, "index": 3})
     ]
-    span = send.span("scrubbed", 10, events, **said, **HARMLESS, note="x" * 2000)
+    span = otlp_requests.build_raw_span("scrubbed", 10, events, **said, **HARMLESS, note="x" * 2000)
     resource = {"process.command_args": SECRET, "x-api-key": SECRET, "host.name": "here"}
-    front.through(send.request([span], "other", **resource))
+    front.send_and_wait(otlp_requests.build_export_request([span], "other", **resource))
 
-    found = next(each for each in front.spans.spans() if each.name == "scrubbed")
-    left = attributes(found.attributes)
+    found = next(each for each in front.spans.list_spans() if each.name == "scrubbed")
+    left = to_attributes(found.attributes)
     assert {name: left.get(name) for name in HARMLESS} == HARMLESS
     assert left.keys() == {*HARMLESS, "note"} and len(left["note"]) == 512
-    assert attributes(found.events[0].attributes) == {"index": 3}
-    where = [attributes(each.resource.attributes) for each in front.spans.resources()]
+    assert to_attributes(found.events[0].attributes) == {"index": 3}
+    where = [to_attributes(each.resource.attributes) for each in front.spans.list_resources()]
     assert [each for each in where if each.get("host.name") == "here"] == [
         {"service.name": "vllm", "host.name": "here"}
     ]
     assert SECRET.encode() not in b"".join(front.spans.taken)
 
 
-def test_scrub_ours(front: Front) -> None:
+def test_scrub_ours(front: CollectorFront) -> None:
     """Our own spans keep the keys of names.py and lose any other, whatever a mistake put there."""
-    row = next(row for row in known.table() if row.kind == "epd")
-    records = [told.record for told in known.tell(row, time.time_ns())]
+    row = next(row for row in known_requests.build_known_requests() if row.kind == "epd")
+    records = [told.record for told in known_requests.build_known_records(row, time.time_ns())]
     sent = {
         f"{span.context.span_id:016x}": dict(span.attributes or {})
         for each in records
-        for span in build(each, send.resource("kept"))
+        for span in build_spans(each, otlp_requests.build_own_resource("kept"))
     }
-    front.through(send.ours(records, "kept"))
+    front.send_and_wait(otlp_requests.build_own_request(records, "kept"))
     derived = {names.DERIVED_MS, names.DERIVED_SUM_US, names.DERIVED_REST_US}
     by_name: dict[str, set[str]] = {}
-    for span in front.spans.spans():
-        by_name.setdefault(span.name, set()).update(attributes(span.attributes))
+    for span in front.spans.list_spans():
+        by_name.setdefault(span.name, set()).update(to_attributes(span.attributes))
     for each in records:
-        for span in build(each, send.resource("kept")):
+        for span in build_spans(each, otlp_requests.build_own_resource("kept")):
             assert set(span.attributes or ()) <= by_name[span.name] | derived
     assert sent
-    span = send.span("receive", 10, **{"ttft.stage": "receive", "prompt": SECRET, "anything": 1})
-    front.through(send.request([span]))
-    left = front.spans.span(span.span_id)
-    assert attributes(left.attributes) == {"ttft.stage": "receive"}
+    span = otlp_requests.build_raw_span(
+        "receive", 10, **{"ttft.stage": "receive", "prompt": SECRET, "anything": 1}
+    )
+    front.send_and_wait(otlp_requests.build_export_request([span]))
+    left = front.spans.get_span(span.span_id)
+    assert to_attributes(left.attributes) == {"ttft.stage": "receive"}
 
 
-def test_own_numbers(front: Front) -> None:
+def test_own_numbers(front: CollectorFront) -> None:
     """The collector pushes what it took, sent and holds to Prometheus, under its own name."""
     taken = "otelcol_receiver_accepted_spans"
-    until(lambda: front.metrics.series(taken, job="ttft-collector"), 25)
+    wait_until(lambda: front.metrics.get_series(taken, job="ttft-collector"), 25)
 
     for name in ("exporter_sent_spans", "exporter_queue_size", "process_memory_rss"):
-        assert front.metrics.series(f"otelcol_{name}", job="ttft-collector")
+        assert front.metrics.get_series(f"otelcol_{name}", job="ttft-collector")
 
 
-def test_cardinality(bench: Bench) -> None:
+def test_cardinality(bench: StackStarter) -> None:
     """Past the limit new series fall into one, marked as overflow, and nothing is left uncounted."""
-    spans, metrics = Spans(), Metrics()
+    spans, metrics = SpanSink(), MetricSink()
     env = {**spans.env, **metrics.env, "TTFT_SERIES_LIMIT": "20"}
-    with bench.collector(env=env) as collector:
-        assert isinstance(collector, Collector)
-        body = send.ours([send.record(10, model=f"model-{turn}") for turn in range(300)])
-        assert send.post(collector.http, body) == 200
-        until(lambda: metrics.total(names.METRIC_TTFT) >= 300)
+    with bench.start_collector(env=env) as collector:
+        assert isinstance(collector, RunningCollector)
+        body = otlp_requests.build_own_request(
+            [otlp_requests.build_own_record(10, model=f"model-{turn}") for turn in range(300)]
+        )
+        assert otlp_requests.post_export(collector.http, body) == 200
+        wait_until(lambda: metrics.sum_field(names.METRIC_TTFT) >= 300)
         for metric, each in ((names.METRIC_TTFT, 1), (names.METRIC_STAGE, 3)):
-            series = metrics.series(metric)
+            series = metrics.get_series(metric)
             over = [point for labels, point in series if labels.get("otel.metric.overflow")]
             assert len(series) == 21 and len(over) == 1
             assert sum(point.count for _, point in series) == 300 * each

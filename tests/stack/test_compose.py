@@ -18,11 +18,11 @@ import click
 import pytest
 import yaml
 
-from tests.stack.test_tools import said
-from ttft_otel.lab.stack import docker
-from ttft_otel.lab.stack.binaries import Binaries
-from ttft_otel.lab.stack.pins import CHECKOUT
-from ttft_otel.router.command import command as router
+from lab.stack import docker_compose
+from lab.stack.binaries import StackBinaries
+from lab.stack.program_pins import CHECKOUT
+from tests.stack.test_tools import run_program
+from ttft_otel.router.cli.command import command as router
 
 Config = Callable[..., dict[str, Any]]
 
@@ -35,26 +35,28 @@ PROFILES = {
     ("demo",): {"collector", "router"},
 }
 CHOICES = [pytest.param(profiles, id="-".join(profiles) or "default") for profiles in PROFILES]
-# An image's tag down to the patch, or our own build.
-PINNED = re.compile(r"(otel|grafana|prom)/[\w-]+:v?\d+\.\d+\.\d+|ttft-otel-router:local")
+# An image's tag down to the patch, with or without its digest, or our own build.
+PINNED = re.compile(
+    r"(otel|grafana|prom)/[\w-]+:v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?|ttft-otel-router:local"
+)
 
 
 @pytest.fixture(scope="session")
-def config(binaries: Binaries) -> Config:
+def config(binaries: StackBinaries) -> Config:
     """`docker compose config` with profiles and further files; `code` 1 for what must be refused."""
 
-    def read(
+    def read_config(
         *profiles: str, files: tuple[str, ...] = (), env: dict[str, str] | None = None
     ) -> dict[str, Any]:
         paths = [CHECKOUT / name for name in ("docker-compose.yml", *files)]
         words = [f"+{profile}" for profile in profiles]
-        found: dict[str, Any] = json.loads(said(binaries.compose, *paths, *words, env=env))
+        found: dict[str, Any] = json.loads(run_program(binaries.compose, *paths, *words, env=env))
         return found
 
-    return read
+    return read_config
 
 
-def doors(service: dict[str, Any]) -> set[str]:
+def list_host_ports(service: dict[str, Any]) -> set[str]:
     """Ports that a service opens on the host."""
     return {port["published"] for port in service.get("ports", ())}
 
@@ -64,7 +66,7 @@ def test_who_runs(config: Config, profiles: tuple[str, ...]) -> None:
     """Each profile has exactly one collector where servers send; without any, the plain one runs."""
     services = config(*profiles)["services"]
     assert set(services) == ALWAYS | PROFILES[profiles]
-    inlets = [name for name, service in services.items() if "4318" in doors(service)]
+    inlets = [name for name, service in services.items() if "4318" in list_host_ports(service)]
     assert len(inlets) == 1
     names = (
         {inlets[0], *services[inlets[0]]["networks"]["default"].get("aliases", ())}
@@ -79,7 +81,7 @@ def test_loopback(config: Config, profiles: tuple[str, ...]) -> None:
     """Ports are 3000, 4317 and 4318 (and the demo's router), on loopback, until TTFT_BIND says otherwise."""
     for env, address in (({}, "127.0.0.1"), ({"TTFT_BIND": "192.0.2.7"}, "192.0.2.7")):
         services = config(*profiles, env=env)["services"].values()
-        found = {port for service in services for port in doors(service)}
+        found = {port for service in services for port in list_host_ports(service)}
         assert found == {"3000", "4317", "4318"} | ({"8000"} if "demo" in profiles else set())
         hosts = {port["host_ip"] for service in services for port in service.get("ports", ())}
         assert hosts == {address}
@@ -97,7 +99,9 @@ def test_hardened(config: Config) -> None:
         assert "no-new-privileges:true" in service["security_opt"], name
         assert int(service["deploy"]["resources"]["limits"]["memory"]) <= 2**30, name
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
-        if name == docker.ONCE:  # root for one chown, with no network and nothing but that power
+        if (
+            name == docker_compose.ONE_SHOT_SERVICE
+        ):  # root for one chown, with no network and nothing but that power
             assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
         else:
             assert "cap_add" not in service
@@ -109,24 +113,28 @@ def test_health(config: Config) -> None:
     services = config("*")["services"]
     for name, service in services.items():
         collector = name.startswith("collector")  # its image has no shell and no other program
-        assert ("healthcheck" in service) is not (collector or name == docker.ONCE), name
+        assert ("healthcheck" in service) is not (
+            collector or name == docker_compose.ONE_SHOT_SERVICE
+        ), name
         if collector:
-            waits = service["depends_on"][docker.ONCE]["condition"]
+            waits = service["depends_on"][docker_compose.ONE_SHOT_SERVICE]["condition"]
             assert waits == "service_completed_successfully"
-    owned = {each["target"] for each in services[docker.ONCE]["volumes"]}
-    assert owned == set(services[docker.ONCE]["entrypoint"][2:])
+    owned = {each["target"] for each in services[docker_compose.ONE_SHOT_SERVICE]["volumes"]}
+    assert owned == set(services[docker_compose.ONE_SHOT_SERVICE]["entrypoint"][2:])
     queues = {
         each["source"]
         for name, service in services.items()
         for each in service.get("volumes", ())
         if name.startswith("collector") and each["type"] == "volume"
     }
-    assert queues == {each["source"] for each in services[docker.ONCE]["volumes"]}
+    assert queues == {
+        each["source"] for each in services[docker_compose.ONE_SHOT_SERVICE]["volumes"]
+    }
 
 
 def test_fresh_clone(config: Config) -> None:
     """Every file that is mounted or built from is in the repository."""
-    tracked = set(said("git", "-C", CHECKOUT, "ls-files").splitlines())
+    tracked = set(run_program("git", "-C", CHECKOUT, "ls-files").splitlines())
     folders = {str(parent) for path in tracked for parent in Path(path).parents}
     found = config("*")
     for service in found["services"].values():
@@ -148,9 +156,9 @@ def test_nobody_logs_in(config: Config) -> None:
     assert not [name for name in env if "PASSWORD" in name]
 
 
-def test_admin(config: Config, binaries: Binaries) -> None:
-    """With docker-compose.admin.yml there is an admin, whose password is in a file that must be named."""
-    overlay = "docker-compose.admin.yml"
+def test_admin(config: Config, binaries: StackBinaries) -> None:
+    """docker-compose.admin.yml makes an admin, whose password is in a file that must be named."""
+    overlay = "deploy/docker-compose.admin.yml"
     grafana = config(files=(overlay,), env={"TTFT_GRAFANA_PASSWORD": "/pass"})["services"][
         "grafana"
     ]
@@ -163,24 +171,30 @@ def test_admin(config: Config, binaries: Binaries) -> None:
     kept = [each["target"] for each in grafana["volumes"] if each["type"] == "volume"]
     assert kept == ["/var/lib/grafana"] and "/var/lib/grafana" not in str(grafana["tmpfs"])
     files = (CHECKOUT / "docker-compose.yml", CHECKOUT / overlay)
-    assert "name a file with the password" in said(binaries.compose, *files, code=1)
+    assert "name a file with the password" in run_program(binaries.compose, *files, code=1)
 
 
-@pytest.mark.parametrize("profiles", ((), ("sampling",)), ids=("default", "sampling"))
-def test_secure(config: Config, binaries: Binaries, profiles: tuple[str, ...]) -> None:
-    """With docker-compose.secure.yml the collector reads certificate, key and token from secrets."""
+@pytest.mark.parametrize("profiles", CHOICES)
+def test_secure(config: Config, binaries: StackBinaries, profiles: tuple[str, ...]) -> None:
+    """With docker-compose.secure.yml collectors ask for the token in each profile; others are on loopback."""
     env = {f"TTFT_OTLP_{name}": f"/{name}" for name in ("CERT", "KEY", "TOKEN")}
-    found = config(*profiles, files=("docker-compose.secure.yml",), env=env)
-    [collector] = [each for each in found["services"].values() if "4318" in doors(each)]
-    assert "--config=/etc/otelcol/secure.yaml" == collector["command"][-1]
+    env["TTFT_BIND"] = "192.0.2.7"
+    found = config(*profiles, files=("deploy/docker-compose.secure.yml",), env=env)
+    [collector] = [each for each in found["services"].values() if "4318" in list_host_ports(each)]
+    for service in found["services"].values():
+        hosts = {port["host_ip"] for port in service.get("ports", ())}
+        assert hosts <= {"192.0.2.7" if service is collector else "127.0.0.1"}
     plain = config(*profiles)["services"]
-    [without] = [each for each in plain.values() if "4318" in doors(each)]
-    assert collector["command"][:-1] == without["command"]
+    [without] = [each for each in plain.values() if "4318" in list_host_ports(each)]
+    added = collector["command"][len(without["command"]) :]
+    assert collector["command"][: len(without["command"])] == without["command"]
+    assert added[0] == "--config=/etc/otelcol/secure.yaml"
     targets = {secret["target"] for secret in collector["secrets"]}
     text = (CHECKOUT / "collector" / "secure.yaml").read_text("utf-8")
     assert targets == set(re.findall(r"/run/secrets/\w+", text))
-    configs = [CHECKOUT / "collector" / Path(word).name for word in collector["command"]]
-    said(binaries.collector, "validate", *(f"--config={path}" for path in configs))
+    names = [word.removeprefix("--config=/etc/otelcol/") for word in collector["command"]]
+    configs = [CHECKOUT / "collector" / name for name in names]
+    run_program(binaries.collector, "validate", *(f"--config={path}" for path in configs))
 
 
 def test_configs_are_the_native_ones(config: Config) -> None:
@@ -192,7 +206,7 @@ def test_configs_are_the_native_ones(config: Config) -> None:
                 assert (CHECKOUT / "collector" / path).is_file(), word
 
 
-def variables(option: click.Parameter) -> list[str]:
+def list_variables(option: click.Parameter) -> list[str]:
     """The environment variables of an option."""
     named = option.envvar or []
     return [named] if isinstance(named, str) else list(named)
@@ -201,7 +215,7 @@ def variables(option: click.Parameter) -> list[str]:
 def test_demo(config: Config) -> None:
     """The demo's router is configured by variables that the router knows, and sends to the collector."""
     service = config("demo")["services"]["router"]
-    known = {name for option in router.params for name in variables(option)}
+    known = {name for option in router.params for name in list_variables(option)}
     own = {name for name in service["environment"] if name.startswith("TTFT_OTEL_ROUTER_")}
     assert own and own <= known
     assert service["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"

@@ -15,34 +15,39 @@ from typing import Any
 import pytest
 import yaml
 
-from grafana.build import colors, counters, panels, queries
-from grafana.build.boards import Dashboard as Schema
-from grafana.build.boards import JSONEncoder, render
-from tests.stack.panels import Dashboard, Query, dashboards
+from grafana.build import panel_kinds, pipeline_queries, series_colors, ttft_queries
+from grafana.build.all_dashboards import Dashboard as Schema
+from grafana.build.all_dashboards import JSONEncoder, render_dashboards
+from lab.stack.program_pins import CHECKOUT
+from tests.stack.panel_queries import CommittedDashboard, PanelQuery, list_dashboards
 from ttft_otel import names, palette, stages
-from ttft_otel.lab.stack.pins import CHECKOUT
 
 FOLDER = CHECKOUT / "grafana"
-BOARDS = dashboards()
-PANELS = [(board, panel) for board in BOARDS for panel in board.panels()]
+BOARDS = list_dashboards()
+PANELS = [(board, panel) for board in BOARDS for panel in board.list_panels()]
 QUERIES = [
-    Query(board, panel, target) for board, panel in PANELS for target in panel.get("targets", ())
+    PanelQuery(board, panel, target)
+    for board, panel in PANELS
+    for target in panel.get("targets", ())
 ]
 NAMED = [pytest.param(board, panel, id=f"{board.uid}/{panel['title']}") for board, panel in PANELS]
 ASKED = [pytest.param(query, id=query.name) for query in QUERIES]
 
 # Labels that the collector's metrics have, and Prometheus adds to what it scrapes.
 LABELS = {
-    *(queries.label(name) for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)),
-    *(queries.label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
+    *(
+        ttft_queries.format_label(name)
+        for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)
+    ),
+    *(ttft_queries.format_label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
     *("job", "instance", "exported_instance", "le", "status_code"),
     *("exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop"),
     *("role", "server"),  # made by label_join
 }
-# What the collector, Tempo and our own processes count: constants of counters.py.
+# What the collector, Tempo and our own processes count: constants of pipeline_queries.py.
 COUNTED = {
     re.split(r"[{\s]", value)[0]
-    for key, value in vars(counters).items()
+    for key, value in vars(pipeline_queries).items()
     if key.isupper() and isinstance(value, str)
 }
 FUNCTIONS = {
@@ -53,7 +58,7 @@ FUNCTIONS = {
 }
 
 
-def recorded() -> set[str]:
+def list_recorded_series() -> set[str]:
     """The series that grafana/prometheus/rules makes."""
     found = set()
     for path in (FOLDER / "prometheus" / "rules").glob("*.yml"):
@@ -62,13 +67,23 @@ def recorded() -> set[str]:
     return found
 
 
-def known() -> set[str]:
+def list_known_metrics() -> set[str]:
     """Every metric that a query may name: from the vocabulary, the counters and the rules."""
-    ours = {queries.DURATION, queries.STAGE, queries.CONVENTION}
-    return ours | COUNTED | recorded() | {base for _, base in counters.HOPS.values()}
+    ours = {
+        ttft_queries.DURATION_METRIC,
+        ttft_queries.STAGE_METRIC,
+        ttft_queries.RECOMPUTED_METRIC,
+        ttft_queries.CONVENTION_METRIC,
+    }
+    return (
+        ours
+        | COUNTED
+        | list_recorded_series()
+        | {base for _, base in pipeline_queries.LOSSES_BY_HOP.values()}
+    )
 
 
-def bare(text: str) -> str:
+def strip_query(text: str) -> str:
     """A PromQL query without its strings, ranges and variables."""
     text = re.sub(r'"[^"]*"', '""', text)
     text = re.sub(r"\[[^]]*]", "", text)
@@ -77,13 +92,13 @@ def bare(text: str) -> str:
 
 def test_rebuilt() -> None:
     """Building the dashboards gives the committed files, byte for byte, and no others are there."""
-    made = render()
+    made = render_dashboards()
     committed = {path.stem: path.read_text("utf-8") for path in (FOLDER / "dashboards").iterdir()}
     assert made == committed, "run: .venv/bin/python -m grafana.build"
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_schema(board: Dashboard) -> None:
+def test_schema(board: CommittedDashboard) -> None:
     """Grafana's schema, as its own SDK knows it, reads and writes a dashboard without loss."""
     again = json.loads(json.dumps(Schema.from_json(dict(board.model)), cls=JSONEncoder))
     assert again == board.model
@@ -91,7 +106,7 @@ def test_schema(board: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_board(board: Dashboard) -> None:
+def test_board(board: CommittedDashboard) -> None:
     """A dashboard has its file's name as uid, a title, a description, and cannot be saved over."""
     assert board.path.stem == board.uid
     assert board.model["title"] and board.model["description"].endswith(("?", "."))
@@ -102,10 +117,10 @@ def test_board(board: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_nothing_overlaps(board: Dashboard) -> None:
+def test_nothing_overlaps(board: CommittedDashboard) -> None:
     """No two panels share a cell of the grid, and none reaches over its edge."""
     cells: dict[tuple[int, int], str] = {}
-    for panel in [*board.model["panels"], *board.panels()]:
+    for panel in [*board.model["panels"], *board.list_panels()]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         for x in range(place["x"], place["x"] + place["w"]):
@@ -114,7 +129,7 @@ def test_nothing_overlaps(board: Dashboard) -> None:
 
 
 @pytest.mark.parametrize(("board", "panel"), NAMED)
-def test_panel(board: Dashboard, panel: dict[str, Any]) -> None:
+def test_panel(board: CommittedDashboard, panel: dict[str, Any]) -> None:
     """Every panel has a title, a sentence that explains it, a unit, and its data source as a variable."""
     assert panel["title"]
     assert panel["description"].endswith("."), panel["description"]
@@ -127,29 +142,31 @@ def test_panel(board: Dashboard, panel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("query", ASKED)
-def test_query(query: Query) -> None:
+def test_query(query: PanelQuery) -> None:
     """Every query names only variables of its dashboard, and metrics and labels that somebody makes."""
     own = {variable["name"] for variable in query.dashboard.variables}
-    built_in = {queries.RANGE.strip("$"), queries.RATE.strip("$")}
+    built_in = {ttft_queries.RANGE.strip("$"), ttft_queries.RATE.strip("$")}
     assert set(re.findall(r"\$\{?(\w+)", query.text)) <= own | built_in
     if not query.prometheus:
         return
-    words = set(re.findall(r"[a-zA-Z_][\w:]*", bare(query.text)))
-    assert words <= known() | LABELS | FUNCTIONS, words - known() - LABELS - FUNCTIONS
-    assert words & known() or query.text.startswith("vector"), "asks for no metric"
+    words = set(re.findall(r"[a-zA-Z_][\w:]*", strip_query(query.text)))
+    assert words <= list_known_metrics() | LABELS | FUNCTIONS, (
+        words - list_known_metrics() - LABELS - FUNCTIONS
+    )
+    assert words & list_known_metrics() or query.text.startswith("vector"), "asks for no metric"
 
 
 @pytest.mark.parametrize("query", ASKED)
-def test_window(query: Query) -> None:
+def test_window(query: PanelQuery) -> None:
     """Numbers look at the whole range, lines at as little as their resolution allows."""
     bound = re.sub(r"\[[^]]+] @ end\(\)", "", re.sub(r'"[^"]*"', "", query.text))
     windows = set(re.findall(r"\[([^]]+)]", bound))
     if query.prometheus:
-        assert windows <= {queries.RANGE if query.instant else queries.RATE}
+        assert windows <= {ttft_queries.RANGE if query.instant else ttft_queries.RATE}
 
 
 @pytest.mark.parametrize("query", ASKED)
-def test_traceql_words(query: Query) -> None:
+def test_traceql_words(query: PanelQuery) -> None:
     """TraceQL names only our spans and attributes, and what the collector derives."""
     if query.prometheus or query.text == "$trace":
         return
@@ -162,16 +179,16 @@ def test_traceql_words(query: Query) -> None:
 def test_encoders_are_left_out() -> None:
     """No panel of the TTFT dashboard mixes an encoder's own histogram into TTFT."""
     for query in QUERIES:
-        for chosen in re.findall(rf"{queries.DURATION}\{{([^}}]*)\}}", query.text):
-            assert queries.NOT_ENCODE in chosen, query.name
+        for chosen in re.findall(rf"{ttft_queries.DURATION_METRIC}\{{([^}}]*)\}}", query.text):
+            assert ttft_queries.NOT_ENCODE_SELECTOR in chosen, query.name
 
 
 def every_stage() -> Iterator[str]:
     """Full names of all stages, those of legs and the router's included."""
     for role in stages.ROLES:
         yield f"router.hop.{role}"
-    yield from (word for word in stages.ROUTER if word != "router.hop")
-    for stage in (*stages.NAMES, stages.UNATTRIBUTED):
+    yield from (word for word in stages.ROUTER_STAGES if word != "router.hop")
+    for stage in (*stages.STAGE_NAMES, stages.UNATTRIBUTED):
         yield stage
         yield from (f"{role}.{stage}" for role in stages.ROLES if role != "router")
 
@@ -179,20 +196,25 @@ def every_stage() -> Iterator[str]:
 @pytest.mark.parametrize("name", tuple(every_stage()))
 def test_every_stage_is_in_one_stack(name: str) -> None:
     """The queries by kind have each stage once, in the kind and the colour of the page."""
-    kinds = [kind for kind in queries.KINDS if re.fullmatch(queries.kind(kind), name)]
-    assert kinds == [palette.kind(name)]
+    kinds = [
+        kind
+        for kind in ttft_queries.STAGE_KINDS
+        if re.fullmatch(ttft_queries.match_stage_kind(kind), name)
+    ]
+    assert kinds == [palette.find_kind(name)]
     hues = [
         properties[0].value["fixedColor"]
-        for pattern, properties in colors.stage_colors()
+        for pattern, properties in series_colors.list_stage_colors()
         if re.search(pattern, name)
     ]
-    assert hues == [palette.color(name)]
+    assert hues == [palette.find_color(name)]
 
 
 def test_older_grafanas() -> None:
     """What Grafana 10.1 cannot draw is marked, says so, and is folded away; nothing else needs more."""
+    render_dashboards()  # fills REQUIRED_GRAFANA_VERSION
     for board, panel in PANELS:
-        needs = panels.NEWER.get(panel["title"])
+        needs = panel_kinds.REQUIRED_GRAFANA_VERSION.get(panel["title"])
         told = "Needs Grafana" in panel["description"]
         metrics = any("_over_time" in str(t.get("query")) for t in panel["targets"])
         assert bool(needs) == told == metrics, panel["title"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ttft_otel.lab.stack.command import main
-from ttft_otel.lab.stack.pins import CHECKOUT
+from lab.stack.command import main
+from lab.stack.program_pins import CHECKOUT
 
 FILE = str(CHECKOUT / "docker-compose.yml")
 SERVICES = (
@@ -34,7 +34,10 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run scripts/stack where `docker` is ours; refused: the word at which it says no."""
+    """Run scripts/stack with a stub of `docker`.
+
+    refused: the word at which the stub exits with an error.
+    """
     docker = tmp_path / "bin" / "docker"
     docker.parent.mkdir()
     docker.write_text(DOCKER, "utf-8")
@@ -44,16 +47,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("SERVICES", str(services))
 
-    def ask(*words: str, refused: str = "-", path: str = "") -> Result:
+    def run_stack(*words: str, refused: str = "-", path: str = "") -> Result:
         monkeypatch.setenv("PATH", path or f"{docker.parent}:/usr/bin:/bin")
         monkeypatch.setenv("REFUSED", refused)
         return CliRunner().invoke(main, [*words, "--data", str(tmp_path / "data")])
 
-    return ask
+    return run_stack
 
 
-def asked(tmp_path: Path) -> str:
-    """The last thing that docker was asked."""
+def read_docker_call(tmp_path: Path) -> str:
+    """The last command line that the stub got."""
     return (tmp_path / "notes").read_text("utf-8").splitlines()[-1]
 
 
@@ -62,14 +65,16 @@ def test_up(run: Run, tmp_path: Path) -> None:
     done = run("up", "--profile", "sampling")
 
     assert 0 == done.exit_code
-    assert f"compose --file {FILE} --profile sampling up --detach --wait" == asked(tmp_path)
+    assert f"compose --file {FILE} --profile sampling up --detach --wait" == read_docker_call(
+        tmp_path
+    )
     assert "http://127.0.0.1:3000" in done.output
 
 
 def test_down(run: Run, tmp_path: Path) -> None:
     """Down stops the containers of every profile and keeps their volumes."""
     assert 0 == run("down").exit_code
-    assert f"compose --file {FILE} --profile * down" == asked(tmp_path)
+    assert f"compose --file {FILE} --profile * down" == read_docker_call(tmp_path)
 
 
 def test_status(run: Run) -> None:
@@ -93,7 +98,7 @@ def test_status(run: Run) -> None:
     ],
 )
 def test_refused(run: Run, refused: str, told: str) -> None:
-    """What is missing is said in a line, with a way that needs no docker."""
+    """When docker refuses, one line says what is missing and names a way without docker."""
     done = run("up", refused=refused)
 
     assert 1 == done.exit_code
@@ -102,7 +107,7 @@ def test_refused(run: Run, refused: str, told: str) -> None:
 
 
 def test_absent(run: Run, tmp_path: Path) -> None:
-    """Without docker nothing breaks: up names the remedy, down and status say that nothing runs."""
+    """Without docker `up` names the remedy, and `down` and `status` report that nothing runs."""
     nothing = str(tmp_path / "data")
 
     assert "scripts/stack up --native" in run("up", path=nothing).output

@@ -18,21 +18,21 @@ from typing import Any, Final
 import pytest
 from click.testing import CliRunner
 
-from tests.stack.bench import until
-from ttft_otel.lab import processes
-from ttft_otel.lab.stack import grafana, native, state
-from ttft_otel.lab.stack.binaries import Binaries
-from ttft_otel.lab.stack.command import main
-from ttft_otel.lab.stack.parts import Addresses
+from lab import session_processes
+from lab.stack import grafana_server, native_stack, native_state
+from lab.stack.binaries import StackBinaries
+from lab.stack.command import main
+from lab.stack.stack_parts import StackAddresses
+from tests.stack.running_stack import wait_until
 
-STACK: Final = (sys.executable, "-m", "ttft_otel.lab.stack")
+STACK: Final = (sys.executable, "-m", "lab.stack")
 PARTS: Final = ("prometheus", "tempo", "collector")
 # Spans become metrics when the collector flushes: not fifteen seconds for a test.
 ENV: Final = {**os.environ, "TTFT_METRICS_INTERVAL": "1s"}
 
 
-class Terminal:
-    """One `up --native` that runs; `out` is the file that holds what it printed."""
+class StackTerminal:
+    """A running `up --native`; `out` is the file with its output."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -43,31 +43,33 @@ class Terminal:
                 words, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=ENV
             )
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         """All that it has printed."""
         return self.out.read_text("utf-8")
 
-    def ready(self) -> Terminal:
+    def wait_until_ready(self) -> StackTerminal:
         """Wait until everything is up."""
-        until(lambda: "Ctrl-C stops everything" in self.said() or self.process.poll(), 150)
-        assert self.process.poll() is None, self.said()
+        wait_until(
+            lambda: "Ctrl-C stops everything" in self.read_output() or self.process.poll(), 150
+        )
+        assert self.process.poll() is None, self.read_output()
         return self
 
-    def programs(self) -> dict[str, int]:
+    def read_programs(self) -> dict[str, int]:
         """Name -> process id, from the state file, once it is written."""
-        found = until(lambda: state.read(self.data), 60)
+        found = wait_until(lambda: native_state.read_state(self.data), 60)
         assert found
         return {name: pid for name, (pid, _) in found.programs.items()}
 
-    def ended(self) -> int:
+    def wait_for_end(self) -> int:
         """Wait for its end; its exit code."""
         return self.process.wait(60)
 
 
 @contextmanager
-def terminal(data: Path) -> Iterator[Terminal]:
-    """A stack that is gone at the end, whatever the test did to it."""
-    made = Terminal(data)
+def open_terminal(data: Path) -> Iterator[StackTerminal]:
+    """Run `up --native`; whatever the test did to it, it is stopped at the end."""
+    made = StackTerminal(data)
     try:
         yield made
     finally:
@@ -77,37 +79,39 @@ def terminal(data: Path) -> Iterator[Terminal]:
 
 
 @pytest.fixture(scope="module")
-def up(binaries: Binaries, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+def up(
+    binaries: StackBinaries, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StackTerminal]:
     """A native stack on free ports, ready."""
-    with terminal(tmp_path_factory.mktemp("native") / "data") as made:
-        yield made.ready()
+    with open_terminal(tmp_path_factory.mktemp("native") / "data") as made:
+        yield made.wait_until_ready()
 
 
 @pytest.fixture
-def asked(up: Terminal) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run another command of scripts/stack on the same data, from another terminal."""
+def asked(up: StackTerminal) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run another command of scripts/stack on the same data, as from a second terminal."""
 
-    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_command(*words: str) -> subprocess.CompletedProcess[str]:
         command = (*STACK, *words, "--data", str(up.data))
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
-    return ask
+    return run_command
 
 
 Asked = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_ready(up: Terminal) -> None:
-    """The terminal tells of each part where it is and how long it took, and what to do next."""
-    told = up.said()
+def test_ready(up: StackTerminal) -> None:
+    """The terminal shows for each part its address and how long its start took, and what to do next."""
+    told = up.read_output()
 
     for part in PARTS:
         assert re.search(rf"^{part} +http://127.0.0.1:\d+ +ready after \d", told, re.M)
     assert "scripts/stack smoke" in told
-    assert "Dashboards: http://" in told or grafana.REMEDY in told
+    assert "Dashboards: http://" in told or grafana_server.GRAFANA_REMEDY in told
 
 
-def test_status(up: Terminal, asked: Asked) -> None:
+def test_status(up: StackTerminal, asked: Asked) -> None:
     """Status says the same to people and to programs."""
     done = asked("status", "--json")
     found: dict[str, Any] = json.loads(done.stdout)
@@ -119,7 +123,7 @@ def test_status(up: Terminal, asked: Asked) -> None:
     assert all(part in asked("status").stdout for part in PARTS)
 
 
-def test_smoke(up: Terminal, asked: Asked) -> None:
+def test_smoke(up: StackTerminal, asked: Asked) -> None:
     """One trace goes through every hop, and each says so."""
     done = asked("smoke", "--json", "--timeout", "30")
     verdicts = {each["hop"]: each for each in json.loads(done.stdout)}
@@ -132,18 +136,22 @@ def test_smoke(up: Terminal, asked: Asked) -> None:
     } <= verdicts.keys()
 
 
-def test_loopback(up: Terminal) -> None:
+def test_loopback(up: StackTerminal) -> None:
     """Nothing of it listens anywhere but on the loopback."""
     heard = {
-        name: [address for pid in processes.of_session(leader) for address in listening(pid)]
-        for name, leader in up.programs().items()
+        name: [
+            address
+            for pid in session_processes.list_session_pids(leader)
+            for address in list_listening_addresses(pid)
+        ]
+        for name, leader in up.read_programs().items()
     }
 
     assert all(heard.values())
     assert {"127.0.0.1"} == {address for each in heard.values() for address in each}
 
 
-def test_twice(up: Terminal) -> None:
+def test_twice(up: StackTerminal) -> None:
     """A second stack on the same data is refused, with the remedy."""
     words = (*STACK, "up", "--native", "--data", str(up.data))
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
@@ -153,9 +161,9 @@ def test_twice(up: Terminal) -> None:
     assert up.process.poll() is None
 
 
-def test_lost(up: Terminal, asked: Asked) -> None:
-    """While a part hangs, status and smoke name it and say what to do."""
-    stopped = up.programs()["tempo"]
+def test_lost(up: StackTerminal, asked: Asked) -> None:
+    """While a part does not answer, status and smoke name it and its remedy."""
+    stopped = up.read_programs()["tempo"]
     os.kill(stopped, signal.SIGSTOP)
     try:
         hung = asked("smoke", "--timeout", "1")
@@ -167,65 +175,77 @@ def test_lost(up: Terminal, asked: Asked) -> None:
     assert re.search(r"ok +collector takes OTLP", hung.stdout)
 
 
-def test_down(up: Terminal, asked: Asked) -> None:
+def test_down(up: StackTerminal, asked: Asked) -> None:
     """Down stops it from another terminal: no process, no port and no state is left."""
-    leaders = [up.process.pid, *up.programs().values()]
+    leaders = [up.process.pid, *up.read_programs().values()]
     done = asked("down")
 
     assert (0, "The native stack is down.\n") == (done.returncode, done.stdout)
-    assert 143 == up.ended()
-    assert [] == [pid for leader in leaders[1:] for pid in processes.of_session(leader)]
+    assert 143 == up.wait_for_end()
+    assert [] == [
+        pid for leader in leaders[1:] for pid in session_processes.list_session_pids(leader)
+    ]
     assert 1 == asked("status").returncode
     assert "no native stack" in asked("down").stdout
 
 
-def test_interrupt(binaries: Binaries, tmp_path: Path) -> None:
-    """Ctrl-C while it starts leaves nothing behind, and is no error."""
-    with terminal(tmp_path / "data") as started:
-        leaders = list(started.programs().values())
+def test_interrupt(binaries: StackBinaries, tmp_path: Path) -> None:
+    """Ctrl-C during the start stops everything and is not an error."""
+    with open_terminal(tmp_path / "data") as started:
+        leaders = list(started.read_programs().values())
         started.process.send_signal(signal.SIGINT)
-        code = started.ended()
+        code = started.wait_for_end()
 
     assert 0 == code
-    assert "Stopped." in started.said()
-    assert [] == [pid for leader in leaders for pid in processes.of_session(leader)]
-    assert state.read(tmp_path / "data") is None
+    assert "Stopped." in started.read_output()
+    assert [] == [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
+    assert native_state.read_state(tmp_path / "data") is None
 
 
-def test_died(binaries: Binaries, tmp_path: Path) -> None:
-    """When a part ends, all end, and the terminal shows that part's last words."""
+def test_died(binaries: StackBinaries, tmp_path: Path) -> None:
+    """When a part ends, all parts are stopped, and the terminal shows that part's last output."""
     log = tmp_path / "data" / "logs" / "collector.log"
-    with terminal(tmp_path / "data") as started:
-        leaders = started.programs()
-        until(lambda: log.exists() and "Starting" in log.read_text("utf-8"), 60)
+    with open_terminal(tmp_path / "data") as started:
+        leaders = started.read_programs()
+        wait_until(lambda: log.exists() and "Starting" in log.read_text("utf-8"), 60)
         os.kill(leaders["collector"], signal.SIGKILL)
-        code = started.ended()
+        code = started.wait_for_end()
 
     assert 1 == code
     assert re.search(
-        r"collector ended with code -9 after(.|\n)*collector.log(.|\n)*Starting", started.said()
+        r"collector ended with code -9 after(.|\n)*collector.log(.|\n)*Starting",
+        started.read_output(),
     )
-    assert [] == [pid for leader in leaders.values() for pid in processes.of_session(leader)]
+    assert [] == [
+        pid for leader in leaders.values() for pid in session_processes.list_session_pids(leader)
+    ]
 
 
-def test_crash(binaries: Binaries, tmp_path: Path) -> None:
+def test_crash(binaries: StackBinaries, tmp_path: Path) -> None:
     """What a killed `up` left running is stopped by `down`."""
-    with terminal(tmp_path / "data") as started:
-        leaders = list(started.programs().values())
+    with open_terminal(tmp_path / "data") as started:
+        leaders = list(started.read_programs().values())
         started.process.kill()
-        started.ended()
-    left = [pid for leader in leaders for pid in processes.of_session(leader)]
+        started.wait_for_end()
+    left = [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
     subprocess.run((*STACK, "down", "--data", str(tmp_path / "data")), check=True, timeout=60)
 
     assert len(left) >= len(PARTS)
-    until(lambda: not [pid for leader in leaders for pid in processes.of_session(leader)], 10)
+    wait_until(
+        lambda: (
+            not [pid for leader in leaders for pid in session_processes.list_session_pids(leader)]
+        ),
+        10,
+    )
 
 
-def test_profile(binaries: Binaries, tmp_path: Path) -> None:
+def test_profile(binaries: StackBinaries, tmp_path: Path) -> None:
     """Without containers there is tail sampling, by the collector's overlay, and no other profile."""
     words = ["up", "--native", "--free-ports", "--data", str(tmp_path), "--profile"]
     refused = CliRunner().invoke(main, [*words, "demo"])
-    commands = native.plan(Addresses.free(), tmp_path, sampling=True, say=str)
+    commands = native_stack.build_native_commands(
+        StackAddresses.choose_free(), tmp_path, sampling=True, say=str
+    )
     collector = next(each for each in commands if each.name == "collector")
 
     assert 1 == refused.exit_code
@@ -233,7 +253,7 @@ def test_profile(binaries: Binaries, tmp_path: Path) -> None:
     assert any(word.endswith("/sampling.yaml") for word in collector.argv)
 
 
-def test_taken(binaries: Binaries, tmp_path: Path) -> None:
+def test_taken(binaries: StackBinaries, tmp_path: Path) -> None:
     """A port that somebody else has is named, before anything is started."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -247,7 +267,7 @@ def test_taken(binaries: Binaries, tmp_path: Path) -> None:
     assert "--free-ports" in done.stderr
 
 
-def listening(pid: int) -> list[str]:
+def list_listening_addresses(pid: int) -> list[str]:
     """Addresses on which a process listens, from /proc."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     own = {link[8:-1] for link in links if link.startswith("socket:[")}
@@ -256,11 +276,11 @@ def listening(pid: int) -> list[str]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in own:
-                found.append(readable(words[1].partition(":")[0]))
+                found.append(decode_address(words[1].partition(":")[0]))
     return found
 
 
-def readable(digits: str) -> str:
+def decode_address(digits: str) -> str:
     """An address of /proc/net: words of four bytes, the lowest first."""
     octets = [str(byte) for byte in reversed(bytes.fromhex(digits))]
     return ".".join(octets) if len(octets) == 4 else digits

@@ -13,27 +13,33 @@ from typing import Any
 
 import pytest
 
-from tests.stack import panels
-from tests.stack.filled import Filled
-from tests.stack.known import SLO_MS, Truth
-from tests.stack.panels import Asker, Query
+from tests.stack import panel_queries
+from tests.stack.filled_stack import FilledStack
+from tests.stack.known_requests import (
+    LEFT_ERRORS,
+    REFUSED_ERRORS,
+    SERVER_ERRORS,
+    SLO_MS,
+    KnownTruth,
+)
+from tests.stack.panel_queries import PanelAsker, PanelQuery
 
 # Exponential histograms, 16 buckets an octave over what TTFT spans here: as wide as an error can be.
 BUCKET = 2 ** (1 / 16) - 1
-QUERIES = panels.queries()
+QUERIES = panel_queries.list_queries()
 
 
-def asker(filled: Filled, **chosen: str) -> Asker:
+def build_asker(filled: FilledStack, **chosen: str) -> PanelAsker:
     """Asks over the whole time in which rows were sent, and a little before."""
-    trace = filled.truth.slow()[0].trace_id
+    trace = filled.truth.list_slow_rows()[0].trace_id
     stack = filled.stack
-    return Asker(
+    return PanelAsker(
         *(stack.prometheus.url, stack.tempo.url, filled.start - 30, filled.end),
         {"trace": trace, **chosen},
     )
 
 
-def of(title: str, ref: str = "A", board: str = "ttft") -> Query:
+def get_query(title: str, ref: str = "A", board: str = "ttft") -> PanelQuery:
     """A panel's query; the one of that title which gives a number, if there are two panels."""
     found = [
         query
@@ -44,28 +50,30 @@ def of(title: str, ref: str = "A", board: str = "ttft") -> Query:
     return min(found, key=lambda query: not query.instant)
 
 
-def whole(ask: Asker, query: Query) -> list[Any]:
+def query_whole_range(ask: PanelAsker, query: PanelQuery) -> list[Any]:
     """A query's vector with the whole range as its window."""
     span = f"{round(ask.end - ask.start)}s"
-    return ask.promql(replace(ask, chosen={**ask.chosen, "__rate_interval": span}).written(query))
+    return ask.query_prometheus(
+        replace(ask, chosen={**ask.chosen, "__rate_interval": span}).expand_variables(query)
+    )
 
 
-def number(ask: Asker, title: str) -> float:
+def read_stat(ask: PanelAsker, title: str) -> float:
     """What a stat panel shows."""
-    [series] = whole(ask, of(title))
+    [series] = query_whole_range(ask, get_query(title))
     return float(series["value"][1])
 
 
-def near(found: float, true: float, error: float) -> bool:
+def is_near(found: float, true: float, error: float) -> bool:
     """Within a relative error."""
     return abs(found - true) <= error * abs(true)
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.name)
-def test_every_query_has_data(filled: Filled, query: Query) -> None:
+def test_every_query_has_data(filled: FilledStack, query: PanelQuery) -> None:
     """No panel is empty, and no value is anything but a number."""
-    found = asker(filled).ask(query)
-    assert found, asker(filled).written(query)
+    found = build_asker(filled).run_query(query)
+    assert found, build_asker(filled).expand_variables(query)
     values = [
         float(value)
         for series in found
@@ -76,53 +84,86 @@ def test_every_query_has_data(filled: Filled, query: Query) -> None:
 
 
 @pytest.mark.parametrize("share", (0.5, 0.9, 0.99))
-def test_percentiles(filled: Filled, share: float) -> None:
+def test_percentiles(filled: FilledStack, share: float) -> None:
     """p50, p90 and p99 are those of the rows that got a first token, within a bucket."""
-    found = number(asker(filled), f"TTFT p{share * 100:.0f}")
-    assert near(found, filled.truth.quantile(share), BUCKET)
+    found = read_stat(build_asker(filled), f"TTFT p{share * 100:.0f}")
+    assert is_near(found, filled.truth.compute_quantile_s(share), BUCKET)
 
 
-def test_shares(filled: Filled) -> None:
-    """Over SLO and failed are exact: 1 s is a bucket's bound."""
-    assert number(asker(filled), "Over SLO") == pytest.approx(filled.truth.over(), rel=0.01)
-    found = number(asker(filled), "Failed before a first token")
-    assert found == pytest.approx(filled.truth.failed(), rel=0.01)
-    other = Truth(filled.rows).over(300)
-    assert near(number(asker(filled, slo="300"), "Over SLO"), other, 3 * BUCKET)
+def test_shares(filled: FilledStack) -> None:
+    """Over SLO, and who did not get a first token by whose doing, are exact: 1 s is a bucket's bound."""
+    assert read_stat(build_asker(filled), "Over SLO") == pytest.approx(
+        filled.truth.compute_share_over(), rel=0.01
+    )
+    for title, errors in (
+        ("Server failed", SERVER_ERRORS),
+        ("Client left", LEFT_ERRORS),
+        ("Refused", REFUSED_ERRORS),
+    ):
+        true = filled.truth.compute_share_ended(errors)
+        assert true > 0
+        assert read_stat(build_asker(filled), title) == pytest.approx(true, rel=0.01), title
+    other = KnownTruth(filled.rows).compute_share_over(300)
+    assert is_near(read_stat(build_asker(filled, slo="300"), "Over SLO"), other, 3 * BUCKET)
 
 
-def stages(ask: Asker, title: str) -> dict[str, float]:
+def test_an_outage_is_in_no_percentile(filled: FilledStack) -> None:
+    """Requests that end within a millisecond without a token change no percentile, mean or heatmap.
+
+    The rows that failed are among those sent: with them the percentiles would be others.
+    """
+    ended = [row for row in filled.truth.all if row.error]
+    assert len(ended) >= 20
+    ask = build_asker(filled)
+    counted = ask.query_prometheus(
+        "sum(histogram_count(ttft_duration_seconds{error_type!='',ttft_role!='encode'}))"
+    )
+    assert float(counted[0]["value"][1]) == len(ended)
+    convention = ask.query_prometheus("sum(gen_ai_server_time_to_first_token_seconds_count)")
+    assert float(convention[0]["value"][1]) == len(filled.truth.good)
+    for share in (0.5, 0.9, 0.99):
+        found = read_stat(ask, f"TTFT p{share * 100:.0f}")
+        assert is_near(found, filled.truth.compute_quantile_s(share), BUCKET)
+
+
+def read_stacked_stages(ask: PanelAsker, title: str) -> dict[str, float]:
     """What a stacked panel stacks, by stage."""
     found: dict[str, float] = {}
     for query in QUERIES:
         if query.title == title and query.dashboard.uid == "ttft":
-            for series in whole(ask, query):
+            for series in query_whole_range(ask, query):
                 name = series["metric"]["ttft_stage"]
                 assert name not in found, f"{name} is stacked twice"
                 found[name] = float(series["value"][1])
     return found
 
 
-def test_the_breakdown_adds_up(filled: Filled) -> None:
+def test_the_breakdown_adds_up(filled: FilledStack) -> None:
     """Stacked stage means are the rows' own, and add up to the mean TTFT, within 1 %."""
-    found = stages(asker(filled), "Mean TTFT by stage")
-    true = filled.truth.stages()
+    found = read_stacked_stages(build_asker(filled), "Mean TTFT by stage")
+    true = filled.truth.compute_stage_means_s()
     assert set(found) == set(true)
     assert not {
-        name: (found[name], true[name]) for name in true if not near(found[name], true[name], 0.01)
+        name: (found[name], true[name])
+        for name in true
+        if not is_near(found[name], true[name], 0.01)
     }
-    assert near(sum(found.values()), filled.truth.mean(), 0.01)
-    assert sum(stages(asker(filled), "Share of TTFT by stage").values()) == pytest.approx(1.0)
+    assert is_near(sum(found.values()), filled.truth.compute_mean_s(), 0.01)
+    assert sum(
+        read_stacked_stages(build_asker(filled), "Share of TTFT by stage").values()
+    ) == pytest.approx(1.0)
 
 
-def test_the_distribution(filled: Filled) -> None:
+def test_the_distribution(filled: FilledStack) -> None:
     """Requests per bucket are the rows' own; all buckets have the same points, as Grafana 10 needs."""
-    query = of("TTFT distribution")
-    drawn = asker(filled).promql(asker(filled).written(query), instant=False)
+    query = get_query("TTFT distribution")
+    drawn = build_asker(filled).query_prometheus(
+        build_asker(filled).expand_variables(query), instant=False
+    )
     assert len({tuple(time for time, _ in series["values"]) for series in drawn}) == 1
     up_to = {
         float(series["metric"]["le"]): float(series["value"][1])
-        for series in whole(asker(filled), query)
+        for series in query_whole_range(build_asker(filled), query)
     }
     rows = filled.truth.good
     for le, count in up_to.items():
@@ -130,10 +171,10 @@ def test_the_distribution(filled: Filled) -> None:
         assert count / up_to[math.inf] == pytest.approx(true, abs=0.002), le
 
 
-def test_who(filled: Filled) -> None:
+def test_who(filled: FilledStack) -> None:
     """The table has one row per model, role and instance, each with its own rows' numbers."""
     keys = {(row.model, row.role, row.instance) for row in filled.truth.all}
-    ask = asker(filled)
+    ask = build_asker(filled)
     for ref, share in (("B", 0.5), ("C", 0.9), ("D", 0.99)):
         found = {
             (
@@ -141,19 +182,19 @@ def test_who(filled: Filled) -> None:
                 series["metric"]["ttft_role"],
                 series["metric"]["instance"],
             ): float(series["value"][1])
-            for series in whole(ask, of("Models, roles and instances", ref))
+            for series in query_whole_range(ask, get_query("Models, roles and instances", ref))
         }
         assert set(found) == keys
         for model, role, instance in keys:
-            true = filled.truth.where(model=model, role=role, instance=instance)
-            assert near(found[model, role, instance], true.quantile(share), BUCKET)
+            true = filled.truth.select_rows(model=model, role=role, instance=instance)
+            assert is_near(found[model, role, instance], true.compute_quantile_s(share), BUCKET)
 
 
-def test_by_role(filled: Filled) -> None:
+def test_by_role(filled: FilledStack) -> None:
     """Router and legs, per request: what the rows say, and together the mean TTFT."""
     found = {
         series["metric"]["role"]: float(series["value"][1])
-        for series in whole(asker(filled), of("Mean TTFT by role"))
+        for series in query_whole_range(build_asker(filled), get_query("Mean TTFT by role"))
     }
     sums = dict.fromkeys(found, 0)
     for row in filled.truth.good:
@@ -162,15 +203,15 @@ def test_by_role(filled: Filled) -> None:
             sums[leg.role] += leg.ttft - (leg.lost if row.routed else 0)
             sums[row.role] += leg.hop
     for role, us in sums.items():
-        assert near(found[role], us / len(filled.truth.good) / 1e6, 0.01), role
-    assert near(sum(found.values()), filled.truth.mean(), 0.01)
+        assert is_near(found[role], us / len(filled.truth.good) / 1e6, 0.01), role
+    assert is_near(sum(found.values()), filled.truth.compute_mean_s(), 0.01)
 
 
-def test_by_instance(filled: Filled) -> None:
+def test_by_instance(filled: FilledStack) -> None:
     """Each server's own time per request that it served."""
     found = {
         series["metric"]["server"]: float(series["value"][1])
-        for series in whole(asker(filled), of("Mean time by instance"))
+        for series in query_whole_range(build_asker(filled), get_query("Mean time by instance"))
     }
     served: dict[str, list[int]] = {}
     for row in filled.truth.good:
@@ -180,36 +221,60 @@ def test_by_instance(filled: Filled) -> None:
     routers = {row.instance for row in filled.truth.all if row.routed}
     assert set(found) == set(served) | routers
     for place, lengths in served.items():
-        assert near(found[place], sum(lengths) / len(lengths) / 1e6, 0.02), place
+        assert is_near(found[place], sum(lengths) / len(lengths) / 1e6, 0.02), place
 
 
-def test_the_slow_list(filled: Filled) -> None:
+def test_media_encoded_twice(filled: FilledStack) -> None:
+    """The counter has every item that a consumer encoded again, and the panel tells by whom; 0 too."""
+    true = filled.truth.count_recomputed_items()
+    told = filled.stack.prometheus.query_vector("sum by (instance) (ttft_ec_recomputed_total)")
+    assert {each["metric"]["instance"]: float(each["value"][1]) for each in told} == true
+    ask = build_asker(filled)
+    drawn = query_whole_range(ask, get_query("Media encoded twice"))
+    assert {each["metric"]["ttft_role"] for each in drawn} == {"prefill_decode"}
+    # increase() reaches beyond the first and the last sample of its window, by 1.1 of their mean
+    # distance at most; samples before the window and after it tell nothing about that.
+    (fewest,) = ask.query_prometheus(
+        f"min(count_over_time(ttft_ec_recomputed_total[{round(ask.end - ask.start)}s]))"
+    )
+    tolerance = 2.2 / (float(fewest["value"][1]) - 1)
+    assert tolerance < 0.5
+    for each in drawn:
+        assert is_near(float(each["value"][1]), true[each["metric"]["instance"]], tolerance)
+    assert len(drawn) == len(true) == 2 and 0 in true.values()
+
+
+def test_the_slow_list(filled: FilledStack) -> None:
     """The requests over the SLO are exactly the known ones."""
-    found = asker(filled).ask(of("Requests over the SLO"))
+    found = build_asker(filled).run_query(get_query("Requests over the SLO"))
     assert {each["traceID"].zfill(32) for each in found} == {
-        row.trace_id for row in filled.truth.slow()
+        row.trace_id for row in filled.truth.list_slow_rows()
     }
-    assert len(found) == len(filled.truth.slow(SLO_MS))
+    assert len(found) == len(filled.truth.list_slow_rows(SLO_MS))
 
 
-def test_exemplars_are_traces(filled: Filled) -> None:
+def test_exemplars_are_traces(filled: FilledStack) -> None:
     """The dots on the percentiles lead to traces that Tempo has."""
-    ask = asker(filled)
-    text = ask.written(of("TTFT percentiles", "p99"))
-    found = {each["labels"]["trace_id"] for each in ask.exemplars(text)}
+    ask = build_asker(filled)
+    text = ask.expand_variables(get_query("TTFT percentiles", "p99"))
+    found = {each["labels"]["trace_id"] for each in ask.query_exemplars(text)}
     assert len(found) >= 20
     known = {row.trace_id: row for row in filled.truth.good}
     assert found <= set(known)
     for trace_id in sorted(found)[:10]:
-        assert filled.stack.tempo.trace(trace_id), trace_id
+        assert filled.stack.tempo.fetch_trace(trace_id), trace_id
 
 
 @pytest.mark.parametrize("name", ("model", "role", "instance"))
-def test_variables_filter(filled: Filled, name: str) -> None:
+def test_variables_filter(filled: FilledStack, name: str) -> None:
     """A chosen model, role or instance gives the numbers of its own rows."""
     values = {str(getattr(row, name)) for row in filled.truth.all}
     for value in sorted(values):
-        true = filled.truth.where(**{name: value})
-        ask = asker(filled, **{name: value})
-        assert near(number(ask, "TTFT p90"), true.quantile(0.9), BUCKET), value
-        assert near(sum(stages(ask, "Mean TTFT by stage").values()), true.mean(), 0.01), value
+        true = filled.truth.select_rows(**{name: value})
+        ask = build_asker(filled, **{name: value})
+        assert is_near(read_stat(ask, "TTFT p90"), true.compute_quantile_s(0.9), BUCKET), value
+        assert is_near(
+            sum(read_stacked_stages(ask, "Mean TTFT by stage").values()),
+            true.compute_mean_s(),
+            0.01,
+        ), value

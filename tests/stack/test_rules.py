@@ -10,47 +10,47 @@ from typing import Any
 import pytest
 import yaml
 
-from grafana.build import counters, queries
-from tests.stack.bench import Prometheus, until
-from tests.stack.test_tools import said
-from ttft_otel.lab.stack import ask, parts
-from ttft_otel.lab.stack.binaries import Binaries
-from ttft_otel.lab.stack.pins import CHECKOUT
+from grafana.build import pipeline_queries, ttft_queries
+from lab.stack import backend_queries, stack_parts
+from lab.stack.binaries import StackBinaries
+from lab.stack.program_pins import CHECKOUT
+from tests.stack.running_stack import RunningPrometheus, wait_until
+from tests.stack.test_tools import run_program
 
 FOLDER = CHECKOUT / "grafana" / "prometheus"
 CASES = sorted((FOLDER / "tests").glob("*.yml"))
 RULES = sorted((*(FOLDER / "rules").glob("*.yml"), *(FOLDER / "alerts").glob("*.yml")))
 
 
-def read(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
     """A YAML file."""
     return yaml.safe_load(path.read_text("utf-8"))
 
 
-def rules(kind: str) -> list[dict[str, Any]]:
+def list_rules(kind: str) -> list[dict[str, Any]]:
     """All rules of a kind, `alert` or `record`."""
-    groups = [group for path in RULES for group in read(path)["groups"]]
+    groups = [group for path in RULES for group in read_yaml(path)["groups"]]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
 
-def test_config(binaries: Binaries) -> None:
+def test_config(binaries: StackBinaries) -> None:
     """promtool accepts the configuration and every rule file that it names."""
-    told = said(binaries.promtool, "check", "config", FOLDER / "prometheus.yml")
+    told = run_program(binaries.promtool, "check", "config", FOLDER / "prometheus.yml")
 
     assert f"SUCCESS: {len(RULES)} rule files found" in told
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
-def test_alerts_fire_when_they_should(binaries: Binaries, case: Path) -> None:
+def test_alerts_fire_when_they_should(binaries: StackBinaries, case: Path) -> None:
     """The cases of grafana/prometheus/tests hold, as `promtool test rules` says."""
-    assert "SUCCESS" in said(binaries.promtool, "test", "rules", case)
+    assert "SUCCESS" in run_program(binaries.promtool, "test", "rules", case)
 
 
 def test_every_alert_has_a_case() -> None:
     """Each alert is seen firing in a case, with its words, and silent in another."""
-    tests = [test for case in CASES for test in read(case)["tests"]]
+    tests = [test for case in CASES for test in read_yaml(case)["tests"]]
     seen = [each for test in tests for each in test.get("alert_rule_test", [])]
-    for rule in rules("alert"):
+    for rule in list_rules("alert"):
         own = [each for each in seen if each["alertname"] == rule["alert"]]
         assert {bool(each["exp_alerts"]) for each in own} == {True, False}, rule["alert"]
 
@@ -58,7 +58,7 @@ def test_every_alert_has_a_case() -> None:
 def test_alerts_say_what_to_do() -> None:
     """Each alert has a severity, a summary, a description, and a dashboard that exists."""
     boards = {path.stem for path in (CHECKOUT / "grafana" / "dashboards").glob("*.json")}
-    for rule in rules("alert"):
+    for rule in list_rules("alert"):
         words = rule["annotations"]
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert words["summary"] and words["description"].endswith(".")
@@ -68,38 +68,58 @@ def test_alerts_say_what_to_do() -> None:
 
 def test_dropped_names_every_hop() -> None:
     """The alert on losses watches the same hops as the dashboard, under the same words."""
-    [rule] = [rule for rule in rules("alert") if rule["alert"] == "TtftSpansDropped"]
+    [rule] = [rule for rule in list_rules("alert") if rule["alert"] == "TtftSpansDropped"]
     found = re.findall(r'increase\((\w+)\[5m]\)\), "hop", "([^"]+)"', rule["expr"])
-    assert found == [(counter, hop) for hop, (counter, _) in counters.HOPS.items()]
+    assert found == [(counter, hop) for hop, (counter, _) in pipeline_queries.LOSSES_BY_HOP.items()]
+
+
+def test_the_slo_means_the_same_everywhere() -> None:
+    """Every window is judged alike, and as the dashboard judges: by the same kinds of end."""
+    rules = [rule for rule in list_rules("record") if rule["record"].startswith("ttft:over_slo:")]
+    judged = {re.sub(r"\[\w+]", "[window]", rule["expr"]) for rule in rules}
+    assert len(rules) == 7 and len(judged) == 1
+    for rule in rules:
+        assert set(re.findall(r"\[(\w+)]", rule["expr"])) == {rule["record"].rpartition("ratio")[2]}
+    kinds = re.findall(r'(error_type[!=]~"[^"]*")', judged.pop())
+    own = [
+        re.search(r'error_type[!=]~"[^"]*"', selector)[0]  # type: ignore[index]
+        for selector in (
+            ttft_queries.WAITED_SELECTOR,
+            ttft_queries.WAITED_SELECTOR,
+            ttft_queries.FAILED_SELECTOR,
+            ttft_queries.JUDGED_SELECTOR,
+        )
+    ]
+    assert kinds == own
 
 
 def test_unattributed_means_the_same_everywhere() -> None:
     """The recorded ratio picks the stages that the dashboard calls unattributed."""
-    [rule] = [rule for rule in rules("record") if rule["record"] == counters.RATIO]
+    [rule] = [rule for rule in list_rules("record") if rule["record"] == pipeline_queries.RATIO]
     [pattern] = re.findall(r'ttft_stage=~"([^"]+)"', rule["expr"])
     names = ("unattributed", "encode.unattributed", "prefill_decode.unattributed", "prefill.queue")
-    ours = queries.kind("")
+    ours = ttft_queries.match_stage_kind("")
     assert [bool(re.fullmatch(pattern, name)) for name in names] == [True, True, True, False]
     assert [bool(re.fullmatch(ours, name)) for name in names] == [True, True, True, False]
 
 
-def test_prometheus_runs_them(prometheus: Prometheus) -> None:
+def test_prometheus_runs_them(prometheus: RunningPrometheus) -> None:
     """A real Prometheus loads all rules, evaluates them without an error, and records the objective."""
 
     def evaluated() -> list[dict[str, Any]]:
-        groups = ask.get(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
+        groups = backend_queries.fetch_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
         found = [rule for group in groups for rule in group["rules"]]
         return found if all(rule["health"] != "unknown" for rule in found) else []
 
-    found = until(evaluated, 90)
-    assert len(found) == len(rules("alert")) + len(rules("record"))
+    found = wait_until(evaluated, 90)
+    assert len(found) == len(list_rules("alert")) + len(list_rules("record"))
     assert {rule["health"] for rule in found} == {"ok"}
-    assert prometheus.number("ttft:slo:budget") == pytest.approx(0.01)
+    assert prometheus.query_number("ttft:slo:budget") == pytest.approx(0.01)
 
 
 def test_flags_are_those_of_the_container() -> None:
     """The native Prometheus and the one in docker-compose.yml have the same features switched on."""
-    compose = read(CHECKOUT / "docker-compose.yml")
+    compose = read_yaml(CHECKOUT / "docker-compose.yml")
     words = compose["services"]["prometheus"]["command"]
     switches = {word for word in words if "enable" in word}
-    assert switches == set(parts.PROMETHEUS_FLAGS)
+    assert switches == set(stack_parts.PROMETHEUS_FLAGS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collector that other hosts reach: collector/secure.yaml lets in who knows the token, over TLS only."""
+"""A collector with collector/secure.yaml, for other hosts: it accepts only TLS with the right token."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from tests.stack import known
-from tests.stack.bench import Bench, Collector
-from ttft_otel.lab.stack.parts import COLLECTOR_CONFIG
+from lab.stack.stack_parts import COLLECTOR_CONFIG
+from tests.stack import known_requests
+from tests.stack.running_stack import RunningCollector, StackStarter
 
 TOKEN = "a-token-for-tests"
 SECURE = COLLECTOR_CONFIG.with_name("secure.yaml")
+SCALE_OUT = COLLECTOR_CONFIG.parent / "scale-out"
+SECURED = (
+    (COLLECTOR_CONFIG, SECURE),
+    (SCALE_OUT / "tier1.yaml", SECURE, SCALE_OUT / "tier1-secure.yaml"),
+)
 
 
 @dataclass(frozen=True)
-class Guarded:
-    """A collector behind TLS, and what its friends have."""
+class SecuredCollector:
+    """A collector behind TLS, and the certificate that its clients need."""
 
-    collector: Collector
+    collector: RunningCollector
     certificate: Path
 
     @property
@@ -39,9 +44,11 @@ class Guarded:
         return self.collector.http.replace("http://", "https://") + "/v1/traces"
 
 
-@pytest.fixture(scope="module")
-def guarded(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Guarded:
-    """A collector with config.yaml and secure.yaml, and a certificate of its own."""
+@pytest.fixture(scope="module", params=SECURED, ids=("one-tier", "first-tier"))
+def guarded(
+    bench: StackStarter, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> SecuredCollector:
+    """A collector of one tier, or a first of two, with secure.yaml and a certificate of its own."""
     folder = tmp_path_factory.mktemp("secrets")
     certificate, key, token = (folder / name for name in ("cert.pem", "key.pem", "token"))
     token.write_text(TOKEN + "\n", "utf-8")
@@ -50,20 +57,22 @@ def guarded(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Guarded:
     out = ("-keyout", str(key), "-out", str(certificate))
     subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)
     env = {"TTFT_OTLP_CERT": certificate, "TTFT_OTLP_KEY": key, "TTFT_OTLP_TOKEN": token}
-    collector = bench.collector(
-        COLLECTOR_CONFIG, SECURE, env={name: str(path) for name, path in env.items()}
+    collector = bench.start_collector(
+        *request.param, env={name: str(path) for name, path in env.items()}
     )
-    return Guarded(collector, certificate)
+    return SecuredCollector(collector, certificate)
 
 
 @pytest.fixture(scope="module")
 def spans() -> list[ReadableSpan]:
     """Some spans of ours."""
-    return known.spans(known.table()[:2], 1_700_000_000_000_000_000)
+    return known_requests.build_known_spans(
+        known_requests.build_known_requests()[:2], 1_700_000_000_000_000_000
+    )
 
 
-def status(guarded: Guarded, authorization: str | None) -> int:
-    """What an empty export over TLS is answered with."""
+def post_empty_export(guarded: SecuredCollector, authorization: str | None) -> int:
+    """The status that an empty export over TLS gets."""
     headers = {"content-type": "application/x-protobuf"}
     if authorization:
         headers["authorization"] = authorization
@@ -77,8 +86,10 @@ def status(guarded: Guarded, authorization: str | None) -> int:
             return error.code
 
 
-def test_http(guarded: Guarded, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exporter's own settings get spans in: endpoint, certificate, and the token as a header."""
+def test_http(
+    guarded: SecuredCollector, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP spans arrive with the exporter's own settings: endpoint, certificate, token as a header."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # requests lets them win over a session's
         monkeypatch.delenv(name, raising=False)
     exporter = OTLPSpanExporter(
@@ -90,8 +101,10 @@ def test_http(guarded: Guarded, spans: list[ReadableSpan], monkeypatch: pytest.M
     exporter.shutdown()
 
 
-def test_grpc(guarded: Guarded, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So do the same settings over gRPC."""
+def test_grpc(
+    guarded: SecuredCollector, spans: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gRPC spans arrive with the same settings."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(guarded.certificate))
     exporter = GrpcExporter(
         endpoint=f"https://{guarded.collector.grpc}",
@@ -103,14 +116,14 @@ def test_grpc(guarded: Guarded, spans: list[ReadableSpan], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("authorization", (None, "Bearer wrong", TOKEN))
-def test_strangers(guarded: Guarded, authorization: str | None) -> None:
-    """Without the token, with another, or with another scheme, nothing gets in."""
-    assert status(guarded, authorization) == 401
-    assert status(guarded, f"Bearer {TOKEN}") == 200
+def test_strangers(guarded: SecuredCollector, authorization: str | None) -> None:
+    """Without the token, or with another token or scheme, exports are refused."""
+    assert post_empty_export(guarded, authorization) == 401
+    assert post_empty_export(guarded, f"Bearer {TOKEN}") == 200
 
 
-def test_plain(guarded: Guarded) -> None:
-    """Without TLS there is no answer that a token could be read from."""
+def test_plain(guarded: SecuredCollector) -> None:
+    """Without TLS there is no response at all."""
     plain = guarded.https.replace("https://", "http://")
     request = urllib.request.Request(plain, data=b"", method="POST")
     with pytest.raises(urllib.error.HTTPError) as found:

@@ -16,15 +16,15 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ttft_otel.lab.stack import binaries as search
-from ttft_otel.lab.stack import golang, pins
-from ttft_otel.lab.stack.binaries import Binaries
-from ttft_otel.lab.stack.command import main
-from ttft_otel.lab.stack.parts import PROMETHEUS_FLAGS, Addresses
-from ttft_otel.lab.stack.pins import CHECKOUT, MODULES, Program, Tool
+from lab.stack import binaries as search
+from lab.stack import go_builds, program_pins
+from lab.stack.binaries import StackBinaries
+from lab.stack.command import main
+from lab.stack.program_pins import CHECKOUT, GO_MODULES, GoTool, StackProgram
+from lab.stack.stack_parts import PROMETHEUS_FLAGS, StackAddresses
 
 COLLECTOR = CHECKOUT / "collector"
-GO = pytest.mark.skipif(not shutil.which("go"), reason=f"no Go here; {golang.REMEDY}")
+GO = pytest.mark.skipif(not shutil.which("go"), reason=f"no Go here; {go_builds.GO_REMEDY}")
 # One line of a go.mod: module and version.
 MODULE = re.compile(r"^(?:require )?\s*([\w./-]+\.[\w./-]+) (v\S+)", re.M)
 # Every way in which compose and README put the collector's files together.
@@ -33,11 +33,12 @@ COMBINATIONS = (
     ("config.yaml", "sampling.yaml"),
     ("config.yaml", "secure.yaml"),
     ("scale-out/tier1.yaml",),
+    ("scale-out/tier1.yaml", "secure.yaml", "scale-out/tier1-secure.yaml"),
     ("config.yaml", "sampling.yaml", "scale-out/tier2.yaml"),
 )
 
 
-def said(*words: str | Path, env: dict[str, str] | None = None, code: int = 0) -> str:
+def run_program(*words: str | Path, env: dict[str, str] | None = None, code: int = 0) -> str:
     """What a program prints; it must end with `code`."""
     env = {**os.environ, **(env or {})}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=120)
@@ -46,21 +47,21 @@ def said(*words: str | Path, env: dict[str, str] | None = None, code: int = 0) -
     return told
 
 
-def refused() -> str:
+def read_refusal() -> str:
     """What `scripts/stack build` says when it cannot."""
     done = CliRunner().invoke(main, ["build"])
     assert done.exit_code == 1, done.output
     return done.output
 
 
-def required(tool: str) -> dict[str, str]:
+def read_required_modules(tool: str) -> dict[str, str]:
     """Module -> version, from a committed go.mod."""
-    return dict(MODULE.findall((MODULES / tool / "go.mod").read_text("utf-8")))
+    return dict(MODULE.findall((GO_MODULES / tool / "go.mod").read_text("utf-8")))
 
 
 def test_manifest() -> None:
     """The collector's go.mod holds the manifest's components, at its versions, and the builder has theirs."""
-    manifest = yaml.safe_load(pins.MANIFEST.read_text("utf-8"))
+    manifest = yaml.safe_load(program_pins.COLLECTOR_MANIFEST.read_text("utf-8"))
     named = dict(
         part["gomod"].split()
         for kind in (
@@ -75,18 +76,20 @@ def test_manifest() -> None:
     )
     versions = {version for name, version in named.items() if "/confmap/provider/" not in name}
 
-    assert named.items() <= required("collector").items()
+    assert named.items() <= read_required_modules("collector").items()
     assert versions == {f"v{manifest['dist']['version']}"}
-    assert required("builder")["go.opentelemetry.io/collector/cmd/builder"] in versions
+    assert read_required_modules("builder")["go.opentelemetry.io/collector/cmd/builder"] in versions
 
 
 @GO
-@pytest.mark.parametrize("tool", [*pins.TOOLS, pins.BUILDER], ids=lambda tool: tool.name)
-def test_hashes(binaries: Binaries, tool: Tool) -> None:
+@pytest.mark.parametrize(
+    "tool", [*program_pins.GO_TOOLS, program_pins.BUILDER_TOOL], ids=lambda tool: tool.name
+)
+def test_hashes(binaries: StackBinaries, tool: GoTool) -> None:
     """What is in a program is what the committed go.sum says, module by module."""
-    sums = set((tool.module / "go.sum").read_text("utf-8").splitlines())
+    sums = set((tool.module_folder / "go.sum").read_text("utf-8").splitlines())
     for program in tool.programs:
-        told = said("go", "version", "-m", tool.folder / program.name)
+        told = run_program("go", "version", "-m", tool.build_folder / program.name)
         linked = [line.split()[1:] for line in told.splitlines() if line.split()[:1] == ["dep"]]
         replaced = [line.split()[1:] for line in told.splitlines() if line.split()[:1] == ["=>"]]
         hashed = {" ".join(words) for words in linked + replaced if len(words) == 3}
@@ -96,22 +99,22 @@ def test_hashes(binaries: Binaries, tool: Tool) -> None:
         assert hashed <= sums
 
 
-def test_versions(binaries: Binaries) -> None:
+def test_versions(binaries: StackBinaries) -> None:
     """The programs run, and they are the ones that the pins name."""
-    assert "version 0.159.0" in said(binaries.collector, "--version")
-    assert "v0.315.0" == required("prometheus")["github.com/prometheus/prometheus"]
-    assert "tempo" in said(binaries.tempo, "--version")
+    assert "version 0.159.0" in run_program(binaries.collector, "--version")
+    assert "v0.315.0" == read_required_modules("prometheus")["github.com/prometheus/prometheus"]
+    assert "tempo" in run_program(binaries.tempo, "--version")
     for path in (binaries.prometheus, binaries.promtool):
-        assert path.name in said(path, "--version")
+        assert path.name in run_program(path, "--version")
 
 
 @pytest.mark.parametrize("configs", COMBINATIONS, ids=" ".join)
-def test_collector(binaries: Binaries, tmp_path: Path, configs: tuple[str, ...]) -> None:
+def test_collector(binaries: StackBinaries, tmp_path: Path, configs: tuple[str, ...]) -> None:
     """The collector accepts its configuration, also below each overlay."""
     words = [f"--config=file:{COLLECTOR / name}" for name in configs]
     env = {"TTFT_COLLECTOR_STORAGE": str(tmp_path)}
 
-    assert "rror" not in said(binaries.collector, "validate", *words, env=env)
+    assert "rror" not in run_program(binaries.collector, "validate", *words, env=env)
 
 
 def test_combined() -> None:
@@ -121,9 +124,9 @@ def test_combined() -> None:
     assert files - {"builder.yaml"} == {name for names in COMBINATIONS for name in names}
 
 
-def test_prometheus(binaries: Binaries) -> None:
+def test_prometheus(binaries: StackBinaries) -> None:
     """Promtool accepts Prometheus's configuration and every rule that it names."""
-    told = said(
+    told = run_program(
         binaries.promtool, "check", "config", CHECKOUT / "grafana/prometheus/prometheus.yml"
     )
 
@@ -132,18 +135,18 @@ def test_prometheus(binaries: Binaries) -> None:
     assert "FAILED" not in told
 
 
-def test_tempo(binaries: Binaries, tmp_path: Path) -> None:
+def test_tempo(binaries: StackBinaries, tmp_path: Path) -> None:
     """Tempo accepts the configuration of the native stack, with nothing to warn of."""
     config = CHECKOUT / "grafana" / "tempo" / "native.yaml"
-    env = Addresses().env() | {"TTFT_TEMPO_DATA": str(tmp_path)}
+    env = StackAddresses().build_env() | {"TTFT_TEMPO_DATA": str(tmp_path)}
     words = (f"-config.file={config}", "-config.expand-env=true", "-config.verify=true")
 
-    assert "level=warn" not in said(binaries.tempo, *words, env=env)
+    assert "level=warn" not in run_program(binaries.tempo, *words, env=env)
 
 
-def test_compose(binaries: Binaries) -> None:
+def test_compose(binaries: StackBinaries) -> None:
     """Compose's own library accepts docker-compose.yml with every profile; it refuses a misspelt key."""
-    told = said(binaries.compose, CHECKOUT / "docker-compose.yml", "+*")
+    told = run_program(binaries.compose, CHECKOUT / "docker-compose.yml", "+*")
 
     assert {"collector", "tempo", "prometheus", "grafana"} <= yaml.safe_load(told)[
         "services"
@@ -160,12 +163,12 @@ def test_flags() -> None:
     }
 
 
-def test_refused(binaries: Binaries, tmp_path: Path) -> None:
+def test_refused(binaries: StackBinaries, tmp_path: Path) -> None:
     """A compose file with a key that does not exist is refused, and the key is named."""
     odd = tmp_path / "compose.yml"
     odd.write_text("services: {a: {imag: b}}\n", "utf-8")
 
-    assert "imag" in said(binaries.compose, odd, code=1)
+    assert "imag" in run_program(binaries.compose, odd, code=1)
 
 
 @pytest.fixture
@@ -173,13 +176,13 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with an empty cache and an empty PATH; the folder on PATH."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for _, program in search.ROLES.values():
+    for _, program in search.PROGRAMS_BY_ROLE.values():
         monkeypatch.delenv(program.variable, raising=False)
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"
 
 
-def script(path: Path, text: str) -> Path:
+def write_script(path: Path, text: str) -> Path:
     """A program for tests."""
     path.write_text(f"#!/bin/sh\n{text}\n", "utf-8")
     path.chmod(0o755)
@@ -188,7 +191,7 @@ def script(path: Path, text: str) -> Path:
 
 def test_missing(nowhere: Path) -> None:
     """Without Go and programs, one message says what to install or to name."""
-    told = refused()
+    told = read_refusal()
 
     assert "Go is missing" in told
     assert "https://go.dev/dl/" in told
@@ -197,69 +200,73 @@ def test_missing(nowhere: Path) -> None:
 
 def test_old(nowhere: Path) -> None:
     """A Go that is too old is named, with its version."""
-    script(nowhere / "go", "echo go version go1.22.1 linux/amd64")
+    write_script(nowhere / "go", "echo go version go1.22.1 linux/amd64")
 
-    assert "Go 1.22 is too old; install Go 1.25" in refused()
+    assert "Go 1.22 is too old; install Go 1.25" in read_refusal()
 
 
 def test_found(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable comes first, PATH serves where Go is missing, and a wrong name is said."""
-    tool, program = search.ROLES["collector"]
-    other = script(nowhere / "otelcol-contrib", "true")
-    assert search.obtain("collector", str) == other
+    tool, program = search.PROGRAMS_BY_ROLE["collector"]
+    other = write_script(nowhere / "otelcol-contrib", "true")
+    assert search.obtain_program("collector", str) == other
 
-    own = script(nowhere / "mine", "true")
+    own = write_script(nowhere / "mine", "true")
     monkeypatch.setenv(program.variable, str(own))
-    assert search.locate(tool, program) == search.obtain("collector", str) == own
+    assert search.locate_program(tool, program) == search.obtain_program("collector", str) == own
 
     monkeypatch.setenv(program.variable, "/nowhere/otelcol")
-    assert "TTFT_STACK_COLLECTOR=/nowhere/otelcol is no program" in refused()
+    assert "TTFT_STACK_COLLECTOR=/nowhere/otelcol is not a program" in read_refusal()
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Tool]:
-    """Write a Go program of our own and give the Tool that builds it, into an empty cache."""
-    monkeypatch.setenv("GOCACHE", said("go", "env", "GOCACHE").strip())  # Go's own library is there
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], GoTool]:
+    """Write a Go program of our own and give the GoTool that builds it, into an empty cache."""
+    monkeypatch.setenv(
+        "GOCACHE", run_program("go", "env", "GOCACHE").strip()
+    )  # Go's own library is there
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pins, "MODULES", tmp_path)
+    monkeypatch.setattr(program_pins, "GO_MODULES", tmp_path)
     (tmp_path / "toy").mkdir()
 
-    def make(body: str) -> Tool:
+    def make_tool(body: str) -> GoTool:
         (tmp_path / "toy" / "go.mod").write_text("module toy.invalid/toy\n\ngo 1.25\n", "utf-8")
         (tmp_path / "toy" / "main.go").write_text(
             f"package main\n\nfunc main() {{ {body} }}\n", "utf-8"
         )
-        return Tool("toy", (Program("toy", ".", "TTFT_STACK_TOY"),))
+        return GoTool("toy", (StackProgram("toy", ".", "TTFT_STACK_TOY"),))
 
-    return make
+    return make_tool
 
 
 @GO
-def test_build(toy: Callable[[str], Tool]) -> None:
+def test_build(toy: Callable[[str], GoTool]) -> None:
     """A build says what it does, is done once per pin however many ask at once, and runs."""
     fresh = secrets.token_hex(8)  # Go's own cache does not know it
     tool, lines = toy(f'println("{fresh}")'), list[str]()
-    threads = [threading.Thread(target=golang.build, args=(tool, lines.append)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=go_builds.build_tool, args=(tool, lines.append)) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     again = list[str]()
-    folder = golang.build(tool, again.append)
+    folder = go_builds.build_tool(tool, again.append)
 
-    assert fresh in said(folder / "toy")
+    assert fresh in run_program(folder / "toy")
     assert 1 == sum("toy.invalid/toy" in line for line in lines)
     assert [] == again
-    other = golang.build(toy('println("two")'), again.append)
-    assert "two" in said(other / "toy")
-    assert fresh in said(folder / "toy")
+    other = go_builds.build_tool(toy('println("two")'), again.append)
+    assert "two" in run_program(other / "toy")
+    assert fresh in run_program(folder / "toy")
 
 
 @GO
-def test_failed(toy: Callable[[str], Tool]) -> None:
+def test_failed(toy: Callable[[str], GoTool]) -> None:
     """A build that fails gives the compiler's words, and is tried again the next time."""
     for _ in range(2):
         tool = toy("undefined()")
-        with pytest.raises(golang.GoError, match=r"go build toy failed(.|\n)*undefined"):
-            golang.build(tool, str)
-        assert not golang.built(tool)
+        with pytest.raises(go_builds.GoBuildError, match=r"go build toy failed(.|\n)*undefined"):
+            go_builds.build_tool(tool, str)
+        assert not go_builds.is_built(tool)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.lab.stack import ask
-from ttft_otel.lab.stack.parts import DASHBOARDS
+from lab.stack import backend_queries
+from lab.stack.stack_parts import DASHBOARDS
 
 STEP_S: Final = 15
 _VARIABLE: Final = re.compile(
@@ -24,7 +24,7 @@ _VARIABLE: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Dashboard:
+class CommittedDashboard:
     """One committed dashboard."""
 
     path: Path
@@ -41,7 +41,7 @@ class Dashboard:
         found: list[Mapping[str, Any]] = self.model.get("templating", {}).get("list", [])
         return found
 
-    def panels(self) -> Iterator[Mapping[str, Any]]:
+    def list_panels(self) -> Iterator[Mapping[str, Any]]:
         """All panels, those of collapsed rows too; no rows."""
         for panel in self.model["panels"]:
             yield from panel.get("panels", ())
@@ -50,10 +50,10 @@ class Dashboard:
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class PanelQuery:
     """One target of one panel."""
 
-    dashboard: Dashboard
+    dashboard: CommittedDashboard
     panel: Mapping[str, Any]
     target: Mapping[str, Any]
 
@@ -88,26 +88,26 @@ class Query:
         return f"{self.dashboard.uid}/{self.title}/{self.ref}"
 
 
-def dashboards() -> list[Dashboard]:
+def list_dashboards() -> list[CommittedDashboard]:
     """All that are committed."""
     return [
-        Dashboard(path, json.loads(path.read_text("utf-8")))
+        CommittedDashboard(path, json.loads(path.read_text("utf-8")))
         for path in sorted(DASHBOARDS.glob("*.json"))
     ]
 
 
-def queries() -> list[Query]:
+def list_queries() -> list[PanelQuery]:
     """All queries of all dashboards."""
     return [
-        Query(dashboard, panel, target)
-        for dashboard in dashboards()
-        for panel in dashboard.panels()
+        PanelQuery(dashboard, panel, target)
+        for dashboard in list_dashboards()
+        for panel in dashboard.list_panels()
         for target in panel.get("targets", ())
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class PanelAsker:
     """Asks over [start, end] (Unix seconds); `chosen` overrides variables by name."""
 
     prometheus: str
@@ -116,7 +116,7 @@ class Asker:
     end: float
     chosen: Mapping[str, str] = field(default_factory=dict)
 
-    def written(self, query: Query) -> str:
+    def expand_variables(self, query: PanelQuery) -> str:
         """The query's text, every variable replaced."""
         span = round(self.end - self.start)
         built_in = {
@@ -124,57 +124,59 @@ class Asker:
             "__interval": f"{STEP_S}s",
             "__rate_interval": f"{4 * STEP_S}s",
         }
-        opened = {str(each["name"]): start(each) for each in query.dashboard.variables}
+        opened = {str(each["name"]): get_initial_value(each) for each in query.dashboard.variables}
 
-        def put(found: re.Match[str]) -> str:
+        def replace_variable(found: re.Match[str]) -> str:
             name = found["braced"] or found["bare"]
             if name in self.chosen:
                 value = self.chosen[name]
-                return escaped(value) if query.prometheus and not found["format"] else value
+                return escape_value(value) if query.prometheus and not found["format"] else value
             assert name in opened or name in built_in, f"{query.name}: nobody declares ${name}"
             return {**built_in, **opened}[name]
 
-        return _VARIABLE.sub(put, query.text)
+        return _VARIABLE.sub(replace_variable, query.text)
 
-    def ask(self, query: Query) -> list[Any]:
+    def run_query(self, query: PanelQuery) -> list[Any]:
         """Run it: Prometheus's series, Tempo's traces, or Tempo's series."""
-        text = self.written(query)
+        text = self.expand_variables(query)
         if query.prometheus:
-            return self.promql(text, query.instant)
+            return self.query_prometheus(text, query.instant)
         if re.fullmatch("[0-9a-f]{32}", text):  # Grafana fetches what looks like an id
-            return ask.trace(self.tempo, text)
-        if metrics(text):
+            return backend_queries.fetch_trace_spans(self.tempo, text)
+        if is_metrics_query(text):
             fields = {"q": text, "start": int(self.start), "end": int(self.end) + 1}
-            found = ask.get(f"{self.tempo}/api/metrics/query_range", step=f"{STEP_S}s", **fields)
+            found = backend_queries.fetch_json(
+                f"{self.tempo}/api/metrics/query_range", step=f"{STEP_S}s", **fields
+            )
             series: list[Any] = found.get("series") or []
             return series
-        return self.search(text, int(query.target.get("limit") or 20))
+        return self.search_tempo(text, int(query.target.get("limit") or 20))
 
-    def promql(self, text: str, instant: bool = True) -> list[Any]:
+    def query_prometheus(self, text: str, instant: bool = True) -> list[Any]:
         """Series of a PromQL query, at the end of the range or over it."""
         if instant:
-            return ask.instant(self.prometheus, text, self.end)
+            return backend_queries.query_instant(self.prometheus, text, self.end)
         fields = {"query": text, "start": self.start, "end": self.end, "step": STEP_S}
-        found: list[Any] = ask.get(f"{self.prometheus}/api/v1/query_range", **fields)["data"][
-            "result"
-        ]
+        found: list[Any] = backend_queries.fetch_json(
+            f"{self.prometheus}/api/v1/query_range", **fields
+        )["data"]["result"]
         return found
 
-    def search(self, text: str, limit: int = 100) -> list[Any]:
+    def search_tempo(self, text: str, limit: int = 100) -> list[Any]:
         """Traces that a TraceQL search finds in the range."""
-        return ask.search(self.tempo, text, limit, self.start, self.end + 1)
+        return backend_queries.search_traces(self.tempo, text, limit, self.start, self.end + 1)
 
-    def exemplars(self, text: str) -> list[Any]:
+    def query_exemplars(self, text: str) -> list[Any]:
         """Exemplars of the series in a PromQL query."""
-        return ask.exemplars(self.prometheus, text, self.start, self.end)
+        return backend_queries.query_exemplars(self.prometheus, text, self.start, self.end)
 
 
-def metrics(text: str) -> bool:
+def is_metrics_query(text: str) -> bool:
     """Whether a TraceQL query gives series instead of traces."""
     return bool(re.search(r"\|\s*(rate|\w+_over_time|compare)\s*\(", text))
 
 
-def start(variable: Mapping[str, Any]) -> str:
+def get_initial_value(variable: Mapping[str, Any]) -> str:
     """The value that a variable has when the dashboard is opened."""
     value = variable.get("current", {}).get("value", "")
     if value == "$__all":
@@ -182,6 +184,6 @@ def start(variable: Mapping[str, Any]) -> str:
     return str(value)
 
 
-def escaped(value: str) -> str:
+def escape_value(value: str) -> str:
     """As Grafana puts a chosen value into PromQL: a regular expression inside a string."""
     return re.sub(r"[\\^$*+?.()|{}\[\]]", r"\\\\\g<0>", value)

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-from ttft_otel.original import Sums, original
+from ttft_otel.ttft_report import StageSums, build_ttft_report
 
-ENCODE: Sums = {
+ENCODE: StageSums = {
     "stages": {"encoder.queue": 1500, "encoder.compute": 7000, "ec.transfer": 400},
     "unattributed": 100,
     "ttft": 9000,
 }
-DECODE: Sums = {
+DECODE: StageSums = {
     "stages": {"prefill.queue": 2000, "ec.transfer": 600, "prefill.compute": 30001},
     "unattributed": 0,
     "ttft": 32601,
 }
-CLIENT: Sums = {
+CLIENT: StageSums = {
     "stages": {
         "router.receive": 50,
         "router.hop.encode": 300,
@@ -29,7 +29,7 @@ CLIENT: Sums = {
 
 def test_combined() -> None:
     """The combined entry sums the legs' stages under the original names, transfers of both legs."""
-    report = original("r1", {"encode": ENCODE, "prefill_decode": DECODE}, CLIENT)
+    report = build_ttft_report("r1", {"encode": ENCODE, "prefill_decode": DECODE}, CLIENT)
     combined = report["combined"]
     assert {name: value for name, value in combined.items() if name != "stages"} == {
         "enc_queue_time_ms": 1.5,
@@ -47,7 +47,7 @@ def test_combined() -> None:
 
 def test_router_share() -> None:
     """The router's entry is what no leg accounts for, and it closes like every other entry."""
-    report = original("r1", {"encode": ENCODE, "prefill_decode": DECODE}, CLIENT)
+    report = build_ttft_report("r1", {"encode": ENCODE, "prefill_decode": DECODE}, CLIENT)
     assert report["by_role"]["router"] == {
         "ttft_ms": 0.37,
         "unattributed_ms": 0.02,
@@ -57,9 +57,9 @@ def test_router_share() -> None:
 
 def test_without_router() -> None:
     """Legs alone are added up; one server alone keeps its stages' own names."""
-    both = original("r1", {"encode": ENCODE, "prefill_decode": DECODE})["combined"]
+    both = build_ttft_report("r1", {"encode": ENCODE, "prefill_decode": DECODE})["combined"]
     assert both["ttft_ms"] == 41.601
     assert both["stages"]["encode.encoder.compute"] == 7.0
-    alone = original("r2", {"mono": DECODE})
+    alone = build_ttft_report("r2", {"mono": DECODE})
     assert alone["combined"]["stages"] == alone["by_role"]["mono"]["stages"]
     assert alone["combined"]["enc_queue_time_ms"] == 0.0

@@ -20,13 +20,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 
 from ttft_otel import names, stages
-from ttft_otel.exporter import spans as exporter
-from ttft_otel.record import VERSION, Attributes, Piece, Record, Server, Ttft
+from ttft_otel.exporter import span_builder as exporter
+from ttft_otel.record import RECORD_VERSION, Attributes, Piece, Record, Server, Ttft
 
-counter = itertools.count(1)
+span_numbers = itertools.count(1)
 
 
-def value(of: Any) -> AnyValue:
+def to_any_value(of: Any) -> AnyValue:
     """A Python value as OTLP has it."""
     if isinstance(of, bool):
         return AnyValue(bool_value=of)
@@ -37,12 +37,12 @@ def value(of: Any) -> AnyValue:
     return AnyValue(string_value=of)
 
 
-def pairs(of: dict[str, Any]) -> list[KeyValue]:
+def to_key_values(of: dict[str, Any]) -> list[KeyValue]:
     """Attributes as OTLP has them."""
-    return [KeyValue(key=key, value=value(each)) for key, each in of.items()]
+    return [KeyValue(key=key, value=to_any_value(each)) for key, each in of.items()]
 
 
-def span(
+def build_raw_span(
     name: str,
     us: int = 1000,
     events: Sequence[tuple[str, int, dict[str, Any]]] = (),
@@ -51,7 +51,7 @@ def span(
     **attributes: Any,
 ) -> Span:
     """A raw span that ended now; dots in attributes' names are written __."""
-    number, end = next(counter), time.time_ns()
+    number, end = next(span_numbers), time.time_ns()
     start = end - us * 1000
     made = Span(
         name=name,
@@ -59,9 +59,11 @@ def span(
         span_id=number.to_bytes(8, "big"),
         start_time_unix_nano=start,
         end_time_unix_nano=end,
-        attributes=pairs({key.replace("__", "."): each for key, each in attributes.items()}),
+        attributes=to_key_values(
+            {key.replace("__", "."): each for key, each in attributes.items()}
+        ),
         events=[
-            Span.Event(name=each, time_unix_nano=start + at * 1000, attributes=pairs(more))
+            Span.Event(name=each, time_unix_nano=start + at * 1000, attributes=to_key_values(more))
             for each, at, more in events
         ],
     )
@@ -69,21 +71,21 @@ def span(
     return made
 
 
-def request(
+def build_export_request(
     spans: Iterable[Span], scope: str = "ttft_otel", service: str = "vllm", **resource: Any
 ) -> ExportTraceServiceRequest:
     """Raw spans of one scope and one resource."""
     made = ExportTraceServiceRequest()
     each = made.resource_spans.add()
     named = {key.replace("__", "."): item for key, item in resource.items()}
-    each.resource.attributes.extend(pairs({"service.name": service} | named))
+    each.resource.attributes.extend(to_key_values({"service.name": service} | named))
     inner = each.scope_spans.add()
     inner.scope.name = scope
     inner.spans.extend(spans)
     return made
 
 
-def record(
+def build_own_record(
     ms: float = 100.0,
     number: int | None = None,
     role: str = "mono",
@@ -96,7 +98,7 @@ def record(
     trace_id: str = "",
 ) -> Record:
     """A request of ours with a TTFT of so many milliseconds, most of it queue, 100 us unattributed."""
-    number = next(counter) if number is None else number
+    number = next(span_numbers) if number is None else number
     total = round(ms * 1000)
     parts = {"receive": total // 10, "prefill.queue": total - total // 10 - 100}
     pieces, at = [], 0
@@ -105,7 +107,7 @@ def record(
         at += us
     shared: Attributes = {names.OPERATION: "chat", names.PROVIDER: "vllm", names.MODEL: model}
     return Record(
-        version=VERSION,
+        version=RECORD_VERSION,
         trace_id=trace_id or f"{number + (0x5EED << 96):032x}",
         span_id=f"{number:016x}",
         parent_id="",
@@ -133,20 +135,22 @@ def record(
     )
 
 
-def resource(instance: str, service: str = "vllm") -> Resource:
+def build_own_resource(instance: str, service: str = "vllm") -> Resource:
     """Who a span is from."""
     return Resource({"service.name": service, "service.instance.id": instance})
 
 
-def ours(records: Iterable[Record], instance: str = "host:1") -> ExportTraceServiceRequest:
+def build_own_request(
+    records: Iterable[Record], instance: str = "host:1"
+) -> ExportTraceServiceRequest:
     """Records as the exporter would send them, in one request."""
     made: list[Any] = []
     for each in records:
-        made += exporter.build(each, resource(instance, each.service))
+        made += exporter.build_spans(each, build_own_resource(instance, each.service))
     return encode_spans(made)
 
 
-def post(
+def post_export(
     url: str, body: ExportTraceServiceRequest | bytes, kind: str = "application/x-protobuf"
 ) -> int:
     """The status that the collector answers."""
@@ -158,3 +162,9 @@ def post(
     except urllib.error.HTTPError as error:
         with error:
             return error.code
+
+
+def post_records(url: str, records: Sequence[Record], portion: int) -> None:
+    """Send all `records` to the collector at `url`, so many in one request, and check that it takes them."""
+    for at in range(0, len(records), portion):
+        assert post_export(url, build_own_request(records[at : at + portion])) == 200

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grafana's pages in headless Chromium, driven by Playwright; test_browser.py looks through it.
+"""Grafana's pages in headless Chromium, driven by Playwright, for test_browser.py.
 
-A `Window` remembers what a person with open developer tools would see: errors on the console,
-answers with an error, requests that leave this machine.
+A `GrafanaWindow` records what the developer tools would show: errors on the console, responses with an
+error, and requests that leave this machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from playwright.sync_api import (
     Page,
     Request,
     Response,
+    TimeoutError,
     sync_playwright,
 )
 
 FLAGS: Final = (
     "--no-sandbox",
     "--disable-gpu",
+    "--disable-dev-shm-usage",  # containers give /dev/shm 64 MB: a page of many panels takes more
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -42,32 +44,32 @@ _OPTION: Final = "data-testid Dashboard template variables Variable Value DropDo
 _ROW: Final = "data-testid dashboard-row-title-"
 _DOT: Final = '[aria-label="Exemplar marker"], [data-testid="data-testid Exemplar marker"]'
 _TIP: Final = ":is([role=tooltip], [data-popper-placement], [class*=tooltip i])"
-NOTHING: Final[Mapping[str, str]] = {}
+NO_QUERY: Final[Mapping[str, str]] = {}
 WIDTH: Final = 1600
-LOW: Final = 900
-TALL: Final = 5200
+LOW_HEIGHT: Final = 900
+TALL_HEIGHT: Final = 5200
 QUIET_S: Final = 1.0  # without a request, a dashboard has drawn what it will draw
-LONGEST_S: Final = 60.0
+MAX_WAIT_S: Final = 60.0
 
 
-def chromium() -> str | None:
-    """Where the distribution's Chromium is."""
+def find_chromium() -> str | None:
+    """Path of the distribution's Chromium."""
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @contextmanager
-def launched() -> Iterator[Browser]:
-    """A browser of its own, gone with the block."""
+def launch_browser() -> Iterator[Browser]:
+    """A browser that is closed at the end of the block."""
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        browser = driver.chromium.launch(executable_path=find_chromium(), args=list(FLAGS))
         try:
             yield browser
         finally:
             browser.close()
 
 
-class Window:
-    """One tab before one Grafana."""
+class GrafanaWindow:
+    """One tab that shows pages of one Grafana."""
 
     def __init__(self, browser: Browser, url: str) -> None:
         self.url = url
@@ -76,32 +78,39 @@ class Window:
         self.refused: list[str] = []
         self._asked = time.monotonic()
         self._open: set[Request] = set()
-        self.context = browser.new_context(viewport={"width": WIDTH, "height": LOW})
+        self.context = browser.new_context(viewport={"width": WIDTH, "height": LOW_HEIGHT})
+        self.context.set_default_timeout(MAX_WAIT_S * 1000)
         self.page = self.context.new_page()
-        self.watch(self.page)
+        self.watch_page(self.page)
 
-    def watch(self, page: Page) -> None:
-        """Listen to a tab."""
-        page.on("console", self._said)
+    def watch_page(self, page: Page) -> None:
+        """Record errors and requests of a tab."""
+        page.on("console", self._record_console_message)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", self._started)
-        page.on("response", self._answered)
-        page.on("requestfinished", self._ended)
-        page.on("requestfailed", self._ended)
+        page.on("request", self._record_request)
+        page.on("response", self._record_response)
+        page.on("requestfinished", self._forget_request)
+        page.on("requestfailed", self._forget_request)
 
-    def dashboard(self, uid: str, query: Mapping[str, str] = NOTHING, tall: bool = False) -> None:
-        """Open a dashboard and wait until it has drawn: what is in view, `tall` all of it."""
-        self.go(f"/d/{uid}?{urlencode({**query})}", tall)
+    def open_dashboard(
+        self, uid: str, query: Mapping[str, str] = NO_QUERY, tall: bool = False
+    ) -> None:
+        """Open a dashboard and wait until the visible panels are drawn; with `tall`, all panels."""
+        self.open_path(f"/d/{uid}?{urlencode({**query})}", tall)
+        if not self._has_panels():
+            self.page.reload()
+            self.wait_until_quiet()
+            assert self._has_panels(), self._explain_empty_page()
 
-    def go(self, path: str, tall: bool = False) -> None:
-        """Open a page of this Grafana and wait until it is quiet."""
-        self.page.set_viewport_size({"width": WIDTH, "height": TALL if tall else LOW})
+    def open_path(self, path: str, tall: bool = False) -> None:
+        """Open a page of this Grafana and wait until it has no request under way."""
+        self.page.set_viewport_size({"width": WIDTH, "height": TALL_HEIGHT if tall else LOW_HEIGHT})
         self.page.goto(path if "://" in path else self.url + path)
-        self.settle()
+        self.wait_until_quiet()
 
-    def settle(self) -> None:
+    def wait_until_quiet(self) -> None:
         """Wait until no request is under way, for a while."""
-        end = time.monotonic() + LONGEST_S
+        end = time.monotonic() + MAX_WAIT_S
         self._asked = time.monotonic()
         while time.monotonic() < end:
             self.page.wait_for_timeout(100)
@@ -109,18 +118,32 @@ class Window:
                 return
         raise AssertionError(f"still loading: {[each.url for each in self._open]}")
 
-    def right(self, wrong: Callable[[], object]) -> None:
-        """Wait until nothing is wrong any more: a busy machine draws late."""
-        end = time.monotonic() + LONGEST_S
+    def _has_panels(self) -> bool:
+        """Wait for the first panel: on a busy machine the page is quiet long before it draws."""
+        try:
+            self.page.locator(f'[data-testid^="{_PANEL}"]').first.wait_for()
+        except TimeoutError:
+            return False
+        return True
+
+    def _explain_empty_page(self) -> str:
+        return (
+            f"no panel after {MAX_WAIT_S:.0f} s and a reload; text: {self.page.inner_text('body')[:500]!r};"
+            f" console: {self.errors}; refused: {self.refused}; elsewhere: {self.strangers}"
+        )
+
+    def wait_until_right(self, wrong: Callable[[], object]) -> None:
+        """Wait until `check` finds nothing wrong: on a busy machine panels are drawn late."""
+        end = time.monotonic() + MAX_WAIT_S
         while (found := wrong()) and time.monotonic() < end:
             self.page.wait_for_timeout(500)
         assert not found, found
 
-    def panel(self, title: str) -> Locator:
+    def find_panel(self, title: str) -> Locator:
         """A panel by its title; there may be two of one title."""
         return self.page.get_by_test_id(f"{_PANEL}{title}")
 
-    def panels(self) -> list[tuple[str, str, bool]]:
+    def list_panels(self) -> list[tuple[str, str, bool]]:
         """Of every panel: its title, its text below that, and whether anything else is drawn."""
         return [
             (
@@ -131,39 +154,39 @@ class Window:
             for each in self.page.locator(f'[data-testid^="{_PANEL}"]').all()
         ]
 
-    def lacks(self, *words: str) -> list[str]:
+    def list_missing_words(self, *words: str) -> list[str]:
         """Which of these words the page does not show."""
         text = self.page.inner_text("body")
         return [word for word in words if word not in text]
 
-    def broken(self) -> list[str]:
+    def list_panel_errors(self) -> list[str]:
         """What panels complain about."""
         marks = self.page.locator(
             '[data-testid="data-testid Panel status error"], [aria-label="Panel header error"]'
         )
         return [mark.inner_text() or "an error mark" for mark in marks.all()]
 
-    def unfold(self, title: str) -> None:
+    def unfold_row(self, title: str) -> None:
         """Open a folded row."""
         self.page.get_by_test_id(f"{_ROW}{title}").click()
-        self.settle()
+        self.wait_until_quiet()
 
-    def choose(self, variable: str, value: str) -> None:
+    def choose_value(self, variable: str, value: str) -> None:
         """Give a variable one value, by mouse."""
         self.page.locator(f"#var-{variable}").click()
         self.page.get_by_test_id(f"{_OPTION}{value}").click()
         self.page.mouse.click(2, 300)  # beside it: that closes the list
-        self.settle()
+        self.wait_until_quiet()
 
-    def dot(self, title: str) -> dict[str, str]:
+    def hover_exemplar(self, title: str) -> dict[str, str]:
         """Text and address of the links that appear under the mouse on a panel's exemplar."""
-        marks = self.panel(title).locator(_DOT)
+        marks = self.find_panel(title).locator(_DOT)
         marks.first.hover(force=True)
         links = self.page.locator(f"{_TIP} a")
         links.first.wait_for()
         return {link.inner_text(): str(link.evaluate("each => each.href")) for link in links.all()}
 
-    def height(self) -> int:
+    def measure_height(self) -> int:
         """How tall the drawn dashboard is."""
         found: Any = self.page.evaluate(
             "Math.max(...[...document.querySelectorAll('.react-grid-layout')]"
@@ -175,11 +198,11 @@ class Window:
         """Close the tab."""
         self.context.close()
 
-    def _said(self, message: ConsoleMessage) -> None:
+    def _record_console_message(self, message: ConsoleMessage) -> None:
         if message.type == "error":
             self.errors.append(message.text)
 
-    def _started(self, request: Request) -> None:
+    def _record_request(self, request: Request) -> None:
         self._asked = time.monotonic()
         address = urlsplit(request.url)
         if address.scheme in ("data", "blob"):
@@ -188,17 +211,17 @@ class Window:
         if address.hostname not in LOOPBACK:
             self.strangers.append(request.url)
 
-    def _answered(self, response: Response) -> None:
+    def _record_response(self, response: Response) -> None:
         if response.status >= 400:
             self.refused.append(f"{response.status} {response.url}")
 
-    def _ended(self, request: Request) -> None:
+    def _forget_request(self, request: Request) -> None:
         self._asked = time.monotonic()
         self._open.discard(request)
 
 
-def number(panel: Locator, title: str) -> float | None:
-    """The number that a panel shows: of time in seconds, of percent a share; None while it shows none."""
+def read_panel_number(panel: Locator, title: str) -> float | None:
+    """The number that a panel shows: seconds for times, a share for percent; None while it shows none."""
     text = panel.inner_text().removeprefix(title)
     found = re.search(r"(-?[\d.,]+)\s*(µs|ms|s|mins?|%)?", text)
     scale = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "mins": 60.0, "%": 0.01}

@@ -2,7 +2,7 @@
 """2 000 requests whose truth is known: one seeded table, told as Records, sent as the exporter sends them.
 
 `table()` makes the rows; `send()` turns rows into spans by the exporter's own code and ships them by
-the SDK's OTLP exporter; `Truth` answers from the rows alone what dashboards must show of them.
+the SDK's OTLP exporter; `KnownTruth` answers from the rows alone what dashboards must show of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from ttft_otel import names, stages
-from ttft_otel.exporter import spans as exporter
-from ttft_otel.record import VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.exporter import span_builder as exporter
+from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.stages import UNATTRIBUTED, Role
 
-MANY: Final = 2000
-SLOW: Final = 40  # reach their first token at 1 000 ms or later
-FAILED: Final = 24  # never reach it; half of them give up after more than 1 000 ms
+TOTAL_ROWS: Final = 2000
+SLOW_ROWS: Final = 40  # reach their first token at 1 000 ms or later
+FAILED_ROWS: Final = 24  # never reach it; half of them give up after more than 1 000 ms
+SERVER_ERRORS: Final = ("timeout", "no_token")
+LEFT_ERRORS: Final = ("disconnected",)
+REFUSED_ERRORS: Final = ("429",)
 SLO_MS: Final = 1000
 FIRST: Final = 4  # a fourth of all rows belongs to the first portion
-BATCH: Final = 512  # spans, as the exporter's own
+SPANS_PER_BATCH: Final = 512  # spans, as the exporter's own
 
-TEXT: Final = {
+TEXT_STAGES_MS: Final = {
     "receive": 0.6,
     "preprocess": 4.0,
     "ipc": 0.9,
@@ -44,7 +47,7 @@ TEXT: Final = {
     "output": 1.6,
     "egress": 0.3,
 }
-ENCODE: Final = {
+ENCODE_STAGES_MS: Final = {
     "receive": 0.9,
     "preprocess": 15.0,
     "ipc": 1.0,
@@ -55,9 +58,13 @@ ENCODE: Final = {
     "output": 1.4,
     "egress": 0.2,
 }
-AFTER_ENCODE: Final = TEXT | {"preprocess": 12.0, "ec.transfer": 6.0, "prefill.compute": 118.0}
-PREFILL: Final = TEXT | {"prefill.compute": 140.0, "prefill.queue": 52.0}
-DECODE: Final = {
+AFTER_ENCODE_STAGES_MS: Final = TEXT_STAGES_MS | {
+    "preprocess": 12.0,
+    "ec.transfer": 6.0,
+    "prefill.compute": 118.0,
+}
+PREFILL_STAGES_MS: Final = TEXT_STAGES_MS | {"prefill.compute": 140.0, "prefill.queue": 52.0}
+DECODE_STAGES_MS: Final = {
     "receive": 0.5,
     "preprocess": 2.0,
     "ipc": 0.9,
@@ -72,7 +79,7 @@ DECODE: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class KnownLeg:
     """One server's way to its first token; lengths in microseconds."""
 
     role: Role
@@ -80,6 +87,7 @@ class Leg:
     lengths: Mapping[str, int]
     lost: int = 0
     hop: int = 0
+    recomputed: int | None = None  # items of an encoder-cache consumer; no such server: None
 
     @property
     def ttft(self) -> int:
@@ -88,7 +96,7 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownRequest:
     """One row: an outermost request. A router has `own` stages and legs, a lone server one leg."""
 
     number: int
@@ -96,9 +104,9 @@ class Known:
     model: str
     role: Role
     instance: str
-    legs: tuple[Leg, ...]
+    legs: tuple[KnownLeg, ...]
     own: Mapping[str, int] = field(default_factory=dict)
-    spare: tuple[Leg, ...] = ()  # further encoders, off the critical path
+    spare: tuple[KnownLeg, ...] = ()  # further encoders, off the critical path
     streaming: bool = True
     error: str = ""
     portion: int = 0
@@ -143,7 +151,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrafficShape:
     """A kind of traffic: how many rows, what they go through."""
 
     kind: str
@@ -154,29 +162,29 @@ class Shape:
     legs: tuple[tuple[Role, Mapping[str, float], tuple[str, ...]], ...]
 
 
-SHAPES: Final = (
-    Shape(
+TRAFFIC_SHAPES: Final = (
+    TrafficShape(
         *("text", 640, "Qwen/Qwen3-8B", "mono", ("chat-1:101", "chat-2:102")),
-        (("mono", TEXT, ()),),
+        (("mono", TEXT_STAGES_MS, ()),),
     ),
-    Shape(
+    TrafficShape(
         *("epd", 760, "Qwen/Qwen2.5-VL-7B-Instruct", "router", ("router-1:201",)),
         (
-            ("encode", ENCODE, ("10.0.0.11:8001", "10.0.0.12:8001")),
-            ("prefill_decode", AFTER_ENCODE, ("10.0.0.21:8002", "10.0.0.22:8002")),
+            ("encode", ENCODE_STAGES_MS, ("10.0.0.11:8001", "10.0.0.12:8001")),
+            ("prefill_decode", AFTER_ENCODE_STAGES_MS, ("10.0.0.21:8002", "10.0.0.22:8002")),
         ),
     ),
-    Shape(
+    TrafficShape(
         *("pd", 540, "meta-llama/Llama-3.1-8B-Instruct", "router", ("router-2:202",)),
         (
-            ("prefill", PREFILL, ("10.0.0.31:8003", "10.0.0.32:8003")),
-            ("decode", DECODE, ("10.0.0.41:8004",)),
+            ("prefill", PREFILL_STAGES_MS, ("10.0.0.31:8003", "10.0.0.32:8003")),
+            ("decode", DECODE_STAGES_MS, ("10.0.0.41:8004",)),
         ),
     ),
-    # Someone asks an encoder directly: an `encode` span that is outermost, and no TTFT.
-    Shape(
+    # An `encode` span that is outermost, as a server of an older version has it: no TTFT.
+    TrafficShape(
         *("encode", 60, "Qwen/Qwen2.5-VL-7B-Instruct", "encode", ("10.0.0.11:8001",)),
-        (("encode", ENCODE, ()),),
+        (("encode", ENCODE_STAGES_MS, ()),),
     ),
 )
 # What makes the slow ones slow, by kind: (rows, which leg, which stage).
@@ -187,19 +195,19 @@ CAUSES: Final = {
 }
 
 
-def table(seed: int = 7, portions: int = 5) -> list[Known]:
+def build_known_requests(seed: int = 7, portions: int = 5) -> list[KnownRequest]:
     """All rows. Portion 0 holds a quarter, every series and all failures; the others share the rest."""
     draw = random.Random(seed)
-    rows: list[Known] = []
-    for shape in SHAPES:
-        made = [_row(draw, shape, turn) for turn in range(shape.many)]
-        rows += _troubled(draw, shape, made)
+    rows: list[KnownRequest] = []
+    for shape in TRAFFIC_SHAPES:
+        made = [_build_row(draw, shape, turn) for turn in range(shape.many)]
+        rows += _add_trouble(draw, shape, made)
     rows = [
         replace(row, number=number, trace_id=f"{draw.getrandbits(128) | 1:032x}")
         for number, row in enumerate(rows)
     ]
-    portion = [0] * (MANY // FIRST)
-    portion += [1 + turn % (portions - 1) for turn in range(MANY - len(portion))]
+    portion = [0] * (TOTAL_ROWS // FIRST)
+    portion += [1 + turn % (portions - 1) for turn in range(TOTAL_ROWS - len(portion))]
     draw.shuffle(portion)
     seen: set[tuple[object, ...]] = set()
     for row in rows:
@@ -209,69 +217,75 @@ def table(seed: int = 7, portions: int = 5) -> list[Known]:
     return [replace(row, portion=portion[row.number]) for row in rows]
 
 
-def _row(draw: random.Random, shape: Shape, turn: int) -> Known:
+def _build_row(draw: random.Random, shape: TrafficShape, turn: int) -> KnownRequest:
     instance = shape.instances[turn % len(shape.instances)]
     legs = []
     for role, base, places in shape.legs:
         place = places[(turn // 2) % len(places)] if places else instance
-        hop = _length(draw, 1.3) if shape.role == "router" else 0
-        legs.append(Leg(role, place, _lengths(draw, base), draw.randrange(40), hop))
+        hop = _draw_length(draw, 1.3) if shape.role == "router" else 0
+        leg = KnownLeg(role, place, _draw_lengths(draw, base), draw.randrange(40), hop)
+        if role == "prefill_decode":  # one of the two encodes some items again
+            leg = replace(leg, recomputed=turn % 3 if place == places[0] and turn % 20 < 4 else 0)
+        legs.append(leg)
     own = {}
     if shape.role == "router":
         for name, ms in (("receive", 0.3), ("route", 0.15), ("egress", 0.2)):
-            own[f"router.{name}"] = _length(draw, ms)
+            own[f"router.{name}"] = _draw_length(draw, ms)
         if turn % 48 < 2:
-            own["router.retry"] = _length(draw, 24.0)
+            own["router.retry"] = _draw_length(draw, 24.0)
     spare = ()
     if shape.kind == "epd" and turn % 5 == 0:  # a second image, encoded sooner
         quick = {name: us // 2 for name, us in legs[0].lengths.items()}
         spare = (replace(legs[0], lengths=quick, hop=400),)
     streaming = turn % 3 > 0
     if not streaming and shape.role == "mono":
-        legs[0] = replace(legs[0], lengths=_without(legs[0].lengths, "egress"))
+        legs[0] = replace(legs[0], lengths=_drop_stage(legs[0].lengths, "egress"))
     if not streaming:
         own.pop("router.egress", None)
         if shape.role == "router":
-            legs[-1] = replace(legs[-1], lengths=_without(legs[-1].lengths, "egress"))
-    return Known(
+            legs[-1] = replace(legs[-1], lengths=_drop_stage(legs[-1].lengths, "egress"))
+    return KnownRequest(
         *(0, shape.kind, shape.model, shape.role, instance, tuple(legs), own, spare, streaming)
     )
 
 
-def _troubled(draw: random.Random, shape: Shape, rows: list[Known]) -> list[Known]:
+def _add_trouble(
+    draw: random.Random, shape: TrafficShape, rows: list[KnownRequest]
+) -> list[KnownRequest]:
     """The slow and the failed ones among the rows of one kind; all others stay below 900 ms."""
     assert max(row.ttft for row in rows) < 900_000, "a seed that makes slow ones by chance"
     if shape.kind not in CAUSES:
         return rows
     many, leg, stage = CAUSES[shape.kind]
-    chosen = draw.sample(range(8, len(rows)), many + FAILED // 3)
+    chosen = draw.sample(range(8, len(rows)), many + FAILED_ROWS // 3)
     for turn, place in enumerate(chosen[:many]):
         extra = round(1_050_000 * (1 + 2.2 * turn / many)) + draw.randrange(9_000)
-        rows[place] = _longer(rows[place], leg, stage, extra)
+        rows[place] = _lengthen_stage(rows[place], leg, stage, extra)
     for turn, place in enumerate(chosen[many:]):
         row = rows[place]
         if turn % 2:
-            row = _longer(row, leg, stage, 4_000_000 + draw.randrange(2_000_000))
-        rows[place] = replace(row, error="timeout", streaming=False)
+            row = _lengthen_stage(row, leg, stage, 4_000_000 + draw.randrange(2_000_000))
+        kinds = (*SERVER_ERRORS, *LEFT_ERRORS, *REFUSED_ERRORS)
+        rows[place] = replace(row, error=kinds[turn // 2 % len(kinds)], streaming=False)
     return rows
 
 
-def _longer(row: Known, place: int, stage: str, extra: int) -> Known:
+def _lengthen_stage(row: KnownRequest, place: int, stage: str, extra: int) -> KnownRequest:
     leg = row.legs[place]
     grown = replace(leg, lengths={**leg.lengths, stage: leg.lengths[stage] + extra})
     return replace(row, legs=(*row.legs[:place], grown, *row.legs[place + 1 :]))
 
 
-def _lengths(draw: random.Random, base: Mapping[str, float]) -> dict[str, int]:
-    return {name: _length(draw, ms) for name, ms in base.items()}
+def _draw_lengths(draw: random.Random, base: Mapping[str, float]) -> dict[str, int]:
+    return {name: _draw_length(draw, ms) for name, ms in base.items()}
 
 
-def _length(draw: random.Random, ms: float) -> int:
+def _draw_length(draw: random.Random, ms: float) -> int:
     """Around so many milliseconds, skewed as waits are."""
     return 1 + round(1000 * ms * min(3.0, draw.lognormvariate(0.0, 0.4)))
 
 
-def _without(lengths: Mapping[str, int], name: str) -> dict[str, int]:
+def _drop_stage(lengths: Mapping[str, int], name: str) -> dict[str, int]:
     return {stage: us for stage, us in lengths.items() if stage != name}
 
 
@@ -279,54 +293,67 @@ def _without(lengths: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SourcedRecord:
     """A Record and which process tells it."""
 
     record: Record
     instance: str
 
 
-def tell(row: Known, end_ns: int) -> list[Told]:
+def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
     """The Records of a row, its response over at `end_ns`."""
     draw = random.Random(row.trace_id)
-    rest = 40_000 if row.streaming else 300
-    start_ns = end_ns - (row.ttft + rest) * 1000
+    response_us = 40_000 if row.streaming else 300
+    start_ns = end_ns - (row.ttft + response_us) * 1000
     if not row.routed:
-        return [_server(row, row.legs[0], draw, start_ns, rest, "")]
+        return [_build_server_record(row, row.legs[0], draw, start_ns, response_us, "")]
     calls: list[Call] = []
-    told: list[Told] = []
+    sourced_records: list[SourcedRecord] = []
     at = sum(row.own.get(f"router.{name}", 0) for name in ("receive", "route", "retry"))
     if lost := row.own.get("router.retry", 0):
         gone = Call(
-            *(_id(draw), "POST /v1/chat/completions", row.legs[0].role, at - lost, at, 503),
-            *(_place(row.legs[0]), "503"),
+            *(_draw_id(draw), "POST /v1/chat/completions", row.legs[0].role, at - lost, at, 503),
+            *(_get_server_attributes(row.legs[0]), "503"),
         )
         calls.append(gone)
     for leg in row.legs:
         for each in (leg, *(row.spare if leg.role == "encode" else ())):
             last = leg is row.legs[-1]
             call = Call(
-                *(_id(draw), "POST /v1/chat/completions", leg.role, at),
-                at + each.hop + each.ttft + (rest if last else 0),
+                *(_draw_id(draw), "POST /v1/chat/completions", leg.role, at),
+                at + each.hop + each.ttft + (response_us if last else 0),
                 200,
-                _place(each),
+                _get_server_attributes(each),
             )
             calls.append(call)
             begin = start_ns + (at + each.hop // 2) * 1000
-            told.append(_server(row, each, draw, begin, rest if last else 100, call.span_id))
+            sourced_records.append(
+                _build_server_record(
+                    row, each, draw, begin, response_us if last else 100, call.span_id
+                )
+            )
         at += leg.hop + leg.ttft
-    told.append(Told(_router(row, draw, start_ns, rest, tuple(calls)), row.instance))
-    return told
+    sourced_records.append(
+        SourcedRecord(
+            _build_router_record(row, draw, start_ns, response_us, tuple(calls)), row.instance
+        )
+    )
+    return sourced_records
 
 
-def _place(leg: Leg) -> Attributes:
+def _get_server_attributes(leg: KnownLeg) -> Attributes:
     host, _, port = leg.instance.partition(":")
     return {names.HTTP_METHOD: "POST", names.SERVER_ADDRESS: host, names.SERVER_PORT: int(port)}
 
 
-def _server(
-    row: Known, leg: Leg, draw: random.Random, start_ns: int, rest: int, parent: str
-) -> Told:
+def _build_server_record(
+    row: KnownRequest,
+    leg: KnownLeg,
+    draw: random.Random,
+    start_ns: int,
+    response_us: int,
+    parent: str,
+) -> SourcedRecord:
     """What one server records; outermost when no router called it."""
     pieces, at = [], 0
     for name, us in leg.lengths.items():
@@ -337,8 +364,11 @@ def _server(
     if leg.lost:
         pieces.append(Piece("stage", UNATTRIBUTED, at, at + leg.lost))
     error = "" if row.routed else row.error
+    attributes: Attributes = {names.STREAMING: row.streaming, names.INPUT_TOKENS: 512}
+    if leg.recomputed is not None:
+        attributes[names.EC_RECOMPUTED_ITEMS] = leg.recomputed
     ttft = Ttft(
-        span_id=_id(draw),
+        span_id=_draw_id(draw),
         name=names.ENCODE if leg.role == "encode" else names.TTFT,
         start=0,
         end=leg.ttft,
@@ -346,17 +376,18 @@ def _server(
         unattributed=leg.lost,
         clamped=0,
         pieces=tuple(pieces),
-        attributes={names.STREAMING: row.streaming, names.INPUT_TOKENS: 512},
+        attributes=attributes,
         error=error,
         died="prefill.queue" if error else "",
     )
-    return Told(
-        _record(row, draw, leg.role, not row.routed, ttft, start_ns, rest, parent), leg.instance
+    return SourcedRecord(
+        _build_record(row, draw, leg.role, not row.routed, ttft, start_ns, response_us, parent),
+        leg.instance,
     )
 
 
-def _router(
-    row: Known, draw: random.Random, start_ns: int, rest: int, calls: tuple[Call, ...]
+def _build_router_record(
+    row: KnownRequest, draw: random.Random, start_ns: int, response_us: int, calls: tuple[Call, ...]
 ) -> Record:
     """What the router records: its own stages around its legs', laid end to end."""
     laid: list[tuple[str, int, Attributes]] = [
@@ -378,7 +409,7 @@ def _router(
             pieces.append(Piece("stage", name, at, at + us, attributes))
         at += us
     ttft = Ttft(
-        span_id=_id(draw),
+        span_id=_draw_id(draw),
         name=names.TTFT,
         start=0,
         end=row.ttft,
@@ -390,31 +421,31 @@ def _router(
         error=row.error,
         died=f"{row.legs[-1].role}.prefill.queue" if row.error else "",
     )
-    return _record(row, draw, "router", True, ttft, start_ns, rest, "", calls)
+    return _build_record(row, draw, "router", True, ttft, start_ns, response_us, "", calls)
 
 
-def _record(
-    row: Known,
+def _build_record(
+    row: KnownRequest,
     draw: random.Random,
     role: Role,
     outermost: bool,
     ttft: Ttft,
     start_ns: int,
-    rest: int,
+    response_us: int,
     parent: str,
     calls: tuple[Call, ...] = (),
 ) -> Record:
     return Record(
-        version=VERSION,
+        version=RECORD_VERSION,
         trace_id=row.trace_id,
-        span_id=_id(draw),
+        span_id=_draw_id(draw),
         parent_id=parent,
         flags=1,
         state="",
         start_ns=start_ns,
         role=role,
         outermost=outermost,
-        service=stages.SERVICES[role],
+        service=stages.SERVICE_NAMES[role],
         request_id=row.request_id,
         attributes={
             names.OPERATION: "chat",
@@ -425,8 +456,8 @@ def _record(
         ttft=ttft,
         server=Server(
             "POST /v1/chat/completions",
-            ttft.end + rest,
-            504 if ttft.error else 200,
+            ttft.end + response_us,
+            int(ttft.error) if ttft.error.isdigit() else 504 if ttft.error else 200,
             {names.HTTP_METHOD: "POST", names.HTTP_ROUTE: "/v1/chat/completions"},
             ttft.error,
         ),
@@ -434,65 +465,67 @@ def _record(
     )
 
 
-def _id(draw: random.Random) -> str:
+def _draw_id(draw: random.Random) -> str:
     return f"{draw.getrandbits(64) | 1:016x}"
 
 
-def spans(rows: Iterable[Known], end_ns: int) -> list[ReadableSpan]:
+def build_known_spans(rows: Iterable[KnownRequest], end_ns: int) -> list[ReadableSpan]:
     """The exporter's own spans of these rows, each process under its own resource."""
     resources: dict[tuple[str, str], Resource] = {}
     found: list[ReadableSpan] = []
     for row in rows:
-        for told in tell(row, end_ns):
+        for told in build_known_records(row, end_ns):
             key = (told.record.service, told.instance)
             if key not in resources:
                 own = {"service.name": key[0], "service.instance.id": key[1]}
                 resources[key] = Resource(own)
-            found += exporter.build(told.record, resources[key])
+            found += exporter.build_spans(told.record, resources[key])
     return found
 
 
-def send(url: str, rows: Sequence[Known], batch: int = BATCH) -> None:
+def send_rows(url: str, rows: Sequence[KnownRequest], batch: int = SPANS_PER_BATCH) -> None:
     """Ship rows to an OTLP/HTTP receiver as if they had just ended, `batch` spans to a message."""
-    export(url, spans(rows, time.time_ns()), batch)
+    export_spans(url, build_known_spans(rows, time.time_ns()), batch)
 
 
-def export(url: str, found: Sequence[ReadableSpan], batch: int = BATCH) -> None:
+def export_spans(
+    url: str, known_spans: Sequence[ReadableSpan], batch: int = SPANS_PER_BATCH
+) -> None:
     """Ship spans."""
     client = OTLPSpanExporter(endpoint=f"{url}/v1/traces", timeout=30)
     try:
-        for first in range(0, len(found), batch):
-            result = client.export(found[first : first + batch])
+        for first in range(0, len(known_spans), batch):
+            result = client.export(known_spans[first : first + batch])
             assert result is SpanExportResult.SUCCESS, f"{url} refused spans"
     finally:
         client.shutdown()
 
 
-class Truth:
+class KnownTruth:
     """What is true of some rows; encoders that were asked directly answer nobody and are left out."""
 
-    def __init__(self, rows: Iterable[Known]) -> None:
+    def __init__(self, rows: Iterable[KnownRequest]) -> None:
         self.all = [row for row in rows if row.role != "encode"]
         self.good = [row for row in self.all if not row.error]
 
-    def where(self, **wanted: str) -> Truth:
+    def select_rows(self, **wanted: str) -> KnownTruth:
         """The rows with these values: `model`, `role`, `instance`, `kind`."""
-        return Truth(
+        return KnownTruth(
             row
             for row in self.all
             if all(getattr(row, name) == value for name, value in wanted.items())
         )
 
-    def quantile(self, share: float) -> float:
+    def compute_quantile_s(self, share: float) -> float:
         """Of the TTFT of those that got a first token; seconds, nearest rank."""
         ordered = sorted(row.ttft for row in self.good)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)] / 1e6
 
-    def mean(self) -> float:
+    def compute_mean_s(self) -> float:
         """Mean TTFT of those that got a first token, in seconds."""
         return fmean(row.ttft for row in self.good) / 1e6
 
-    def stages(self) -> dict[str, float]:
+    def compute_stage_means_s(self) -> dict[str, float]:
         """Mean seconds by full stage name; with the remainder they add up to the mean TTFT."""
         sums: dict[str, int] = {}
         for row in self.good:
@@ -500,19 +533,29 @@ class Truth:
                 sums[name] = sums.get(name, 0) + us
         return {name: us / len(self.good) / 1e6 for name, us in sums.items()}
 
-    def lengths(self, stage: str) -> list[float]:
+    def list_stage_lengths_s(self, stage: str) -> list[float]:
         """Seconds of one stage, of each that had it, shortest first."""
         return sorted(row.stages[stage] / 1e6 for row in self.good if stage in row.stages)
 
-    def over(self, ms: float = SLO_MS) -> float:
-        """Share of requests that had no first token by an objective, failed ones among them."""
-        return sum(row.ttft > 1000 * ms for row in self.all) / len(self.all)
+    def count_recomputed_items(self) -> dict[str, int]:
+        """Media items that encoder-cache consumers encoded again, by instance; failed requests too."""
+        items: dict[str, int] = {}
+        for leg in (leg for row in self.all for leg in row.legs):
+            if leg.recomputed is not None:
+                items[leg.instance] = items.get(leg.instance, 0) + leg.recomputed
+        return items
 
-    def failed(self) -> float:
-        """Share of requests that never got a first token."""
-        return 1 - len(self.good) / len(self.all)
+    def compute_share_over(self, ms: float = SLO_MS) -> float:
+        """Share of requests that had no first token by an objective, or that a server failed."""
+        judged = [row for row in self.all if row.error not in REFUSED_ERRORS]
+        missed = [row for row in judged if row.ttft > 1000 * ms or row.error in SERVER_ERRORS]
+        return len(missed) / len(judged)
 
-    def slow(self, ms: int = SLO_MS) -> list[Known]:
+    def compute_share_ended(self, errors: Sequence[str]) -> float:
+        """Share of requests that ended without a first token, by one of these errors."""
+        return sum(row.error in errors for row in self.all) / len(self.all)
+
+    def list_slow_rows(self, ms: int = SLO_MS) -> list[KnownRequest]:
         """The requests that took so many milliseconds or more, failed ones among them, longest first."""
         return sorted(
             (row for row in self.all if row.ttft // 1000 >= ms), key=lambda row: -row.ttft

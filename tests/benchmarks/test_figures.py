@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the benchmarks: goals are for ratios to a reference of the same run, never for a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks import collector, index, router, serving
+from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.router import RouterSubject
+from benchmarks.routing import decision_cost
+from benchmarks.serving import LoadResult
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_router_figures(traced_us: float = 300.0, speed: float = 1.0) -> dict[str, Figure]:
+    """Figures of routers that take microseconds as given, on a machine `speed` times as fast."""
+    cost_us = {"traced": traced_us, "untraced": 150.0, "rust": 160.0, "fastapi": 310.0}
+    routers = []
+    for name, us in cost_us.items():
+        subject = RouterSubject(name, (), 0)
+        for rounds in subject.cpu_us_by_case.values():
+            rounds += [us / speed, us * 1.1 / speed, us * 0.9 / speed]
+        routers.append(subject)
+    return router.compute_router_figures(routers, 0.0)
+
+
+def build_collector_figures(config_us: float = 9.0, speed: float = 1.0) -> dict[str, Figure]:
+    """Figures of three configurations, the first of them the reference."""
+    cost_us = {"passed on": 5.5, "config.yaml": config_us, "with sampling.yaml": 8.0}
+    return collector.judge_collector_figures({name: us / speed for name, us in cost_us.items()})
+
+
+def build_index_figures(lookup_us: float = 11.0, speed: float = 1.0) -> dict[str, Figure]:
+    """Figures of one size of fleet."""
+    values = {"MB": 180.0, "dictionary MB": 120.0}
+    times = {"lookup": lookup_us, "stored": 5.0, "removed": 6.0, "filling": 2.0, "clearing": 3.0}
+    times |= {"dictionary lookup": 3.6, "dictionary growth": 30.0}
+    return index.build_index_figures(
+        values | {name: value / speed for name, value in times.items()}, "2 instances"
+    )
+
+
+def build_serving_figures(p99: float = 1000.0, speed: float = 1.0) -> dict[str, Figure]:
+    """Figures of servers without, with our and with vLLM's own tracing."""
+    return serving.compute_serving_figures(
+        {
+            "off": [LoadResult(20.0 * speed, 1000.0 / speed, 500.0 / speed)] * 3,
+            "on": [LoadResult(19.9 * speed, p99 / speed, 501.0 / speed)] * 3,
+            "own": [LoadResult(19.9 * speed, 1001.0 / speed, 501.0 / speed)] * 3,
+        }
+    )
+
+
+def build_decision_figures(decision_us: float = 90.0, speed: float = 1.0) -> dict[str, Figure]:
+    """Figures of the fleet that has a goal."""
+    costs = {"lookup": 34.0, "decision": decision_us, "decision, trapezoid": 62.0, "accounts": 45.0}
+    passes = [{name: us / speed for name, us in costs.items()}]
+    return decision_cost.build_decision_figures(passes, 128)
+
+
+BUILDERS: Mapping[str, tuple[Callable[..., dict[str, Figure]], float]] = {
+    # The builder, and a first argument that misses a goal.
+    "router": (build_router_figures, 400.0),
+    "collector": (build_collector_figures, 12.0),
+    "index": (build_index_figures, 80.0),
+    "serving": (build_serving_figures, 1100.0),
+    "decision": (build_decision_figures, 120.0),
+}
+
+
+def list_judgements(figures: Mapping[str, Figure]) -> dict[str, tuple[float, bool]]:
+    """Figures that have a goal: value and whether it is met."""
+    return {
+        name: (figure["value"], figure["met"])
+        for name, figure in figures.items()
+        if figure["goal"] is not None
+    }
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_machine_does_not_matter(name: str) -> None:
+    """On a machine of half the speed every figure with a goal has the same value; times double."""
+    build, _ = BUILDERS[name]
+    usual, slow = build(), build(speed=0.5)
+
+    assert list_judgements(usual) == list_judgements(slow) != {}
+    assert all(figure["met"] for figure in usual.values())
+    assert usual != slow, "no time is shown"
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_goals_can_be_missed(name: str) -> None:
+    """What costs more than the goal allows is not met."""
+    build, missing = BUILDERS[name]
+
+    assert not all(met for _, met in list_judgements(build(missing)).values())
+
+
+def test_hook_figures() -> None:
+    """Each case of the hooks has a ratio with a goal, and two times without one.
+
+    In a process of its own: the benchmark replaces the sender and patches its hosts for good.
+    """
+    code = (
+        "import json; from benchmarks import hooks\n"
+        "print(json.dumps(hooks.measure_hook_figures(rounds=1)))"
+    )
+    command = (sys.executable, "-c", code)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    figures: dict[str, Figure] = json.loads(done.stdout)
+    ratios = {name for name, figure in figures.items() if figure["goal"] is not None}
+    cases = {name.partition("_per_")[0] for name in ratios}
+
+    assert cases >= {"api_request", "core_request", "decode_step", "decode_step_connector"}
+    assert ratios == {name for name in figures if "_per_" in name}
+    times = {f"{case}{end}" for case in cases for end in ("_us", "_reference_us")}
+    assert set(figures) == ratios | times
+    assert all(figures[f"{case}_reference_us"]["value"] > 0 for case in cases)
+
+
+def test_without_rust_router() -> None:
+    """Where vllm-router could not be installed, its ratio is left out."""
+    subjects = [RouterSubject(name, (), 0) for name in ("traced", "untraced", "fastapi")]
+    for subject in subjects:
+        for rounds in subject.cpu_us_by_case.values():
+            rounds.append(100.0)
+    figures = router.compute_router_figures(subjects, 1.0)
+
+    assert not [name for name in figures if "rust" in name]
+    assert not figures["records dropped"]["met"]
+
+
+def test_ratios_pair_rounds() -> None:
+    """A round is divided by its own reference, so what both had to bear does not count."""
+    assert divide_rounds([2.0, 20.0], [1.0, 10.0]) == [2.0, 2.0]
+    with pytest.raises(ValueError):
+        divide_rounds([1.0], [1.0, 2.0])
+
+
+def test_figure() -> None:
+    """Median and spread of the rounds; a goal is the most, or the least where that is said."""
+    assert build_figure([3.0, 1.0, 2.0], 2.0) == {
+        "value": 2.0,
+        "spread": [1.0, 3.0],
+        "goal": 2.0,
+        "met": True,
+    }
+    assert not build_figure([2.0], 1.9)["met"]
+    assert build_figure([2.0], 1.9, at_least=True)["met"]
+    assert build_figure([2.0])["met"]
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file holds what was judged; a missed goal is marked and is the exit code."""
+    met, missed = build_figure([1.0], 2.0), build_figure([1.0, 3.0, 5.0], 2.0)
+    file = tmp_path / "figures.json"
+
+    assert report_figures({"a ratio": met}, None) == 0
+    assert report_figures({"a ratio": met, "another": missed}, file) == 1
+    assert json.loads(file.read_text("utf-8")) == {"a ratio": met, "another": missed}
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split() == ["another", "3", "[1,", "5]", "goal", "2", "MISSED"]
+
+
+@pytest.mark.parametrize("module", ["hooks", "router", "collector", "index", "serving"])
+def test_help(module: str) -> None:
+    """--help answers, and says what --json writes."""
+    command = (sys.executable, "-m", f"benchmarks.{module}", "--help")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+
+    assert "{figure: {value, goal, met}}" in done.stdout
+
+
+def test_files_are_short() -> None:
+    """No file of the benchmarks is longer than one of the package may be."""
+    lengths = {
+        str(path.relative_to(ROOT)): path.read_text("utf-8").count("\n")
+        for path in (ROOT / "benchmarks").rglob("*.py")
+    }
+
+    assert [path for path, lines in lengths.items() if lines > 300] == []

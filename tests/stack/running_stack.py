@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real programs of the stack for tests: started on free ports, stopped, started again, and queried.
+
+conftest.py makes one StackStarter for the session; lab/stack knows how each program is started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from lab.local_servers import LocalServer
+from lab.server_commands import HOST, ServerCommand
+from lab.stack import backend_queries, grafana_import, grafana_server, stack_parts
+from lab.stack.binaries import StackBinaries
+from lab.stack.stack_parts import StackAddresses
+
+Found = TypeVar("Found")
+START_TIMEOUT_S = 60.0
+
+
+def wait_until(
+    check: Callable[[], Found], seconds: float = 30.0, interval_s: float = 0.25
+) -> Found:
+    """Call `check` until what it gives is true; the last one speaks for itself.
+
+    Tempo and Prometheus know things some seconds late: tests never sleep, they wait for a fact.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        last = time.monotonic() >= deadline
+        try:
+            result = check()
+        except backend_queries.BackendQueryError:
+            if last:
+                raise
+        else:
+            if result or last:
+                assert result, f"not within {seconds:.0f} s"
+                return result
+        time.sleep(interval_s)
+
+
+class StackPart:
+    """One running program; it can be stopped and started again on the same ports and data."""
+
+    def __init__(self, command: ServerCommand, addresses: StackAddresses, folder: Path) -> None:
+        self.command = command
+        self.addresses = addresses
+        self.folder = folder
+        self.logs: list[Path] = []
+        self.server: LocalServer | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self.server
+        return self.server.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.server is not None and self.server.is_alive
+
+    @property
+    def log(self) -> str:
+        """All that it has written, over all its starts."""
+        return "".join(path.read_text(errors="replace") for path in self.logs)
+
+    def start(self, wait: bool = True) -> StackPart:
+        """Start it; with `wait` until its health check answers."""
+        assert not self.is_alive
+        self.logs.append(self.folder / f"{self.command.name}-{len(self.logs)}.log")
+        self.server = LocalServer(self.command, self.logs[-1]).start()
+        if wait:
+            self.server.wait_until_ready(START_TIMEOUT_S)
+        return self
+
+    def stop(self, bound: float = 10.0) -> None:
+        """Ask it to end, kill it after `bound` seconds; safe to call twice.
+
+        Tempo takes 6 s, and sometimes waits for ever for queries of its own after all is written.
+        """
+        if self.server:
+            self.server.stop(bound)
+
+    def kill(self) -> None:
+        """As a crash: no goodbye."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def __enter__(self) -> StackPart:
+        """For a part that a single test needs: gone when the block ends."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+class RunningCollector(StackPart):
+    """A collector; it takes OTLP at `grpc` ("host:port") and `http` (a URL)."""
+
+    @property
+    def grpc(self) -> str:
+        """For OTLP exporters: insecure."""
+        return f"{HOST}:{self.addresses.collector_grpc}"
+
+    @property
+    def http(self) -> str:
+        """The base URL; spans go to /v1/traces below it."""
+        return stack_parts.format_loopback_url(self.addresses.collector_http)
+
+
+class RunningTempo(StackPart):
+    """Traces; `env` tells a collector where it is."""
+
+    @property
+    def url(self) -> str:
+        """Its HTTP API."""
+        return stack_parts.format_loopback_url(self.addresses.tempo)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that a collector needs to find it."""
+        return {
+            name: self.addresses.build_env()[name] for name in ("TTFT_TEMPO_OTLP", "TTFT_TEMPO_URL")
+        }
+
+    def search_traces(self, query: str, **more: Any) -> list[dict[str, Any]]:
+        """Traces that a TraceQL query finds."""
+        return backend_queries.search_traces(self.url, query, **more)
+
+    def fetch_trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """All spans of a trace, OTLP JSON; none while Tempo does not know it."""
+        return backend_queries.fetch_trace_spans(self.url, trace_id)
+
+
+class RunningPrometheus(StackPart):
+    """Metrics; `env` tells a collector where it is."""
+
+    @property
+    def url(self) -> str:
+        """Its HTTP API."""
+        return stack_parts.format_loopback_url(self.addresses.prometheus)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that a collector needs to find it."""
+        return {"TTFT_PROMETHEUS_URL": self.url}
+
+    def query_vector(self, query: str, at: float | None = None) -> list[dict[str, Any]]:
+        """The vector of an instant query."""
+        return backend_queries.query_instant(self.url, query, at)
+
+    def query_number(self, query: str, at: float | None = None) -> float | None:
+        """The sum of an instant query's values; None when it finds no series."""
+        return backend_queries.sum_instant_query(self.url, query, at)
+
+    def query_exemplars(self, query: str, start: float, end: float) -> list[dict[str, Any]]:
+        """Exemplars of a metric between two Unix times."""
+        return backend_queries.query_exemplars(self.url, query, start, end)
+
+
+class RunningGrafana(StackPart):
+    """Dashboards, with our provisioning files; a browser goes to `url`."""
+
+    def __init__(self, command: ServerCommand, addresses: StackAddresses, folder: Path) -> None:
+        super().__init__(command, addresses, folder)
+        self.url = stack_parts.format_loopback_url(addresses.grafana)
+
+    def has_dashboards(self) -> bool:
+        """Whether all dashboards of our files can be opened by now."""
+        found = backend_queries.fetch_json(f"{self.url}/api/search", type="dash-db")
+        wanted = {path.stem for path in stack_parts.DASHBOARDS.glob("*.json")}
+        return wanted <= {board["uid"] for board in found}
+
+
+@dataclass
+class RunningStack:
+    """A collector that sends to Tempo and Prometheus."""
+
+    collector: RunningCollector
+    tempo: RunningTempo
+    prometheus: RunningPrometheus
+    addresses: StackAddresses
+
+
+class StackStarter:
+    """Starts parts, each in a folder of its own, and stops them all at the end."""
+
+    def __init__(self, binaries: StackBinaries, root: Path) -> None:
+        self.binaries = binaries
+        self.root = root
+        self.started: list[StackPart] = []
+
+    def make_folder(self, name: str) -> Path:
+        """A fresh folder for one more part."""
+        made = self.root / f"{name}-{len(self.started)}"
+        made.mkdir()
+        return made
+
+    def start_collector(
+        self,
+        *configs: Path | str,
+        env: Mapping[str, str] | None = None,
+        addresses: StackAddresses | None = None,
+        wait: bool = True,
+    ) -> RunningCollector:
+        """A collector that runs; without configs collector/config.yaml, a str is a URI ("yaml:...").
+
+        env: most often {**tempo.env, **prometheus.env}; what is not said is a port of nobody.
+        """
+        addresses, folder = addresses or StackAddresses.choose_free(), self.make_folder("collector")
+        chosen = configs or (stack_parts.COLLECTOR_CONFIG,)
+        command = stack_parts.build_collector_command(
+            self.binaries.collector, addresses, folder / "queue", chosen, env
+        )
+        made = RunningCollector(command, addresses, folder)
+        self.started.append(made)
+        made.start(wait)
+        return made
+
+    def start_tempo(self, addresses: StackAddresses | None = None) -> RunningTempo:
+        """A Tempo that runs; it sends its service graph to the Prometheus of `addresses`."""
+        addresses, folder = addresses or StackAddresses.choose_free(), self.make_folder("tempo")
+        made = RunningTempo(
+            stack_parts.build_tempo_command(self.binaries.tempo, addresses, folder / "data"),
+            addresses,
+            folder,
+        )
+        self.started.append(made)
+        made.start()
+        return made
+
+    def start_prometheus(
+        self, addresses: StackAddresses | None = None, config: Path = stack_parts.PROMETHEUS_CONFIG
+    ) -> RunningPrometheus:
+        """A Prometheus that runs."""
+        addresses, folder = (
+            addresses or StackAddresses.choose_free(),
+            self.make_folder("prometheus"),
+        )
+        command = stack_parts.build_prometheus_command(
+            self.binaries.prometheus, addresses, folder / "data", config
+        )
+        made = RunningPrometheus(command, addresses, folder)
+        self.started.append(made)
+        made.start()
+        return made
+
+    def start_stack(
+        self, *configs: Path | str, env: Mapping[str, str] | None = None
+    ) -> RunningStack:
+        """All three, wired; other configs or variables for the collector as you like."""
+        at = StackAddresses.choose_free()
+        prometheus, tempo = self.start_prometheus(at), self.start_tempo(at)
+        return RunningStack(
+            self.start_collector(*configs, env=env, addresses=at), tempo, prometheus, at
+        )
+
+    def start_grafana(
+        self, home: Path | None, addresses: StackAddresses, *, is_provisioned: bool = True
+    ) -> RunningGrafana:
+        """A Grafana whose data sources are those of `addresses`; without `home` the one in GRAFANA_URL.
+
+        is_provisioned: wait until it has read our files.
+        """
+        folder = self.make_folder("grafana")
+        made = RunningGrafana(
+            grafana_server.build_grafana_command(home or Path(), addresses, folder),
+            addresses,
+            folder,
+        )
+        if home is None:
+            made.url = os.environ["GRAFANA_URL"]
+            assert grafana_import.import_dashboards(made.url, addresses), (
+                "GRAFANA_URL names nobody who may change it"
+            )
+            return made
+        self.started.append(made)
+        made.start()
+        if is_provisioned:
+            # Healthy comes first: files are read after it, and once more 30 s later where that failed.
+            wait_until(made.has_dashboards, 90)
+        return made
+
+    def close(self) -> None:
+        """Stop everything, the last one first."""
+        for part in reversed(self.started):
+            part.stop(1.0)  # nobody needs their data any more

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which role a server has in a request, and who is outermost: one span per request behind any router."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttft_otel import testing
+from ttft_otel.context import start_context
+from ttft_otel.request_trace import RequestTrace
+from ttft_otel.roles import identity, is_outermost, resolve_role
+from ttft_otel.settings import Settings
+from ttft_otel.stages import ROLES
+
+pytestmark = pytest.mark.usefixtures("blank_identity", "no_state_left")
+
+
+def make_trace(leg: str = "", request_role: str = "") -> RequestTrace:
+    """A trace with this leg header and this role from its transfer parameters."""
+    made = RequestTrace(1000, start_context("", "", Settings(on=True)), False)
+    made.leg, made.request_role = leg, request_role
+    return made
+
+
+@pytest.mark.parametrize(
+    ("configured", "leg", "request_role", "role"),
+    [
+        ("", "", "", "mono"),
+        ("", "decode", "", "decode"),
+        ("", "", "prefill", "prefill"),
+        ("", "decode", "prefill", "decode"),
+        ("mono", "prefill", "", "prefill"),
+        ("encode", "prefill", "decode", "encode"),
+        ("decode", "", "prefill", "decode"),
+    ],
+)
+def test_configuration_then_header_then_request(
+    configured: str, leg: str, request_role: str, role: str
+) -> None:
+    """Configuration counts first; where it cannot tell, the router's word; then the request's own."""
+    identity.role = configured
+
+    assert resolve_role(make_trace(leg, request_role)) == role
+
+
+def test_a_request_that_says_nothing_has_the_usual_role() -> None:
+    """An ec_both instance answers as prefill_decode unless it is told otherwise."""
+    identity.role, identity.default_role = "", "prefill_decode"
+
+    assert resolve_role(make_trace()) == "prefill_decode"
+    assert resolve_role(make_trace(leg="encode")) == "encode"
+
+
+@pytest.mark.parametrize("role", [each for each in ROLES if each != "router"])
+def test_only_who_answers_the_client_is_outermost(role: str) -> None:
+    """Encoders and prefill instances feed another one: theirs is not the client's first token."""
+    identity.role = role
+
+    assert is_outermost(make_trace()) == (role in ("decode", "prefill_decode", "mono"))
+
+
+@pytest.mark.parametrize("role", ["decode", "mono"])
+def test_below_our_router_nobody_is(role: str) -> None:
+    """`x-ttft-leg` says that its sender is further out."""
+    identity.role = role
+
+    assert not is_outermost(make_trace(leg=role))
+
+
+def test_a_request_over_two_and_over_three_counts_once(records: testing.MemorySender) -> None:
+    """P and D of one request, and E, P and D: of each exactly one is outermost, the last one."""
+    identity.role = ""
+    for legs in (("prefill", "decode"), ("encode", "prefill", "decode"), ("encode", "mono")):
+        outermost = [leg for leg in legs if is_outermost(make_trace(request_role=leg))]
+
+        assert outermost == [legs[-1]]

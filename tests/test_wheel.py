@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel as users get it: what is in it, and that it works in an environment with nothing else.
+
+uv builds it and installs it twice, with all extras of users and without any. Needs uv and, until
+uv's cache is warm, the package index; a skip says which of them is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import pytest
+from router import small_tokenizer
+
+from lab.tiny_models import get_cache_root
+from ttft_otel import cli
+from ttft_otel.bench import noise_images
+
+ROOT = Path(__file__).parents[1]
+EXTRAS: Final = ("router", "tokenize", "serve", "bench")
+# The extra that a folder's modules may need; every other module must import without any.
+EXTRA_OF_FOLDER: Final = {"router": "router", "report": "serve", "bench": "bench"}
+# Module -> why it cannot be imported without vLLM. None: hooks look vLLM up when it is imported.
+EXEMPT_MODULES: Final[dict[str, str]] = {}
+MAX_WHEEL_BYTES: Final = 600_000  # 416 000 when this was written
+NETWORK_ERROR = re.compile(
+    r"error sending request|failed to fetch|dns error|connection|timed out|network", re.I
+)
+
+# Each module of the package, imported in one process: module -> what was raised, or "".
+IMPORT_ALL: Final = """
+import importlib, json, pkgutil, sys
+import ttft_otel
+result = {}
+for module in pkgutil.walk_packages(ttft_otel.__path__, "ttft_otel."):
+    try:
+        importlib.import_module(module.name)
+        result[module.name] = ""
+    except ImportError as error:
+        result[module.name] = error.name or str(error)
+foreign = {"vllm", "torch", "transformers", "pytest", "lab"} & set(sys.modules)
+print(json.dumps({"modules": result, "file": ttft_otel.__file__, "foreign": sorted(foreign)}))
+"""
+LOAD_PLUGIN: Final = """
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins")
+assert callable(plugin.load())
+"""
+
+
+def run_uv(*arguments: str | Path) -> None:
+    """Run uv; without a network, from its cache. Skips when neither will do."""
+    program = shutil.which("uv") or str(get_cache_root() / "uv" / "bin" / "uv")
+    if not os.access(program, os.X_OK):
+        pytest.skip("uv is missing; run scripts/install")
+    for option in ((), ("--offline",)):
+        command = (program, *arguments, *option)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        if not done.returncode:
+            return
+        if not option:
+            online_error = done.stderr
+            assert NETWORK_ERROR.search(online_error), online_error
+    pytest.skip(f"no package index here, and uv's cache is not warm: {online_error[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the files that git knows, so that no leftover gets into it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for path in list_tracked_files():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    run_uv("build", "--quiet", "--wheel", "--out-dir", out, source)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module", params=["", ",".join(EXTRAS)], ids=["plain", "extras"])
+def environment(
+    request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An environment with the wheel, the parameter's extras and nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
+    run_uv("venv", "--quiet", "--python", sys.executable, folder)
+    wanted = f"{wheel}[{request.param}]" if request.param else str(wheel)
+    run_uv("pip", "install", "--quiet", "--python", folder, wanted)
+    return folder
+
+
+@pytest.fixture
+def extras(environment: Path, request: pytest.FixtureRequest) -> set[str]:
+    """The extras that the environment has."""
+    return set(request.node.callspec.params["environment"].split(",")) - {""}
+
+
+def list_tracked_files() -> list[str]:
+    """Paths of the checkout's files that are in git, or new and not ignored; deleted ones apart."""
+    command = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"not a git checkout: {done.stderr.strip()}")
+    return [path for path in done.stdout.split("\0") if path and (ROOT / path).is_file()]
+
+
+def run_program(environment: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A program of the environment, in its folder and without this process's Python settings."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = (str(environment / "bin" / words[0]), *words[1:])
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=environment, env=env, timeout=60
+    )
+
+
+def import_all_modules(environment: Path) -> dict[str, Any]:
+    """What IMPORT_ALL prints in the environment."""
+    done = run_program(environment, "python", "-I", "-c", IMPORT_ALL)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_contents(wheel: Path, record_property: Callable[[str, object], None]) -> None:
+    """The wheel holds the package's files, all of them, and nothing of the rest of the checkout."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+    folders = {PurePosixPath(name).parts[0] for name in names}
+    size = wheel.stat().st_size
+    record_property("wheel_bytes", size)
+    sys.stdout.write(f"{wheel.name}: {size} bytes, {len(names)} files\n")
+
+    assert {name for name in names if name.startswith("ttft_otel/")} == {
+        path for path in list_tracked_files() if path.startswith("ttft_otel/")
+    }
+    assert {re.sub(r"-[^-]*\.dist-info$", "", folder) for folder in folders} == {"ttft_otel"}
+    assert size <= MAX_WHEEL_BYTES
+
+
+def test_help(environment: Path) -> None:
+    """`ttft-otel --help` and --version need no extra; the help lists every subcommand."""
+    told = run_program(environment, "ttft-otel", "--help")
+    version = run_program(environment, "ttft-otel", "--version")
+
+    assert (told.returncode, told.stderr) == (0, "")
+    assert all(re.search(rf"^  {name} ", told.stdout, re.M) for name in cli.SUBCOMMANDS)
+    assert (version.returncode, version.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [*((name,) for name in cli.SUBCOMMANDS), ("bench", "compare")])
+def test_subcommand_help(environment: Path, extras: set[str], words: tuple[str, ...]) -> None:
+    """A subcommand's --help exits with 0; without its extra it says what to install, with 1."""
+    extra = cli.SUBCOMMANDS[words[0]].extra
+    told = run_program(environment, "ttft-otel", *words, "--help")
+
+    if extra and extra not in extras:
+        assert (told.returncode, told.stdout) == (1, "")
+        assert f"pip install 'ttft-otel[{extra}]'" in told.stderr
+        assert "Traceback" not in told.stderr
+    else:
+        assert (told.returncode, told.stderr) == (0, "")
+        assert told.stdout.startswith(f"Usage: ttft-otel {' '.join(words)} ")
+
+
+def test_imports(environment: Path, extras: set[str]) -> None:
+    """Every module imports without vLLM, and only those of a folder that has an extra need it."""
+    found = import_all_modules(environment)
+    failed = {
+        module: error
+        for module, error in found["modules"].items()
+        if error and module not in EXEMPT_MODULES
+    }
+
+    assert found["file"].startswith(str(environment)), "not the installed package"
+    assert found["foreign"] == []
+    assert {"ttft_otel.plugin", "ttft_otel.hooks.install"} <= set(found["modules"])
+    assert [error for error in failed.values() if error.startswith(("ttft_otel", "vllm"))] == []
+    folders = {module.split(".")[1] for module in failed}
+    assert folders == {name for name, extra in EXTRA_OF_FOLDER.items() if extra not in extras}
+
+
+@pytest.mark.parametrize("environment", [",".join(EXTRAS)], ids=["extras"], indirect=True)
+def test_local_tokenizer(environment: Path, tmp_path: Path) -> None:
+    """With the extra `tokenize` the child loads a tokenizer and counts an image's placeholders."""
+    model = small_tokenizer.build_tokenizer(tmp_path, model_type="qwen2_5_vl")
+    python = str(environment / "bin" / "python")
+    child = small_tokenizer.TokenizerChild(small_tokenizer.start_child_process(python, environment))
+    image = {"type": "image_url", "image_url": {"url": noise_images.draw_data_url(1, 280, 140)}}
+    try:
+        loaded = child.read_prompt(model)
+        read = child.read_prompt(model, "chat", messages=[{"role": "user", "content": [image]}])
+    finally:
+        status = child.close()
+
+    assert (loaded.error, loaded.detail) == ("", "")
+    assert (read.error, read.item_tokens, status) == ("", (50,), 0)  # 280 x 140 / 28²
+
+
+def test_plugin(environment: Path) -> None:
+    """The entry point that vLLM loads in each of its processes is there and needs no extra."""
+    done = run_program(environment, "python", "-I", "-c", LOAD_PLUGIN)
+
+    assert done.returncode == 0, done.stderr
