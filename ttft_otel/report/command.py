@@ -9,8 +9,14 @@ from typing import Any
 
 import click
 
-from ttft_otel.report import database_schema, json_answers, terminal
-from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace, open_reader
+from ttft_otel.report import database_schema, json_answers, perfetto_trace, terminal
+from ttft_otel.report.database_reader import (
+    MAX_REQUESTS,
+    DatabaseReader,
+    RequestFilter,
+    StoredTrace,
+    open_reader,
+)
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.summary import summarize
 
@@ -22,6 +28,7 @@ Examples:
   ttft-otel report --last 1            the newest request's waterfall
   ttft-otel report --request ID --json | jq .combined
   ttft-otel report --trace 4bf92f3577b34da6a3ce929d0e0e4736
+  ttft-otel report --last 50 --perfetto trace.json
 """
 )
 @click.option(
@@ -31,17 +38,31 @@ Examples:
 @click.option("--request", "request_id", metavar="ID", help="One request, by its request id.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
 @click.option(
+    "--perfetto",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="Write the spans to this file instead, for Perfetto's UI.",
+)
+@click.option(
     "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
 )
 def report(
-    last: int | None, trace_id: str | None, request_id: str | None, as_json: bool, db: Path | None
+    last: int | None,
+    trace_id: str | None,
+    request_id: str | None,
+    as_json: bool,
+    perfetto: Path | None,
+    db: Path | None,
 ) -> None:
     """Print where the time to first token went: one request, or percentiles over many."""
     if sum(each is not None for each in (last, trace_id, request_id)) > 1:
         raise click.UsageError("--last, --trace and --request exclude each other")
+    if as_json and perfetto:
+        raise click.UsageError("--json and --perfetto exclude each other")
     try:
         with open_reader(db or database_schema.get_default_path()) as db_reader:
-            if request_id is not None:
+            if perfetto:
+                _write_perfetto(_find_traces(db_reader, last, trace_id, request_id), perfetto)
+            elif request_id is not None:
                 request = db_reader.find_request(request_id)
                 _print_trace(
                     db_reader.find_trace(request.trace_id) if request else None,
@@ -57,6 +78,36 @@ def report(
                 )
     except database_schema.StoreError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _find_traces(
+    db_reader: DatabaseReader, last: int | None, trace_id: str | None, request_id: str | None
+) -> list[StoredTrace]:
+    """The traces that the options name, each once, newest first."""
+    if trace_id is not None:
+        wanted = [trace_id.lower()]
+    elif request_id is not None:
+        request = db_reader.find_request(request_id)
+        wanted = [request.trace_id] if request else []
+    else:
+        latest = db_reader.list_latest(RequestFilter(last=last or 200))
+        wanted = [request.trace_id for request in latest]
+    traces = (db_reader.find_trace(each) for each in dict.fromkeys(wanted))
+    return [trace for trace in traces if trace is not None]
+
+
+def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
+    if not traces:
+        raise click.ClickException("nothing is stored for that; `ttft-otel report --last 20` lists")
+    document = perfetto_trace.build_document(traces)
+    try:
+        path.write_text(json.dumps(document), "utf-8")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
+    drawn = sum(event["ph"] == "X" for event in document["traceEvents"])
+    click.echo(
+        f"{path}: {len(traces)} traces, {drawn} spans. Open it in Perfetto's UI (Open trace file)."
+    )
 
 
 def _print_trace(
