@@ -18,6 +18,7 @@ ROUTER: Final = PACKAGE / "router"
 # nothing. tests/test_layers.py proves the order.
 PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "doors": ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing"),
+    "explain/": ("explain",),
     "bench/": ("bench",),
     "report/": ("report",),
     "router/": ("router",),

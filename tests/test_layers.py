@@ -27,10 +27,11 @@ HOT = (
 )
 PURE = ("breakdown", "failed_stage", "timing", "ttft_report", "palette")
 SIDES = ("hooks", "exporter", "router", "report", "bench")
+ANSWERS = ("explain",)  # reads what the report has stored
 DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing")
 LEVEL = {
     unit: level
-    for level, units in enumerate((WORDS, SHAPE, (*HOT, *PURE), SIDES, DOORS))
+    for level, units in enumerate((WORDS, SHAPE, (*HOT, *PURE), SIDES, ANSWERS, DOORS))
     for unit in units
 }
 # The router's rooms, the ground floor first; a room is a folder of router/, and "" its own files.

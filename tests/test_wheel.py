@@ -26,9 +26,14 @@ from ttft_otel import cli
 from ttft_otel.bench import noise_images
 
 ROOT = Path(__file__).parents[1]
-EXTRAS: Final = ("router", "tokenize", "serve", "bench")
+EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain")
 # The extra that a folder's modules may need; every other module must import without any.
-EXTRA_OF_FOLDER: Final = {"router": "router", "report": "serve", "bench": "bench"}
+EXTRA_OF_FOLDER: Final = {
+    "router": "router",
+    "report": "serve",
+    "bench": "bench",
+    "explain": "explain",
+}
 # Module -> why it cannot be imported without vLLM. None: hooks look vLLM up when it is imported.
 EXEMPT_MODULES: Final[dict[str, str]] = {}
 MAX_WHEEL_BYTES: Final = 600_000  # 416 000 when this was written

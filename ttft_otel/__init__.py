@@ -16,6 +16,7 @@ vLLM          hooks/                                 the only package that knows
 spans         exporter/                              child process: records -> OTLP
 HTTP          router/ report/                        in front of the servers; receiver and pages for spans
 load          bench/                                 sends requests, joins their TTFT with breakdowns
+answers       explain/                               what changed between two windows of stored requests
 entry points  plugin cli doctor doctor_clock doctor_media testing
 """
 

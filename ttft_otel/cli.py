@@ -30,6 +30,9 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
         "ttft_otel.report.serve", "serve", "Receive, keep and show spans.", "serve"
     ),
     "report": Subcommand("ttft_otel.report.command", "", "Print where the time went.", "report"),
+    "diff": Subcommand(
+        "ttft_otel.explain.diff_command", "explain", "Say what changed between two windows.", "diff"
+    ),
     "router": Subcommand(
         "ttft_otel.router.cli.command", "router", "Route requests to vLLM servers, traced."
     ),

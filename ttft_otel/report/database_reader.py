@@ -33,6 +33,7 @@ class RequestFilter:
     """Conditions on requests; a field with its default does not restrict the result.
 
     error: "any", "none" or an error.type. min_us: shortest TTFT, microseconds.
+    since_ns, until_ns: Unix nanoseconds between which the request began, the end excluded.
     last: number of requests, newest first.
     """
 
@@ -40,6 +41,8 @@ class RequestFilter:
     role: str = ""
     error: str = ""
     min_us: int = 0
+    since_ns: int = 0
+    until_ns: int = 0
     last: int = 200
 
 
@@ -99,6 +102,13 @@ class DatabaseReader:
         return StoredTrace(
             trace_id, tuple(time_before.annotate_spans(spans, requests)), tuple(requests)
         )
+
+    def find_trunks(self, trace_id: str) -> list[StoredSpan]:
+        """The `ttft` and `encode` spans of a trace, with their attributes; [] when none is stored."""
+        row = self._connection.execute(
+            "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
+        ).fetchone()
+        return select_trunks(self._connection, row[0], trace_id) if row else []
 
     def list_models(self) -> list[str]:
         """Names of models in the database, at most 100, for the page's filter."""
@@ -192,4 +202,10 @@ def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:
     if wanted.min_us:
         parts.append("ttft_us>=?")
         values.append(wanted.min_us)
+    if wanted.since_ns:
+        parts.append("start_ns>=?")
+        values.append(wanted.since_ns)
+    if wanted.until_ns:
+        parts.append("start_ns<?")
+        values.append(wanted.until_ns)
     return ("WHERE " + " AND ".join(parts) if parts else ""), values

@@ -44,7 +44,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DrawnSlice:
     """Where a span is drawn."""
 
     process: Process
@@ -58,7 +58,7 @@ class TraceBuilder:
         self.start_ns = start_ns
         self.events: list[Event] = []
         self.processes: dict[str, Process] = {}
-        self.places: dict[tuple[str, str], Placement] = {}
+        self.places: dict[tuple[str, str], DrawnSlice] = {}
 
     def add_row(self, trace_id: str, row: WaterfallRow, parent: StoredSpan | None) -> None:
         """Draw the span of `row`; rows come in the order of their start.
@@ -69,7 +69,7 @@ class TraceBuilder:
         process = self.find_process(span, row.role)
         above = self.places.get((trace_id, parent.span_id)) if parent else None
         track = place_span(process, span, parent, above)
-        self.places[trace_id, span.span_id] = Placement(process, track)
+        self.places[trace_id, span.span_id] = DrawnSlice(process, track)
         self.events.append(
             {
                 "ph": "X",
@@ -83,10 +83,10 @@ class TraceBuilder:
             }
         )
         if parent and above and above.track is not track:
-            self.add_arrow(parent, above, span, Placement(process, track))
+            self.add_arrow(parent, above, span, DrawnSlice(process, track))
 
     def add_arrow(
-        self, cause: StoredSpan, start: Placement, effect: StoredSpan, end: Placement
+        self, cause: StoredSpan, start: DrawnSlice, effect: StoredSpan, end: DrawnSlice
     ) -> None:
         """An arrow from the slice of `cause` to the start of the slice of `effect`."""
         number = len(self.events)  # any number that no other arrow has
@@ -161,7 +161,7 @@ def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
 
 
 def place_span(
-    process: Process, span: StoredSpan, parent: StoredSpan | None, above: Placement | None
+    process: Process, span: StoredSpan, parent: StoredSpan | None, above: DrawnSlice | None
 ) -> Track:
     """The track of `span`: its parent's where it nests there, else the first that is free."""
     if parent and above and above.process is process:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel diff`: what changed in the TTFT between two windows, releases or instances.
+
+Reads the embedded store; prints sentences and a table, or JSON (docs/diff.schema.json).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import click
+from rich import progress
+from rich.console import Console
+
+from ttft_otel.explain import difference_text
+from ttft_otel.explain.request_facts import RequestFacts, read_facts
+from ttft_otel.explain.stage_difference import (
+    Difference,
+    TooFewRequestsError,
+    compare_windows,
+)
+from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
+from ttft_otel.report import database_schema
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, open_reader
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel diff --a 2h..1h --b 1h..                  the last hour with the one before
+  ttft-otel diff --a 14:00..14:05 --b 14:05..14:10 --json
+  ttft-otel diff --by service.version --a 1.4 --b 1.5 --since 1d..
+  ttft-otel diff --by service.instance.id --a chat-1 --b chat-2
+"""
+)
+@click.option("--a", required=True, help=f"Window A: {WINDOW_HELP} With --by: the value of A.")
+@click.option("--b", required=True, help="Window B, in the same form; changes are B minus A.")
+@click.option("--by", metavar="ATTRIBUTE", default="", help="Compare two values of this attribute.")
+@click.option(
+    "--since", metavar="WINDOW", default="", help="With --by: only requests of this window."
+)
+@click.option("--model", default="", help="Only requests for this model.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
+@click.option(
+    "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
+)
+def diff(a: str, b: str, by: str, since: str, model: str, as_json: bool, db: Path | None) -> None:
+    """Say which stages changed between A and B, by how much, and what is only a changed mix."""
+    if since and not by:
+        raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
+    path = db or database_schema.get_default_path()
+    try:
+        if by:
+            everything = load_window(path, since, model, by)
+            first, second = (
+                [each for each in everything if each.group == value] for value in (a, b)
+            )
+            if not first and not second:
+                raise click.ClickException(describe_values(everything, by))
+        else:
+            first, second = (load_window(path, window, model, "") for window in (a, b))
+        difference = compare_windows(first, second)
+    except (database_schema.StoreError, TooFewRequestsError) as error:
+        raise click.ClickException(str(error)) from error
+    show_difference(difference, as_json)
+
+
+def load_window(path: Path, window: str, model: str, by: str) -> list[RequestFacts]:
+    """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first."""
+    since_ns = until_ns = 0
+    if window:
+        try:
+            found = parse_window(window, datetime.now().astimezone())
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        since_ns, until_ns = found.since_ns, found.until_ns
+    wanted = RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=MAX_REQUESTS)
+    with open_reader(path) as db_reader:
+        requests = db_reader.list_latest(wanted)
+        if len(requests) == MAX_REQUESTS:
+            click.echo(
+                f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
+                err=True,
+            )
+        console = Console(stderr=True)
+        label = f"reading {window or 'requests'}"
+        # On a terminal only: a bar in a log is noise.
+        bar = progress.track(
+            requests, label, console=console, transient=True, disable=not console.is_terminal
+        )
+        facts = list(read_facts(db_reader, bar, by))
+    return facts[::-1]
+
+
+def describe_values(requests: Sequence[RequestFacts], by: str) -> str:
+    """An error text: which values of the attribute there are."""
+    values = sorted({each.group for each in requests if each.group})
+    if not values:
+        return f"no stored request has the attribute {by}"
+    return f"no request has one of these values; {by} is one of: {', '.join(values[:20])}"
+
+
+def show_difference(difference: Difference, as_json: bool) -> None:
+    """Print `difference`."""
+    if as_json:
+        click.echo(json.dumps(difference_text.describe_difference(difference), indent=2))
+    else:
+        difference_text.print_difference(difference)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the analyses need of a request: its stages, its size, and the attributes to group it by.
+
+Read from the embedded store through DatabaseReader; stage_difference.py and the commands get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ttft_otel import names
+from ttft_otel.report.database_reader import DatabaseReader
+from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.stages import UNATTRIBUTED
+
+TEXT, MEDIA = "text", "media"
+ENCODER_STAGE: Final = "encoder.compute"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """One request that got its first token.
+
+    stages: microseconds by stage, UNATTRIBUTED among them; they add up to the TTFT.
+    tokens: of the prompt; cached: of these, found in the prefix cache; 0 where not told.
+    kind: TEXT, or MEDIA where an encoder ran for it or media came from elsewhere.
+    group: the value of the attribute that was asked for, "" without.
+    """
+
+    request_id: str
+    start_ns: int
+    stages: Mapping[str, int]
+    tokens: int = 0
+    cached: int = 0
+    kind: str = TEXT
+    group: str = ""
+
+    @property
+    def ttft_us(self) -> int:
+        """The time to first token, microseconds."""
+        return sum(self.stages.values())
+
+
+def read_facts(
+    db_reader: DatabaseReader, requests: Iterable[Request], group_by: str = ""
+) -> Iterator[RequestFacts]:
+    """The facts of those `requests` that got a first token, in their order.
+
+    group_by: a span's or resource's attribute, for example `service.version`.
+    """
+    for request in requests:
+        # A failed request has no first token; a pending one lacks the span that has the sum.
+        if request.error or request.pending:
+            continue
+        yield build_facts(request, db_reader.find_trunks(request.trace_id), group_by)
+
+
+def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = "") -> RequestFacts:
+    """Join `request` with the attributes of its `ttft` and `encode` spans."""
+    legs = {leg.span_id for leg in (*request.legs, *([request.router] if request.router else []))}
+    spans = [span for span in trunks if span.span_id in legs]
+    has_media = any(name.endswith(ENCODER_STAGE) for name in request.stages) or any(
+        read_count(span, names.EC_ITEMS) for span in spans
+    )
+    return RequestFacts(
+        request_id=request.request_id or request.trace_id,
+        start_ns=request.start_ns,
+        stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
+        # Each leg tells the whole prompt; an encoder's leg may tell less.
+        tokens=max((read_count(span, names.INPUT_TOKENS) for span in spans), default=0),
+        cached=max((read_count(span, names.CACHED_TOKENS) for span in spans), default=0),
+        kind=MEDIA if has_media else TEXT,
+        group=find_value(spans, group_by) if group_by else "",
+    )
+
+
+def find_value(spans: Iterable[StoredSpan], name: str) -> str:
+    """The attribute's values on a request's spans or their resources, joined where servers differ."""
+    found: dict[str, None] = {}
+    for span in sorted(spans, key=lambda each: each.start_ns):
+        value: Any = span.attributes.get(name, span.resource.get(name))
+        if value is not None:
+            found[str(value)] = None
+    return ", ".join(found)
+
+
+def read_count(span: StoredSpan, name: str) -> int:
+    """An attribute that is a count; 0 where it is missing or no integer."""
+    value = span.attributes.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
