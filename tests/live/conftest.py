@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/live/" in str(item.path):
             item.add_marker(pytest.mark.live)
+            if get_needed_deployment(item) == "features":
+                item.add_marker(pytest.mark.untimed)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
 
@@ -65,6 +68,7 @@ DEPLOYMENT_ORDER = (
     "features",
     "other",
 )
+MAX_WAIT_S = 1800.0  # for tests that run beside
 NIXL_SHAPE = "epd-nixl-v2-async"
 ADAPTER_NAME = "adapter"
 # One place, so that a second request waits; drafts by n-grams need no model.
@@ -124,6 +128,7 @@ class DeploymentDeck:
                 self.broken[shape] = error
                 raise
             self.coming = None
+            wait_until_alone()
             self.bench = LiveDeployment(fleet, control)
             self.shape = shape
             self.bench.warm_up()
@@ -160,6 +165,28 @@ class DeploymentDeck:
         self.stack.close()
         self.bench = None
         self.shape = ""
+
+
+def wait_until_alone() -> None:
+    """Wait until the process TTFT_OTEL_LIVE_AFTER has ended: scripts/test's tests beside these.
+
+    Servers start beside other tests, and measure when those have ended.
+    """
+    pid = os.environ.get("TTFT_OTEL_LIVE_AFTER")
+    deadline = time.monotonic() + MAX_WAIT_S
+    while pid and is_running(pid):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"process {pid} did not end within {MAX_WAIT_S:.0f} s")
+        time.sleep(0.2)
+
+
+def is_running(pid: str) -> bool:
+    """Whether there is such a process, and it has not ended: one that nobody waited for is a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def build_plan(shape: str, folder: Path, control: InjectionControl) -> DeploymentPlan:

@@ -275,6 +275,7 @@ async def compare_with_renderer(url: str) -> tuple[int, int]:
     return same, refused
 
 
+@pytest.mark.untimed
 @pytest.mark.timeout(SLOW)
 def test_both_ways_are_one(render: LocalServer) -> None:
     """vLLM's renderer and the local tokenizer give the same ids and blocks for a prompt."""
