@@ -150,30 +150,26 @@ def test_a_pause_aborts(features: LiveDeployment) -> None:
     assert (found[names.ERROR_TYPE], found[names.DIED_IN]) == ("error", "prefill.queue")
 
 
-def test_a_pause_that_keeps_is_a_wait(features: LiveDeployment) -> None:
-    """/pause?mode=keep: what comes waits in the queue until /resume, and is told so."""
-    call(features, "/pause?mode=keep&clear_cache=false")
-    resume = threading.Timer(0.8, call, (features, "/resume"))
-    resume.start()
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [
+        ("/pause?mode=keep&clear_cache=false", "/resume"),
+        # Level 0 is all that a CPU can.
+        ("/sleep?level=0&mode=abort", "/wake_up?tags=scheduling"),
+    ],
+    ids=["pause", "sleep"],
+)
+def test_a_stopped_engine_is_a_wait(features: LiveDeployment, stop: str, go_on: str) -> None:
+    """What comes while the engine is paused or sleeps waits in the queue, and is told so."""
+    call(features, stop)
+    if stop.startswith("/sleep"):
+        assert call(features, "/is_sleeping", "GET") == {"is_sleeping": True}
+    timer = threading.Timer(0.8, call, (features, go_on))
+    timer.start()
     try:
         found = read_breakdown(features.send_request(features.front_url, max_tokens=2))
     finally:
-        resume.join()
-
-    assert found["prefill.queue"] > 400_000
-    assert found[stages.UNATTRIBUTED] == 0
-
-
-def test_sleep_mode_pauses(features: LiveDeployment) -> None:
-    """Level 0, which is all that a CPU can: requests wait until the server is woken up."""
-    call(features, "/sleep?level=0&mode=abort")
-    assert call(features, "/is_sleeping", "GET") == {"is_sleeping": True}
-    wake = threading.Timer(0.8, call, (features, "/wake_up?tags=scheduling"))
-    wake.start()
-    try:
-        found = read_breakdown(features.send_request(features.front_url, max_tokens=2))
-    finally:
-        wake.join()
+        timer.join()
 
     assert found["prefill.queue"] > 400_000
     assert found[stages.UNATTRIBUTED] == 0

@@ -23,6 +23,7 @@ from lab.stack.go_builds import GoBuildError, GoMissingError, LineCallback
 from lab.stack.stack_parts import StackAddresses
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
+from tests.stack.otlp_sinks import MetricSink, SpanSink
 from tests.stack.running_stack import (
     RunningCollector,
     RunningGrafana,
@@ -131,3 +132,12 @@ def filled(bench: StackStarter) -> Iterator[FilledStack]:
     """A separate stack that holds exactly 2 000 requests whose figures are known."""
     with filled_stack(bench, build_known_requests()) as found:
         yield found
+
+
+@pytest.fixture
+def sinks() -> Iterator[tuple[SpanSink, MetricSink]]:
+    """New sinks for each test: those who use them count what arrives."""
+    spans, metrics = SpanSink(), MetricSink()
+    yield spans, metrics
+    metrics.close()
+    spans.stop()

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,15 +37,6 @@ LIMIT_MIB = 64  # GOMEMLIMIT below, the container a half above, as in docker-com
 FLOOD = 1000  # requests of some 0.7 MiB in memory: ten times the limit
 SPANS = 6  # of one of send's records
 AWAY_S = 5.0  # several retries long; a minute with --full
-
-
-@pytest.fixture
-def sinks() -> Iterator[tuple[SpanSink, MetricSink]]:
-    """New sinks for each test: these tests count what arrives."""
-    spans, metrics = SpanSink(), MetricSink()
-    yield spans, metrics
-    metrics.close()
-    spans.stop()
 
 
 def post_records(collector: RunningCollector, records: Sequence[Record]) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import isclose, sqrt
 from typing import Any
 
 import msgspec
-import pytest
 
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
@@ -24,15 +23,6 @@ from ttft_otel.record import Record
 
 SHORT_S, LONG_S = 2.0, 60.0  # for a reason to keep a trace
 KEEP = 0.1
-
-
-@pytest.fixture
-def sinks() -> Iterator[tuple[SpanSink, MetricSink]]:
-    """New sinks for each test: these tests count what arrives."""
-    spans, metrics = SpanSink(), MetricSink()
-    yield spans, metrics
-    metrics.close()
-    spans.stop()
 
 
 def build_environment(spans: SpanSink, metrics: MetricSink, wait: float = LONG_S) -> dict[str, str]:
