@@ -39,11 +39,7 @@ from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
 from ttft_otel.router.proxy.client_stream import ClientStream
 from ttft_otel.router.records import RecentReports, build_record
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.timeline import (
-    CANCELLED,
-    RequestTimeline,
-    partition_timeline,
-)
+from ttft_otel.router.timeline import RequestTimeline, partition_timeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.response_relay import relay_response
@@ -111,7 +107,7 @@ class ProxyEndpoint:
                 await self._serve_request(scope, client_headers, body_bytes, exchange, send)
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
-                exchange.record_failure(CANCELLED)
+                exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
                 raise
             exchange.record_failure(CLIENT_DISCONNECTED)
         except RouterError as error:
