@@ -104,9 +104,11 @@ SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
 PROVIDER_VLLM: Final = "vllm"
 
-# Values of error.type: the client left, at a server and at a router; the engine ended it.
+# Values of error.type: the client left, at a server and at a router; the router was stopped before
+# the answer was complete; the engine ended it.
 ERROR_CANCELLED: Final = "cancelled"
 ERROR_DISCONNECTED: Final = "disconnected"
+ERROR_STOPPED: Final = "stopped"
 ERROR_ENGINE: Final = "error"
 ERROR_NO_TOKEN: Final = "no_token"
 CLIENT_LEFT_ERRORS: Final = (ERROR_CANCELLED, ERROR_DISCONNECTED)

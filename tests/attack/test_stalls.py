@@ -3,103 +3,180 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import re
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
-from router import fake_instances, raw_http
-from router.control.test_client_connection import connect, encode_post
-from router.fake_instances import STREAM_EVENTS, InstancePlan, RunningRouter
 
-from attack.watched_router import run_watched_router
+from attack.honest_streams import HONEST_STREAMS, RunningStreams, run_streams
+from attack.hostile_requests import HTTP_KINDS, JSON_KINDS
+from attack.watched_process import INJECTED_STALL_S, WatchedRouter, run_watched_process
 
 MAX_STALL_S = 0.05
 MAX_STALL_TO_CONTROL = 5.0
-MAX_TRIALS = (
-    3  # what a request does to the router it does each time; a busy machine's noise it does not
-)
-HONEST_STREAMS = 8
+# What a request does to the router it does each time; a busy machine's noise it does not.
+MAX_TRIALS = 5
+CONTROL_S = 0.3
 FIRST_BYTE_S = 4.0  # for what takes long, and for what gets no answer
-QUIET_S = 0.3
-MEGA = 1 << 20
-MARKED_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
-
-HOSTILE = {
-    "equal headers": encode_post(b"{}", *["x-a: b"] * 60_000),
-    "many headers": encode_post(b"{}", *[f"x-{number}: b" for number in range(60_000)]),
-    "as many headers as allowed": encode_post(MARKED_BODY, *["x-a: " + "b" * 200] * 250),
-    "a long header": b"POST /v1/completions HTTP/1.1\r\nx: " + b"a" * 22 * MEGA,
-    "a header in pieces": b"POST /v1/completions HTTP/1.1\r\n" + b"x:\r\n" * 500_000,
-    "a long target": b"POST /v1/" + b"a" * 4 * MEGA,
-    "a target of dots": encode_post(path="/v1" + "/.." * 2500),
-    "connection words": encode_post(MARKED_BODY, "connection: " + "a," * 30_000),
-    "upgrades": encode_post(b"", "connection: upgrade", "upgrade: h2c") * 4000,
-    "pipelined": encode_post(path="/v1/embeddings") * 4000,
-    "pipelined GETs": b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 20_000,
-    "trailers": encode_post(b"0\r\n" + b"a: b\r\n" * 200_000, "transfer-encoding: chunked"),
-    "tiny chunks": encode_post(
-        b"1\r\n \r\n" * 300_000 + b"0\r\n\r\n", "transfer-encoding: chunked"
-    ),
-    "empty lines": b"\r\n" * 500_000,
-    "tracestate": encode_post(MARKED_BODY, f"tracestate: {'a=b,' * 15_000}"),
-    "a large body": encode_post(b'{"model": "tiny", "input": "%b"}' % (b"a" * 8 * MEGA)),
-    "a long model": encode_post(b'{"model": "%b"}' % (b"\xc3\xa4" * MEGA)),
-}
+QUIET_S = 0.2
+KINDS = {**HTTP_KINDS, **JSON_KINDS}
+SUITE_KINDS = (
+    "a large image",
+    "escaped quotes",
+    "as many numbers as allowed",
+    "empty texts",
+    "many keys to be stripped",
+    "some keys to be stripped",
+    "few empty parts",
+    "lists in lists",
+    "NaN at the end",
+)
+MAX_GAP_RATIO = 2.0
+PERCENTILE = 0.99
+MIN_ROUNDS, MAX_ROUNDS = 3, 7
+# Of each sort one that costs the router most; all kinds have their stall measured above.
+KINDS_BESIDE_STREAMS = ("a large image", "escaped quotes", "many keys", "pipelined")
 
 
-async def read_until_quiet(router: RunningRouter, data: bytes) -> None:
+def send_until_quiet(url: str, data: bytes) -> None:
     """Send `data` and read what comes until the router ends the connection or says nothing more."""
-    async with connect(router) as client:
-        sending = asyncio.create_task(client.send(data))
-        wait_s = FIRST_BYTE_S
-        with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
-            while await asyncio.wait_for(client.reader.read(1 << 16), wait_s):
-                wait_s = QUIET_S
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock, contextlib.suppress(OSError):
+        sock.settimeout(60)
+        with contextlib.suppress(ConnectionError):  # it may have answered and closed
+            sock.sendall(data)
+        sock.settimeout(FIRST_BYTE_S)
+        while sock.recv(1 << 16):
+            sock.settimeout(QUIET_S)
 
 
-async def stream_honestly(router: RunningRouter, stop: asyncio.Event) -> int:
-    """Streams one after another, each whole; how many there were."""
-    number = 0
-    while not stop.is_set():
-        response = await raw_http.send_bytes(
-            router.url, raw_http.encode_request(body=MARKED_BODY), timeout_s=60
+@pytest.fixture(scope="module")
+def streams() -> Iterator[RunningStreams]:
+    """A hundred honest streams through `router`; each must come whole, from its first event to its last."""
+    with run_streams() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def router(streams: RunningStreams) -> Iterator[WatchedRouter]:
+    """A router before one instance, with the streams running."""
+    with run_watched_process(backends=[streams.instance_url]) as process:
+        streams.start_clients(process.url)
+        time.sleep(1)
+        yield process
+        event_counts = streams.end_clients()
+        assert len(event_counts) == HONEST_STREAMS
+        assert min(event_counts) > 0
+
+
+@pytest.fixture(scope="module")
+def divided_router(streams: RunningStreams) -> Iterator[WatchedRouter]:
+    """A router with encoders, prefill and decode instances, where more of a body is read."""
+    url = streams.instance_url
+    options = {"backends": [], "encoders": [url], "prefills": [url], "decodes": [url]}
+    with run_watched_process(**options) as process:
+        yield process
+
+
+def find_stall(process: WatchedRouter, data: bytes) -> str:
+    """What `data` did to the router each time it was sent; "" if once it did nothing.
+
+    At most 50 ms in one go are nothing, or five times what the router did without it right before.
+    """
+    stalls = []
+    for _ in range(MAX_TRIALS):
+        process.take_longest_s()
+        time.sleep(CONTROL_S)
+        control_s = process.take_longest_s()
+        send_until_quiet(process.url, data)
+        stalls.append((process.take_longest_s(), control_s))
+        if stalls[-1][0] < max(MAX_STALL_S, MAX_STALL_TO_CONTROL * control_s):
+            return ""
+    return f"seconds of stall and control: {stalls}"
+
+
+def mark_kinds(kinds: Iterable[str]) -> list[Any]:
+    """Those of the suite, and the others for --full: they differ in what is repeated."""
+    return [
+        pytest.param(
+            kind, marks=() if kind in SUITE_KINDS or kind in HTTP_KINDS else pytest.mark.full
         )
-        body = b"".join(re.findall(rb"\r\n(data: .*?\n\n)\r\n", response, re.DOTALL))
-        assert body == b"".join(STREAM_EVENTS)
-        number += 1
-    return number
+        for kind in kinds
+    ]
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_request_does_not_hold_the_router_up(kind: str) -> None:
-    """At most 50 ms of CPU in one go, or five times what honest requests take on this machine."""
+@pytest.mark.parametrize("kind", mark_kinds(KINDS))
+def test_a_request_does_not_hold_the_router_up(router: WatchedRouter, kind: str) -> None:
+    """While a hundred streams run."""
+    assert not find_stall(router, KINDS[kind]())
 
-    async def run_scenario() -> None:
-        plan = InstancePlan(stages_ms={}, gap_s=0.01)
-        async with (
-            fake_instances.run_instance(plan) as one,
-            run_watched_router(one.url) as (router, watch),
+
+@pytest.mark.parametrize("kind", mark_kinds(JSON_KINDS))
+def test_json_does_not_hold_up_what_has_legs(divided_router: WatchedRouter, kind: str) -> None:
+    """Where media are looked for and a body is made for each leg."""
+    assert not find_stall(divided_router, JSON_KINDS[kind]())
+
+
+def test_a_stall_is_seen(router: WatchedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch sees one that is made on purpose, as long as it was, each time."""
+
+    def make_stall(url: str, data: bytes) -> None:
+        router.make_stall()
+
+    monkeypatch.setitem(globals(), "send_until_quiet", make_stall)
+    router.take_longest_s()
+    router.make_stall()
+    assert router.take_longest_s() >= INJECTED_STALL_S
+    assert find_stall(router, b"")
+
+
+def compute_percentile(streams: RunningStreams) -> float:
+    """Of the seconds between two events of a stream, since the last call."""
+    return sorted(gaps := streams.take_gaps_s())[int(PERCENTILE * len(gaps))]
+
+
+def compare_gaps(streams: RunningStreams, disturb: Callable[[], None]) -> float:
+    """How many times as long the gaps of the streams are while `disturb` runs as right before it.
+
+    The median of pairs, as many as it takes to tell it from MAX_GAP_RATIO: the quiet half of a pair lasts
+    as long as the disturbed one, and a neighbour on the machine is there in both.
+    """
+    ratios: list[float] = []
+    while len(ratios) < MAX_ROUNDS:
+        streams.take_gaps_s()
+        start_s = time.monotonic()
+        disturb()
+        disturbed = compute_percentile(streams)
+        time.sleep(time.monotonic() - start_s)
+        ratios.append(disturbed / compute_percentile(streams))
+        if len(ratios) >= MIN_ROUNDS and (
+            max(ratios) < MAX_GAP_RATIO or min(ratios) > MAX_GAP_RATIO
         ):
-            stop = asyncio.Event()
-            honest = [
-                asyncio.create_task(stream_honestly(router, stop)) for _ in range(HONEST_STREAMS)
-            ]
-            await asyncio.sleep(0.3)
-            stalls = []
-            for _ in range(MAX_TRIALS):
-                watch.take_longest_s()
-                await asyncio.sleep(0.5)
-                control_s = watch.take_longest_s()
-                await read_until_quiet(router, HOSTILE[kind])
-                stalls.append((watch.take_longest_s(), control_s))
-                if stalls[-1][0] < max(MAX_STALL_S, MAX_STALL_TO_CONTROL * control_s):
-                    break
-            else:
-                pytest.fail(f"seconds of stall and control: {stalls}")
-            stop.set()
-            assert min(await asyncio.gather(*honest)) > 0
+            break
+    return statistics.median(ratios)
 
-    fake_instances.run_with_timeout(run_scenario, 120)
+
+def test_streams_keep_their_pace(router: WatchedRouter, streams: RunningStreams) -> None:
+    """The 99th percentile of the time between two events is less than twice that of the quiet run."""
+    requests = [KINDS[kind]() for kind in KINDS_BESIDE_STREAMS]
+
+    def send_all() -> None:
+        for data in requests:
+            send_until_quiet(router.url, data)
+
+    assert compare_gaps(streams, send_all) < MAX_GAP_RATIO
+
+
+def test_a_lost_pace_is_seen(router: WatchedRouter, streams: RunningStreams) -> None:
+    """A loop that is held up again and again makes the gaps more than twice as long."""
+
+    def hold_up() -> None:
+        for _ in range(4):
+            router.make_stall()
+            time.sleep(0.05)
+
+    assert compare_gaps(streams, hold_up) > MAX_GAP_RATIO

@@ -25,9 +25,11 @@ ENDS = {
     "502": (0, 5),
     names.ERROR_CANCELLED: (10, 4),
     names.ERROR_DISCONNECTED: (20, 2),
+    names.ERROR_STOPPED: (0, 6),
     "400": (30, 0),
     "429": (25, 1),
 }
+ROUTERS_ENDS = (names.ERROR_NO_TOKEN, names.ERROR_DISCONNECTED, names.ERROR_STOPPED)
 GOOD_US = [100_000 + 1_700 * number for number in range(50)]
 
 
@@ -56,7 +58,7 @@ def make_mix() -> list[Record]:
         )
         records += [leg, router]
     for error, (quick, slow) in ENDS.items():
-        role = "router" if error in (names.ERROR_NO_TOKEN, names.ERROR_DISCONNECTED) else "mono"
+        role = "router" if error in ROUTERS_ENDS else "mono"
         for number in range(quick + slow):
             length_us = 200 if number < quick else 9_000_000
             records.append(make_request(length_us, role, error=error, died="prefill.queue"))

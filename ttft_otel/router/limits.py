@@ -40,7 +40,7 @@ class RouterLimits:
     head_timeout: float = declare_limit(
         20.0, "Seconds for a request's target and headers to arrive.", "408", minimum=0.1
     )
-    max_body: int = declare_limit(134_217_728, "Bytes of a request body.", "413")
+    max_body: int = declare_limit(67_108_864, "Bytes of a request body.", "413")
     body_timeout: float = declare_limit(
         60.0, "Seconds for a request body to arrive.", "408", minimum=0.1
     )

@@ -8,7 +8,12 @@ import contextlib
 import re
 from pathlib import Path
 
+import pytest
+import uvicorn
 from router import fake_instances, raw_http
+from router.fake_instances import InstancePlan
+
+from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 
 READYZ = b"GET /readyz HTTP/1.1\r\nhost: router\r\n\r\n"
 
@@ -57,3 +62,40 @@ def test_clients_leave_descriptors_for_instances() -> None:
             assert sum(await router.read_metric("ttft_otel_router_refusals_total")) == 80
 
     fake_instances.run_with_timeout(run_scenario, 120)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [InstancePlan({"prefill.compute": 60_000}), InstancePlan(gap_s=60)],
+    ids=["before the first token", "in the stream"],
+)
+def test_a_stop_is_not_the_clients_doing(plan: InstancePlan) -> None:
+    """A request that uvicorn cancels because the router stops is `stopped`, not a client that left."""
+
+    async def run_scenario() -> None:
+        async with (
+            fake_instances.run_instance(plan) as one,
+            fake_instances.run_router([one.url]) as router,
+        ):
+            config = build_uvicorn_config(router.app)
+            config.lifespan = "off"  # the app is served, and was started, by `router`
+            server, sock = uvicorn.Server(config), fake_instances.open_listening_socket()
+            serving = asyncio.create_task(server.serve([sock]))
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            body = b'{"model": "tiny", "stream": true}'
+            client = asyncio.create_task(
+                raw_http.send_bytes(url, raw_http.encode_request(body=body), timeout_s=30)
+            )
+            while not one.received:
+                await asyncio.sleep(0.01)
+            record_count = 1
+            if plan.gap_s:  # the first token's record, then that of the end
+                await router.wait_for_records(1)
+                record_count = 2
+            server.should_exit = True
+            await asyncio.gather(serving, client)
+            record = (await router.wait_for_records(record_count))[-1]
+            assert record.server is not None
+            assert record.server.error == "stopped"
+
+    fake_instances.run_with_timeout(run_scenario, 60)

@@ -72,7 +72,8 @@ class RequestBody:
     """A request's bytes and what the router knows of them; `media_items` are its distinct items.
 
     `item_positions`: where each of these came first among all `media_part_count` that are media.
-    `problem`: why it cannot be read, for the client; "" if it is a JSON object.
+    `problem`: why it cannot be read, for the client; "" if it is a JSON object. `is_heavy`: parsing it
+    once more would hold the event loop.
     """
 
     data: bytes
@@ -84,6 +85,7 @@ class RequestBody:
     media_part_count: int = 0
     encoder_fields: dict[str, Raw] = field(default_factory=dict)
     problem: str = ""
+    is_heavy: bool = False
 
     def map_item_tokens(self, part_tokens: Sequence[int]) -> list[int]:
         """Token counts of the distinct items, from `part_tokens` of all parts; 0 if the numbers disagree."""

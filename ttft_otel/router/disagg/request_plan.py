@@ -28,6 +28,8 @@ KEEP_BLOCKS_PARAMS: Final = {
     "remote_port": None,
 }
 DEFAULT_COMPLETION_TOKENS: Final = 16  # tokens of a completion that names no number
+MAX_FIELD_BYTES: Final = 4096  # of a field that is decoded whole, whatever it is
+MAX_DECODED_PROMPT_BYTES: Final = 256 << 10  # of token ids of which objects are built
 SEED_COUNT: Final = 1 << 63
 _SEED_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different
 
@@ -273,14 +275,22 @@ def _is_requested(fields: dict[str, Raw], name: str) -> bool:
 
 
 def _decode_field(fields: dict[str, Raw], name: str) -> Any:
-    raw = fields.get(name)
-    return None if raw is None else _json_decoder.decode(raw)
+    """The value of a field. Raises ValidationError if it is so large that it can be none of vLLM's."""
+    raw = fields.get(name, _NULL_JSON)
+    if len(memoryview(raw)) > MAX_FIELD_BYTES:
+        raise msgspec.ValidationError(f"{name} is too large")
+    return _json_decoder.decode(raw)
 
 
 def _is_single_prompt(prompt: Raw) -> bool:
     """Whether a completion has a single prompt: text, token ids, or a list with one of these."""
     if bytes(memoryview(prompt)[:1]) == b'"':
         return True
+    if len(memoryview(prompt)) > MAX_DECODED_PROMPT_BYTES:
+        text = bytes(prompt)  # whether its ids are whole numbers is for P to say
+        return b'"' not in text and text.count(b"[") == (
+            2 if text[1:].lstrip(b" \t\r\n").startswith(b"[") else 1
+        )
     for decoder in _PROMPT_DECODERS:  # a decoder stops at the first value of another type
         try:
             value = decoder.decode(prompt)

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 from ttft_otel.router import errors
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.proxy.body_budget import BodyBudget, ClientBody
 from ttft_otel.router.types import AsgiReceive
 from ttft_otel.router.upstream import http_headers
+
+MAX_JOINED_BYTES: Final = 4 << 20  # of a body that is joined on the loop: about a millisecond
 
 
 async def read_body(
@@ -38,7 +40,12 @@ async def read_body(
             budget.add_bytes(client_body, len(chunk))
             chunks.append(chunk)
             if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                if len(chunks) == 1:
+                    return chunks[0]
+                if client_body.held_bytes > MAX_JOINED_BYTES:
+                    # in a thread, which lets go of the interpreter while it copies
+                    return await asyncio.to_thread(b"".join, chunks)
+                return b"".join(chunks)
     except asyncio.CancelledError:
         if client_body.error is None:
             raise

@@ -18,6 +18,7 @@ from ttft_otel.guard import Guard
 from ttft_otel.record import encode_record
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
+from ttft_otel.router.disagg.body_parser import BodyParser
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encode_once import omit_media
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
@@ -38,11 +39,7 @@ from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
 from ttft_otel.router.proxy.client_stream import ClientStream
 from ttft_otel.router.records import RecentReports, build_record
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.timeline import (
-    CANCELLED,
-    RequestTimeline,
-    partition_timeline,
-)
+from ttft_otel.router.timeline import RequestTimeline, partition_timeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.response_relay import relay_response
@@ -75,7 +72,7 @@ class ProxyEndpoint:
     ) -> None:
         self.upstream, self.routing, self.settings = upstream, routing, settings
         self.limits = limits or RouterLimits()
-        self.body_budget = BodyBudget(self.limits)
+        self.body_budget, self.body_parser = BodyBudget(self.limits), BodyParser()
         self.admission = admission or AdmissionGate(upstream)
         self.response_counts: Counter[str] = Counter()  # by class of status
         self.send_record = send_record
@@ -110,7 +107,7 @@ class ProxyEndpoint:
                 await self._serve_request(scope, client_headers, body_bytes, exchange, send)
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
-                exchange.record_failure(CANCELLED)
+                exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
                 raise
             exchange.record_failure(CLIENT_DISCONNECTED)
         except RouterError as error:
@@ -173,7 +170,7 @@ class ProxyEndpoint:
         exchange: Exchange,
         send: AsgiSend,
     ) -> None:
-        parsed_body = request_body.parse_body(
+        parsed_body = await self.body_parser.parse(
             body_bytes, exchange.path if self._uses_encoders(exchange.path) else ""
         )
         exchange.record_parsed(parsed_body.model, parsed_body.stream, parsed_body.background)
@@ -188,7 +185,9 @@ class ProxyEndpoint:
         request = self._build_routing_request(scope, client_headers, parsed_body, exchange)
         leg_plan = None
         if self.answering_leg == stages.DECODE:
-            leg_plan = request_plan.plan_legs(
+            leg_plan = await self.body_parser.run_on(
+                parsed_body,
+                request_plan.plan_legs,
                 exchange.path,
                 parsed_body.data,
                 parsed_body.stream,
@@ -206,7 +205,9 @@ class ProxyEndpoint:
             self.routing.check_slo(request, encoder_requests)
             transfer_params = await self._encode_media(encoder_requests, exchange)
             if self.encode_once:
-                request, reason = omit_media(request, leg_plan, exchange.path, transfer_params)
+                request, reason = await self.body_parser.run_on(
+                    parsed_body, omit_media, request, leg_plan, exchange.path, transfer_params
+                )
                 exchange.record_encode_once(reason)
             request = add_ec_params(request, leg_plan, transfer_params.to_json())
         client_stream = ClientStream(

@@ -17,9 +17,9 @@ from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import failures, retry, tcp_connector
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
-from ttft_otel.router.upstream.framed_item import FramedItem
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.piecewise_body import FramedItem, build_payload
 from ttft_otel.stages import ENCODE, INTERMEDIATE_ROLES
 
 CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
@@ -247,7 +247,7 @@ class UpstreamClient:
                     response = await self.session.post(
                         url,
                         data=(
-                            request.body
+                            build_payload(request.body)
                             if request.body_frame is None
                             else FramedItem(request.media_item, request.body_frame)
                         ),

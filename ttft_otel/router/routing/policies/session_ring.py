@@ -18,6 +18,8 @@ from ttft_otel.router.types import JSON_ERRORS, Decision, Instance, RoutingPolic
 POINTS_PER_INSTANCE: Final = 128
 # Instances on the ring, removed ones included; beyond it the ring is rebuilt with the present ones.
 MAX_RING_INSTANCES: Final = 1024
+MAX_KEY_BYTES: Final = 4096  # of a session ID in a body; objects are built of no larger value
+_NO_SESSION: Final = msgspec.Raw(b'""')
 
 
 class HashRing:
@@ -89,7 +91,10 @@ class SessionPolicy(RoutingPolicy):
         if value is None:
             try:
                 fields = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
-                value = msgspec.json.decode(fields.get(self._session_key, b'""'))
+                raw = fields.get(self._session_key, _NO_SESSION)
+                if len(memoryview(raw)) > MAX_KEY_BYTES:
+                    return ""
+                value = msgspec.json.decode(raw)
             except JSON_ERRORS:
                 return ""
         return str(value) if isinstance(value, (str, int)) else ""
