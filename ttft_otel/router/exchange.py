@@ -8,6 +8,7 @@ holds them to that.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -185,6 +186,30 @@ class Exchange:
         return self.handover_timeline
 
 
+class AnswerReader(Protocol):
+    """An instance's answer whose head is read; InstanceAnswer of upstream/."""
+
+    def at_eof(self) -> bool:
+        """Whether everything was received and read."""
+        ...
+
+    async def readany(self) -> bytes:
+        """The next of the body; b"" at its end."""
+        ...
+
+    async def push_to(self, sink: Callable[[bytes], None]) -> bytes:
+        """Give `sink` each part as it comes; returns what came with the end."""
+        ...
+
+    def pause_reading(self) -> None:
+        """Read no more from the instance for now."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        ...
+
+
 class ClientWriter(Protocol):
     """The client's side of an exchange, as seen by disagg/; ClientStream of proxy/ implements it."""
 
@@ -200,6 +225,15 @@ class ClientWriter(Protocol):
         """Send the next chunk, `data`."""
         ...
 
-    async def send_end(self) -> None:
-        """End the response."""
+    async def send_rest(
+        self, answer: AnswerReader, rewrite: Callable[[bytes], bytes] | None = None
+    ) -> bytes:
+        """Send the rest of `answer` as it comes, but for what came with its end, which is returned.
+
+        rewrite: makes of each part what is sent or returned, which may be nothing.
+        """
+        ...
+
+    async def send_end(self, data: bytes = b"") -> None:
+        """End the response, with `data` before."""
         ...

@@ -19,7 +19,7 @@ from attack import faulty_instance
 from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan
 from ttft_otel.router.limits import RouterLimits
-from ttft_otel.router.upstream import failures, tcp_connector
+from ttft_otel.router.upstream import failures
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "router-failures.md"
 LIMITS = RouterLimits(first_byte_timeout=0.5, total_timeout=1.0)
@@ -88,7 +88,7 @@ def use_up_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
             req.connection_key, OSError(errno.EMFILE, "Too many open files")
         )
 
-    monkeypatch.setattr(tcp_connector.TimedConnector, "_wrap_create_connection", fail_to_connect)
+    monkeypatch.setattr(aiohttp.TCPConnector, "_wrap_create_connection", fail_to_connect)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)

@@ -7,7 +7,7 @@ uvicorn's server makes one per connection (uvicorn_server.py); the application g
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -17,8 +17,10 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from ttft_otel.router.control import front_door as refusals
+from ttft_otel.router.control.client_output import ClientOutput
 from ttft_otel.router.control.front_door import MAX_PIPELINED_REQUESTS, FrontDoor
 from ttft_otel.router.errors import RequestRejected
+from ttft_otel.router.proxy.client_stream import OUTPUT_EXTENSION
 from ttft_otel.router.proxy.error_responses import render_error
 
 MAX_SLICE_BYTES: Final = 16_384  # parsed before the limits are checked
@@ -127,6 +129,18 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.headers) > self.front_door.limits.max_headers:
             raise refusals.build_header_error(self.front_door.limits)
 
+    def pause_writing(self) -> None:
+        """The client is slow."""
+        super().pause_writing()
+        if self.current_cycle is not None:
+            cast(ClientOutput, self.current_cycle.transport).pause_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        if self.current_cycle is not None:
+            cast(ClientOutput, self.current_cycle.transport).resume_reader()
+
     def time_out(self) -> None:
         """Called when no head has come in time, or what follows a refusal has not ended."""
         if self.refusal is not None or self.phase == _BODY:
@@ -154,6 +168,11 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             raise refusals.build_pipelining_error()
         super().on_headers_complete()
+        # the cycle's task starts later, and finds it in its scope
+        output: Any = ClientOutput(
+            self.transport, self.flow
+        )  # uvicorn knows its own extensions only
+        self.cycle.transport, self.scope["extensions"] = output, {OUTPUT_EXTENSION: output}
         self.phase = _BODY
         self.headers = []  # the application has the other list: trailers do not get there
         self.front_door.awaited_heads.forget(self)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aiohttp
-
 from ttft_otel.router import types
 from ttft_otel.router.disagg import stream_splice
 from ttft_otel.router.disagg.ec_params import splice_params
@@ -22,6 +20,7 @@ from ttft_otel.router.types import MODE_STRIP
 from ttft_otel.router.upstream import retry
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.response_relay import finish_attempt, relay_response, track_reading
 from ttft_otel.router.upstream.upstream_client import (
     UpstreamClient,
@@ -113,7 +112,7 @@ class DecodeLeg:
         make_body: Callable[[KvParams], bytes],
         attempts: list[Attempt],
         only_instance: types.Instance | None = None,
-    ) -> aiohttp.ClientResponse:
+    ) -> InstanceAnswer:
         """Send to a decode instance; if it is unavailable, to another one that computes the prompt itself.
 
         An instance that refuses tells P to free the blocks, so no other may be sent to fetch them. The
@@ -186,7 +185,7 @@ class DecodeLeg:
 
     async def _relay_spliced(
         self,
-        response: aiohttp.ClientResponse,
+        response: InstanceAnswer,
         attempt: Attempt,
         splicer: StreamSplicer,
         job: DisaggregatedRequest,
@@ -199,10 +198,12 @@ class DecodeLeg:
                 while chunk:
                     if rewritten := splicer.splice_chunk(chunk):
                         await job.client_stream.send_chunk(rewritten)
-                        if timeline is not None:
-                            timeline.record_ended()
-                    chunk = await response.content.readany()
-                if remainder := splicer.flush_rest():
+                        break
+                    chunk = await response.readany()
+                if timeline is not None and chunk:
+                    timeline.record_ended()
+                last_part = await job.client_stream.send_rest(response, splicer.splice_chunk)
+                if remainder := last_part + splicer.flush_rest():
                     await job.client_stream.send_chunk(remainder)
         finally:
             if splicer.has_mismatch:
@@ -215,7 +216,7 @@ async def read_whole_answer(
     request: types.RoutingRequest,
     exchange: Exchange,
     attempts: list[Attempt],
-) -> tuple[aiohttp.ClientResponse, bytes]:
+) -> tuple[InstanceAnswer, bytes]:
     """Send `request` and read its whole response. Raises UpstreamUnavailable."""
     response = await upstream.send_request(request, exchange.trace_context, attempts)
     try:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import aiohttp
-
 from ttft_otel import context, stages
 from ttft_otel.endpoints import CHAT_PATH
 from ttft_otel.router import types
@@ -28,6 +26,7 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
 
 MAX_CONCURRENT_CALLS: Final = 64  # calls of one request in flight
@@ -137,13 +136,13 @@ async def _encode_item(
         )
 
 
-async def _read_answer(response: aiohttp.ClientResponse) -> bytes:
+async def _read_answer(response: InstanceAnswer) -> bytes:
     """Read a whole response. Raises InvalidAnswer, and closes the connection, if it is too long."""
     parts: list[bytes] = []
     remaining_bytes = MAX_ANSWER_BYTES
     try:
-        while remaining_bytes >= 0 and (response.content_length or 0) <= MAX_ANSWER_BYTES:
-            part = await response.content.readany()
+        while remaining_bytes >= 0 and response.content_length <= MAX_ANSWER_BYTES:
+            part = await response.readany()
             if not part:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
             parts.append(part)

@@ -8,18 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final, Protocol
 
 from ttft_otel import clock, names, timing
 from ttft_otel.guard import Guard
-from ttft_otel.router.exchange import Exchange
+from ttft_otel.router.exchange import AnswerReader, Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.timeline import partition_timeline
-from ttft_otel.router.types import AsgiSend, HeaderList
+from ttft_otel.router.types import AsgiScope, AsgiSend, HeaderList
+
+OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: an AnswerOutput
+
+
+class AnswerOutput(Protocol):
+    """The client's connection, for what ASGI has no message for; ClientOutput of control/."""
+
+    def hold_head(self) -> None:
+        """The head waits for the first part of the body."""
+        ...
+
+    def begin_push(self, reader: AnswerReader) -> None:
+        """From now on a slow client pauses `reader`."""
+        ...
+
+    def push_part(self, data: bytes) -> None:
+        """Write a part of a body whose length is not announced; never waits."""
+        ...
+
+    def end_push(self) -> None:
+        """The rest is sent as messages."""
+        ...
+
+
+def find_output(scope: AsgiScope) -> AnswerOutput | None:
+    """The client's connection, where the server offers it."""
+    output: AnswerOutput | None = scope.get("extensions", {}).get(OUTPUT_EXTENSION)
+    return output
 
 
 class ClientStream:
     """One request's client. `wants_timing`: it wants Server-Timing.
-    `report_first_token` takes the ttft half."""
+    `report_first_token` takes the ttft half. `output`: its connection, if parts can be pushed to it."""
 
     def __init__(
         self,
@@ -27,7 +56,9 @@ class ClientStream:
         send: AsgiSend,
         wants_timing: bool,
         report_first_token: Callable[[Exchange], None],
+        output: AnswerOutput | None = None,
     ) -> None:
+        self._output, self._has_length = output, False
         self.exchange, self.send, self.wants_timing, self.report_first_token = (
             exchange,
             send,
@@ -42,6 +73,9 @@ class ClientStream:
         exchange = self.exchange
         if self.wants_timing and not exchange.is_background:
             response_headers.append((names.TIMING.encode(), _render_server_timing(exchange)))
+        self._has_length = any(name == b"content-length" for name, _ in response_headers)
+        if self._output is not None:
+            self._output.hold_head()
         await error_responses.send_response_start(status, response_headers, exchange, self.send)
         if not has_more:
             exchange.record_last_send()
@@ -55,10 +89,44 @@ class ClientStream:
         """Send the next chunk, `data`."""
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def send_end(self) -> None:
-        """End the response."""
+    async def send_rest(
+        self, answer: AnswerReader, rewrite: Callable[[bytes], bytes] | None = None
+    ) -> bytes:
+        """Send the rest of `answer` as it comes, but for what came with its end, which is returned.
+
+        rewrite: makes of each part what is sent or returned, which may be nothing.
+        """
+        output = self._output
+        if output is None or self._has_length:
+            while (part := await answer.readany()) and not answer.at_eof():
+                if kept := part if rewrite is None else rewrite(part):
+                    await self.send_chunk(kept)
+        else:
+            output.begin_push(answer)
+            try:
+                part = await answer.push_to(
+                    output.push_part
+                    if rewrite is None
+                    else _rewrite_parts(rewrite, output.push_part)
+                )
+            finally:
+                output.end_push()
+        return part if rewrite is None else rewrite(part)
+
+    async def send_end(self, data: bytes = b"") -> None:
+        """End the response, with `data` before."""
         self.exchange.record_last_send()
-        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def _rewrite_parts(
+    rewrite: Callable[[bytes], bytes], push_part: Callable[[bytes], None]
+) -> Callable[[bytes], None]:
+    def push_rewritten(data: bytes) -> None:
+        if kept := rewrite(data):
+            push_part(kept)
+
+    return push_rewritten
 
 
 def _render_server_timing(exchange: Exchange) -> bytes:

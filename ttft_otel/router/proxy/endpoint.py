@@ -36,7 +36,7 @@ from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.body_budget import BodyBudget
 from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
-from ttft_otel.router.proxy.client_stream import ClientStream
+from ttft_otel.router.proxy.client_stream import ClientStream, find_output
 from ttft_otel.router.records import RecentReports, build_record
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import RequestTimeline, partition_timeline
@@ -211,7 +211,11 @@ class ProxyEndpoint:
                 exchange.record_encode_once(reason)
             request = add_ec_params(request, leg_plan, transfer_params.to_json())
         client_stream = ClientStream(
-            exchange, send, client_headers.get(names.ASK) == "1", self._report_first_token
+            exchange,
+            send,
+            client_headers.get(names.ASK) == "1",
+            self._report_first_token,
+            find_output(scope),
         )
         if leg_plan is not None:
             if len(leg_plan.legs) > 1:

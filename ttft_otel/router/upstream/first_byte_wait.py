@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-import aiohttp
-
 from ttft_otel.router.errors import FirstByteTimeout
 from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 
 TIMED_OUT_MESSAGE = "it did not begin to answer in time"
 
@@ -53,12 +52,11 @@ class FirstByteWait:
         return uncancel is None or not uncancel()
 
 
-async def read_first_chunk(response: aiohttp.ClientResponse, attempt: Attempt) -> bytes:
+async def read_first_chunk(response: InstanceAnswer, attempt: Attempt) -> bytes:
     """The first chunk of the body, b"" if it is empty. Raises FirstByteTimeout."""
-    content = response.content
-    first_chunk = content.read_nowait()  # mostly it came with the headers
-    if not first_chunk and not content.at_eof():
+    first_chunk = response.read_nowait()  # mostly it came with the headers
+    if not first_chunk and not response.at_eof():
         with FirstByteWait(attempt):
-            first_chunk = await content.readany()
+            first_chunk = await response.readany()
     attempt.record_first_byte()
     return first_chunk

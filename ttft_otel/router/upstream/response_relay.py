@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
-
-import aiohttp
 
 from ttft_otel import names
 from ttft_otel.router.exchange import ClientWriter
@@ -21,6 +20,7 @@ from ttft_otel.router.types import AttemptBooking
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS
 from ttft_otel.router.upstream.first_byte_wait import read_first_chunk
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import record_server_timing
 
 # How vLLM begins the stream of a completion that failed before its first token; said by an instance
@@ -29,12 +29,11 @@ _ERROR_EVENT: Final = b'data: {"error":'
 
 
 async def relay_response(
-    response: aiohttp.ClientResponse, attempt: Attempt, client_stream: ClientWriter
+    response: InstanceAnswer, attempt: Attempt, client_stream: ClientWriter
 ) -> None:
     """Relay `response` chunk by chunk; close it if the client leaves first."""
     exchange = client_stream.exchange
     with track_reading(response, attempt):
-        content = response.content
         first_chunk = await read_first_chunk(response, attempt)
         if first_chunk.startswith(_ERROR_EVENT) and not attempt.error:
             attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)
@@ -42,7 +41,7 @@ async def relay_response(
         if exchange.trace_context.trace_id or booking is not None:
             record_server_timing(attempt, response)
         exchange.record_answer(response.content_type == "text/event-stream", attempt.error)
-        has_more = not content.at_eof()
+        has_more = not response.at_eof()
         is_own_timing = bool(exchange.trace_context.trace_id) or (
             booking is not None and booking.requested_timing
         )
@@ -50,22 +49,26 @@ async def relay_response(
         await client_stream.send_first_chunk(
             response.status, response_headers, first_chunk, has_more
         )
-        _record_chunk(booking, first_chunk)
-        while has_more and (chunk := await content.readany()):
-            await client_stream.send_chunk(chunk)
-            _record_chunk(booking, chunk)
+        if booking is not None:
+            _record_chunk(booking, first_chunk)
+        if has_more:
+            rewrite = None
+            if booking is not None and booking.awaits_delta:
+                rewrite = partial(_record_chunk, booking)
+            last_part = await client_stream.send_rest(response, rewrite)
         attempt.record_ended()
         if has_more:
-            await client_stream.send_end()
+            await client_stream.send_end(last_part)
 
 
-def _record_chunk(booking: AttemptBooking | None, data: bytes) -> None:
-    if booking is not None and booking.awaits_delta:
+def _record_chunk(booking: AttemptBooking, data: bytes) -> bytes:
+    if booking.awaits_delta:
         booking.record_chunk(data)
+    return data
 
 
 @contextmanager
-def track_reading(response: aiohttp.ClientResponse, attempt: Attempt) -> Iterator[None]:
+def track_reading(response: InstanceAnswer, attempt: Attempt) -> Iterator[None]:
     """Context manager for reading `response`: notes how that ended in `attempt`, and finishes it."""
     try:
         yield
@@ -81,8 +84,8 @@ def track_reading(response: aiohttp.ClientResponse, attempt: Attempt) -> Iterato
         finish_attempt(response, attempt)
 
 
-def finish_attempt(response: aiohttp.ClientResponse, attempt: Attempt) -> None:
+def finish_attempt(response: InstanceAnswer, attempt: Attempt) -> None:
     """Note the end of `attempt`; a `response` that is not read to its end is closed."""
     attempt.record_ended()
-    if not response.content.at_eof():
+    if not response.at_eof():
         response.close()

@@ -8,24 +8,26 @@ from collections.abc import Sequence
 from typing import Final
 
 import aiohttp
-from yarl import URL
 
 from ttft_otel import clock, context, names, timing
 from ttft_otel.router import types
 from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.router.upstream import failures, retry, tcp_connector
+from ttft_otel.router.upstream import failures, retry
+from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.piecewise_body import FramedItem, build_payload
 from ttft_otel.stages import ENCODE, INTERMEDIATE_ROLES
 
 CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
 KEEPALIVE_S: Final = (
     4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
 )
+_SERVER_TIMING: Final = names.TIMING.lower().encode()
+NOT_STARTED: Final = "UpstreamClient is not started; serve the app with its lifespan on"
 _SKIPPED_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
@@ -48,11 +50,13 @@ class UpstreamClient:
         self.health_monitor = health_monitor or HealthMonitor(self.pool)
         self.retry_counts: dict[str, int] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._connections: ConnectionPool | None = None
 
     async def start(self) -> None:
         """Open the session, and start health probes and routing."""
         self._session = aiohttp.ClientSession(
-            connector=tcp_connector.TimedConnector(KEEPALIVE_S),
+            # the engines queue, not the router
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(
                 total=self.limits.total_timeout or None, sock_connect=CONNECT_TIMEOUT_S
             ),
@@ -62,6 +66,13 @@ class UpstreamClient:
             auto_decompress=False,
             skip_auto_headers=_SKIPPED_HEADERS,
         )
+        self._connections = ConnectionPool(
+            self._session,
+            KEEPALIVE_S,
+            CONNECT_TIMEOUT_S,
+            self.limits.total_timeout,
+            self.limits.max_answer_header_bytes,
+        )
         await self.health_monitor.start(self._session)
         await self.chooser.start(self._session)
 
@@ -69,15 +80,18 @@ class UpstreamClient:
         """Close every connection."""
         await self.chooser.close()
         await self.health_monitor.close()
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The HTTP session, also for requests of the control plane; RuntimeError before `start`."""
+        """The HTTP session for the router's own questions; RuntimeError before `start`."""
         if self._session is None:
-            raise RuntimeError("UpstreamClient is not started; serve the app with its lifespan on")
+            raise RuntimeError(NOT_STARTED)
         return self._session
 
     async def send_request(
@@ -86,7 +100,7 @@ class UpstreamClient:
         trace: context.TraceContext,
         attempts: list[Attempt],
         only_instance: types.Instance | None = None,
-    ) -> aiohttp.ClientResponse:
+    ) -> InstanceAnswer:
         """Send the request of one leg, retrying where retry.py allows it; fills `attempts`.
 
         `only_instance`: send to this instance and no other. The caller closes the response and calls
@@ -207,7 +221,7 @@ class UpstreamClient:
         decision: types.Decision,
         candidates: tuple[types.Instance, ...],
         attempts: list[Attempt],
-    ) -> aiohttp.ClientResponse:
+    ) -> InstanceAnswer:
         instance = decision.instance
         span_id = context.new_span_id()
         own_headers = {names.REQUEST_HEADER: request.request_id}
@@ -218,7 +232,6 @@ class UpstreamClient:
                 own_headers[names.ENCODED_HEADER] = "1"
         if trace.tracestate:
             own_headers[names.TRACESTATE] = trace.tracestate
-        url = URL(instance.url + request.path, encoded=True)
         path = request.path.partition("?")[0][:256]
         sent_us = clock.now_us()
         booking = self.chooser.book_request(request, decision, span_id, sent_us)
@@ -241,19 +254,18 @@ class UpstreamClient:
             # Server-Timing is removed from the response, unless the client asked for it.
             booking.requested_timing = request.headers.get(names.ASK) != "1"
             own_headers[names.ASK] = "1"
+        body = (
+            (request.body,)
+            if request.body_frame is None
+            else (request.body_frame[0], request.media_item, request.body_frame[1])
+        )
+        if self._connections is None:
+            raise RuntimeError(NOT_STARTED)
         try:
-            with tcp_connector.AttemptScope(attempt):
-                with FirstByteWait(attempt):
-                    response = await self.session.post(
-                        url,
-                        data=(
-                            build_payload(request.body)
-                            if request.body_frame is None
-                            else FramedItem(request.media_item, request.body_frame)
-                        ),
-                        headers={**request.headers, **own_headers},
-                        allow_redirects=False,
-                    )
+            with FirstByteWait(attempt):
+                response = await self._connections.send_request(
+                    attempt, request.path, {**request.headers, **own_headers}, body
+                )
         except asyncio.CancelledError:
             attempt.record_cancelled()
             raise
@@ -261,9 +273,9 @@ class UpstreamClient:
         return response
 
 
-def record_server_timing(attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+def record_server_timing(attempt: Attempt, response: InstanceAnswer) -> None:
     """Parse Server-Timing of `response`, after the first chunk: not counted in `router.hop`."""
-    header_value = ", ".join(response.headers.getall(names.TIMING, ()))
+    header_value = ", ".join(response.list_values(_SERVER_TIMING))
     attempt.record_server_timing(timing.parse_server_timing(header_value))
     if timing.reports_no_token(header_value) and not attempt.error:
         attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kept connections to instances, and the heads of requests on them; upstream_client.py sends by it.
+
+aiohttp's connector opens them (names, both address families, TLS). Its session would cost a request as
+much as all the rest of the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import aiohttp
+from yarl import URL
+
+from ttft_otel.router.deadlines import DeadlineQueue
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
+
+_CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class InstanceOrigin:
+    """One instance's address, with what every request to it begins with, and its idle connections."""
+
+    __slots__ = ("request", "path_prefix", "host", "idle")
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        parsed = URL(url, encoded=True)
+        # only its address is used, to open connections
+        self.request = aiohttp.ClientRequest(
+            "POST", parsed, loop=asyncio.get_running_loop(), session=session
+        )
+        self.path_prefix = parsed.raw_path.rstrip("/")
+        self.host = parsed.host_port_subcomponent
+        self.idle: list[InstanceConnection] = []  # the one used last at the end
+
+
+class ConnectionPool:
+    """Connections to all instances; all of it runs on the event loop.
+
+    keepalive_s: seconds for which idle ones stay open. connect_timeout_s, total_timeout_s: seconds to
+    connect, and for a whole answer (0: any time). max_header_bytes: of one header of an answer.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        keepalive_s: float,
+        connect_timeout_s: float,
+        total_timeout_s: float,
+        max_header_bytes: int,
+    ) -> None:
+        self._session, self._max_header_bytes = session, max_header_bytes
+        self._origins: dict[str, InstanceOrigin] = {}
+        self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
+        self._total_timeout_s = total_timeout_s
+        self._timeout = aiohttp.ClientTimeout(
+            connect=total_timeout_s or None, sock_connect=connect_timeout_s
+        )
+
+    async def send_request(
+        self, attempt: Attempt, target: str, headers: Mapping[str, str], body: Sequence[bytes]
+    ) -> InstanceAnswer:
+        """POST to the instance of `attempt`, and wait for the head of its answer.
+
+        target: path and query. body: its parts. Notes in `attempt` when it was sent: when its connection
+        was requested or, if an open one is used, obtained. Raises UPSTREAM_ERRORS.
+        """
+        url = attempt.instance.url
+        origin = self._origins.get(url)
+        if origin is None:
+            origin = self._origins[url] = InstanceOrigin(url, self._session)
+        length = sum(map(len, body))
+        head = _encode_head(origin, target, headers, length)
+        connection = self._take_idle(origin)
+        attempt.record_sent(is_new_connection=connection is None)
+        if connection is None:
+            connection = await self._open_connection(origin)
+        is_large = length > PIECE_BYTES
+        answer = connection.send_request((head,) if is_large else (head, *body))
+        if self._total_timeout_s:
+            answer.limit_time(self._total_timeout_s)
+        try:
+            if is_large:
+                await connection.send_large_body(answer, body)
+            await answer.wait_head()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def close(self) -> None:
+        """Close the connections that are idle; the session closes the others."""
+        for origin in self._origins.values():
+            for connection in origin.idle:
+                self._idle_since.forget(connection)
+                connection.close()
+        self._origins.clear()
+
+    def _take_idle(self, origin: InstanceOrigin) -> InstanceConnection | None:
+        while origin.idle:
+            connection = origin.idle.pop()
+            self._idle_since.forget(connection)
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _open_connection(self, origin: InstanceOrigin) -> InstanceConnection:
+        connector = self._session.connector
+        if connector is None:
+            raise aiohttp.ClientConnectionError("The session is closed.")
+        try:
+            lease = await connector.connect(origin.request, [], self._timeout)
+        except asyncio.TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError(
+                f"Connection timeout to host {origin.host}"
+            ) from error
+
+        def keep(connection: InstanceConnection) -> None:
+            origin.idle.append(connection)
+            self._idle_since.watch(connection)
+
+        return InstanceConnection(lease, origin.request, self._max_header_bytes, keep)
+
+
+def _encode_head(
+    origin: InstanceOrigin, target: str, headers: Mapping[str, str], length: int
+) -> bytes:
+    """The head of a POST. Raises ValueError for what would be more than a header."""
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    lines.append(f"Content-Length: {length}")
+    if _CONTROL_CHARACTER.search("".join(lines)) or " " in target:
+        raise ValueError("control characters in the headers of a request")
+    start = f"POST {origin.path_prefix}{target} HTTP/1.1\r\nHost: {origin.host}\r\n"
+    return (start + "\r\n".join(lines) + "\r\n\r\n").encode()

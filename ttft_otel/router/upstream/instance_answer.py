@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One instance's answer to one request: instance_connection.py fills it, the legs of a request read it.
+
+It is read by one task at a time, or pushed: then each part goes on as it comes, without waking anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from ttft_otel.router.types import HeaderList
+
+MAX_UNREAD_BYTES: Final = 131_072  # held for a slow reader; beyond it the instance is not read
+
+
+class AnswerSource(Protocol):
+    """The connection that an answer comes from; instance_connection.py."""
+
+    def pause_reading(self) -> None:
+        """Read nothing until `resume_reading`."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection: the rest of its answer is not wanted."""
+        ...
+
+
+class InstanceAnswer:
+    """Head and body of an answer; bodies pass as they came, content encodings included.
+
+    status: 0 until the head is here. raw_headers: lower-case names. is_complete: its end was received.
+    """
+
+    __slots__ = (
+        "status",
+        "raw_headers",
+        "is_complete",
+        "_source",
+        "_error",
+        "_parts",
+        "_unread_bytes",
+        "_is_paused",
+        "_waiter",
+        "_sink",
+        "_timer",
+    )
+
+    def __init__(self, source: AnswerSource) -> None:
+        self.status = 0
+        self.raw_headers: HeaderList = []
+        self.is_complete = False
+        self._source = source
+        self._error: BaseException | None = None
+        self._parts: list[bytes] = []
+        self._unread_bytes = 0
+        self._is_paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What the head says.
+
+    def list_values(self, name: bytes) -> list[str]:
+        """The values of each header `name` (lower case), in order."""
+        return [
+            value.decode("utf-8", "surrogateescape")
+            for key, value in self.raw_headers
+            if key == name
+        ]
+
+    @property
+    def content_type(self) -> str:
+        """The media type without parameters, in lower case; "" if there is none."""
+        return ",".join(self.list_values(b"content-type")).partition(";")[0].strip().lower()
+
+    @property
+    def content_length(self) -> int:
+        """The length that the head announces, in bytes; 0 for none."""
+        (text, *_) = [*self.list_values(b"content-length"), ""]
+        return int(text) if text.isdecimal() else 0
+
+    # Called by the connection.
+
+    def begin(self, status: int, raw_headers: HeaderList) -> None:
+        """The head is here."""
+        self.status, self.raw_headers = status, raw_headers
+
+    def add_part(self, data: bytes, is_last: bool = False) -> None:
+        """More of the body is here; `is_last`: and its end."""
+        if self._sink is not None and not is_last:
+            self._sink(data)
+            return
+        self._parts.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._source.pause_reading()
+
+    def complete(self) -> None:
+        """Nothing more will come, and nothing is missing."""
+        self.is_complete = True
+        self._stop_timer()
+        self.wake_reader()
+
+    def fail(self, error: BaseException, drops_head: bool = False) -> None:
+        """Nothing more will come: readers get `error`, after what came before it.
+
+        drops_head: also who waits for the head, although it was read.
+        """
+        if not self.is_complete and self._error is None:
+            self._error = error
+            if drops_head:
+                self.status = 0
+            self._stop_timer()
+            self.wake_reader()
+
+    def limit_time(self, timeout_s: float) -> None:
+        """Fail after `timeout_s` seconds, unless it is complete by then."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(timeout_s, self.fail, asyncio.TimeoutError())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wake_reader(self) -> None:
+        """Something has come."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether parts go on as they come, so that only the end has to wake the reader."""
+        return self._sink is not None
+
+    # Called by the reader. They raise what the answer failed with: of UPSTREAM_ERRORS.
+
+    async def wait_head(self) -> None:
+        """Wait until `status` and headers are here."""
+        while not self.status:
+            await self._wait()
+
+    def at_eof(self) -> bool:
+        """Whether everything was received and read."""
+        return self.is_complete and not self._parts
+
+    def read_nowait(self) -> bytes:
+        """What has come of the body and was not read; b"" for nothing."""
+        parts = self._parts
+        if not parts:
+            self._raise_failure()
+            return b""
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._unread_bytes = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._source.resume_reading()
+        return data
+
+    async def readany(self) -> bytes:
+        """The next of the body, at least a byte; b"" at its end."""
+        while not self._parts and not self.is_complete:
+            await self._wait()
+        return self.read_nowait()
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        parts = []
+        while part := await self.readany():
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def push_to(self, sink: Callable[[bytes], None]) -> bytes:
+        """Give `sink` each part as it comes, within the read that brings it.
+
+        Returns what came with the end, so that it can leave with the end.
+        """
+        unread = b"" if self.is_complete else self.read_nowait()
+        if unread:
+            sink(unread)
+        self._sink = sink
+        try:
+            while not self.is_complete:
+                await self._wait()
+        finally:
+            self._sink = None
+        return self.read_nowait()
+
+    def pause_reading(self) -> None:
+        """Read no more from the instance for now, because the client of a pushed answer is slow."""
+        self._source.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        self._source.resume_reading()
+
+    def close(self) -> None:
+        """Give up what has not come yet."""
+        self._stop_timer()
+        if not self.is_complete:
+            self._source.close()
+
+    async def _wait(self) -> None:
+        self._raise_failure()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection to an instance that carries one request at a time; connection_pool.py keeps it in between.
+
+httptools parses what comes; aiohttp opened it, and its exceptions say what went wrong, as for all other
+requests of the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import aiohttp
+import httptools
+from aiohttp.connector import Connection
+
+from ttft_otel.router.types import HeaderList
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
+
+MAX_ANSWER_HEADERS: Final = 128
+# Written in one turn of the event loop: all of 60 MB at once holds it for 100 ms while the instance reads.
+PIECE_BYTES: Final = 1 << 20
+_SWITCHING_PROTOCOLS: Final = 101
+_BODILESS_STATUSES: Final = (204, 304)
+
+
+class InstanceConnection(asyncio.Protocol):
+    """Takes over the transport of `lease`, which stays acquired until the connection is closed.
+
+    request: for errors. max_header_bytes: of one header. keep: called with the connection when its answer
+    is complete and another request may use it.
+    """
+
+    def __init__(
+        self,
+        lease: Connection,
+        request: aiohttp.ClientRequest,
+        max_header_bytes: int,
+        keep: Callable[[InstanceConnection], None],
+    ) -> None:
+        assert lease.protocol is not None and lease.transport is not None
+        self._lease, self._request, self._keep = lease, request, keep
+        self._opener = (
+            lease.protocol
+        )  # aiohttp's close waits until it knows that the connection is lost
+        self.transport: asyncio.Transport = lease.transport
+        self._max_header_bytes = max_header_bytes
+        self._answer: InstanceAnswer | None = None
+        self._headers: HeaderList = []
+        self._idle_bytes = 0  # received since the last header or part of a body
+        self._is_complete = self._keeps_alive = False
+        self._is_sending = self._is_full = False
+        self._sender: asyncio.Future[None] | None = None  # waits until more can be written
+        # The parser finds its callbacks when it is made: a part of the body costs a call of C.
+        self._body_parts: list[bytes] = []
+        self.on_body = self._body_parts.append
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self.transport.set_protocol(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be sent."""
+        return self._parser is not None and not self.transport.is_closing()
+
+    def send_request(self, parts: Sequence[bytes]) -> InstanceAnswer:
+        """Send head and body in `parts`; the answer is filled as it comes."""
+        answer = self._answer = InstanceAnswer(self)
+        self._headers = []
+        self._is_complete = False
+        self._idle_bytes = 0
+        self.transport.writelines(parts)
+        return answer
+
+    async def send_large_body(self, answer: InstanceAnswer, parts: Sequence[bytes]) -> None:
+        """Send `parts` behind the head that `send_request` sent, with turns for others in between.
+
+        Ends early when the answer does: an instance may refuse a body before it has read all of it.
+        """
+        self._is_sending = True
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(part), PIECE_BYTES):
+                self.transport.write(view[start : start + PIECE_BYTES])
+                await asyncio.sleep(0)
+                if self._is_full and self._answer is answer:
+                    self._sender = asyncio.get_running_loop().create_future()
+                    await self._sender
+                if self._answer is not answer:
+                    return
+        self._is_sending = False
+
+    def pause_writing(self) -> None:
+        """The instance does not read as fast as it is sent to."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """It has read most of what was sent."""
+        self._is_full = False
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        if self._sender is not None and not self._sender.done():
+            self._sender.set_result(None)
+
+    def pause_reading(self) -> None:
+        """Read nothing until `resume_reading`."""
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def close(self) -> None:
+        """Close it; an answer that is still awaited ends here."""
+        self._answer = None
+        self._wake_sender()
+        self._parser = None  # which refers to this object
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # it may be that nobody reads the rest of the request
+        else:
+            self.transport.close()
+        self._lease.close()
+
+    def time_out(self) -> None:
+        """It was not used for too long."""
+        self.close()
+
+    # Events of the socket.
+
+    def data_received(self, data: bytes) -> None:
+        """Parse `data`, and pass on what it holds."""
+        answer, parser = self._answer, self._parser
+        if answer is None or parser is None:
+            self.close()  # nobody asked
+            return
+        self._idle_bytes += len(data)
+        had_head = bool(answer.status)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end_unreadable(answer, had_head, str(error.__context__ or error))
+            return
+        parts = self._body_parts
+        if parts:
+            self._idle_bytes = 0
+            part = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            answer.add_part(part, self._is_complete)
+        if self._is_complete:
+            self._finish(answer)
+        elif self._idle_bytes > self._max_header_bytes:
+            self._end_unreadable(answer, bool(answer.status), "a header is too long")
+        elif not answer.is_pushed:
+            answer.wake_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the answer, unless its end is the connection's."""
+        answer, self._answer = self._answer, None
+        self._wake_sender()
+        self._parser = None
+        self._opener.connection_lost(exc)
+        self._lease.close()
+        if answer is None:
+            return
+        if not answer.status:
+            answer.fail(
+                aiohttp.ClientOSError(*exc.args)
+                if isinstance(exc, OSError)
+                else aiohttp.ServerDisconnectedError()
+            )
+        elif exc is None and _ends_with_connection(answer):
+            answer.complete()
+        else:
+            answer.fail(aiohttp.ClientPayloadError(f"The answer is not complete: {exc!r}"))
+
+    def _finish(self, answer: InstanceAnswer) -> None:
+        """The answer is complete: keep the connection, if all of the request was wanted."""
+        self._answer = None
+        answer.complete()
+        if (
+            self._keeps_alive
+            and not self._is_sending
+            and not self.transport.get_write_buffer_size()
+        ):
+            self._keep(self)
+        else:
+            self.close()
+
+    def _end_unreadable(self, answer: InstanceAnswer, had_head: bool, reason: str) -> None:
+        """End the connection: what came is no answer, or more than one.
+
+        A head that came together with it is not trusted either: what is behind an answer shows that its
+        length is wrong.
+        """
+        self.close()
+        error = aiohttp.ClientResponseError(
+            self._request.request_info, (), status=400, message=reason
+        )
+        answer.fail(aiohttp.ClientPayloadError(reason) if had_head else error, not had_head)
+
+    # Events of the parser; exceptions end the parsing.
+
+    def on_message_begin(self) -> None:
+        """An answer begins."""
+        if self._is_complete:
+            raise ValueError("a second answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is complete, or a trailer, which is dropped."""
+        self._idle_bytes = 0
+        headers = self._headers
+        if len(headers) >= MAX_ANSWER_HEADERS:
+            raise ValueError("too many headers")
+        if len(name) + len(value) > self._max_header_bytes:
+            raise ValueError("a header is too long")
+        headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The head is complete; that of an interim answer is dropped."""
+        assert self._parser is not None and self._answer is not None
+        status = self._parser.get_status_code()
+        headers, self._headers = self._headers, []
+        if status >= 200:
+            self._answer.begin(status, headers)
+            self._keeps_alive = self._parser.should_keep_alive()
+        elif status == _SWITCHING_PROTOCOLS:
+            raise ValueError("another protocol")
+
+    def on_message_complete(self) -> None:
+        """The answer is complete."""
+        self._is_complete = self._answer is not None and bool(self._answer.status)
+
+
+def _ends_with_connection(answer: InstanceAnswer) -> bool:
+    """Whether the head names no length, so that the body is all that came."""
+    if answer.status in _BODILESS_STATUSES:
+        return False
+    encodings = ",".join(answer.list_values(b"transfer-encoding")).lower()
+    if encodings:
+        return encodings.rpartition(",")[2].strip() != "chunked"
+    return not answer.list_values(b"content-length")
