@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Final, cast
@@ -18,6 +19,7 @@ import uvloop
 
 EVENTS_PER_STREAM: Final = 16
 TOKENS_PER_STREAM: Final = 200
+STAMPED_PER_STREAM: Final = 17  # events of a stream that tells when each one left
 TOKEN_INTERVAL_S: Final = 0.005  # seconds between two tokens of a paced stream
 SERVER_TIMING: Final = "receive;dur=0.100, prefill.compute;dur=0.200, ttft;dur=0.300"
 # What vLLM's answers look like: 240 bytes an event, one HTTP chunk each.
@@ -26,6 +28,7 @@ EVENT: Final = (
     b'"created":1700000000,"model":"tiny","choices":[{"index":0,"delta":{"content":" word"},'
     b'"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
+STAMP_PLACE: Final = EVENT[15:35]  # of the ID: nanoseconds of CLOCK_MONOTONIC
 FIRST_EVENT: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant","content":""}')
 EVENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 DONE_CHUNK: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -56,7 +59,12 @@ STREAM_RESPONSE: Final = STREAM_START + EVENT_CHUNK * (EVENTS_PER_STREAM - 1) + 
 
 
 class InstantInstance(asyncio.Protocol):
-    """Answers each request at once: plain, 16 events in one write, or a token every 5 ms."""
+    """Answers each request at once: plain, 16 events in one write, or a token every 5 ms.
+
+    is_stamped: events of the paced stream say when they left.
+    """
+
+    is_stamped = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the connection."""
@@ -72,11 +80,14 @@ class InstantInstance(asyncio.Protocol):
         body, self.data = rest[:length], rest[length:]
         if front.startswith(b"GET"):
             self.transport.write(HEALTH_RESPONSE)
-        elif b'"paced"' in body:
+        elif b'"stream":true' not in body:  # of P, too
+            self.transport.write(PLAIN_RESPONSE)
+        elif b'"paced"' in body or b'"stamped"' in body:
             self.transport.write(STREAM_START)
-            PACED_STREAMS[self] = TOKENS_PER_STREAM - 1
+            self.is_stamped = b'"stamped"' in body
+            PACED_STREAMS[self] = (STAMPED_PER_STREAM if self.is_stamped else TOKENS_PER_STREAM) - 1
         else:
-            self.transport.write(STREAM_RESPONSE if b'"stream":true' in body else PLAIN_RESPONSE)
+            self.transport.write(STREAM_RESPONSE)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Stop sending tokens on this connection."""
@@ -93,7 +104,10 @@ def send_next_tokens() -> None:
     # First: the pace does not depend on how long the writes below take.
     asyncio.get_running_loop().call_later(TOKEN_INTERVAL_S, send_next_tokens)
     for one, left in list(PACED_STREAMS.items()):
-        one.transport.write(EVENT_CHUNK if left else DONE_CHUNK)
+        if left and one.is_stamped:
+            one.transport.write(EVENT_CHUNK.replace(STAMP_PLACE, b"%020d" % time.monotonic_ns()))
+        else:
+            one.transport.write(EVENT_CHUNK if left else DONE_CHUNK)
         PACED_STREAMS[one] = left - 1
         if not left:
             del PACED_STREAMS[one]

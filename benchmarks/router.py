@@ -4,9 +4,10 @@
 Beside it, in the same rounds: `vllm-router` (Rust, from PyPI, in an environment of its own in the
 user's cache) and a bare FastAPI proxy. 16 connections in a closed loop against an instance that
 answers at once (bare_transport.py): plain answers, streams of 16 events, streams of 200 tokens 5 ms apart.
-Goals are for ratios of the same rounds: tracing on to the FastAPI proxy, tracing off to `vllm-router`.
+Goals are for ratios of the same rounds, to the FastAPI proxy and to `vllm-router`. --latency: what each
+router adds to the times of first and later tokens instead (router_latency.py).
 
-    python -m benchmarks.router [--rounds 8] [--requests 4000] [--json FILE]
+    python -m benchmarks.router [--rounds 8] [--requests 4000] [--latency] [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Final
 
 import uvloop
 
-from benchmarks import bare_transport
+from benchmarks import bare_transport, router_latency
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
 from lab.free_ports import find_free_port
 from lab.tiny_models import get_cache_root
@@ -51,7 +52,12 @@ EVENTS_BY_CASE: Final = {
 RATIO_GOALS: Final = {
     ("plain", "traced", "fastapi"): 1.0,
     ("stream", "traced", "fastapi"): 1.0,
+    ("plain", "untraced", "rust"): 2.0,
     ("stream", "untraced", "rust"): 1.0,
+    ("stream", "traced", "rust"): 1.4,
+    ("paced", "untraced", "rust"): 1.0,
+    ("paced", "traced", "rust"): 1.0,
+    ("stream", "traced P/D", "traced"): 1.6,
     ("plain", "traced", "untraced"): None,
     ("stream", "traced", "untraced"): None,
 }
@@ -203,7 +209,7 @@ def compute_router_figures(
     figures: dict[str, Figure] = {}
     rounds_by_name = {router.name: router.cpu_us_by_case for router in routers}
     for (case, name, reference), goal in RATIO_GOALS.items():
-        if reference in rounds_by_name:
+        if {name, reference} <= rounds_by_name.keys():
             ratios = divide_rounds(rounds_by_name[name][case], rounds_by_name[reference][case])
             figures[f"{case} {name} / {reference}"] = build_figure(ratios, goal)
     for router in routers:
@@ -231,6 +237,8 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--latency", action="store_true", help="measure added latency instead")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each load, for --latency")
     parser.add_argument("--requests", type=int, default=4000, help="per router and case")
     options = parser.parse_args()
     port = find_free_port()
@@ -241,6 +249,10 @@ def main() -> int:
         routers = list_subjects(backend)
         for router in routers:
             router.pid = stack.enter_context(run_process(router.command, router.url, router.env))
+        if options.latency:
+            urls = {"": backend} | {each.name: each.url for each in routers}
+            figures = router_latency.measure_latency(urls, routers[1].pid, options.seconds)
+            return report_figures(figures, options.json)
         measure_cases(options.rounds, options.requests, routers)
         figures = compute_router_figures(routers, read_dropped_records(routers[0].url))
     return report_figures(figures, options.json)

@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import collector, index, router, serving
+from benchmarks import bare_transport, collector, index, router, router_latency, serving
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
 from benchmarks.router import RouterSubject
+from benchmarks.router_latency import LatencySamples, StampedClient
 from benchmarks.routing import decision_cost
 from benchmarks.serving import LoadResult
 
 ROOT = Path(__file__).parents[2]
 
 
-def build_router_figures(traced_us: float = 300.0, speed: float = 1.0) -> dict[str, Figure]:
+def build_router_figures(traced_us: float = 155.0, speed: float = 1.0) -> dict[str, Figure]:
     """Figures of routers that take microseconds as given, on a machine `speed` times as fast."""
     cost_us = {"traced": traced_us, "untraced": 150.0, "rust": 160.0, "fastapi": 310.0}
+    cost_us["traced P/D"] = 1.5 * traced_us
     routers = []
     for name, us in cost_us.items():
         subject = RouterSubject(name, (), 0)
@@ -136,6 +138,33 @@ def test_without_rust_router() -> None:
 
     assert not [name for name in figures if "rust" in name]
     assert not figures["records dropped"]["met"]
+
+
+def test_added_latency() -> None:
+    """Percentiles of a router less those of the instance itself, first and later tokens apart."""
+    direct = LatencySamples([100.0] * 100, [50.0] * 100)
+    router_samples = LatencySamples([180.0] * 98 + [1100.0] * 2, [70.0] * 100)
+    figures = router_latency.compare_samples({"": direct, "ours": router_samples}, "50%")
+
+    assert {name: figure["value"] for name, figure in figures.items()} == {
+        "50%: TTFT p50 added by ours, us": 80.0,
+        "50%: TTFT p99 added by ours, us": 1000.0,
+        "50%: token p50 added by ours, us": 20.0,
+        "50%: token p99 added by ours, us": 20.0,
+    }
+
+
+def test_stamps_are_read_whatever_arrives_together() -> None:
+    """An event that comes in two pieces has the time of the second one; the end frees the connection."""
+    samples, idle = LatencySamples(), list[StampedClient]()
+    client = StampedClient(samples, idle)
+    stamped = bare_transport.EVENT_CHUNK.replace(bare_transport.STAMP_PLACE, b"%020d" % 1)
+    answer = bare_transport.STREAM_START + stamped + stamped + bare_transport.DONE_CHUNK
+    for piece in (answer[:-300], answer[-300:-2], answer[-2:]):
+        client.data_received(piece)
+
+    assert (len(samples.first), len(samples.later)) == (1, 2)
+    assert idle == [client]
 
 
 def test_ratios_pair_rounds() -> None:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router adds to the time of the first token and of each later one, under a share of its load.
+
+router.py starts instance and routers, and calls `measure_latency`. Requests arrive at random moments, as
+many a second for every router: 25, 50 and 80 % of what one core could do of ours with tracing off, by its
+CPU time. Each event says when it left the instance (bare_transport.py), so that a token's latency is one
+subtraction of one clock; of the first one the request's way counts too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, cast
+
+import uvloop
+
+from benchmarks import bare_transport
+from benchmarks.figures import Figure, build_figure
+
+LOAD_SHARES: Final = (0.25, 0.5, 0.8)
+CALIBRATION_REQUESTS: Final = 400
+MAX_CONNECTIONS: Final = 256
+MAX_DRAIN_S: Final = 20.0  # seconds after the last arrival until everything has to be answered
+DIRECT: Final = ""  # the name of the instance itself, which is the reference
+_BEFORE_STAMP: Final = bare_transport.EVENT.partition(bare_transport.STAMP_PLACE)[0]
+_STAMP_BYTES: Final = len(bare_transport.STAMP_PLACE)
+BODY: Final = json.dumps(
+    {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "stream": True}
+    | {"user": "stamped"},
+    separators=(",", ":"),
+).encode()
+
+
+@dataclass(slots=True)
+class LatencySamples:
+    """Microseconds: of first tokens from the planned arrival on, of later ones from the instance on."""
+
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+
+
+class StampedClient(asyncio.Protocol):
+    """A connection that asks when it is told to, and takes the times of what comes."""
+
+    def __init__(self, samples: LatencySamples, idle: list[StampedClient]) -> None:
+        self.samples, self.idle = samples, idle
+        self.began_ns, self.has_first, self.left = 0, False, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the connection, which is free."""
+        self.transport = cast(asyncio.Transport, transport)
+        self.idle.append(self)
+
+    def ask(self, request_bytes: bytes, began_ns: int) -> None:
+        """Send a request that was due at `began_ns`, nanoseconds of CLOCK_MONOTONIC."""
+        self.began_ns, self.has_first, self.left = began_ns, False, b""
+        self.transport.write(request_bytes)
+
+    def data_received(self, data: bytes) -> None:
+        """Compare the time with those in the events; at the end the connection is free again."""
+        now_ns = time.monotonic_ns()
+        *events, self.left = (self.left + data).split(b"\n\n")
+        for event in events:
+            _, _, event_text = event.partition(_BEFORE_STAMP)
+            stamp = event_text[:_STAMP_BYTES]
+            if not stamp.isdigit():
+                continue
+            if not self.has_first:
+                self.has_first = True
+                self.samples.first.append((now_ns - self.began_ns) / 1000)
+            self.samples.later.append((now_ns - int(stamp)) / 1000)
+        if self.left.endswith(b"0\r\n\r\n"):
+            self.left = b""
+            self.idle.append(self)
+
+
+async def load_router(url: str, rate: float, seconds: float) -> LatencySamples:
+    """Send `rate` requests a second at random moments for `seconds`, and take the times."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    request_bytes = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    ).encode() + BODY
+    samples, idle = LatencySamples(), list[StampedClient]()
+    loop, arrivals = asyncio.get_running_loop(), random.Random(17)  # the same for all
+    for _ in range(MAX_CONNECTIONS):
+        await loop.create_connection(partial(StampedClient, samples, idle), host, int(port))
+    clients = list(idle)
+    due_s = time.monotonic()
+    end_s = due_s + seconds
+    while due_s < end_s:
+        due_s += arrivals.expovariate(rate)
+        await asyncio.sleep(max(due_s - time.monotonic(), 0))
+        while not idle:  # it waits on, which counts
+            await asyncio.sleep(0.001)
+        idle.pop().ask(request_bytes, int(due_s * 1e9))
+    while len(idle) < len(clients):
+        if time.monotonic() > end_s + MAX_DRAIN_S:
+            raise RuntimeError(f"{url} left {len(clients) - len(idle)} requests unanswered")
+        await asyncio.sleep(0.01)
+    for client in clients:
+        client.transport.close()
+    return samples
+
+
+def measure_limit(url: str, pid: int) -> float:
+    """Requests a second that a core could do, by the CPU time of the process at `url`."""
+    clock_id = (~pid << 3) | 2  # what clock_getcpuclockid(3) makes of a pid
+    uvloop.run(load_router(url, CALIBRATION_REQUESTS, 0.5))
+    before = time.clock_gettime(clock_id)
+    samples = uvloop.run(load_router(url, CALIBRATION_REQUESTS, 1.0))
+    return len(samples.first) / (time.clock_gettime(clock_id) - before)
+
+
+def measure_latency(urls: Mapping[str, str], pid: int, seconds: float) -> dict[str, Figure]:
+    """Percentiles that each router of `urls` adds to those of the instance itself, which is DIRECT.
+
+    pid: of the router whose limit sets the loads. seconds: of each load. Raises KeyError without DIRECT.
+    """
+    limit = measure_limit(urls["untraced"], pid)
+    figures = {"limit, requests/s": build_figure([limit], digits=0)}
+    for share in LOAD_SHARES:
+        samples = {
+            name: uvloop.run(load_router(url, share * limit, seconds)) for name, url in urls.items()
+        }
+        figures |= compare_samples(samples, f"{share:.0%}")
+    return figures
+
+
+def compare_samples(samples: Mapping[str, LatencySamples], load: str) -> dict[str, Figure]:
+    """Added microseconds, p50 and p99 of first and later tokens, a figure each."""
+    direct = samples[DIRECT]
+    figures = {}
+    for name, taken in samples.items():
+        if name == DIRECT:
+            continue
+        for label, values, references in (
+            ("TTFT", taken.first, direct.first),
+            ("token", taken.later, direct.later),
+        ):
+            for percent in (50, 99):
+                added = find_percentile(values, percent) - find_percentile(references, percent)
+                figures[f"{load}: {label} p{percent} added by {name}, us"] = build_figure(
+                    [added], digits=0
+                )
+    return figures
+
+
+def find_percentile(values: Sequence[float], percent: int) -> float:
+    """A percentile of `values`, of which there are at least two."""
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
