@@ -3,8 +3,9 @@
 a core; over HTTP and gRPC, with a receiver that only accepts.
 
 Goals are for ratios to the SDK's tracer and BatchSpanProcessor (benchmarks/sdk_exporter.py), which make and
-export the same spans in the same rounds. A request is a stream: two records, 15 spans. No more is under way
-than the exporter's queue holds; a lost span ends the benchmark.
+export the same spans in the same rounds. A request is a stream: two records, 15 spans. With metrics on,
+one that is not sampled is only counted: its goal is beside a sampled one of the same process. No more is
+under way than the exporter's queue holds; a lost span ends the benchmark.
 
     python -m benchmarks.exporter [--json FILE] [--requests N] [--rounds N]
 """
@@ -22,9 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.exporter_records import SPANS_PER_REQUEST, encode_request
+from benchmarks.exporter_records import (
+    SPANS_PER_REQUEST,
+    encode_request,
+    encode_unsampled_request,
+)
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
 from ttft_otel import handoff, names
+from ttft_otel.exporter.request_metrics import MAX_PENDING_ROWS
 from ttft_otel.settings import Settings
 
 HOST: Final = "127.0.0.1"
@@ -38,6 +44,9 @@ MAX_WAIT_S: Final = 120.0
 MAX_CPU_RATIO: Final = 0.2
 MAX_MEMORY_RATIO: Final = 1.3
 MAX_START_RATIO: Final = 1.2
+# Of a request that is only counted, to one that is counted and exported.
+MAX_UNSAMPLED_RATIO: Final = 0.05
+UNSAMPLED_REQUESTS: Final = 4 * MAX_PENDING_ROWS  # rows are counted so many at once
 
 
 @dataclass(slots=True)
@@ -70,6 +79,14 @@ def read_peak_memory_mb(pid: int) -> float:
     raise OSError(f"process {pid} has no memory")
 
 
+@dataclass(slots=True)
+class CountingCosts:
+    """The exporter's CPU per request with metrics on, sampled and not; one figure a round."""
+
+    sampled_us: list[float] = field(default_factory=list)
+    unsampled_us: list[float] = field(default_factory=list)
+
+
 @contextmanager
 def run_module(module: str, *words: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """Run a module of this package that ends with its standard input."""
@@ -98,10 +115,15 @@ def find_exporter(host: int) -> int:
     raise ProcessLookupError("the exporter does not run")
 
 
-def wait_until_exported(sender: handoff.RecordSender, spans: int) -> None:
-    """Wait until so many spans are exported. Raises RuntimeError for one that is lost, or does not come."""
+def wait_until_exported(
+    sender: handoff.RecordSender, number: int, counter: str = "exported"
+) -> None:
+    """Wait until so many spans are exported, or requests `counted`.
+
+    Raises RuntimeError for one that is lost, or does not come.
+    """
     until = time.monotonic() + MAX_WAIT_S
-    while (counts := sender.get_counts())["exported"] < spans:
+    while (counts := sender.get_counts())[counter] < number:
         losses = counts["dropped"] + counts["overflowed"] + counts["failed"] + counts["foreign"]
         if losses or time.monotonic() > until:
             raise RuntimeError(f"spans were lost, or are late: {counts}")
@@ -136,6 +158,37 @@ def measure_ours(
         costs.add_round(pid, start_cpu_s, read_cpu_s(pid) - before_s, len(requests))
     finally:
         sender.close(MAX_WAIT_S)
+
+
+def measure_counting(
+    protocol: str, endpoint: str, requests: list[list[bytes]], costs: CountingCosts
+) -> None:
+    """One round of the exporter process that counts all requests, and exports the sampled ones."""
+    unsampled = [encode_unsampled_request(number + 1) for number in range(len(requests))]
+    sender = handoff.RecordSender(Settings(endpoint=endpoint, protocol=protocol, metrics=True))
+    try:
+        spans = send_requests(sender, requests[:WARM_UP_REQUESTS], 0)
+        pid = find_exporter(os.getpid())
+        before_s = read_cpu_s(pid)
+        send_requests(sender, requests, spans)
+        costs.sampled_us.append((read_cpu_s(pid) - before_s) / len(requests) * 1e6)
+        counted = send_measurements(sender, unsampled, WARM_UP_REQUESTS)
+        before_s = read_cpu_s(pid)
+        counted = send_measurements(sender, unsampled, UNSAMPLED_REQUESTS) - counted
+        costs.unsampled_us.append((read_cpu_s(pid) - before_s) / counted * 1e6)
+    finally:
+        sender.close(MAX_WAIT_S)
+
+
+def send_measurements(sender: handoff.RecordSender, unsampled: list[bytes], number: int) -> int:
+    """Send `number` unsampled requests as fast as they are counted; how many have been since the start."""
+    before = sender.get_counts()["counted"]
+    for place in range(number):
+        if place % MAX_RECORDS_UNDER_WAY == 0:
+            wait_until_exported(sender, before + place, "counted")
+        sender.send(unsampled[place % len(unsampled)])
+    wait_until_exported(sender, before + number, "counted")
+    return before + number
 
 
 def measure_sdk(protocol: str, endpoint: str, requests: int, costs: ExporterCosts) -> None:
@@ -182,19 +235,30 @@ def build_protocol_figures(name: str, ours: ExporterCosts, sdk: ExporterCosts) -
     return figures
 
 
+def build_counting_figures(name: str, costs: CountingCosts) -> dict[str, Figure]:
+    """The ratio with its goal, and beside it what was measured."""
+    ratios = divide_rounds(costs.unsampled_us, costs.sampled_us)
+    return {
+        f"{name}_unsampled_per_sampled": build_figure(ratios, MAX_UNSAMPLED_RATIO, digits=4),
+        f"{name}_counted_request_us": build_figure(costs.sampled_us, digits=1),
+        f"{name}_unsampled_request_us": build_figure(costs.unsampled_us, digits=2),
+    }
+
+
 def measure_exporter_figures(requests: int, rounds: int) -> dict[str, Figure]:
     """All figures of both protocols."""
     encoded = [encode_request(number + 1) for number in range(requests)]
     figures: dict[str, Figure] = {}
     for name, protocol in PROTOCOLS.items():
-        ours, sdk = ExporterCosts(), ExporterCosts()
+        ours, sdk, counting = ExporterCosts(), ExporterCosts(), CountingCosts()
         with run_module("benchmarks.otlp_sink", name) as sink:
             assert sink.stdout
             endpoint = f"http://{HOST}:{int(sink.stdout.readline())}"
             for _ in range(rounds):
                 measure_ours(protocol, endpoint, encoded, ours)
                 measure_sdk(protocol, endpoint, requests, sdk)
-        figures |= build_protocol_figures(name, ours, sdk)
+                measure_counting(protocol, endpoint, encoded, counting)
+        figures |= build_protocol_figures(name, ours, sdk) | build_counting_figures(name, counting)
     return figures
 
 

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks.otlp_bodies import LAST_STAGES, TEXT_STAGES, build_benchmark_record
 from ttft_otel.exporter.span_builder import build_spans
+from ttft_otel.measurement import encode_for_exporter
 from ttft_otel.record import Piece, Record, encode_record
 
 STAGE_US: Final = 1000
@@ -37,6 +38,12 @@ def build_request_halves(number: int) -> list[Record]:
 def encode_request(number: int) -> list[bytes]:
     """The halves as they travel to the exporter."""
     return [encode_record(half) for half in build_request_halves(number)]
+
+
+def encode_unsampled_request(number: int) -> bytes:
+    """What is sent of the same request when it is not sampled, but counted."""
+    ttft_half = build_request_halves(number)[0]
+    return encode_for_exporter(msgspec.structs.replace(ttft_half, flags=0))
 
 
 def build_request_spans(number: int) -> list[ReadableSpan]:

@@ -5,7 +5,9 @@ per marked step with a device's events.
 
 Host objects are stand-ins with empty methods; the time of the same calls without our wrappers
 is subtracted. Goals are for ratios to a reference in the same round: for a request, one span of the
-OpenTelemetry SDK; for a step, wrappers around the same methods that only pass the call on.
+OpenTelemetry SDK, and the 12 spans of a request that the SDK makes and encodes for export, as a server with
+tracing of its own would in its process; for a step, wrappers around the same methods that only pass the
+call on, all of them, and one.
 
     python -m benchmarks.hooks [--json FILE]
 """
@@ -30,6 +32,7 @@ from opentelemetry.trace import SpanKind, Tracer
 from benchmarks import fake_vllm
 from benchmarks.fake_vllm import REQUESTS_PER_ROUND, STEPS_PER_ROUND, FakeVllmHost
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.sdk_exporter import build_exported_spans
 from ttft_otel import carrier, clock, handoff, meter, names, roles
 from ttft_otel.asgi import TracingMiddleware
 from ttft_otel.carrier import EngineTimeline
@@ -38,6 +41,10 @@ from ttft_otel.hooks import api_server
 from ttft_otel.settings import Settings
 
 ROUNDS: Final = 15
+EXPORTED_SPANS: Final = 12  # of a text request: server, ttft and its stages
+MAX_API_SHARE, MAX_CORE_SHARE = 0.08, 0.01  # of what EXPORTED_SPANS cost
+MAX_STEP_WRAPPERS: Final = 8.0  # wrappers that only pass a call on, for a decode step
+DECODE_STEP_CALLS: Final = 7  # wrapped methods that fake_vllm.run_decode_steps() calls in a step
 SERVER_SPAN_NAME: Final = f"POST {CHAT_PATH}"
 SERVER_SPAN_ATTRIBUTES: Final = {
     "http.request.method": "POST",
@@ -64,7 +71,8 @@ class HookCase:
     """One thing that hooks cost. Loops without and with hooks, and the reference of both.
 
     reference: a loop whose cost, less that of `reference_base` if there is one, is the unit.
-    count: how many units of work each loop does.
+    count: how many units of work each loop does. exported_goal: of the ratio to the spans that the SDK
+    exports of a request, None for a step.
     """
 
     name: str
@@ -75,6 +83,7 @@ class HookCase:
     reference_base: Loop | None
     count: int
     goal: float
+    exported_goal: float | None = None
 
 
 async def serve_one_chunk(scope: Any, receive: Any, send: Any) -> None:
@@ -167,24 +176,30 @@ def list_cases() -> list[HookCase]:
     hooked, passing = fake_vllm.wrap_fake_host(), fake_vllm.wrap_fake_host_empty()
     sdk_spans = partial(run_sdk_spans, create_tracer())
 
-    def build_request_case(name: str, plain: Loop, ours: Loop, goal: float) -> HookCase:
-        return HookCase(name, plain, ours, "sdk_span", sdk_spans, None, REQUESTS_PER_ROUND, goal)
+    def build_request_case(
+        name: str, plain: Loop, ours: Loop, goal: float, exported_goal: float | None = None
+    ) -> HookCase:
+        count = REQUESTS_PER_ROUND
+        return HookCase(name, plain, ours, "sdk_span", sdk_spans, None, count, goal, exported_goal)
 
-    def build_api_case(name: str, sampler: str, marks: bool, goal: float) -> HookCase:
-        settings = Settings(on=True, sampler=sampler)
+    def build_api_case(
+        name: str, settings: Settings, marks: bool, goal: float, exported_goal: float | None = None
+    ) -> HookCase:
         traced = TracingMiddleware(serve_one_chunk, settings, lambda _: None, None)  # type: ignore[arg-type]
         return build_request_case(
             name,
             partial(run_api_requests, serve_one_chunk, False),
             partial(run_api_requests, traced, marks),
             goal,
+            exported_goal,
         )
 
-    def build_core_case(name: str, items: int, goal: float) -> HookCase:
+    def build_core_case(
+        name: str, items: int, goal: float, exported_goal: float | None = None
+    ) -> HookCase:
         run = fake_vllm.run_core_requests
-        return build_request_case(
-            name, partial(run, FakeVllmHost, items), partial(run, hooked, items), goal
-        )
+        plain, ours = partial(run, FakeVllmHost, items), partial(run, hooked, items)
+        return build_request_case(name, plain, ours, goal, exported_goal)
 
     def build_step_case(
         name: str, run: Callable[[type[FakeVllmHost]], int], goal: float
@@ -202,9 +217,14 @@ def list_cases() -> list[HookCase]:
         )
 
     return [
-        build_api_case("api_request", "always_on", True, 3.0),
-        build_api_case("api_request_unsampled", "always_off", False, 0.3),
-        build_core_case("core_request", 0, 0.4),
+        build_api_case("api_request", Settings(on=True), True, 3.0, MAX_API_SHARE),
+        build_api_case(
+            "api_request_unsampled", Settings(on=True, sampler="always_off"), False, 0.3
+        ),
+        build_api_case(
+            "api_request_counted", Settings(on=True, sampler="always_off", metrics=True), True, 3.0
+        ),
+        build_core_case("core_request", 0, 0.4, MAX_CORE_SHARE),
         build_core_case("core_request_image", 1, 0.9),
         build_step_case("decode_step", fake_vllm.run_decode_steps, 1.7),
         build_step_case("decode_step_connector", fake_vllm.run_connector_steps, 1.5),
@@ -217,18 +237,34 @@ def measure_case(case: HookCase, rounds: int = ROUNDS) -> dict[str, Figure]:
     case.plain(), case.hooked(), case.reference()  # warm-up
     costs_us: list[float] = []
     references_us: list[float] = []
+    exported_us: list[float] = []
+    run_exported = None
+    if case.exported_goal is not None:
+        run_exported = build_exported_spans(REQUESTS_PER_ROUND, EXPORTED_SPANS)
     for _ in range(rounds):
         plain, hooked, reference = case.plain(), case.hooked(), case.reference()
         base = case.reference_base() if case.reference_base else 0
         costs_us.append((hooked - plain) / case.count / 1000)
         references_us.append((reference - base) / case.count / 1000)
-    return {
+        if run_exported is not None:
+            exported_us.append(run_exported() / case.count / 1000)
+    figures = {
         f"{case.name}_per_{case.reference_name}": build_figure(
             divide_rounds(costs_us, references_us), case.goal
         ),
         f"{case.name}_us": build_figure(costs_us, digits=3),
         f"{case.name}_reference_us": build_figure(references_us, digits=3),
     }
+    if exported_us:
+        shares = divide_rounds(costs_us, exported_us)
+        name = f"{case.name}_per_{EXPORTED_SPANS}_sdk_spans"
+        figures[name] = build_figure(shares, case.exported_goal, digits=4)
+    if case.name == "decode_step":
+        calls = [value / DECODE_STEP_CALLS for value in references_us]
+        figures["decode_step_per_empty_wrapper"] = build_figure(
+            divide_rounds(costs_us, calls), MAX_STEP_WRAPPERS
+        )
+    return figures
 
 
 def measure_hook_figures(rounds: int = ROUNDS) -> dict[str, Figure]:

@@ -15,7 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 HOST: Final = "127.0.0.1"
-EXPORT_METHOD: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+EXPORT_METHODS: Final = tuple(
+    f"/opentelemetry.proto.collector.{signal}.v1.{service}Service/Export"
+    for signal, service in (("trace", "Trace"), ("metrics", "Metrics"))
+)
 
 
 class AcceptingHandler(BaseHTTPRequestHandler):
@@ -49,7 +52,7 @@ def start_grpc_sink() -> int:
 
     class AcceptAll(grpc.GenericRpcHandler):  # type: ignore[misc]
         def service(self, call: Any) -> Any:
-            if call.method != EXPORT_METHOD:
+            if call.method not in EXPORT_METHODS:
                 return None
             return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
 

@@ -14,6 +14,13 @@ from textwrap import indent
 from typing import Final
 
 from ttft_otel import names, stages
+from ttft_otel.metric_labels import (
+    BUCKET_BOUNDS_S,
+    MAX_HISTOGRAM_BUCKETS,
+    METRIC_LABELS,
+    OVERFLOW_LABEL,
+    STATUS_LABEL,
+)
 
 CONFIG_PATH: Final = Path(__file__).parents[1] / "collector" / "config.yaml"
 GENERATED_BLOCK: Final = re.compile(
@@ -37,20 +44,6 @@ FIRST_TOKEN_EVENTS: Final = (
     "llm.content.completion.chunk",
 )
 SPAN_DURATION: Final = "(span.end_time - span.start_time)"
-# Bucket bounds of the semantic convention's gen_ai.server.time_to_first_token, in seconds.
-BUCKET_BOUNDS_S: Final = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0),
-)
-METRIC_LABELS: Final = {
-    names.METRIC_TTFT: (names.ROLE, names.MODEL, names.ERROR_TYPE),
-    names.METRIC_STAGE: (
-        *(names.ROLE, names.MODEL, names.STAGE, names.LEG, names.INSTANCE),
-        names.ERROR_TYPE,
-    ),
-    names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
-    names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
-}
 
 
 def list_full_stage_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -151,7 +144,7 @@ def generate_connectors() -> Iterator[str]:
     buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S)
     for metric, labels in METRIC_LABELS.items():
         excluded = ["service.name", "span.name", "span.kind", "collector.instance.id"]
-        excluded += [] if metric == names.METRIC_TTFT else ["status.code"]
+        excluded += [] if metric == names.METRIC_TTFT else [STATUS_LABEL]
         yield f"span_metrics/{metric}:"
         yield f"  namespace: {metric.removesuffix('.duration')}"
         yield "  histogram:"
@@ -161,13 +154,18 @@ def generate_connectors() -> Iterator[str]:
         elif metric == names.METRIC_RECOMPUTED:
             yield "    explicit: {buckets: [1s]} # only the sum is taken out of it"
         else:
-            yield "    exponential: {max_size: 160}"
+            yield f"    exponential: {{max_size: {MAX_HISTOGRAM_BUCKETS}}}"
         yield "  dimensions:"
         yield from (f"    - name: {label}" for label in labels)
         yield f"  exclude_dimensions: [{', '.join(excluded)}]"
         yield from COMMON_CONNECTOR_SETTINGS
 
 
+# Resource attributes that may hold a secret; transform/scrub has the same for spans.
+SECRET_KEYS: Final = (
+    r"(?i)(process\\.command|authorization|api[._-]?key|cookie|passw|secret|credential|bearer"
+    r"|(access|session|auth)[._-]token|private[._-]key)"
+)
 # The same for every metric. Beyond the limit all series are merged into one, `otel_metric_overflow`.
 COMMON_CONNECTOR_SETTINGS: Final = (
     "  aggregation_cardinality_limit: ${env:TTFT_SERIES_LIMIT:-2000}",
@@ -178,10 +176,39 @@ COMMON_CONNECTOR_SETTINGS: Final = (
     "  metrics_expiration: 1h",
     "  series_expiration: 1h",
 )
+
+
+def generate_received() -> Iterator[str]:
+    """Processors of metrics that exporter processes send: no other ones, no other labels."""
+    known = "|".join(re.escape(metric) for metric in METRIC_LABELS).replace("\\", "\\\\")
+    yield "filter/received:"
+    yield "  error_mode: ignore"
+    yield "  metric_conditions:"
+    yield f'    - scope.name != "{names.SCOPE}"'
+    yield f'    - not IsMatch(metric.name, "^({known})$")'
+    yield "# Labels are those of the metrics made here, so that nobody's IDs become series."
+    yield "transform/received:"
+    yield "  error_mode: silent"
+    yield "  metric_statements:"
+    yield "    - context: resource"
+    yield "      statements:"
+    yield f'        - delete_matching_keys(resource.attributes, "{SECRET_KEYS}")'
+    yield "        - truncate_all(resource.attributes, 512)"
+    for metric, labels in METRIC_LABELS.items():
+        kept = (*labels, *((STATUS_LABEL,) if metric == names.METRIC_TTFT else ()), OVERFLOW_LABEL)
+        listed = ", ".join(f'"{label}"' for label in kept)
+        yield "    - context: datapoint"
+        yield f"      conditions: ['metric.name == \"{metric}\"']"
+        yield "      statements:"
+        yield f"        - keep_keys(datapoint.attributes, [{listed}])"
+        yield "        - truncate_all(datapoint.attributes, 512)"
+
+
 BLOCK_GENERATORS: Final = {
     "derive": generate_derive_statements,
     "own": generate_own_keys,
     "connectors": generate_connectors,
+    "received": generate_received,
 }
 
 

@@ -17,7 +17,15 @@ ROUTER: Final = PACKAGE / "router"
 # Room -> its files and folders, from those who are called by people down to those who import
 # nothing. tests/test_layers.py proves the order.
 PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
-    "doors": ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing"),
+    "doors": (
+        "plugin",
+        "cli",
+        "doctor",
+        "doctor_clock",
+        "doctor_media",
+        "doctor_metrics",
+        "testing",
+    ),
     "explain/": ("explain",),
     "bench/": ("bench",),
     "report/": ("report",),
@@ -26,7 +34,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "hooks/": ("hooks",),
     "hot": (
         *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
-        *("clock_offsets", "media_items", "roles", "handoff", "meter"),
+        *("clock_offsets", "media_items", "roles", "measurement", "handoff", "meter"),
     ),
     "pure": ("breakdown", "failed_stage", "timing", "ttft_report", "palette"),
     "shape": ("record",),
@@ -39,6 +47,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
         "guard",
         "otlp_exporter",
         "child_command",
+        "metric_labels",
     ),
 }
 # The router's rooms; files beside the folders are rooms of their own, drawn below them.

@@ -111,6 +111,7 @@ def test_well(fake_host: FakeHost) -> None:
     assert code == 0, found
     assert {name: check["state"] for name, check in found.items()} == {
         "settings": "ok",
+        "metrics": "ok",
         "plugin": "ok",
         "vllm": "ok" if target_check.find_vllm_folder() else "note",
         "endpoint": "ok",
@@ -264,6 +265,32 @@ def test_off(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert found["settings"]["state"] == "note"
     assert f"{names.ENV_ON}=1" in found["settings"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("env", "state", "says"),
+    [
+        ({}, "ok", "the collector makes them of the spans"),
+        ({names.ENV_SAMPLER: "traceidratio", names.ENV_SAMPLER_ARG: "0.1"}, "note", "ratio 0.1"),
+        ({names.ENV_SAMPLER: "always_off"}, "note", "sampled requests alone"),
+        ({names.ENV_METRICS: "1", names.ENV_SAMPLER: "always_off"}, "ok", "counts every request"),
+        ({names.ENV_METRICS: "1", names.ENV_METRICS_ENDPOINT: "http://m:1"}, "ok", "http://m:1"),
+    ],
+)
+def test_metrics(
+    env: dict[str, str], state: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who counts the requests is named, and a count of sampled ones alone is noted with its remedy."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    (found,) = [
+        check
+        for check in doctor.check_settings(settings.read_settings())
+        if check.name == "metrics"
+    ]
+
+    assert (found.state, says in found.says) == (state, True), found
+    assert (f"{names.ENV_METRICS}=1" in found.remedy) == (state == "note")
 
 
 def test_wrong_settings() -> None:

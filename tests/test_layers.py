@@ -18,17 +18,17 @@ MAX_LINES = 300
 # The order of ttft_otel/__init__.py's docstring; a unit is a file or a folder of the package.
 WORDS = (
     *("stages", "names", "endpoints", "clock", "settings", "guard", "otlp_exporter"),
-    "child_command",
+    *("child_command", "metric_labels"),
 )
 SHAPE = ("record",)
 HOT = (
     *("context", "carrier", "clock_offsets", "media_items", "request_trace", "roles", "recorder"),
-    *("record_parts", "kept_spans", "handoff", "meter", "asgi"),
+    *("record_parts", "measurement", "kept_spans", "handoff", "meter", "asgi"),
 )
 PURE = ("breakdown", "failed_stage", "timing", "ttft_report", "palette")
 SIDES = ("hooks", "exporter", "router", "report", "bench")
 ANSWERS = ("explain",)  # reads what the report has stored
-DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing")
+DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "doctor_metrics", "testing")
 LEVEL = {
     unit: level
     for level, units in enumerate((WORDS, SHAPE, (*HOT, *PURE), SIDES, ANSWERS, DOORS))

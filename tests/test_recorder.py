@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import carrier, names, recorder, testing, timing
+from ttft_otel import carrier, measurement, names, recorder, testing, timing
 from ttft_otel.context import start_context
 from ttft_otel.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
 from ttft_otel.record import RECORD_VERSION
@@ -47,6 +47,46 @@ def test_nobody_asked() -> None:
     """Neither sampled nor asked for: there is no trace."""
     assert recorder.begin_trace([UNSAMPLED], ON) is None
     assert recorder.begin_trace([UNSAMPLED, (b"x-ttft-timing", b"0")], ON) is None
+
+
+def test_counted_but_not_sampled() -> None:
+    """With metrics on an unsampled request is measured where it is outermost, and only there."""
+    counting = Settings(on=True, metrics=True)
+    made = recorder.begin_trace([UNSAMPLED], counting)
+
+    assert made is not None and made.is_counted and not made.context.sampled
+    inner = [UNSAMPLED, (b"x-ttft-leg", b"prefill")]
+    assert recorder.begin_trace(inner, counting) is None
+    identity.takes_encodings = True
+    consumer = recorder.begin_trace(inner, counting)
+    assert consumer is not None and consumer.is_counted
+
+
+def test_unsampled_sends_its_measurement_once() -> None:
+    """A stream's measurement goes with its first token, and nothing at its end."""
+    sent: list[bytes] = []
+
+    class Sink:
+        def send(self, data: bytes) -> bool:
+            sent.append(data)
+            return True
+
+    made = recorder.begin_trace([UNSAMPLED], Settings(on=True, metrics=True))
+    assert made is not None
+    made.path, made.method, made.streamed, made.status = "/v1/completions", "POST", True, 200
+    recorder.register_engine_request(made, "e")
+    recorder.record_first_output("e", "", made.arrive + 900, made.arrive + 1000)
+    cut = recorder.close_ttft(made, made.arrive + 1200)
+    recorder.send_known_halves(made, Sink(), server=False)
+    made.end = made.arrive + 9000
+    recorder.send_known_halves(made, Sink(), server=True)
+
+    (data,) = sent
+    found = measurement.decode_measurement(data)
+    assert found.times_us[0] == 1200 == sum(found.times_us[1:])
+    assert measurement.decode_head(bytes(found.head)).stages == tuple(
+        (name, "") for name, _, _ in cut.pieces
+    )
 
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

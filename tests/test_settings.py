@@ -67,6 +67,8 @@ def test_specific_first() -> None:
         (names.ENV_QUEUE, "many", "65536"),
         (names.ENV_ROLE, "router", "prefill_decode"),
         (names.ENV_DETAIL, "parts", "full, stages, ttft"),
+        (names.ENV_METRICS, "some", "1 or 0"),
+        (names.ENV_TEMPORALITY, "absolute", "cumulative, delta, lowmemory"),
         (names.ENV_QUEUE, "12", "65536"),
     ],
 )
@@ -90,6 +92,8 @@ def test_empty_is_unset() -> None:
             names.ENV_QUEUE,
             names.ENV_ROLE,
             names.ENV_DETAIL,
+            names.ENV_METRICS,
+            names.ENV_TEMPORALITY,
         ),
         "",
     )
@@ -140,3 +144,14 @@ def test_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://theirs:4318/v1/traces")
 
     assert settings.get_settings().endpoint == "http://ours:4318"
+
+
+def test_metrics() -> None:
+    """Metrics are asked for by our variable; the standard ones choose their kind, and turn them off."""
+    asked = {names.ENV_METRICS: "1"}
+
+    assert settings.read_settings(asked).metrics
+    assert settings.read_settings(asked | {names.ENV_TEMPORALITY: "Delta"}).temporality == "delta"
+    assert settings.read_settings(asked | {names.ENV_EXPORTER: "none"}).metrics
+    for off in ({names.ENV_DISABLED: "true"}, {names.ENV_METRICS_EXPORTER: "none"}):
+        assert not settings.read_settings(asked | off).metrics

@@ -4,11 +4,11 @@
 The modules, in the order in which to read them:
 
 vocabulary    stages names endpoints clock           names of everything; clock; settings; error handling
-              settings guard otlp_exporter child_command
+              settings guard otlp_exporter child_command metric_labels
 record        record                                 the data that crosses the process boundary
 hot path      context carrier clock_offsets          runs per request inside vLLM and the router
               media_items request_trace roles
-              record_parts recorder kept_spans
+              record_parts measurement recorder kept_spans
               asgi meter handoff
 pure          breakdown failed_stage timing          marks -> stages; Server-Timing; JSON report; colours
               ttft_report palette
@@ -17,7 +17,7 @@ spans         exporter/                              child process: records -> O
 HTTP          router/ report/                        in front of the servers; receiver and pages for spans
 load          bench/                                 sends requests, joins their TTFT with breakdowns
 answers       explain/                               what changed between two windows of stored requests
-entry points  plugin cli doctor doctor_clock doctor_media testing
+entry points  plugin cli doctor doctor_clock doctor_media doctor_metrics testing
 """
 
 __version__ = "0.1.0"

@@ -271,12 +271,11 @@ class FirstChunkSender:
             trace.error = trace.error or names.ERROR_ENGINE
         if trace.has_first_token or unseen:
             recorder.close_ttft(trace, now if egress else 0)
-            text = recorder.format_timing_header(trace, now)
-        elif trace.error:  # the engine ended it: a router must not take this chunk for a token
-            text = names.TIMING_NO_TOKEN
-        else:
+        elif not trace.error:
             return
-        if self.held_messages:
+        if self.held_messages:  # formatted for whoever waits for it alone: a tenth of our time here
+            # Without a token the engine ended it: a router must not take this chunk for one.
+            text = recorder.format_timing_header(trace, now) or names.TIMING_NO_TOKEN
             headers = [
                 *self.held_messages[0].get("headers", ()),
                 (names.TIMING.encode(), text.encode()),

@@ -29,6 +29,7 @@ from ttft_otel import (
     context,
     doctor_clock,
     doctor_media,
+    doctor_metrics,
     names,
     record,
     settings,
@@ -83,6 +84,8 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
     else:
         remedy = f"set {names.ENV_ON}=1 where vllm serve is started"
         yield Check("settings", "note", f"{names.ENV_ON} is off in this environment", remedy)
+    well, description, remedy = doctor_metrics.describe_metrics(chosen)
+    yield Check("metrics", "ok" if well else "note", description, remedy)
 
 
 def check_plugin() -> Iterator[Check]:

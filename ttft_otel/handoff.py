@@ -33,8 +33,12 @@ MAX_RESTART_PAUSE_S: Final = 300.0
 HEALTHY_LIFETIME_S: Final = 60.0  # an exporter that lived this long resets the pause
 
 # The exporter's counters, unsigned 64 bit in a memory page shared with its host, so that they survive
-# a killed exporter. `exported` and `failed` count spans, the others records.
-SHARED_COUNTERS: Final = ("received", "foreign", "overflowed", "exported", "failed")
+# a killed exporter. `exported` and `failed` count spans, `counted` requests in metrics, `merged` values of
+# them that lost their labels, because there were too many series; the others records.
+SHARED_COUNTERS: Final = (
+    *("received", "foreign", "overflowed", "exported", "failed"),
+    *("counted", "merged"),
+)
 SHARED_LAYOUT: Final = struct.Struct(f"={len(SHARED_COUNTERS)}Q")
 
 # Never block the request, and no SIGPIPE in the host when the exporter is gone.
@@ -276,6 +280,8 @@ def _build_environment(settings: Settings) -> dict[str, str]:
     if env.get(names.ENV_TRACES_ENDPOINT) != settings.endpoint:
         env.pop(names.ENV_TRACES_ENDPOINT, None)
         env[names.ENV_ENDPOINT] = settings.endpoint
+    env[names.ENV_METRICS] = "1" if settings.metrics else "0"
+    env[names.ENV_TEMPORALITY] = settings.temporality
     if settings.service:
         env[names.ENV_SERVICE] = settings.service
     return env

@@ -19,8 +19,8 @@ from ttft_otel import guard, names
 
 CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
 
-# Keys of handoff.get_counts() that are losses: in records, `failed` in spans.
-LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed")
+# Keys of handoff.get_counts() that are losses: in records, `failed` in spans, `merged` in labels of values.
+LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed", "merged")
 _collectors: Final[list[Collector]] = []
 
 

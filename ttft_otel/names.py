@@ -118,7 +118,12 @@ DERIVED_MS: Final = "ttft_ms"
 DERIVED_SUM_US: Final = "ttft_stage_sum_us"
 DERIVED_REST_US: Final = "ttft_unattributed_us"
 
-# Metrics that the collector makes from outermost spans, in seconds.
+# Resource attribute of a process that sends the metrics below itself, and its value: the collector then
+# makes none of its spans.
+METRICS_SOURCE: Final = "ttft.metrics"
+METRICS_FROM_EXPORTER: Final = "exporter"
+
+# Metrics that the collector makes from outermost spans, or the exporter process from records; in seconds.
 METRIC_TTFT: Final = "ttft.duration"
 METRIC_STAGE: Final = "ttft.stage.duration"
 METRIC_RECOMPUTED: Final = "ttft.ec.recomputed"
@@ -182,6 +187,7 @@ ENV_QUEUE: Final = "TTFT_OTEL_QUEUE_BYTES"
 ENV_TRUST: Final = "TTFT_OTEL_TRUST_SAMPLED"
 ENV_ROLE: Final = "TTFT_OTEL_ROLE"
 ENV_DETAIL: Final = "TTFT_OTEL_DETAIL"
+ENV_METRICS: Final = "TTFT_OTEL_METRICS"
 ENV_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENV_TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 ENV_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -189,6 +195,11 @@ ENV_TRACES_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 ENV_SERVICE: Final = "OTEL_SERVICE_NAME"
 ENV_DISABLED: Final = "OTEL_SDK_DISABLED"
 ENV_EXPORTER: Final = "OTEL_TRACES_EXPORTER"
+ENV_METRICS_EXPORTER: Final = "OTEL_METRICS_EXPORTER"
+ENV_METRICS_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+ENV_METRICS_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
+ENV_METRICS_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
+ENV_TEMPORALITY: Final = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 ENV_SAMPLER: Final = "OTEL_TRACES_SAMPLER"
 ENV_SAMPLER_ARG: Final = "OTEL_TRACES_SAMPLER_ARG"
 

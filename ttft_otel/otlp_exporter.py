@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the SDK's OTLP span exporter; used by exporter, router and report.
+"""Build the SDK's OTLP exporters, for spans and metrics; used by exporter, router and report.
 
 The SDK is imported when an exporter is built, and reads the OTEL_EXPORTER_OTLP_* variables itself.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ttft_otel import names
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricExporter
     from opentelemetry.sdk.trace.export import SpanExporter
 
 
@@ -30,3 +31,14 @@ def build_span_exporter(protocol: str) -> SpanExporter:
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
 
     return http.OTLPSpanExporter()
+
+
+def build_metric_exporter(protocol: str) -> MetricExporter:
+    """The SDK's exporter of metrics for `protocol`: "grpc", anything else is HTTP."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc
+
+        return grpc.OTLPMetricExporter()
+    from opentelemetry.exporter.otlp.proto.http import metric_exporter as http
+
+    return http.OTLPMetricExporter()

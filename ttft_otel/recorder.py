@@ -25,9 +25,10 @@ from ttft_otel import (
     stages,
     timing,
 )
-from ttft_otel.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
+from ttft_otel.measurement import encode_for_exporter
+from ttft_otel.record import RECORD_VERSION, Piece, Record, Server, Ttft
 from ttft_otel.request_trace import EngineRequest, RequestTrace
-from ttft_otel.roles import is_outermost, resolve_role
+from ttft_otel.roles import identity, is_outermost, resolve_role
 from ttft_otel.settings import Settings
 
 MAX_AWAITING_REQUESTS: Final = 16384
@@ -62,7 +63,7 @@ awaiting_traces: dict[str, RequestTrace] = {}
 
 
 def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> RequestTrace | None:
-    """Start a trace from ASGI `headers`; None when neither sampled nor asked for (x-ttft-timing)."""
+    """Start a trace from ASGI `headers`; None when neither sampled, counted nor asked for (x-ttft-timing)."""
     arrive = clock.now_us()
     # ASGI gives header names in lower case and both parts as bytes; HTTP headers are Latin-1.
     values = {name: value.decode("latin-1") for name, value in headers if name in _READ_HEADERS}
@@ -70,14 +71,22 @@ def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> R
     trace_context = context.start_context(
         values.get(b"traceparent", ""), values.get(b"tracestate", ""), settings
     )
-    if not (asked or trace_context.sampled):
+    leg = values.get(_LEG_HEADER, "")
+    leg_role = leg if leg in stages.ROLES else ""
+    is_counted = settings.metrics and _may_be_counted(leg_role)
+    if not (asked or trace_context.sampled or is_counted):
         return None
     trace = RequestTrace(arrive, trace_context, asked)
-    leg = values.get(_LEG_HEADER, "")
-    trace.leg = leg if leg in stages.ROLES else ""
+    trace.leg, trace.is_counted = leg_role, is_counted
     trace.encoded_before = values.get(_ENCODED_HEADER) == "1" and leg in _LEGS_AFTER_ENCODERS
     trace.request_id = values.get(b"x-request-id", "")[:256]
     return trace
+
+
+def _may_be_counted(leg_role: str) -> bool:
+    """Whether metrics may count a request: behind a router they count only what was encoded again."""
+    is_inner = bool(leg_role) or identity.role in stages.INTERMEDIATE_ROLES
+    return identity.takes_encodings or not is_inner
 
 
 def register_engine_request(trace: RequestTrace, engine_id: str) -> None:
@@ -193,13 +202,11 @@ def _make_token_counts(timeline: carrier.EngineTimeline | None) -> timing.TokenC
 def send_known_halves(trace: RequestTrace, sender: RecordSink, *, server: bool) -> None:
     """Send the record's `ttft` half if it was not sent yet, and with `server` its server half."""
     # A stream's first half goes when its first token is out, so that a later crash cannot lose it.
-    if not trace.context.sampled or (trace.breakdown is None and not server):
+    server = server and trace.context.sampled  # metrics count nothing of it
+    cut = None if trace.ttft_sent else trace.breakdown
+    if not (server or (cut is not None and (trace.context.sampled or trace.is_counted))):
         return
-    ttft = (
-        None
-        if trace.ttft_sent or trace.breakdown is None
-        else record_parts.make_ttft(trace, trace.breakdown)
-    )
+    ttft = None if cut is None else record_parts.make_ttft(trace, cut)
     trace.ttft_sent = trace.ttft_sent or ttft is not None
     send_record(trace, sender, ttft, record_parts.make_server(trace) if server else None)
 
@@ -211,7 +218,10 @@ def send_record(
     server: Server | None = None,
     late: tuple[Piece, ...] = (),
 ) -> None:
-    """Send a Record of this trace with these parts to the exporter; count it if it is refused."""
+    """Send a Record of this trace with these parts to the exporter; count it if it is refused.
+
+    Of a trace that is not sampled only what metrics count is sent.
+    """
     role = resolve_role(trace)
     record = Record(
         version=RECORD_VERSION,
@@ -231,7 +241,10 @@ def send_record(
         server=server,
         late=late,
     )
-    if sender.send(encode_record(record)):
+    data = encode_for_exporter(record)
+    if not data:
+        return
+    if sender.send(data):
         meter.count_sent()
     else:
         meter.count_dropped("handoff")

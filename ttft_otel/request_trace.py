@@ -30,13 +30,14 @@ class RequestTrace:
     assign_times: engine request id -> end of its preprocessing.
     parts: (name, start, end) of details inside stages.
     leg: the role that a router's header names, "" without one.
+    is_counted: the exporter counts it in metrics, also if it is not sampled.
     is_background: the answer only says that the request is queued; its tokens are read by another one.
     """
 
     __slots__ = (
         "arrive", "timing_requested", "assign_times", "context", "breakdown", "failed_stage",
         "encoded_before", "end", "clock_error", "clock_offset",
-        "engine_requests", "error", "first_output", "is_background", "timeline", "leg",
+        "engine_requests", "error", "first_output", "is_background", "is_counted", "timeline", "leg",
         "method", "parts", "path", "render", "request_id", "request_role", "route", "scheme",
         "is_answered", "status", "streamed", "ttft_sent", "ttft_id",
     )  # fmt: skip
@@ -60,6 +61,7 @@ class RequestTrace:
         self.error = ""
         self.first_output: EngineRequest | None = None
         self.is_background = False
+        self.is_counted = False
         self.leg = ""
         self.method = ""
         self.parts: list[tuple[str, int, int]] = []

@@ -24,6 +24,8 @@ SAMPLERS: Final = (
 )
 PROTOCOLS: Final = ("http/protobuf", "grpc")
 DETAILS: Final = ("full", "stages", "ttft")  # exporter/span_writer.py: which spans each has
+# lowmemory: delta where the SDK need not keep a sum for it, which is so for all of our metrics.
+TEMPORALITIES: Final = ("cumulative", "delta", "lowmemory")
 SERVER_ROLES: Final = tuple(role for role in stages.ROLES if role != "router")
 DEFAULT_HTTP_ENDPOINT: Final = "http://127.0.0.1:4318"
 DEFAULT_GRPC_ENDPOINT: Final = "http://127.0.0.1:4317"
@@ -39,6 +41,8 @@ class Settings:
     queue_bytes: send buffer of the socket to the exporter, in bytes.
     role: "" leaves it to vLLM's configuration and to each request.
     detail: which spans the exporter makes of a request, one of DETAILS.
+    metrics: the exporter process counts every request, sampled or not, and sends metrics of them.
+    temporality: of these metrics, one of TEMPORALITIES.
     problems: one line for each invalid variable: "what is wrong; remedy".
     """
 
@@ -52,6 +56,8 @@ class Settings:
     queue_bytes: int = 4 << 20
     role: str = ""
     detail: str = "full"
+    metrics: bool = False
+    temporality: str = TEMPORALITIES[0]
     problems: tuple[str, ...] = ()
 
 
@@ -96,7 +102,9 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         trust_sampled=_read_flag(source, names.ENV_TRUST, True, problems),
         queue_bytes=_read_bytes(source, names.ENV_QUEUE, 4 << 20, problems),
         role=_read_role(source, problems),
-        detail=_read_detail(source, problems),
+        detail=_read_word(source, names.ENV_DETAIL, DETAILS, problems),
+        metrics=_read_metrics(source, problems),
+        temporality=_read_word(source, names.ENV_TEMPORALITY, TEMPORALITIES, problems),
         problems=tuple(problems),
     )
 
@@ -132,6 +140,14 @@ def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]
         problems.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
         return default
     return url
+
+
+def _read_metrics(source: Mapping[str, str], problems: list[str]) -> bool:
+    """Whether TTFT_OTEL_METRICS asks for metrics, and no standard variable turns them off."""
+    asked = _read_flag(source, names.ENV_METRICS, False, problems)
+    disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
+    without = source.get(names.ENV_METRICS_EXPORTER, "").strip().lower() == "none"
+    return asked and not disabled and not without
 
 
 def _is_disabled(source: Mapping[str, str]) -> bool:
@@ -173,13 +189,14 @@ def _read_role(source: Mapping[str, str], problems: list[str]) -> str:
     return word
 
 
-def _read_detail(source: Mapping[str, str], problems: list[str]) -> str:
-    word = source.get(names.ENV_DETAIL, "").strip().lower() or DETAILS[0]
-    if word not in DETAILS:
-        problems.append(
-            f"{names.ENV_DETAIL}={word!r} is unknown; use one of {', '.join(DETAILS)}, or unset it"
-        )
-        return DETAILS[0]
+def _read_word(
+    source: Mapping[str, str], name: str, words: tuple[str, ...], problems: list[str]
+) -> str:
+    """The word in the variable `name`, one of `words`; the first of them is the default."""
+    word = source.get(name, "").strip().lower() or words[0]
+    if word not in words:
+        problems.append(f"{name}={word!r} is unknown; use one of {', '.join(words)}, or unset it")
+        return words[0]
     return word
 
 

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 from opentelemetry import context
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 from ttft_otel import record
@@ -35,6 +39,7 @@ class OtlpCollector:
         self.hang = threading.Event()
         self.release = threading.Event()
         self.received: list[ResourceSpans] = []
+        self.pushes: list[list[ResourceMetrics]] = []  # of metrics
         self.headers: list[dict[str, str]] = []
         outer = self
 
@@ -49,7 +54,10 @@ class OtlpCollector:
                     outer.release.wait(30)
                     return
                 outer.headers.append({name.lower(): value for name, value in self.headers.items()})
-                if outer.status == 200:
+                if outer.status == 200 and self.path == "/v1/metrics":
+                    pushed = ExportMetricsServiceRequest.FromString(body).resource_metrics
+                    outer.pushes.append(list(pushed))
+                elif outer.status == 200:
                     outer.received += ExportTraceServiceRequest.FromString(body).resource_spans
                 self.send_response(outer.status)
                 self.send_header("content-length", "0")

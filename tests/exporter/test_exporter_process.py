@@ -244,6 +244,8 @@ def test_exporter_killed(
         "overflowed": 0,
         "exported": 2 * SPANS,
         "failed": 0,
+        "counted": 0,
+        "merged": 0,
     }
 
 

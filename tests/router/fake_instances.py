@@ -288,11 +288,16 @@ class RunningRouter:
 
     async def wait_for_records(self, count: int) -> list[Record]:
         """Wait until there are `count` records, and return all."""
+        await self.wait_for_encoded(count)
+        return self.records
+
+    async def wait_for_encoded(self, count: int) -> list[bytes]:
+        """Wait until the exporter was given `count` messages, and return all as they are."""
         for _ in range(200):
             if len(self._encoded_records) >= count:
                 break
             await asyncio.sleep(0.01)
-        return self.records
+        return list(self._encoded_records)
 
 
 def build_chat(*images: str, stream: bool = True) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import names
+from ttft_otel import measurement, names
 from ttft_otel.record import Record, Ttft
 from ttft_otel.settings import Settings
 
@@ -340,3 +340,28 @@ async def get_json(router: fake_instances.RunningRouter, path: str) -> tuple[int
     """Get JSON from the control plane."""
     async with router.client.get(f"{router.url}{path}") as response:
         return response.status, response.headers, json.loads(await response.read())
+
+
+def test_an_unsampled_request_is_counted_once() -> None:
+    """With metrics on a stream that is not sampled leaves its measurement, with each stage, and no more."""
+
+    async def run_scenario() -> None:
+        counting = Settings(sampler="always_off", metrics=True)
+        async with fake_instances.run_routed_instances(settings=counting) as (router, one):
+            url = f"{router.url}/v1/chat/completions"
+            async with router.client.post(url, json=fake_instances.build_chat()) as response:
+                await response.read()
+            (data,) = await router.wait_for_encoded(1)
+            found = measurement.decode_measurement(data)
+            head = measurement.decode_head(bytes(found.head))
+            assert (head.role, head.model, head.error) == ("router", "tiny", "")
+            assert sum(found.times_us[1:]) == found.times_us[0] > 20_000
+            instances = dict(head.stages)
+            assert instances["router.receive"] == ""
+            assert instances["router.hop.mono"] == one.url.removeprefix("http://")
+            # The stream has ended, and its end sent nothing.
+            async with router.client.post(url, json=fake_instances.build_chat()) as response:
+                await response.read()
+            assert len(await router.wait_for_encoded(2)) == 2
+
+    fake_instances.run_with_timeout(run_scenario)

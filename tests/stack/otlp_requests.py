@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from google.protobuf.message import Message
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -151,11 +152,14 @@ def build_own_request(
 
 
 def post_export(
-    url: str, body: ExportTraceServiceRequest | bytes, kind: str = "application/x-protobuf"
+    url: str,
+    body: Message | bytes,
+    kind: str = "application/x-protobuf",
+    path: str = "/v1/traces",
 ) -> int:
     """The status that the collector answers."""
     data = body if isinstance(body, bytes) else body.SerializeToString()
-    asked = urllib.request.Request(f"{url}/v1/traces", data, {"content-type": kind})
+    asked = urllib.request.Request(f"{url}{path}", data, {"content-type": kind})
     try:
         with urllib.request.urlopen(asked, timeout=10) as answer:
             return int(answer.status)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry resources of the exported spans, one per service name; used by export_worker.py."""
+"""OpenTelemetry resources of spans and metrics, one per service name; used by export_worker.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.sdk.resources import (
     Resource,
 )
 
-from ttft_otel import __version__, stages
+from ttft_otel import __version__, names, stages
 
 DISTRO_NAME: Final = "telemetry.distro.name"
 DISTRO_VERSION: Final = "telemetry.distro.version"
@@ -25,15 +25,19 @@ class ResourceCache:
     """One resource per service name, bounded; the operator's OTEL_* variables take precedence.
 
     pid: the host process, for service.instance.id and process.pid.
+    counts_requests: metrics come from this process too, and are not to be made of its spans again.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, counts_requests: bool = False) -> None:
+        self.pid = pid
         attributes: dict[str, str | int] = {
             SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{pid}",
             PROCESS_PID: pid,
             DISTRO_NAME: "ttft-otel",
             DISTRO_VERSION: __version__,
         }
+        if counts_requests:
+            attributes[names.METRICS_SOURCE] = names.METRICS_FROM_EXPORTER
         self._operator = OTELResourceDetector().detect()
         self._base = Resource.create().merge(Resource(attributes)).merge(self._operator)
         self._resources: dict[str, Resource] = {}
@@ -49,6 +53,17 @@ class ResourceCache:
         if found is None:
             found = self._build_resource(service if len(self._resources) < MAX_SERVICES else "")
         return found
+
+    def build_metrics_resource(self, resource: Resource) -> Resource:
+        """The resource of metrics beside spans of `resource`, with a service.instance.id of this process.
+
+        The operator may have given one to a server of several processes. Spans can share it; sums cannot:
+        each process would send its own under the same name.
+        """
+        given = self._operator.attributes.get(SERVICE_INSTANCE_ID)
+        if given is None:
+            return resource
+        return resource.merge(Resource({SERVICE_INSTANCE_ID: f"{given}:{self.pid}"}))
 
     def _build_resource(self, service: str) -> Resource:
         name = Resource({SERVICE_NAME: service or stages.SERVICE_NAMES["mono"]})

@@ -171,7 +171,7 @@ class _SpanWriter:
         else:
             head = _encode_head(piece.name, _INTERNAL, False)
             span = self.write_span(head, span_id, parent_id, piece.start, piece.end)
-            attributes = shared.attributes | _list_kind_attributes(piece.kind, piece.name)
+            attributes = shared.attributes | list_kind_attributes(piece.kind, piece.name)
             write_attributes(span, attributes)
         return span_id
 
@@ -233,7 +233,7 @@ def _encode_head(
 def _encode_piece(kind: str, name: str, attributes: tuple[tuple[str, Value], ...]) -> bytes:
     """All but IDs and times of a piece's span. attributes: of CONSTANT_TYPES."""
     span = Span.FromString(_encode_head(name, _INTERNAL, False))
-    write_attributes(span, dict(attributes) | _list_kind_attributes(kind, name))
+    write_attributes(span, dict(attributes) | list_kind_attributes(kind, name))
     return span.SerializeToString()
 
 
@@ -268,7 +268,7 @@ def _list_outcome(http: Server | Call) -> Attributes:
     return attributes
 
 
-def _list_kind_attributes(kind: str, name: str) -> Attributes:
+def list_kind_attributes(kind: str, name: str) -> Attributes:
     """`ttft.stage` or `ttft.part` of a piece, and its leg on a router's stage."""
     if kind == "stage":
         leg = "" if name in stages.ROUTER_STAGES else stages.split_stage(name)[0]

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ttft_otel import clock, names, stages
 from ttft_otel.breakdown import Breakdown
 from ttft_otel.endpoints import find_route
+from ttft_otel.measurement import encode_for_exporter
 from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.timeline import Attempt, RequestTimeline, partition_timeline
@@ -24,6 +25,18 @@ MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the b
 _EGRESS: Final = "router.egress"
 _ROUTE: Final = "router.route"
 _NO_ATTRIBUTES: Final[Attributes] = {}  # shared, since Records are not modified
+
+
+def encode_known_parts(
+    exchange: Exchange, breakdown: Breakdown | None, ended_us: int, is_counted: bool
+) -> bytes:
+    """What the exporter gets of `exchange`, arguments as of build_record(); b"" for nothing.
+
+    is_counted: metrics count every request; of one that is not sampled they get its TTFT alone.
+    """
+    if exchange.trace_context.sampled or (is_counted and breakdown is not None):
+        return encode_for_exporter(build_record(exchange, breakdown, ended_us))
+    return b""
 
 
 def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0) -> Record:

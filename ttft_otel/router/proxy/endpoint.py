@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Final
 
 from ttft_otel import clock, context, endpoints, names, stages
+from ttft_otel.breakdown import Breakdown
 from ttft_otel.endpoints import CHAT_PATH, OPERATION_BY_PATH
 from ttft_otel.guard import Guard
-from ttft_otel.record import encode_record
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.body_parser import BodyParser
@@ -37,7 +37,7 @@ from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.body_budget import BodyBudget
 from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
 from ttft_otel.router.proxy.client_stream import ClientStream, find_output
-from ttft_otel.router.records import RecentReports, build_record
+from ttft_otel.router.records import RecentReports, encode_known_parts
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import RequestTimeline, partition_timeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
@@ -277,8 +277,14 @@ class ProxyEndpoint:
         breakdown = partition_timeline(exchange.timeline)
         self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
         exchange.record_ttft_reported()
-        if exchange.trace_context.sampled:
-            self.send_record(encode_record(build_record(exchange, breakdown)))
+        self._send_known_parts(exchange, breakdown)
+
+    def _send_known_parts(
+        self, exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0
+    ) -> None:
+        data = encode_known_parts(exchange, breakdown, ended_us, self.settings.metrics)
+        if data and self.send_record is not None:
+            self.send_record(data)
 
     def _end_exchange(self, exchange: Exchange) -> None:
         for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):
@@ -296,5 +302,4 @@ class ProxyEndpoint:
             if exchange.has_ttft and not exchange.has_reported_ttft:
                 breakdown = partition_timeline(exchange.timeline)
                 self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
-            if exchange.trace_context.sampled:
-                self.send_record(encode_record(build_record(exchange, breakdown, ended_us)))
+            self._send_known_parts(exchange, breakdown, ended_us)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exporter process counts itself: the collector's series, whatever was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricsData
+
+from ttft_otel import measurement, names
+from ttft_otel.exporter import request_metrics, series_registry
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.request_metrics import RequestMetrics
+from ttft_otel.exporter.resource_cache import ResourceCache
+from ttft_otel.exporter.series_registry import MAX_IDLE_NS, SeriesRegistry
+from ttft_otel.metric_labels import METRIC_LABELS, OVERFLOW_LABEL, STATUS_LABEL
+from ttft_otel.record import Piece, Record
+
+RecordMaker = Callable[..., Record]
+
+
+def build_metrics(is_delta: bool = False, max_series: int = 2000) -> RequestMetrics:
+    """Metrics of one process."""
+    registry = SeriesRegistry(ResourceCache(4711, True), is_delta, max_series)
+    return RequestMetrics(registry, ExporterCounters())
+
+
+def add(metrics: RequestMetrics, record: Record) -> None:
+    """Count a record as the exporter gets it: whole, or its measurement."""
+    if record.flags:
+        metrics.add_record(record)
+    else:
+        metrics.add_measurements([measurement.encode_for_exporter(record)])
+
+
+def list_points(data: MetricsData | None) -> list[tuple[str, dict[str, Any], Any]]:
+    """Metric, labels and data point of every series."""
+    assert data is not None
+    return [
+        (metric.name, dict(point.attributes), point)
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        for point in metric.data.data_points
+    ]
+
+
+def count_series(metrics: RequestMetrics) -> dict[tuple[str, str], int]:
+    """Values by metric and stage, or error."""
+    counts: dict[tuple[str, str], int] = {}
+    for name, labels, point in list_points(metrics.take_data()):
+        key = (name, str(labels.get(names.STAGE) or labels.get(names.ERROR_TYPE, "")))
+        counts[key] = counts.get(key, 0) + point.count
+    return counts
+
+
+def change_ttft(record: Record, **fields: Any) -> Record:
+    """The record with other fields of its TTFT."""
+    assert record.ttft is not None
+    return msgspec.structs.replace(record, ttft=msgspec.structs.replace(record.ttft, **fields))
+
+
+def test_all_requests_count(make_record: RecordMaker) -> None:
+    """Sampled or not, a request is one TTFT and one value for each of its stages' spans."""
+    metrics = build_metrics()
+    for number in range(100):
+        add(metrics, msgspec.structs.replace(make_record(number), flags=number % 10 == 0))
+
+    assert count_series(metrics) == {
+        (names.METRIC_TTFT, ""): 100,
+        (names.METRIC_CONVENTION, ""): 100,
+        (names.METRIC_STAGE, "receive"): 100,
+        (names.METRIC_STAGE, "preprocess"): 100,
+    }
+    assert metrics.counters.get_counts()["counted"] == 100
+
+
+def test_same_point_either_way(make_record: RecordMaker) -> None:
+    """A request that is not sampled leaves what it would have left sampled, but for the exemplar."""
+    either = []
+    for flags in (0, 1):
+        metrics = build_metrics()
+        add(metrics, msgspec.structs.replace(make_record(), flags=flags))
+        either.append(
+            [
+                (name, labels, point.count, point.sum, point.min, point.max)
+                for name, labels, point in list_points(metrics.take_data())
+            ]
+        )
+
+    assert either[0] == either[1]
+
+
+def test_labels(make_record: RecordMaker) -> None:
+    """Labels are the collector's, those that have a value; the sum of stages is the sum of TTFTs."""
+    metrics = build_metrics()
+    pieces = (
+        Piece("stage", "router.receive", 0, 100),
+        Piece("stage", "mono.prefill.compute", 100, 900, {names.INSTANCE: "a:8000"}),
+    )
+    record = change_ttft(make_record(), pieces=pieces)
+    add(metrics, msgspec.structs.replace(record, role="router", attributes={names.MODEL: "m"}))
+    points = list_points(metrics.take_data())
+
+    for name, labels, _ in points:
+        allowed = {*METRIC_LABELS[name], *((STATUS_LABEL,) if name == names.METRIC_TTFT else ())}
+        assert set(labels) <= allowed and "" not in labels.values()
+    found = {labels[names.STAGE]: labels for name, labels, _ in points if names.STAGE in labels}
+    assert found["mono.prefill.compute"] == {
+        names.ROLE: "router",
+        names.MODEL: "m",
+        names.STAGE: "mono.prefill.compute",
+        names.LEG: "mono",
+        names.INSTANCE: "a:8000",
+    }
+    assert names.LEG not in found["router.receive"]
+    sums = {name: 0.0 for name in METRIC_LABELS}
+    for name, _, point in points:
+        sums[name] += point.sum
+    assert sums[names.METRIC_TTFT] == pytest.approx(sums[names.METRIC_STAGE])
+
+
+def test_failed_requests_stay_apart(make_record: RecordMaker) -> None:
+    """A failed request has series of its own, by its error, and no place in those of the convention."""
+    metrics = build_metrics()
+    add(metrics, make_record(1))
+    for flags in (0, 1):
+        failed = change_ttft(make_record(2), error="cancelled", died="preprocess")
+        add(metrics, msgspec.structs.replace(failed, flags=flags))
+    points = list_points(metrics.take_data())
+
+    by_error = {
+        (name, labels.get(names.ERROR_TYPE, ""), labels.get(STATUS_LABEL)): point.count
+        for name, labels, point in points
+        if name != names.METRIC_STAGE
+    }
+    assert by_error == {
+        (names.METRIC_TTFT, "", "STATUS_CODE_UNSET"): 1,
+        (names.METRIC_TTFT, "cancelled", "STATUS_CODE_ERROR"): 2,
+        (names.METRIC_CONVENTION, "", None): 1,
+    }
+
+
+def test_encoder_and_inner_servers(make_record: RecordMaker) -> None:
+    """An encoder's answer is no first token; of a server behind a router only encodings count."""
+    metrics = build_metrics()
+    add(metrics, change_ttft(make_record(1), name=names.ENCODE))
+    inner = change_ttft(make_record(2), attributes={names.EC_RECOMPUTED_ITEMS: 3})
+    add(metrics, msgspec.structs.replace(inner, outermost=False))
+    add(metrics, msgspec.structs.replace(make_record(3), outermost=False))
+    points = list_points(metrics.take_data())
+
+    assert {name for name, _, _ in points} == {
+        names.METRIC_TTFT,
+        names.METRIC_STAGE,
+        names.METRIC_RECOMPUTED,
+    }
+    assert [point.value for name, _, point in points if name == names.METRIC_RECOMPUTED] == [3]
+    assert [point.count for name, _, point in points if name == names.METRIC_TTFT] == [1]
+
+
+def test_exemplars_are_sampled_traces(make_record: RecordMaker) -> None:
+    """An exemplar is a sampled request's value and its `ttft` span; each is sent once."""
+    metrics = build_metrics()
+    sampled = make_record(7)
+    add(metrics, sampled)
+    add(metrics, msgspec.structs.replace(make_record(8), flags=0))
+    points = list_points(metrics.take_data())
+
+    (whole,) = [point for name, _, point in points if name == names.METRIC_TTFT]
+    (exemplar,) = whole.exemplars
+    assert sampled.ttft is not None
+    assert exemplar.trace_id == int(sampled.trace_id, 16)
+    assert exemplar.span_id == int(sampled.ttft.span_id, 16)
+    assert exemplar.value == 0.0009
+    assert not any(point.exemplars for _, _, point in list_points(metrics.take_data()))
+
+
+def test_slow_requests_keep_their_exemplars(make_record: RecordMaker) -> None:
+    """Many fast requests do not drive the trace of a slow one away."""
+    metrics = build_metrics()
+    add(metrics, change_ttft(make_record(0), end=9_000_000))
+    for number in range(1, 500):
+        add(metrics, change_ttft(make_record(number), end=900 + number))
+    points = list_points(metrics.take_data())
+
+    (whole,) = [point for name, _, point in points if name == names.METRIC_TTFT]
+    assert len(whole.exemplars) <= 10
+    assert 9.0 in [exemplar.value for exemplar in whole.exemplars]
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_temporality(is_delta: bool, make_record: RecordMaker) -> None:
+    """Cumulative points have all since the start, delta points what came since the last one."""
+    metrics = build_metrics(is_delta)
+    add(metrics, make_record(1))
+    first = metrics.take_data()
+    add(metrics, make_record(2))
+    second = metrics.take_data()
+    third = metrics.take_data()
+
+    counts = [point.count for name, _, point in list_points(second) if name == names.METRIC_TTFT]
+    assert counts == [1 if is_delta else 2]
+    before, after = list_points(first)[0][2], list_points(second)[0][2]
+    assert after.start_time_unix_nano == (
+        before.time_unix_nano if is_delta else before.start_time_unix_nano
+    )
+    assert (third is None) == is_delta
+    assert second is not None
+    metric = second.resource_metrics[0].scope_metrics[0].metrics[0]
+    wanted = AggregationTemporality.DELTA if is_delta else AggregationTemporality.CUMULATIVE
+    assert metric.data.aggregation_temporality == wanted
+
+
+def test_series_are_bounded(make_record: RecordMaker) -> None:
+    """Beyond the limit values lose their labels, none is lost, and it is counted."""
+    metrics = build_metrics(max_series=5)
+    for number in range(20):
+        add(metrics, msgspec.structs.replace(make_record(), attributes={names.MODEL: f"m{number}"}))
+    points = list_points(metrics.take_data())
+
+    whole = [(labels, point) for name, labels, point in points if name == names.METRIC_TTFT]
+    assert sum(point.count for _, point in whole) == 20
+    assert [point.count for labels, point in whole if labels == {OVERFLOW_LABEL: True}] == [15]
+    # Of the TTFT, of the convention, and of two stages, whose series are full after two requests and a half.
+    assert metrics.counters.get_counts()["merged"] == 15 + 15 + 35
+
+
+def test_idle_series_are_forgotten(
+    make_record: RecordMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A series without a value for an hour goes; the next value begins a new one."""
+    now_ns = [10**18]
+    monkeypatch.setattr(request_metrics.time, "time_ns", lambda: now_ns[0])
+    metrics = build_metrics()
+    add(metrics, make_record(1))
+    metrics.take_data()
+    now_ns[0] += MAX_IDLE_NS
+    assert metrics.take_data() is None
+    add(metrics, make_record(2))
+
+    ((count, start_ns),) = {
+        (point.count, point.start_time_unix_nano)
+        for _, _, point in list_points(metrics.take_data())
+    }
+    assert (count, start_ns) == (1, now_ns[0])
+
+
+def test_rows_are_counted_before_they_are_too_many(
+    make_record: RecordMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and heads that wait are bounded, and none is lost by it."""
+    monkeypatch.setattr(request_metrics, "MAX_PENDING_ROWS", 4)
+    monkeypatch.setattr(request_metrics, "MAX_PLANS", 2)
+    metrics = build_metrics()
+    for number in range(50):
+        model = {names.MODEL: f"m{number % 5}"}
+        add(metrics, msgspec.structs.replace(make_record(), attributes=model, flags=number % 2))
+
+    assert count_series(metrics)[names.METRIC_TTFT, ""] == 50
+
+
+def test_foreign_bytes_are_counted(make_record: RecordMaker) -> None:
+    """What is no measurement is counted as such, and those beside it count."""
+    metrics = build_metrics()
+    good = measurement.encode_for_exporter(msgspec.structs.replace(make_record(), flags=0))
+    head = msgspec.msgpack.encode(("no", "head"))
+    short = msgspec.msgpack.decode(good[1:])
+    short[2] = short[2][:-1]
+    bad = [b"m", b"m" + msgspec.msgpack.encode((1, msgspec.Raw(head), (1,), -1))]
+    bad.append(b"m" + msgspec.msgpack.encode(short))
+    metrics.add_measurements([*bad, good])
+
+    counts = metrics.counters.get_counts()
+    assert (counts["foreign"], counts["counted"]) == (3, 1)
+
+
+def test_one_service_name_for_all_roles(
+    make_record: RecordMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one name for all roles no two points of a push have the same labels and resource."""
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    metrics = build_metrics()
+    for service in ("vllm", "vllm-decode"):
+        add(metrics, msgspec.structs.replace(make_record(), service=service))
+    data = metrics.take_data()
+
+    assert data is not None and len(data.resource_metrics) == 1
+    points = [(name, *sorted(labels.items())) for name, labels, _ in list_points(data)]
+    assert len(points) == len(set(points))
+    assert series_registry.MAX_SERIES == 2000

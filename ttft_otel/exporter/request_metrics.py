@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts every request into series: sampled ones by their Records, others by their measurements.
+
+export_worker.py adds them, metric_pusher.py takes what is to be sent. A request is a row of numbers, kept
+below the columns of its labels until many rows are counted at once: by far the cheaper way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Final
+
+from opentelemetry.sdk.metrics.export import MetricsData
+
+from ttft_otel import measurement, names
+from ttft_otel.context import SAMPLED_FLAG
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.measured_series import Series, TraceExample
+from ttft_otel.exporter.series_registry import SeriesRegistry
+from ttft_otel.exporter.span_writer import list_kind_attributes
+from ttft_otel.measurement import NOT_MEASURED, MeasurementHead
+from ttft_otel.metric_labels import METRIC_LABELS, STATUS_LABEL, STATUS_VALUES
+from ttft_otel.record import Attributes, Record, RecordDecodeError
+
+MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
+MAX_PLANS: Final = 4096  # heads whose series are known
+
+
+class _Plan:
+    """Where the numbers of one head go. columns: the series of each time; rows: times, not counted yet."""
+
+    __slots__ = ("columns", "head", "recomputed_items", "rows")
+
+    def __init__(self, head: MeasurementHead, columns: list[list[Series]]) -> None:
+        self.head = head
+        self.columns = columns
+        self.rows: list[tuple[int, ...]] = []
+        self.recomputed_items: list[int] = []
+
+
+class RequestMetrics:
+    """The metrics of one exporter process; safe to use from the worker's and the pusher's thread."""
+
+    def __init__(self, registry: SeriesRegistry, counters: ExporterCounters) -> None:
+        self.registry = registry
+        self.counters = counters
+        self._plans: dict[bytes, _Plan] = {}
+        self._pending_rows = 0
+        self._lock = threading.Lock()
+
+    def add_measurements(self, batch: list[bytes]) -> None:
+        """Count unsampled requests by their measurements; what is none is counted as `foreign`."""
+        foreign = 0
+        with self._lock:
+            for data in batch:
+                try:
+                    found = measurement.decode_measurement(data)
+                    self._add_row(bytes(found.head), found.times_us, found.recomputed_items)
+                except RecordDecodeError:
+                    foreign += 1
+            self.counters.add("counted", len(batch) - foreign)
+            self.counters.add("foreign", foreign)
+
+    def add_record(self, record: Record) -> None:
+        """Count a sampled request, in whose record its TTFT is. Raises ValueError for broken IDs."""
+        measured = measurement.measure_record(record)
+        if measured is None or record.ttft is None or not record.flags & SAMPLED_FLAG:
+            return
+        example = TraceExample(
+            int(record.trace_id, 16), int(record.ttft.span_id, 16), time.time_ns()
+        )
+        with self._lock:
+            head = measurement.encode_head(measured.head)
+            plan = self._add_row(head, measured.times_us, measured.recomputed_items)
+            self.counters.add("counted")
+            # Of a request that is not outermost no time is counted.
+            for column, value_us in zip(plan.columns, measured.times_us, strict=False):
+                for series in column:
+                    series.add_example(value_us, example)
+
+    def take_data(self) -> MetricsData | None:
+        """What is to be sent now; None without a value."""
+        with self._lock:
+            self._count_rows()
+            time_ns = time.time_ns()
+            if self.registry.forget_idle(time_ns):
+                self._plans.clear()
+            return self.registry.take_data(time_ns)
+
+    def _add_row(self, head: bytes, times_us: tuple[int, ...], recomputed_items: int) -> _Plan:
+        plan = self._plans.get(head)
+        if plan is None:
+            plan = self._make_plan(head)
+        if len(times_us) != max(1, len(plan.columns)):
+            raise RecordDecodeError("a measurement with more or fewer times than stages")
+        if self._pending_rows >= MAX_PENDING_ROWS:
+            self._count_rows()
+        self._pending_rows += 1
+        plan.rows.append(times_us)
+        if recomputed_items != NOT_MEASURED:
+            plan.recomputed_items.append(recomputed_items)
+        return plan
+
+    def _count_rows(self) -> None:
+        """Count all rows into their series."""
+        self._pending_rows = 0
+        for plan in self._plans.values():
+            if not plan.rows:
+                continue
+            rows, plan.rows = plan.rows, []
+            for column, values_us in zip(plan.columns, zip(*rows, strict=True), strict=False):
+                for series in column:
+                    self._add_values(series, values_us)
+            if plan.recomputed_items:
+                series = self._find_series(names.METRIC_RECOMPUTED, plan.head, {})
+                self._add_values(series, tuple(plan.recomputed_items))
+                plan.recomputed_items = []
+
+    def _add_values(self, series: Series, values: tuple[int, ...]) -> None:
+        series.add_values(values)
+        if series.is_overflow:
+            self.counters.add("merged", len(values))
+
+    def _make_plan(self, data: bytes) -> _Plan:
+        """The series of a new head. Raises RecordDecodeError for bytes that are none."""
+        head = measurement.decode_head(data)
+        if len(self._plans) >= MAX_PLANS:
+            self._count_rows()
+            self._plans.clear()
+        self._plans[data] = plan = _Plan(head, self._find_columns(head))
+        return plan
+
+    def _find_columns(self, head: MeasurementHead) -> list[list[Series]]:
+        """The series of the TTFT, then of each piece; none if the client's TTFT is another server's."""
+        if not head.is_outermost:
+            return []
+        whole = [self._find_series(names.METRIC_TTFT, head, {})]
+        # The convention counts answers that began; an encoder's has no token.
+        if not head.error and not head.is_encoder:
+            whole.append(self._find_series(names.METRIC_CONVENTION, head, {}))
+        columns = [whole]
+        for stage, instance in head.stages:
+            own = list_kind_attributes("stage", stage) | {names.INSTANCE: instance}
+            columns.append([self._find_series(names.METRIC_STAGE, head, own)])
+        return columns
+
+    def _find_series(self, metric: str, head: MeasurementHead, own: Attributes) -> Series:
+        """The series of a head and of labels of its `own`."""
+        values = own | {
+            names.ROLE: head.role,
+            names.MODEL: head.model,
+            names.ERROR_TYPE: head.error,
+            names.OPERATION: head.operation,
+            names.PROVIDER: names.PROVIDER_VLLM,
+        }
+        labels = {name: str(values[name]) for name in METRIC_LABELS[metric] if values.get(name)}
+        if metric == names.METRIC_TTFT:
+            labels[STATUS_LABEL] = STATUS_VALUES[bool(head.error)]
+        return self.registry.get(metric, head.service, labels, time.time_ns())

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labels and buckets of the metrics of TTFTs, whoever makes them: the exporter process or the collector.
+
+exporter/request_metrics.py and lab/collector_config.py read them, so that both make the same series.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel import names
+
+METRIC_LABELS: Final = {
+    names.METRIC_TTFT: (names.ROLE, names.MODEL, names.ERROR_TYPE),
+    names.METRIC_STAGE: (
+        *(names.ROLE, names.MODEL, names.STAGE, names.LEG, names.INSTANCE),
+        names.ERROR_TYPE,
+    ),
+    names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
+    names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
+}
+# Bucket bounds of the semantic convention's gen_ai.server.time_to_first_token, in seconds.
+BUCKET_BOUNDS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0),
+)
+MAX_HISTOGRAM_BUCKETS: Final = (
+    160  # of an exponential histogram: off by 4.4 % at most over a factor of 1,000
+)
+# Of span_metrics: whether the span is an error. On ttft.duration alone.
+STATUS_LABEL: Final = "status.code"
+STATUS_VALUES: Final = ("STATUS_CODE_UNSET", "STATUS_CODE_ERROR")
+OVERFLOW_LABEL: Final = (
+    "otel.metric.overflow"  # of the series that all beyond a limit are merged into
+)
