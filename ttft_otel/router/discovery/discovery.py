@@ -19,6 +19,7 @@ from ttft_otel.router.discovery.findings import Findings, InstanceSource
 from ttft_otel.router.errors import RequestRejected, SourceUnreachable
 
 MAX_RETRY_PAUSE_S: Final = 30.0  # seconds between two attempts to reach a source
+CANCEL_AGAIN_S: Final = 0.2  # seconds until a task that goes on is cancelled once more
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -70,9 +71,7 @@ class Discovery:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     def describe_sources(self) -> list[dict[str, Any]]:
         """Each source for /readyz: how many instances it names, and its problem if it has one."""
@@ -136,3 +135,17 @@ class Discovery:
             log.warning(
                 "ttft-otel: --discover %s: %d instances", watched.name, len(watched.roles_by_url)
             )
+
+
+async def end_tasks(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Once is not enough: before Python 3.12 asyncio.wait_for, which dnspython uses, swallows a cancellation
+    that comes as the awaited answer does, and a task that asks for ever would go on.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """List and watch EndpointSlices over HTTP, with a pod's own rights; kubernetes_source.py keeps what it says.
 
-Own code over aiohttp, which the router has anyway: the generated clients import for seconds and keep 80 MB more,
+Own code over aiohttp, which the router has anyway: the generated clients import for seconds and keep 80 MB,
 and leave to their callers what is hard here, listing again after 410 (docs/adr/014-discovery.md).
 """
 
