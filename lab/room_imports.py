@@ -17,7 +17,7 @@ ROUTER: Final = PACKAGE / "router"
 # Room -> its files and folders, from those who are called by people down to those who import
 # nothing. tests/test_layers.py proves the order.
 PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
-    "doors": ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing"),
+    "doors": ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "size", "testing"),
     "bench/": ("bench",),
     "report/": ("report",),
     "router/": ("router",),

@@ -27,7 +27,7 @@ HOT = (
 )
 PURE = ("breakdown", "failed_stage", "timing", "ttft_report", "palette")
 SIDES = ("hooks", "exporter", "router", "report", "bench")
-DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing")
+DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "size", "testing")
 LEVEL = {
     unit: level
     for level, units in enumerate((WORDS, SHAPE, (*HOT, *PURE), SIDES, DOORS))
