@@ -24,6 +24,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
         "doctor_clock",
         "doctor_media",
         "doctor_metrics",
+        "size",
         "testing",
     ),
     "explain/": ("explain",),
@@ -51,7 +52,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 # The router's rooms; files beside the folders are rooms of their own, drawn below them.
-ROUTER_ROOMS: Final = ("cli", "control", "proxy", "disagg", "routing", "upstream")
+ROUTER_ROOMS: Final = ("cli", "control", "proxy", "disagg", "routing", "discovery", "upstream")
 
 RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> files that import
 

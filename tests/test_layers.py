@@ -28,14 +28,17 @@ HOT = (
 PURE = ("breakdown", "failed_stage", "timing", "ttft_report", "palette")
 SIDES = ("hooks", "exporter", "router", "report", "bench")
 ANSWERS = ("explain",)  # reads what the report has stored
-DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "doctor_metrics", "testing")
+DOORS = (
+    *("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "doctor_metrics", "size"),
+    "testing",
+)
 LEVEL = {
     unit: level
     for level, units in enumerate((WORDS, SHAPE, (*HOT, *PURE), SIDES, ANSWERS, DOORS))
     for unit in units
 }
 # The router's rooms, the ground floor first; a room is a folder of router/, and "" its own files.
-ROOMS = ("", "upstream", "routing", "disagg", "proxy", "control", "cli")
+ROOMS = ("", "upstream", "discovery", "routing", "disagg", "proxy", "control", "cli")
 FORBIDDEN_ROOMS = {("upstream", "routing"), ("disagg", "proxy")}  # rooms that stay apart for ever
 OUTSIDE = ("lab", "benchmarks", "grafana", "tests")  # in no wheel
 FOREIGN = {"vllm", "torch", "transformers"}

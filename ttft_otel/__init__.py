@@ -17,7 +17,7 @@ spans         exporter/                              child process: records -> O
 HTTP          router/ report/                        in front of the servers; receiver and pages for spans
 load          bench/                                 sends requests, joins their TTFT with breakdowns
 answers       explain/                               what changed between two windows of stored requests
-entry points  plugin cli doctor doctor_clock doctor_media doctor_metrics testing
+entry points  plugin cli doctor doctor_clock doctor_media doctor_metrics size testing
 """
 
 __version__ = "0.1.0"

@@ -39,6 +39,7 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     "bench": Subcommand(
         "ttft_otel.bench.command", "bench", "Send load and break its TTFT down.", "bench"
     ),
+    "size": Subcommand("ttft_otel.size", "", "Estimate spans, bytes, series and cores for a load."),
     "doctor": Subcommand(
         "ttft_otel.doctor", "", "Check the setup; say what is not traced, and how to fix it."
     ),

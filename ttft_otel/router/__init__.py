@@ -9,6 +9,7 @@ control/   ASGI application, admin API, registration of instances, metrics
 proxy/     admission, the data path, errors
 disagg/    requests over several instances: encoders, prefill and decode, the spliced stream
 routing/   policies, prompt readers and prefix sources that choose an instance
+discovery/ instances that DNS or a Kubernetes API names
 upstream/  pool of instances with health and circuit breakers, HTTP client with retries
 
 exchange.py records what happens to a request; timeline.py partitions its time into stages; records.py

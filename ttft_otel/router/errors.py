@@ -116,3 +116,11 @@ class MalformedEvents(ValueError):
 
 class ReplayFailed(Exception):
     """A replay of KV events was requested but did not arrive completely."""
+
+
+class SourceUnreachable(Exception):
+    """A source of instances cannot be asked now; the text says why, for the log and /readyz."""
+
+
+class WatchExpired(Exception):
+    """The API server has forgotten the version from which a watch should go on: list again."""

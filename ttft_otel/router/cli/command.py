@@ -8,19 +8,24 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final
 
 import click
 
 from ttft_otel import handoff, names, settings
 from ttft_otel.router import types
-from ttft_otel.router.cli import access_options, limit_options, router_options, routing_options
+from ttft_otel.router.cli import (
+    access_options,
+    discovery_options,
+    limit_options,
+    router_options,
+    routing_options,
+)
+from ttft_otel.router.cli.background import run_background
 from ttft_otel.router.cli.config_reloader import ConfigReloader
 from ttft_otel.router.cli.router_options import RouterOptions, declare_option
 from ttft_otel.router.control import admin, registrations
 from ttft_otel.router.control import app as control
-from ttft_otel.router.control.announcements import Announcements
 from ttft_otel.router.control.uvicorn_server import run_router_server
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
@@ -180,6 +185,7 @@ log: Final = logging.getLogger("ttft_otel")
     type=click.FloatRange(0),
     help="Seconds until a registered instance that stays unreachable is removed; 0: never.",
 )
+@discovery_options.add_discovery_options(declare_option)
 @limit_options.add_limit_options(declare_option)
 @routing_options.add_routing_options(declare_option)
 @click.pass_context
@@ -232,7 +238,7 @@ def build_router(
         max_trial_s=options.limits.breaker_trial,
         first_byte_timeout_s=options.limits.first_byte_timeout,
     )
-    routing = options.build_routing(pool, options.upstream_key, options.register)
+    routing = options.build_routing(pool, options.upstream_key, options.takes_newcomers)
     upstream = UpstreamClient(
         pool,
         routing,
@@ -256,36 +262,23 @@ def build_router(
         admission,
         options.encode_once,
     )
-    registered = None
-    if options.register:
+    registered = discovery = None
+    if options.takes_newcomers:
         registered = registrations.Registrations(upstream, configured, options.register_ttl)
+    if registered is not None and options.discover:
+        discovery = discovery_options.build_discovery(
+            options.discover, options.discover_interval, options.kubernetes_api, registered
+        )
     app = control.build_app(
-        endpoint, handoff.get_counts, _build_admin_context(options, endpoint, registered)
+        endpoint,
+        handoff.get_counts,
+        functools.partial(run_background, options, endpoint, registered, discovery),
+        discovery,
     )
     app.cors_origins = options.cors_origin
     if registered is not None:
         app.registrations, app.metrics.registration_counts = registered, registered.result_counts
     return app
-
-
-def _build_admin_context(
-    options: RouterOptions, endpoint: ProxyEndpoint, registered: registrations.Registrations | None
-) -> Callable[[], AbstractAsyncContextManager[object]]:
-    """The context manager that serves the admin port while the router runs; empty without one."""
-    if options.admin_port is None:
-        return nullcontext
-    announcements = (
-        None if registered is None else Announcements(registered, options.register_token)
-    )
-    return functools.partial(
-        admin.serve_admin,
-        endpoint.upstream,
-        endpoint.routing,
-        options.admin_port,
-        options.admin_token,
-        announcements,
-        options.admin_host,
-    )
 
 
 def _do_nothing() -> None:

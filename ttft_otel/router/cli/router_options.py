@@ -64,12 +64,20 @@ class RouterOptions(RoutingOptions):
     register: bool
     register_token: str
     register_ttl: float
+    discover: tuple[str, ...]
+    discover_interval: float
+    kubernetes_api: str
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:
         """The options of a command's parameters."""
         limits, others = take_limits(given)
         return cls(limits=limits, **others)
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether instances may come and go while the router runs, so that there may be none yet."""
+        return self.register or bool(self.discover)
 
     @property
     def resolved_first_token(self) -> str:
@@ -84,11 +92,11 @@ class RouterOptions(RoutingOptions):
     def build_instances(self) -> dict[str, tuple[Instance, ...]]:
         """The configured instances by leg. Raises UsageError, with the remedy.
 
-        With --register there may be none yet, and since encoders may join later, --backend instances are
-        on the leg `prefill_decode` from the start.
+        With --register or --discover there may be none yet, and since encoders may join later, --backend
+        instances are on the leg `prefill_decode` from the start.
         """
         is_disaggregated = self.prefill or self.decode
-        if self.register:
+        if self.takes_newcomers:
             is_contradictory = bool(self.backend and is_disaggregated)
         else:
             is_contradictory = bool(self.prefill) != bool(self.decode) or bool(
@@ -96,7 +104,7 @@ class RouterOptions(RoutingOptions):
             ) == bool(is_disaggregated)
         if is_contradictory:
             raise click.UsageError("Give either --backend, or --prefill and --decode together.")
-        backend_leg = PREFILL_DECODE if self.encoder or self.register else MONO
+        backend_leg = PREFILL_DECODE if self.encoder or self.takes_newcomers else MONO
         urls_by_leg = {
             ENCODE: self.encoder,
             PREFILL: self.prefill,
@@ -116,7 +124,7 @@ class RouterOptions(RoutingOptions):
         filled_legs = {
             leg: tuple(several.values()) for leg, several in unique_by_url.items() if several
         }
-        if self.register and not is_disaggregated:
+        if self.takes_newcomers and not is_disaggregated:
             filled_legs.setdefault(backend_leg, ())
         return filled_legs
 

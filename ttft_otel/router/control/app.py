@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
     from ttft_otel.router.control.registrations import Registrations
+    from ttft_otel.router.discovery.discovery import Discovery
     from ttft_otel.settings import Settings
 
 DATA_PATH_PREFIX: Final = "/v1/"
@@ -73,10 +74,12 @@ def build_app(
     endpoint: ProxyEndpoint,
     handoff_counts: Callable[[], Mapping[str, int]],
     background: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    discovery: Discovery | None = None,
 ) -> RouterApp:
     """Build the application from data path and control plane.
 
     handoff_counts: returns counts of records by result. background: entered while the application runs.
+    discovery: whose sources /readyz and /metrics describe, None without --discover.
     """
 
     @asynccontextmanager
@@ -95,9 +98,9 @@ def build_app(
         lifespan=run_lifespan,
         openapi_url=None,  # it would describe the control plane, which is in the docs, without a key
     )
-    metrics = RouterMetrics(endpoint, handoff_counts)
+    metrics = RouterMetrics(endpoint, handoff_counts, discovery)
     _add_error_handlers(app, endpoint.admission.refusal_counts)
-    _add_health_routes(app, endpoint)
+    _add_health_routes(app, endpoint, discovery)
     _add_model_routes(app, endpoint)
 
     @app.get("/metrics")
@@ -131,7 +134,7 @@ def _explain_startup_errors(send: AsgiSend) -> AsgiSend:
     return send_explained
 
 
-def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
+def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discovery | None) -> None:
     @app.get("/healthz")
     async def get_healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -151,6 +154,8 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
         body: dict[str, Any] = {"status": "ready" if is_ready else "not ready", "legs": states}
         if missing_legs:
             body["reason"] = f"no instance registered yet for {' and '.join(missing_legs)}"
+        if discovery is not None:
+            body["discovery"] = discovery.describe_sources()
         if endpoint.admission.is_draining:
             is_ready, body["status"] = False, "draining"
         return JSONResponse(body, 200 if is_ready else 503)

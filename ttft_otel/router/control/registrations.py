@@ -73,6 +73,10 @@ class Registrations:
         registration = self._registered.get(instance.url)
         return registration is not None and registration.instance is instance
 
+    def has_url(self, url: str) -> bool:
+        """Whether an instance is registered with this URL, without a trailing slash."""
+        return url in self._registered
+
     def register_instance(self, role: str, url: str) -> bool:
         """Add the instance at `url` to the leg of its `role`, or renew its registration.
 

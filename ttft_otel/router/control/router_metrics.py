@@ -16,6 +16,7 @@ from ttft_otel.router.control.routing_metrics import (
     collect_cache_metrics,
     collect_routing_metrics,
 )
+from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import InstanceState
 from ttft_otel.stages import ENCODE
@@ -27,12 +28,17 @@ class RouterMetrics(Collector):
     """A Prometheus collector of all metrics of the router.
 
     reloads: configuration reloads by result. registration_counts: registrations by result, empty if
-    instances cannot register. handoff_counts: returns counts of records by result.
+    instances cannot register. handoff_counts: returns counts of records by result. discovery: None
+    without --discover.
     """
 
     def __init__(
-        self, endpoint: ProxyEndpoint, handoff_counts: Callable[[], Mapping[str, int]]
+        self,
+        endpoint: ProxyEndpoint,
+        handoff_counts: Callable[[], Mapping[str, int]],
+        discovery: Discovery | None = None,
     ) -> None:
+        self.discovery = discovery
         self.endpoint, self.handoff_counts = endpoint, handoff_counts
         self.reloads = {"ok": 0, "failed": 0}
         self.registration_counts: Mapping[str, int] = {}
@@ -48,6 +54,8 @@ class RouterMetrics(Collector):
         yield from self._collect_tracing()
         yield from self._collect_requests()
         yield from self._collect_instances()
+        if self.discovery is not None:
+            yield from self._collect_discovery(self.discovery)
         routing = self.endpoint.routing
         yield from collect_routing_metrics(routing)
         if routing.prefix_source is not None:
@@ -96,6 +104,20 @@ class RouterMetrics(Collector):
             yield build_counter(
                 names.METRIC_REGISTRATIONS, registrations_help, "result", self.registration_counts
             )
+
+    def _collect_discovery(self, discovery: Discovery) -> Iterator[Metric]:
+        found = GaugeMetricFamily(
+            names.METRIC_DISCOVERED, "Instances that a source names.", labels=["source"]
+        )
+        failures_help = "Times that a source of instances could not be asked."
+        failures = CounterMetricFamily(
+            names.METRIC_DISCOVERY_FAILURES, failures_help, labels=["source"]
+        )
+        for each in discovery.watched:
+            found.add_metric([each.name], len(each.roles_by_url))
+            failures.add_metric([each.name], each.failures)
+        yield found
+        yield failures
 
     def _collect_instances(self) -> Iterator[Metric]:
         labels = ["leg", "instance"]

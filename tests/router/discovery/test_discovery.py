@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of what sources say: several sources, forgotten instances, tasks that will not end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+
+import pytest
+
+from router import fake_instances
+from ttft_otel.router.discovery.discovery import Discovery, end_tasks
+from ttft_otel.router.discovery.findings import Findings
+from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
+from ttft_otel.router.errors import RequestRejected, SourceUnreachable
+
+
+class ScriptedSource:
+    """A source that says what a test puts into it."""
+
+    def __init__(self, name: str, script: list[Findings | Exception] | None = None) -> None:
+        self.address: SourceAddress = parse_source_address(f"k8s://default/app={name}")
+        self.script = script or []
+
+    async def watch_findings(self) -> AsyncGenerator[Findings, None]:
+        """Play the script, then wait."""
+        while self.script:
+            step = self.script.pop(0)
+            if isinstance(step, Exception):
+                raise step
+            yield step
+        await asyncio.Event().wait()
+
+
+class Roster:
+    """Takes instances in, except those of a role that it refuses; `calls` are what it was told."""
+
+    def __init__(self, refused_role: str = "") -> None:
+        self.refused_role = refused_role
+        self.roles: dict[str, str] = {}
+        self.calls: list[str] = []
+
+    def has_url(self, url: str) -> bool:
+        """Whether it was taken in."""
+        return url in self.roles
+
+    def register_instance(self, role: str, url: str) -> bool:
+        """Take it in."""
+        if role == self.refused_role:
+            raise RequestRejected(409, "no")
+        self.calls.append(f"+{url}")
+        self.roles[url] = role
+        return True
+
+    def deregister_instance(self, url: str) -> bool:
+        """Take it out."""
+        self.calls.append(f"-{url}")
+        return self.roles.pop(url, "") != ""
+
+
+def build_discovery(roster: Roster, *scripts: list[Findings | Exception] | None) -> Discovery:
+    """A discovery with a source for each script."""
+    sources = [ScriptedSource(f"s{number}", script) for number, script in enumerate(scripts)]
+    return Discovery(sources, roster, 0.001)
+
+
+def find(roles_by_url: Mapping[str, str] | None = None) -> Findings:
+    """What a source says."""
+    return Findings(roles_by_url or {})
+
+
+def test_new_ones_come_before_old_ones_go() -> None:
+    """A rollout that replaces all pods at once leaves no moment without an instance."""
+    roster = Roster()
+    discovery = build_discovery(roster, None)
+    (source,) = discovery.watched
+
+    discovery.apply_findings(source, find({"a": "decode"}))
+    discovery.apply_findings(source, find({"b": "decode"}))
+
+    assert roster.calls == ["+a", "+b", "-a"]
+
+
+def test_what_another_source_still_names_stays() -> None:
+    """Two selectors may overlap."""
+    roster = Roster()
+    discovery = build_discovery(roster, None, None)
+    first, second = discovery.watched
+
+    discovery.apply_findings(first, find({"a": "decode", "b": "decode"}))
+    discovery.apply_findings(second, find({"b": "decode"}))
+    discovery.apply_findings(first, find())
+    assert roster.roles == {"b": "decode"}
+    discovery.apply_findings(second, find())
+    assert not roster.roles
+
+
+def test_who_was_forgotten_comes_back_and_who_is_there_is_not_asked_again() -> None:
+    """An instance that was unreachable for --register-ttl is out of the pool, but still named."""
+    roster = Roster()
+    discovery = build_discovery(roster, None)
+    (source,) = discovery.watched
+
+    for _ in range(2):
+        discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
+    del roster.roles["a"]
+    discovery.apply_findings(source, find({"a": "decode", "b": "decode"}))
+
+    assert roster.calls == ["+a", "+b", "+a"]
+
+
+def test_one_refusal_keeps_nobody_else_out() -> None:
+    """It is said, and tried again each time."""
+    roster = Roster(refused_role="prefill")
+    discovery = build_discovery(roster, None)
+    (source,) = discovery.watched
+
+    discovery.apply_findings(source, find({"p": "prefill", "d": "decode"}))
+    assert roster.roles == {"d": "decode"}
+    assert source.problem == "p was refused: no"
+    roster.refused_role = ""
+    discovery.apply_findings(source, find({"p": "prefill", "d": "decode"}))
+    assert (roster.roles, source.problem) == ({"d": "decode", "p": "prefill"}, "")
+
+
+@pytest.mark.parametrize("error", [SourceUnreachable("gone"), KeyError("odd")])
+def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
+    """Whatever it raises."""
+    roster = Roster()
+    discovery = build_discovery(roster, [find({"a": "decode"}), error, find({"b": "decode"})])
+
+    async def run_scenario() -> None:
+        async with discovery.run():
+            while set(roster.roles) != {"b"}:
+                await asyncio.sleep(0.001)
+
+    fake_instances.run_with_timeout(run_scenario)
+    assert discovery.watched[0].failures == 1
+    assert roster.calls == ["+a", "+b", "-a"]
+
+
+def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
+    """As with asyncio.wait_for before Python 3.12."""
+
+    async def run_scenario() -> None:
+        swallowed = 0
+
+        async def ask_forever() -> None:
+            nonlocal swallowed
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    swallowed += 1
+                    if swallowed == 2:
+                        raise
+
+        task = asyncio.create_task(ask_forever())
+        await asyncio.sleep(0)
+        await end_tasks([task])
+        assert task.cancelled() and swallowed == 2
+
+    fake_instances.run_with_timeout(run_scenario)

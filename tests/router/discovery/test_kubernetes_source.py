@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances from a watch of EndpointSlices, over HTTP: events, ends of watches, 410, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router import fake_instances
+from router.discovery.discovery_site import DiscoverySite, run_discovery_site
+from router.discovery.slice_server import (
+    SliceServer,
+    build_endpoint,
+    build_slice,
+    run_slice_server,
+)
+from router.fake_instances import FakeInstance, InstancePlan
+from ttft_otel import names
+from ttft_otel.router.discovery import kubernetes_api
+from ttft_otel.router.discovery.kubernetes_api import ClusterAccess, KubernetesApi, find_cluster
+from ttft_otel.router.errors import SourceUnreachable
+
+SOURCE = "k8s://default/app=vllm"
+
+
+def serve_from(instance: FakeInstance, name: str = "a", **labels: str) -> dict[str, Any]:
+    """A slice with this instance alone."""
+    port = int(instance.url.rpartition(":")[2])
+    return build_slice(name, [build_endpoint("127.0.0.1")], [("http", port)], **labels)
+
+
+@asynccontextmanager
+async def run_cluster(
+    *flags: str, source: str = SOURCE
+) -> AsyncIterator[tuple[SliceServer, FakeInstance, DiscoverySite]]:
+    """An API server that names one instance, and a router that found it."""
+    async with (
+        run_slice_server() as cluster,
+        fake_instances.run_instance(InstancePlan({})) as one,
+    ):
+        cluster.put(serve_from(one))
+        discover = ["--discover", source, "--kubernetes-api", cluster.url]
+        async with run_discovery_site(*discover, *flags) as site:
+            await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
+            yield cluster, one, site
+
+
+def test_a_change_comes_by_the_watch() -> None:
+    """A pod that terminates drains: its stream ends, new requests go elsewhere; one list is enough."""
+
+    async def run_scenario() -> None:
+        async with (
+            run_cluster() as (cluster, one, site),
+            fake_instances.run_instance(InstancePlan({})) as two,
+        ):
+            cluster.put(serve_from(two, "b"))
+            both = {f"prefill_decode {each.url}": "healthy" for each in (one, two)}
+            await site.wait_for_states(both)
+            gone = serve_from(one)
+            gone["endpoints"][0]["conditions"] = {"ready": False, "terminating": True}
+            cluster.put(gone)
+            await site.wait_for_states({f"prefill_decode {two.url}": "healthy"})
+            assert (await site.router.post_chat())[0] == 200
+            assert (len(one.received), len(two.received)) == (0, 1)
+            cluster.delete("b")
+            line = await site.wait_for_source(lambda said: said["instances"] == 0)
+            assert line["problem"] == "no endpoint is ready"
+            assert cluster.lists == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_watch_that_ends_goes_on_where_it_was() -> None:
+    """After a time-out of the server the next watch begins at the last version, bookmarks' included."""
+
+    async def run_scenario() -> None:
+        async with run_cluster() as (cluster, one, site):
+            cluster.ends_watches = True
+            cluster.send_bookmark()
+            newest = str(cluster.version)
+            while cluster.queries[-1].get("resourceVersion") != newest:
+                await site.wait_for_source(lambda _: True)
+            assert cluster.queries[-1]["allowWatchBookmarks"] == "true"
+            cluster.put(serve_from(one, "b", ttft_otel__role="prefill_decode"))
+            cluster.delete("a")
+            while cluster.queries[-1].get("resourceVersion") != str(cluster.version):
+                await site.wait_for_source(lambda _: True)
+            assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
+            assert cluster.lists == 1
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_version_that_was_compacted_is_listed_anew() -> None:
+    """410 is an event of the watch, not its status; what was deleted meanwhile is gone."""
+
+    async def run_scenario() -> None:
+        async with (
+            run_cluster() as (cluster, one, site),
+            fake_instances.run_instance(InstancePlan({})) as two,
+        ):
+            cluster.slices.clear()
+            cluster.slices["b"] = serve_from(two, "b")  # no event tells it
+            cluster.compact()
+            await site.wait_for_states({f"prefill_decode {two.url}": "healthy"})
+            assert cluster.lists >= 2
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_an_api_server_that_goes_away_leaves_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    """Watches break and lists fail; requests go on, and the metric counts."""
+
+    async def run_scenario() -> None:
+        async with run_cluster() as (cluster, one, site):
+            cluster.status = 503
+            cluster.cut_watches()
+            line = await site.wait_for_source(
+                lambda said: "answered 503" in said.get("problem", "")
+            )
+            assert line["instances"] == 1
+            assert (await site.router.post_chat())[0] == 200
+            assert any("stay in use" in each for each in caplog.messages)
+            async with site.router.client.get(f"{site.router.url}/metrics") as response:
+                text = await response.text()
+            assert f'{names.METRIC_DISCOVERED}{{source="{SOURCE}"}} 1.0' in text
+            assert f"{names.METRIC_DISCOVERY_FAILURES}_total" in text
+            cluster.delete("a")
+            cluster.put(serve_from(one, "new"))
+            cluster.status = 200
+            await site.wait_for_source(lambda said: "problem" not in said)
+            assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_missing_rights_are_named(status: int) -> None:
+    """The remedy is a Role."""
+
+    async def run_scenario() -> None:
+        async with run_slice_server() as cluster:
+            cluster.status = status
+            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+            async with run_discovery_site(*flags) as site:
+                line = await site.wait_for_source(lambda said: str(status) in said["problem"])
+                assert "list and watch of endpointslices" in line["problem"]
+                assert (await site.router.get_json("/readyz"))[0] == 503
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_selector_that_finds_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """On /readyz, which is not ready, and in the log."""
+
+    async def run_scenario() -> None:
+        async with run_slice_server() as cluster:
+            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+            async with run_discovery_site(*flags) as site:
+                line = await site.wait_for_source(lambda said: "selector" in said["problem"])
+                assert line["problem"] == (
+                    "the selector finds no EndpointSlice: has the Service these labels?"
+                )
+                assert any("finds no EndpointSlice" in each for each in caplog.messages)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_labels_say_roles() -> None:
+    """One selector, prefill and decode by the label of their Services."""
+
+    async def run_scenario() -> None:
+        async with (
+            run_slice_server() as cluster,
+            fake_instances.run_instance() as p,
+            fake_instances.run_instance() as d,
+        ):
+            cluster.put(serve_from(d, "d", ttft_otel__role="decode"))
+            of_llm_d = serve_from(p, "p")
+            of_llm_d["metadata"]["labels"]["llm-d.ai/role"] = "prefill"
+            cluster.put(of_llm_d)
+            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+            async with run_discovery_site(*flags) as site:
+                await site.wait_for_states(
+                    {f"prefill {p.url}": "healthy", f"decode {d.url}": "healthy"}
+                )
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_role_that_cannot_be_mixed_is_refused_and_said() -> None:
+    """A prefill instance beside ones that serve whole requests stays out."""
+
+    async def run_scenario() -> None:
+        async with (
+            run_cluster() as (cluster, one, site),
+            fake_instances.run_instance() as p,
+        ):
+            cluster.put(serve_from(p, "p", ttft_otel__role="prefill"))
+            line = await site.wait_for_source(lambda said: "problem" in said)
+            assert line["instances"] == 1
+            assert "was refused" in line["problem"] and "cannot be mixed" in line["problem"]
+            assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_events_may_be_longer_than_buffers() -> None:
+    """A slice with a thousand endpoints is one line of some 100 kB."""
+
+    async def run_scenario() -> None:
+        async with run_slice_server() as cluster:
+            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+            async with run_discovery_site(*flags) as site:
+                await site.wait_for_source(lambda said: "selector" in said["problem"])
+                endpoints = [
+                    {**build_endpoint(f"127.0.2.{number % 200}"), "nodeName": "n" * 200}
+                    for number in range(1000)
+                ]
+                cluster.put(build_slice("large", endpoints))
+                await site.wait_for_source(lambda said: said["instances"] == 200)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
+    """kubelet replaces it; the old one is refused after a while."""
+
+    async def run_scenario() -> None:
+        async with run_slice_server() as cluster:
+            token = tmp_path / "token"
+            api = KubernetesApi(ClusterAccess(cluster.url, token), "default", "app=vllm")
+            await api.open()
+            with pytest.raises(SourceUnreachable, match="no token"):
+                await api.list_slices()
+            for cluster.token in ("first", "second"):
+                token.write_text(f"{cluster.token}\n")
+                assert await api.list_slices() == ([], "10")
+            cluster.token = "third"
+            with pytest.raises(SourceUnreachable, match="401"):
+                await api.list_slices()
+            await api.close()
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_a_pod_knows_its_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """kubelet's variables and files; elsewhere the message says what to give."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ValueError, match="--kubernetes-api"):
+        find_cluster()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT_HTTPS", "6443")
+    access = find_cluster(folder=tmp_path)
+    assert access.url == "https://[fd00::1]:6443"
+    assert (access.token_file, access.ca_file) == (tmp_path / "token", tmp_path / "ca.crt")
+    assert kubernetes_api.find_cluster("http://127.0.0.1:8001/").url == "http://127.0.0.1:8001"

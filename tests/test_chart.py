@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Helm chart and the manifests beside it: rendered, validated, and compared with what is committed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from lab import chart
+from lab.kube_tools import run_helm
+from ttft_otel import __version__, names
+
+CHECKOUT = Path(__file__).parents[1]
+KUBERNETES = CHECKOUT / "deploy" / "kubernetes"
+VALUES = [
+    pytest.param(path, id=str(path.relative_to(chart.CHART))) for path in chart.find_values_files()
+]
+SCHEMA_VERSION = "1.35"
+CUSTOM = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}  # of prometheus-operator
+FOREIGN = {"LLMInferenceService", "Instrumentation"}  # of KServe and the OpenTelemetry operator
+
+
+def read_documents(text: str) -> list[dict[str, Any]]:
+    """The objects of a YAML stream."""
+    return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
+
+
+def validate_documents(documents: list[dict[str, Any]]) -> None:
+    """Check each object of Kubernetes itself against its published schema, unknown fields included."""
+    for document in documents:
+        if document["kind"] not in CUSTOM | FOREIGN:
+            kubernetes_validate.validate(document, SCHEMA_VERSION, strict=True)
+
+
+def index_documents(values: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What a file of values renders, by kind and name."""
+    return {
+        (each["kind"], each["metadata"]["name"]): each
+        for each in read_documents(chart.render_chart(values))
+    }
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_lint_and_schemas(values: Path) -> None:
+    """Each example passes helm's linter, and each object Kubernetes' schema."""
+    linted = run_helm("lint", "--strict", str(chart.CHART), "-f", str(values))
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+    documents = read_documents(chart.render_chart(values))
+    validate_documents(documents)
+    keys = [(each["kind"], each["metadata"]["name"]) for each in documents]
+    assert len(keys) == len(set(keys))
+
+
+def test_generated() -> None:
+    """README and rendered examples are what `python -m lab.chart` writes."""
+    for path, text in chart.render_files().items():
+        assert path.read_text("utf-8") == text, f"{path.name}: run python -m lab.chart"
+
+
+def test_every_value_is_documented() -> None:
+    """values.yaml, its schema and README name the same values."""
+    values = yaml.safe_load((chart.CHART / "values.yaml").read_text("utf-8"))
+    schema = json.loads((chart.CHART / "values.schema.json").read_text("utf-8"))
+    documented = {
+        name for name, _, _ in chart.list_rows((chart.CHART / "values.yaml").read_text("utf-8"))
+    }
+
+    def check(given: dict[str, Any], described: dict[str, Any], path: str) -> None:
+        assert set(given) == set(described["properties"]) - {"global"}, path
+        for key, value in given.items():
+            here = f"{path}.{key}".lstrip(".")
+            if "properties" in described["properties"][key]:
+                check(value, described["properties"][key], here)
+            else:
+                assert here in documented
+
+    check(values, schema, "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("router.discover={http://vllm:8000}", "router/discover"),
+        ("router.replica=3", "additional properties 'replica' not allowed"),
+        ("router.routingLogic=fastest", "router/routingLogic"),
+        ("collector.tempoEndpoint=http://tempo:4317", "collector/tempoEndpoint"),
+        ("prometheusRule.sloBudget=1.5", "prometheusRule/sloBudget"),
+        ("trial.enabled=false", "collector.tempoEndpoint is empty"),
+        ("router.discover=null", "the router has no instances"),
+        ("router.auth.insecure=false", "router.auth needs existingSecret"),
+        ("monitors.vllm.enabled=true", "monitors.vllm.matchLabels is empty"),
+    ],
+)
+def test_wrong_values_are_refused(setting: str, message: str) -> None:
+    """With a sentence that names the value."""
+    values = chart.CHART / "examples" / "trial" / "values.yaml"
+    flag = "--set-json" if setting.endswith("=null") else "--set"
+    done = run_helm("template", "x", str(chart.CHART), "-f", str(values), flag, setting)
+
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_the_default_values_ask_for_instances() -> None:
+    """Nothing can be guessed there."""
+    done = run_helm("template", "x", str(chart.CHART))
+
+    assert done.returncode != 0 and "set router.discover" in done.stderr
+
+
+def test_names_are_those_of_the_repository() -> None:
+    """Versions, images and the metric for scaling are written in one more place each."""
+    values = yaml.safe_load((chart.CHART / "values.yaml").read_text("utf-8"))
+    compose = yaml.safe_load((CHECKOUT / "docker-compose.yml").read_text("utf-8"))
+    image = values["router"]["image"]
+    collector = values["collector"]["image"]
+
+    assert f"{image['repository']}:{image['tag']}" == compose["services"]["router"]["image"]
+    assert f"{collector['repository']}:{collector['tag']}" == compose["x-collector"]["image"]
+    for part in ("tempo", "prometheus", "grafana"):
+        assert values["trial"][part]["image"] == compose["services"][part]["image"]
+    metadata = yaml.safe_load((chart.CHART / "Chart.yaml").read_text("utf-8"))
+    assert metadata["appVersion"] == __version__
+    assert f"## {metadata['version']}" in (chart.CHART / "UPGRADING.md").read_text("utf-8")
+    scaled = index_documents(chart.CHART / "examples" / "scale-out" / "values.yaml")
+    (scaler,) = (
+        each
+        for (kind, name), each in scaled.items()
+        if kind == "HorizontalPodAutoscaler" and name.endswith("router")
+    )
+    assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == names.METRIC_UNDER_WAY
+
+
+def test_the_router_drains_before_it_is_killed() -> None:
+    """The grace period is longer than all that happens in it, and one replica of several stays."""
+    documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
+    pod = documents["Deployment", "ttft-ttft-otel-router"]["spec"]["template"]["spec"]
+    flags = dict(each.split("=", 1) for each in pod["containers"][0]["args"] if "=" in each)
+
+    drain_s = int(flags["--drain-delay"]) + int(flags["--drain-timeout"])
+    assert pod["terminationGracePeriodSeconds"] > drain_s
+    readiness = pod["containers"][0]["readinessProbe"]
+    assert int(flags["--drain-delay"]) > readiness["periodSeconds"] * readiness["failureThreshold"]
+    assert "--insecure" not in pod["containers"][0]["args"]
+    assert ("PodDisruptionBudget", "ttft-ttft-otel-router") in documents
+
+
+def test_discovery_may_read_slices_and_nothing_else() -> None:
+    """A Role in each namespace that a source names, bound to the router's account there."""
+    documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
+    role = documents["Role", "ttft-ttft-otel-router-discovery"]
+    binding = documents["RoleBinding", "ttft-ttft-otel-router-discovery"]
+
+    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "inference"
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+    assert binding["subjects"][0]["namespace"] == chart.NAMESPACE
+    dns_only = index_documents(chart.CHART / "examples" / "scale-out" / "values.yaml")
+    assert not [name for kind, name in dns_only if kind == "Role"]
+    router = dns_only["Deployment", "ttft-ttft-otel-router"]["spec"]["template"]["spec"]
+    assert router["automountServiceAccountToken"] is False
+
+
+def test_every_container_is_contained() -> None:
+    """No root, no writable root file system, no capability, and memory has a limit."""
+    for each in chart.find_values_files():
+        for document in read_documents(chart.render_chart(each)):
+            if document["kind"] not in ("Deployment", "StatefulSet"):
+                continue
+            pod = document["spec"]["template"]["spec"]
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            for container in pod["containers"]:
+                assert container["securityContext"] == {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                }
+                assert "memory" in container["resources"]["limits"]
+                assert "readinessProbe" in container
+
+
+def test_dashboards_and_rules_are_those_of_the_repository() -> None:
+    """Byte for byte, but for the objective."""
+    documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
+    for name in ("ttft", "ttft-health"):
+        config_map = documents["ConfigMap", f"ttft-ttft-otel-dashboard-{name}"]
+        path = CHECKOUT / "grafana" / "dashboards" / f"{name}.json"
+        assert config_map["data"][f"{name}.json"].strip() == path.read_text("utf-8").strip()
+        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert len(json.dumps(config_map)) < 1_000_000, "etcd takes 1 MiB"
+    groups = documents["PrometheusRule", "ttft-ttft-otel"]["spec"]["groups"]
+    expected = [
+        group
+        for kind in ("rules", "alerts")
+        for group in yaml.safe_load(
+            (CHECKOUT / "grafana" / "prometheus" / kind / "ttft.yml").read_text("utf-8")
+        )["groups"]
+    ]
+    recorded = {rule.get("record"): rule["expr"] for rule in groups[0]["rules"]}
+    assert recorded["ttft:slo:seconds"] == "vector(2)"
+    for given, wanted in zip(groups, expected, strict=True):
+        for rule, original in zip(given["rules"], wanted["rules"], strict=True):
+            if original.get("record") not in ("ttft:slo:seconds", "ttft:slo:budget"):
+                assert rule == original
+
+
+def test_the_second_tier_is_named_pod_by_pod() -> None:
+    """The first tier's list has exactly the pods of the StatefulSet."""
+    documents = index_documents(chart.CHART / "examples" / "scale-out" / "values.yaml")
+    second = documents["StatefulSet", "ttft-ttft-otel-collector-tier2"]["spec"]
+    first = documents["Deployment", "ttft-ttft-otel-collector-tier1"]["spec"]["template"]["spec"]
+    variables = {each["name"]: each.get("value") for each in first["containers"][0]["env"]}
+
+    hosts = yaml.safe_load(variables["TTFT_TIER2"])
+    assert hosts == [
+        f"ttft-ttft-otel-collector-tier2-{number}.{second['serviceName']}.{chart.NAMESPACE}.svc:4317"
+        for number in range(second["replicas"])
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("*.yaml")), ids=lambda path: path.name)
+def test_manifests_beside_the_chart(path: Path) -> None:
+    """Objects pass their schemas; files named *-values.yaml are values of other people's charts."""
+    text = path.read_text("utf-8")
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n# ")
+    documents = read_documents(text)
+    if path.name.endswith("-values.yaml"):
+        assert len(documents) == 1 and "kind" not in documents[0]
+    else:
+        validate_documents(documents)
+    if "TTFT_OTEL" in text:
+        assert re.search(r"name: TTFT_OTEL\b", text)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the router's instances as its sources name them; command.py runs it beside the router.
+
+What is found is registered, what is gone deregistered, which drains it. A source that cannot be asked
+changes nothing: the instances that it named last stay in use, and health probes say whether they live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from ttft_otel.router.discovery.findings import Findings, InstanceSource
+from ttft_otel.router.errors import RequestRejected, SourceUnreachable
+
+MAX_RETRY_PAUSE_S: Final = 30.0  # seconds between two attempts to reach a source
+CANCEL_AGAIN_S: Final = 0.2  # seconds until a task that goes on is cancelled once more
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+class InstanceRoster(Protocol):
+    """Who takes instances in and out: control/registrations.py."""
+
+    def has_url(self, url: str) -> bool:
+        """Whether the instance is registered."""
+        ...
+
+    def register_instance(self, role: str, url: str) -> bool:
+        """Take it in; True if it is new. Raises RequestRejected."""
+        ...
+
+    def deregister_instance(self, url: str) -> bool:
+        """Drain it, then take it out; True if it was there."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class WatchedSource:
+    """A source with what it named last; `problem` is why that is not all, or not news."""
+
+    source: InstanceSource
+    roles_by_url: dict[str, str] = field(default_factory=dict)
+    problem: str = "not asked yet"
+    failures: int = 0  # times that it could not be asked, since the start
+
+    @property
+    def name(self) -> str:
+        """How the user wrote it."""
+        return self.source.address.text
+
+
+class Discovery:
+    """All sources of a router. retry_pause_s: seconds after the first failure; doubled after each."""
+
+    def __init__(
+        self, sources: Sequence[InstanceSource], roster: InstanceRoster, retry_pause_s: float
+    ) -> None:
+        self.watched = [WatchedSource(each) for each in sources]
+        self.roster, self.retry_pause_s = roster, retry_pause_s
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """Ask all sources meanwhile."""
+        tasks = [asyncio.create_task(self._watch_forever(each)) for each in self.watched]
+        try:
+            yield
+        finally:
+            await end_tasks(tasks)
+
+    def describe_sources(self) -> list[dict[str, Any]]:
+        """Each source for /readyz: how many instances it names, and its problem if it has one."""
+        return [
+            {"source": each.name, "instances": len(each.roles_by_url)}
+            | ({"problem": each.problem} if each.problem else {})
+            for each in self.watched
+        ]
+
+    async def _watch_forever(self, watched: WatchedSource) -> None:
+        pause_s = self.retry_pause_s
+        while True:
+            problem = "its watch ended"
+            try:
+                async with aclosing(watched.source.watch_findings()) as findings:
+                    async for each in findings:
+                        self.apply_findings(watched, each)
+                        pause_s = self.retry_pause_s
+            except SourceUnreachable as error:
+                problem = str(error)
+            except Exception as error:
+                # One odd answer must not end discovery.
+                log.exception("ttft-otel: %s: unexpected answer", watched.name)
+                problem = f"unexpected answer: {error!r}"
+            watched.failures += 1
+            self._note_problem(
+                watched,
+                f"{problem}; the {len(watched.roles_by_url)} instances known before stay in use",
+            )
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+            pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
+
+    def apply_findings(self, watched: WatchedSource, findings: Findings) -> None:
+        """Register and deregister instances until they are those that the source names."""
+        refused: dict[str, str] = {}
+        # New ones first: where a rollout replaces all of them at once, there is never none.
+        for url, role in findings.roles_by_url.items():
+            if watched.roles_by_url.get(url) != role or not self.roster.has_url(url):
+                try:
+                    self.roster.register_instance(role, url)
+                except RequestRejected as error:
+                    refused[url] = str(error)
+        before = watched.roles_by_url
+        watched.roles_by_url = {
+            url: role for url, role in findings.roles_by_url.items() if url not in refused
+        }
+        named = {url for each in self.watched for url in each.roles_by_url}
+        for url in before.keys() - named:
+            self.roster.deregister_instance(url)
+        refusal = next((f"{url} was refused: {text}" for url, text in refused.items()), "")
+        self._note_problem(watched, refusal or findings.problem)
+
+    def _note_problem(self, watched: WatchedSource, problem: str) -> None:
+        """Keep a problem, "" for none, and log each change once."""
+        if problem == watched.problem:
+            return
+        watched.problem = problem
+        if problem:
+            log.warning("ttft-otel: --discover %s: %s", watched.name, problem)
+        else:
+            log.warning(
+                "ttft-otel: --discover %s: %d instances", watched.name, len(watched.roles_by_url)
+            )
+
+
+async def end_tasks(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Once is not enough: before Python 3.12 asyncio.wait_for, which dnspython uses, swallows a cancellation
+    that comes as the awaited answer does, and a task that asks for ever would go on.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List and watch EndpointSlices over HTTP, with a pod's own rights; kubernetes_source.py keeps what it says.
+
+Own code over aiohttp, which the router has anyway: the generated clients import for seconds and keep 80 MB,
+and leave to their callers what is hard here, listing again after 410 (docs/adr/014-discovery.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from ttft_otel.router.errors import SourceUnreachable, WatchExpired
+from ttft_otel.router.types import JSON_ERRORS
+from ttft_otel.router.upstream.bounded_body import read_bounded_body
+
+ACCOUNT_FOLDER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+WATCH_S: Final = 60  # seconds for which one watch runs; then it goes on from where it was
+SILENCE_S: Final = 15.0  # seconds beyond that until a connection that says nothing is given up
+LIST_TIMEOUT_S: Final = 30.0  # seconds for a list
+MAX_LIST_BYTES: Final = 33_554_432  # bytes of a list; 10,000 endpoints have about 5 MB
+MAX_EVENT_BYTES: Final = 4_194_304  # bytes of one slice; etcd takes 1.5 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAccess:
+    """Where the API server is, and who we are there.
+
+    token_file, ca_file: of the service account; None for `kubectl proxy`, which has rights of its own.
+    """
+
+    url: str
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+    def read_headers(self) -> dict[str, str]:
+        """Read the token anew: kubelet replaces it within an hour. Raises SourceUnreachable."""
+        if self.token_file is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {self.token_file.read_text('ascii').strip()}"}
+        except (OSError, UnicodeDecodeError) as error:
+            raise SourceUnreachable(f"no token of a service account: {error}") from error
+
+
+def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> ClusterAccess:
+    """The API server at `api_url`; where that is empty, the one of the pod that we run in.
+
+    Raises ValueError, with the remedy, outside a pod.
+    """
+    if api_url:
+        return ClusterAccess(api_url.rstrip("/"))
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
+    if not host:
+        raise ValueError(
+            "k8s:// needs a pod with a service account, or --kubernetes-api URL, as `kubectl proxy` gives it"
+        )
+    shown_host = f"[{host}]" if ":" in host else host
+    return ClusterAccess(f"https://{shown_host}:{port}", folder / "token", folder / "ca.crt")
+
+
+class KubernetesApi:
+    """The EndpointSlices of a namespace that match a label selector.
+
+    watch_s: seconds for which one watch runs.
+    """
+
+    def __init__(
+        self, access: ClusterAccess, namespace: str, selector: str, watch_s: int = WATCH_S
+    ) -> None:
+        self.access, self.selector, self.watch_s = access, selector, watch_s
+        self._url = (
+            f"{access.url}/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
+        )
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the session. Raises SourceUnreachable for a CA that cannot be read."""
+        try:
+            context = (
+                ssl.create_default_context(cafile=str(self.access.ca_file))
+                if self.access.ca_file is not None
+                else None
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise SourceUnreachable(f"no CA of the API server: {error}") from error
+        connector = aiohttp.TCPConnector(ssl=context if context is not None else True)
+        self._session = aiohttp.ClientSession(connector=connector)
+
+    async def close(self) -> None:
+        """Close the session; idempotent."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def list_slices(self) -> tuple[list[dict[str, Any]], str]:
+        """All slices, and the version of the list, from which a watch goes on.
+
+        Raises SourceUnreachable.
+        """
+        timeout = aiohttp.ClientTimeout(total=LIST_TIMEOUT_S)
+        async with self._request({}, timeout) as response:
+            try:
+                listed = msgspec.json.decode(await read_bounded_body(response, MAX_LIST_BYTES))
+                return listed.get("items") or [], str(listed["metadata"]["resourceVersion"])
+            except (*JSON_ERRORS, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise SourceUnreachable(f"its list cannot be read: {error!r}") from error
+
+    async def watch_slices(self, version: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Events since `version`, until the API server ends the watch, which is normal.
+
+        Raises WatchExpired when the version is too old, and SourceUnreachable.
+        """
+        query = {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(self.watch_s),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.watch_s + SILENCE_S)
+        async with self._request(query, timeout) as response:
+            async for line in split_lines(response):
+                try:
+                    event = msgspec.json.decode(line)
+                    body, kind = event["object"], event["type"]
+                except (*JSON_ERRORS, KeyError, TypeError) as error:
+                    raise SourceUnreachable(f"its event cannot be read: {error!r}") from error
+                if kind == "ERROR":
+                    raise build_error(int(body.get("code", 0)), str(body.get("message", "")))
+                yield event
+
+    @asynccontextmanager
+    async def _request(
+        self, query: dict[str, str], timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._session is not None, "open() first"
+        parameters = {"labelSelector": self.selector, **query}
+        headers = self.access.read_headers()
+        try:
+            async with self._session.get(
+                self._url, params=parameters, headers=headers, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise build_error(response.status, (await response.content.read(500)).decode())
+                yield response
+        except asyncio.TimeoutError as error:
+            raise SourceUnreachable(f"{self.access.url} does not answer") from error
+        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+            raise SourceUnreachable(
+                f"{self.access.url}: {error or type(error).__name__}"
+            ) from error
+
+
+def build_error(status: int, message: str) -> SourceUnreachable | WatchExpired:
+    """What a refusal of the API server means for us."""
+    if status == 410:
+        return WatchExpired(message)
+    if status in (401, 403):
+        message = f"{message[:300]}; the service account needs list and watch of endpointslices"
+    return SourceUnreachable(f"the API server answered {status}: {message[:400]}")
+
+
+async def split_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Lines of a stream; aiohttp's readline() refuses those beyond its buffer, and a slice may be longer."""
+    rest = bytearray()
+    async for chunk in response.content.iter_any():
+        rest += chunk
+        if b"\n" in chunk:
+            *lines, tail = bytes(rest).split(b"\n")
+            rest = bytearray(tail)
+            for line in lines:
+                if line.strip():
+                    yield line
+        if len(rest) > MAX_EVENT_BYTES:
+            raise SourceUnreachable(f"an event of more than {MAX_EVENT_BYTES} bytes")
