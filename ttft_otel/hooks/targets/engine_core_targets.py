@@ -7,10 +7,10 @@ from typing import Final
 
 from ttft_otel.hooks.targets.patch_target import (
     ENGINE_STAGES,
-    QUEUE_STAGES,
     PatchTarget,
     TargetPlace,
 )
+from ttft_otel.stages import QUEUE_STAGES
 
 CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
