@@ -24,7 +24,7 @@ STATE_CONTAINERS: Final = {
     "scheduler.running": ("ttft_otel.hooks.scheduler", "awaiting_first_token"),
     "scheduler.dead": ("ttft_otel.hooks.scheduler", "aborted_timelines"),
     "waiting.arrived": ("ttft_otel.hooks.waiting", "arrived"),
-    "waiting.queued": ("ttft_otel.hooks.waiting", "waiting"),
+    "waiting.queued": ("ttft_otel.hooks.waiting", "waiting_requests"),
     "kv.moving": ("ttft_otel.hooks.kv", "tracked_blocks"),
     "kv.gone": ("ttft_otel.hooks.kv", "unasked_answers"),
     "ec_kept.leases": ("ttft_otel.hooks.ec_kept", "leases"),

@@ -22,7 +22,7 @@ def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngine
     yield make_wrapped_core()(clock)
     scheduler.aborted_timelines.clear()
     waiting.arrived.clear()  # of requests that the test has not scheduled
-    waiting.waiting.clear()
+    waiting.waiting_requests.clear()
     assert not scheduler.awaiting_first_token
     assert not scheduler._freed_requests
     assert not scheduler._in_update[0]

@@ -45,7 +45,7 @@ def drive(
 def clear_state() -> None:
     for kept in (
         waiting.arrived,
-        waiting.waiting,
+        waiting.waiting_requests,
         waiting._blocked,
         scheduler.awaiting_first_token,
     ):
@@ -308,7 +308,7 @@ def test_ended_while_waiting(drive: MakeDriver) -> None:
     driver.step()
     driver.scheduler.finish_requests(["second", "third"], RequestStatus.FINISHED_ABORTED)
 
-    assert not waiting.waiting and not waiting.arrived
+    assert not waiting.waiting_requests and not waiting.arrived
     assert "second" in scheduler.aborted_timelines
 
 
@@ -319,7 +319,7 @@ def test_untraced(drive: MakeDriver) -> None:
         driver.add(f"r{number}", traced=False)
     driver.step()
 
-    assert not (waiting.arrived or waiting.waiting or waiting._times)
+    assert not (waiting.arrived or waiting.waiting_requests or waiting._times)
 
 
 EVENTS = st.lists(
@@ -361,7 +361,7 @@ def test_sums(
             cut, _ = driver.read(name)
             for stage in (*QUEUE_STAGES, STALL_STAGE):
                 assert sum(driver.sum_reasons(name, stage).values()) == cut.stages.get(stage, 0)
-    assert not waiting.waiting and not waiting.arrived
+    assert not waiting.waiting_requests and not waiting.arrived
 
 
 def perform_event(driver: Any, what: str, name: str, size: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from ttft_otel import carrier, clock, names
 from ttft_otel.carrier import EngineTimeline
 from ttft_otel.hooks import ec_items, kv, queue_reasons, vllm_fields, waiting, wrap
+from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 8192  # in awaiting_first_token
@@ -31,17 +32,16 @@ dropped_requests = 0
 def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After schedule(): admit new traced requests, count chunks, mark the step for the worker."""
     new_requests = output.scheduled_new_reqs
-    queued = bool(waiting.arrived or waiting.waiting)
-    if not (new_requests or awaiting_first_token or queued):  # most steps of a decoding engine
-        return
+    if not (new_requests or awaiting_first_token or arrived or waiting_requests):
+        return  # most steps of a decoding engine
     for data in new_requests:
         _admit_request(scheduler.requests.get(data.req_id))
-    if not (awaiting_first_token or queued):
+    if not (awaiting_first_token or arrived or waiting_requests):
         return
     now = clock.now_us()  # one time for all requests of the step
     if awaiting_first_token:
         _record_scheduled(scheduler, output, now)
-    if queued:
+    if arrived or waiting_requests:
         waiting.record_queue(scheduler, output, now)
 
 
@@ -136,7 +136,8 @@ def _record_first_chunk(
     """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
     facts = vllm_fields.get_facts(scheduler)
     timeline.scheduled = now
-    waiting.end_wait(timeline, request.request_id, now)
+    if waiting_requests:
+        waiting.end_wait(timeline, request.request_id, now)
     timeline.cached = timeline.high = start
     timeline.prompt = request.num_prompt_tokens
     timeline.rank = facts.rank

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -43,18 +44,19 @@ class WaitingRequest:
 
 # Filled by the engine core's input thread, emptied by its main thread: [request, steps without it].
 arrived: deque[list[Any]] = deque(maxlen=MAX_WAITING)
-waiting: dict[str, WaitingRequest] = {}
-_blocked: dict[str, WaitingRequest] = {}  # those of `waiting` that have a reason of their own
+waiting_requests: dict[str, WaitingRequest] = {}
+_blocked: dict[str, WaitingRequest] = {}  # those of them that have a reason of their own
 _times: list[int] = []  # when the queue's reason changed, while anybody waits
 _codes: list[int] = []  # to what
 
 
 def record_queue(scheduler: Any, output: Any, now: int) -> None:
     """After a schedule() that returned at `now` (us): why those whom it left out were left out."""
-    joined = _take_arrivals(scheduler.requests)
-    if not (waiting or joined):
-        _times.clear()
-        _codes.clear()
+    joined = _take_arrivals(scheduler.requests) if arrived else ()
+    if not (waiting_requests or joined):
+        if _times:
+            _times.clear()
+            _codes.clear()
         return
     reason = queue_reasons.find_common_reason(scheduler, output)
     if not _codes or _codes[-1] != reason:
@@ -67,7 +69,7 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
         _follow_blocked(scheduler, now)
 
 
-def _take_arrivals(known: Any) -> list[Any]:
+def _take_arrivals(known: Any) -> Sequence[Any]:
     """Requests that have reached the scheduler and wait there; the others stay for the next step."""
     joined = []
     for _ in range(len(arrived)):
@@ -83,8 +85,8 @@ def _take_arrivals(known: Any) -> list[Any]:
 
 
 def _join_queue(request: Any, now: int) -> None:
-    if len(waiting) < MAX_WAITING:
-        waiting[request.request_id] = WaitingRequest(request, now)
+    if len(waiting_requests) < MAX_WAITING:
+        waiting_requests[request.request_id] = WaitingRequest(request, now)
     else:
         request._ttft.reasons += (now, OTHER)
 
@@ -111,7 +113,7 @@ def _shorten_changes(times: list[int], codes: list[int], kept: int) -> tuple[lis
 def _note_overtaken(known: dict[str, Any], admitted: Any) -> None:
     for data in admitted:
         taker = known.get(data.req_id)
-        for entry in islice(waiting.values(), MAX_LOOKED_AT):
+        for entry in islice(waiting_requests.values(), MAX_LOOKED_AT):
             request = entry.request
             if (
                 taker is not None
@@ -126,12 +128,12 @@ def _follow_blocked(scheduler: Any, now: int) -> None:
     """Note the own reasons of those that have, or have had, one."""
     deferred = queue_reasons.get_deferred(scheduler)
     ids = [*islice(_blocked, MAX_LOOKED_AT)]
-    if len(waiting) <= MAX_LOOKED_AT:
-        ids += [request_id for request_id in waiting if request_id not in _blocked]
+    if len(waiting_requests) <= MAX_LOOKED_AT:
+        ids += [request_id for request_id in waiting_requests if request_id not in _blocked]
     else:
         ids += [each.request_id for each in islice(deferred, MAX_LOOKED_AT)]
     for request_id in ids:
-        entry = waiting.get(request_id)
+        entry = waiting_requests.get(request_id)
         if entry is None:
             continue
         request = entry.request
@@ -170,7 +172,7 @@ def _copy_shared(entry: WaitingRequest, now: int) -> None:
 
 def end_wait(timeline: EngineTimeline, request_id: str, now: int) -> None:
     """A step has taken the request, or it has ended: put its reasons into its timeline."""
-    entry = waiting.pop(request_id, None)
+    entry = waiting_requests.pop(request_id, None)
     if entry is None:
         if not timeline.scheduled:
             _drop_arrival(request_id)
