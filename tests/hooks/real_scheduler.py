@@ -41,6 +41,7 @@ STEP_US = 10_000
 WRAPPED_METHODS = {
     "scheduler.schedule": "schedule",
     "scheduler.update": "update_from_output",
+    "scheduler.pause": "set_pause_state",
     "scheduler.free": "_free_request",
 }
 

@@ -260,6 +260,27 @@ def test_paused(drive: MakeDriver, state: str) -> None:
     assert_reason(driver, "paused", "paused")
 
 
+def test_paused_while_waiting(drive: MakeDriver) -> None:
+    """A pause in which no step runs is told from the queue before it."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    driver = drive(max_num_seqs=1)
+    driver.add("first", answer=8)
+    driver.step()
+    driver.add("second")
+    for _ in range(3):
+        driver.step()
+    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    driver.clock.tick(400_000)
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run_until_answered("second")
+
+    assert driver.sum_reasons("second", *QUEUE_STAGES) == {
+        "max_num_seqs": 70_000,
+        "paused": 400_000,
+    }
+
+
 # Two at once: which of them counts, written before the first run.
 TWO_AT_ONCE = {
     ("max_num_seqs", "token_budget"): "max_num_seqs",

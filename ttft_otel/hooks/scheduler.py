@@ -241,5 +241,6 @@ HOOKS: Final = {
         ready=awaiting_first_token,
         runs_after_error=True,
     ),
+    "scheduler.pause": wrap.Hook(after=waiting.record_pause, ready=waiting_requests),
     "scheduler.free": wrap.Hook(before=record_freed),
 }

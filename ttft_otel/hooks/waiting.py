@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
+from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
 from ttft_otel.hooks import queue_reasons, vllm_fields
-from ttft_otel.hooks.queue_reasons import NO_REASON, OTHER, PRIORITY
+from ttft_otel.hooks.queue_reasons import NO_REASON, OTHER, PAUSED, PRIORITY
 from ttft_otel.wait_reasons import gather_reasons
 
 MAX_WAITING: Final = 2048  # requests that are followed; reasons of more are "other"
@@ -67,6 +68,12 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
         _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
     if _blocked or queue_reasons.get_deferred(scheduler):
         _follow_blocked(scheduler, now)
+
+
+def record_pause(_: None, result: Any, scheduler: Any, pause_state: Any) -> None:
+    """After set_pause_state(): no step may run, and tell it, until the scheduler goes on."""
+    if pause_state and (not _codes or _codes[-1] != PAUSED):
+        _note_change(PAUSED, clock.now_us())
 
 
 def _take_arrivals(known: Any) -> Sequence[Any]:

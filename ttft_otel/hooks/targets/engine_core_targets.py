@@ -43,6 +43,17 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("scheduler_output", "model_runner_output"),
     ),
     PatchTarget(
+        "scheduler.pause",
+        "core",
+        (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
+        "since when a queued request waits for the end of a pause",
+        (),
+        "a paused engine core runs no step that could tell",
+        "scheduling events say that requests wait, and why",
+        reads=("pause_state",),
+        part=True,
+    ),
+    PatchTarget(
         "scheduler.free",
         "core",
         (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),
