@@ -18,6 +18,7 @@ from ttft_otel.hooks.targets import TARGETS_BY_NAME
 REQUESTS_PER_ROUND: Final = 400
 STEPS_PER_ROUND: Final = 2000
 DECODE_BATCH: Final = 64  # requests in each step
+WAITING_REQUESTS: Final = 200  # all traced
 # Target -> the method of FakeVllmHost that stands for it.
 METHOD_BY_TARGET: Final = {
     "scheduler.schedule": "schedule",
@@ -173,6 +174,41 @@ def run_decode_steps(kind: type[FakeVllmHost]) -> int:
         host.sample_tokens(result)
         host.update_from_output(output, result)
     return process_time_ns() - began_ns
+
+
+def run_waiting_steps(kind: type[FakeVllmHost]) -> int:
+    """Decode steps while WAITING_REQUESTS traced requests wait, for a place or for tokens by turns; CPU
+    ns of STEPS_PER_ROUND steps. Only the scheduler's half of a step.
+    """
+    host: Any = kind()
+    requests = {}
+    for n in range(WAITING_REQUESTS):
+        request = SimpleNamespace(
+            request_id=f"w{n}",
+            trace_headers={names.CARRIER: "1"},
+            status="waiting",
+            num_computed_tokens=0,
+            num_tokens=100,
+        )
+        requests[request.request_id] = request
+    host.requests = requests
+    host.running, host.max_num_running_reqs = [None] * DECODE_BATCH, DECODE_BATCH
+    host.max_num_scheduled_tokens = DECODE_BATCH
+    for request in requests.values():
+        host.preprocess_add_request(
+            SimpleNamespace(trace_headers=request.trace_headers, made=request)
+        )
+    output = build_scheduler_output([], {f"r{n}": 1 for n in range(DECODE_BATCH)})
+    host.schedule(output)  # they join the queue
+    lists = (host.running, host.running[1:])
+    began_ns = process_time_ns()
+    for number in range(STEPS_PER_ROUND):
+        host.running = lists[number >> 4 & 1]
+        host.schedule(output)
+    spent_ns = process_time_ns() - began_ns
+    for request in requests.values():
+        host._free_request(request)
+    return spent_ns
 
 
 def run_device_steps(kind: type[FakeVllmHost]) -> int:

@@ -224,10 +224,12 @@ def list_cases() -> list[HookCase]:
         build_api_case(
             "api_request_counted", Settings(on=True, sampler="always_off", metrics=True), True, 3.0
         ),
-        build_core_case("core_request", 0, 0.4, MAX_CORE_SHARE),
-        build_core_case("core_request_image", 1, 0.9),
+        build_core_case("core_request", 0, 0.5, MAX_CORE_SHARE),
+        build_core_case("core_request_image", 1, 1.0),
         build_step_case("decode_step", fake_vllm.run_decode_steps, 1.7),
         build_step_case("decode_step_connector", fake_vllm.run_connector_steps, 1.5),
+        # Against one wrapper; 2 us a step are what a waiting request may cost on a fast core.
+        build_step_case("waiting_step", fake_vllm.run_waiting_steps, 20.0),
         build_step_case("prefill_step_device", fake_vllm.run_device_steps, 26.0),
     ]
 

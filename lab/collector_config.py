@@ -132,6 +132,11 @@ def generate_own_keys() -> Iterator[str]:
     }
     server, router = list_full_stage_names()
     keys |= {names.name_stage_attribute(stage) for stage in (*server, *router)}
+    keys |= {
+        names.name_reason_attribute(stage, reason)
+        for stage in (*stages.QUEUE_STAGES, stages.STALL_STAGE)
+        for reason in stages.WAIT_REASON_NAMES
+    }
     after = (*router, names.FIRST_DECODE, stages.UNATTRIBUTED)
     keys |= {names.name_handover_attribute(stage) for stage in after}
     yield "- keep_keys(span.attributes, ["

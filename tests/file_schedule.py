@@ -15,6 +15,7 @@ VLLM_FILES: Final = (
     "tests/hooks/test_ec_items.py",
     "tests/hooks/test_ec_kept.py",
     "tests/hooks/test_ec_worker.py",
+    "tests/hooks/test_queue_reasons.py",
 )
 # Files of five seconds and more, whatever number of tests. The last ones to begin decide when the run ends.
 LONG_FILES: Final = (

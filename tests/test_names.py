@@ -33,6 +33,9 @@ SHIPPED = [
 ]
 
 
+WAITING_STAGES = (stages.QUEUE_STAGES[0], stages.STALL_STAGE)
+
+
 def list_constants() -> dict[str, str]:
     """Every public name in names.py, by the constant that holds it."""
     return {
@@ -47,6 +50,10 @@ def build_vocabulary() -> dict[str, Any]:
         "stage attributes": {name: names.name_stage_attribute(name) for name in stages.STAGE_NAMES},
         "unattributed": stages.UNATTRIBUTED,
         "parts": stages.STAGE_PARTS,
+        "wait reasons": {
+            reason: [names.name_reason_attribute(stage, reason) for stage in WAITING_STAGES]
+            for reason in stages.WAIT_REASON_NAMES
+        },
         "router stages": stages.ROUTER_STAGES,
         "roles": stages.ROLES,
         "services": stages.SERVICE_NAMES,
@@ -67,6 +74,7 @@ def is_known_word(word: str) -> bool:
     return (
         word in list_constants().values()
         or names.parse_stage_attribute(word) is not None
+        or names.parse_reason_attribute(word) is not None
         or stages.is_known_stage(word.removeprefix("ttft."))
         or names.parse_stage_attribute(word.replace(f"{names.HANDOVER}.", "ttft.")) is not None
         or word == names.name_handover_attribute(names.FIRST_DECODE)

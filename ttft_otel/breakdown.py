@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ttft_otel.stages import UNATTRIBUTED
+from ttft_otel.wait_reasons import ReasonSlice, divide_waits
 
 CODE_ENCODER: Final = 9  # codes of the worker's intervals, keys of stages.STAGES_BY_CODE
 CODE_FORWARD: Final = 10
@@ -52,6 +53,7 @@ class Marks:
     """The marks of one request: CLOCK_MONOTONIC in microseconds, 0 for a mark that is missing.
 
     waits: (stage, start, end) intervals inside the queue that belong to connectors.
+    reasons: (since when, code of the reason) for which the scheduler left the request out.
     foreign: the worker's clock is not the engine core's, or it gives lengths only: the places of its
         intervals are not usable.
     clock_offset, clock_error: what was subtracted from the engine core's times because its clock is
@@ -69,6 +71,7 @@ class Marks:
     asking: int = 0  # since then an encoder-cache connector has been answering "not yet"
     encoder_first: bool = False
     waits: list[tuple[str, int, int]] = field(default_factory=list)
+    reasons: list[tuple[int, int]] = field(default_factory=list)
     steps: list[EngineStep] = field(default_factory=list)
     entered: int = 0
     received: int = 0
@@ -89,6 +92,7 @@ class Breakdown:
 
     pieces: (stage, start, end) in time order, contiguous from start to end.
     clamped: how far marks lay before their predecessor, in total; such marks are moved forward.
+    reasons: the waiting pieces, divided among the reasons of the scheduler.
     """
 
     start: int
@@ -97,6 +101,7 @@ class Breakdown:
     stages: dict[str, int]
     unattributed: int
     clamped: int
+    reasons: list[ReasonSlice] = field(default_factory=list)
 
 
 class PartitionCursor:
@@ -158,7 +163,7 @@ def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Break
     if end:
         cursor.is_open = False
         cursor.close_stage(failed_stage or UNATTRIBUTED, max(end, cursor.position))
-    return _build_breakdown(cursor, marks.arrive)
+    return _build_breakdown(cursor, marks)
 
 
 def _close_queue(cursor: PartitionCursor, marks: Marks) -> None:
@@ -261,14 +266,14 @@ def _add_remote_lengths(cursor: PartitionCursor, marks: Marks) -> None:
     cursor.is_open = True
 
 
-def _build_breakdown(cursor: PartitionCursor, start: int) -> Breakdown:
+def _build_breakdown(cursor: PartitionCursor, marks: Marks) -> Breakdown:
     totals: dict[str, int] = {}
     for label, low, high in cursor.pieces:
         totals[label] = totals.get(label, 0) + high - low
     lost = totals.pop(UNATTRIBUTED, 0)
-    return Breakdown(
-        start, cursor.position, _merge_tail_pieces(cursor.pieces), totals, lost, cursor.clamped
-    )
+    pieces = _merge_tail_pieces(cursor.pieces)
+    reasons = divide_waits(pieces, marks.reasons)
+    return Breakdown(marks.arrive, cursor.position, pieces, totals, lost, cursor.clamped, reasons)
 
 
 def _merge_tail_pieces(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ from ttft_otel.breakdown import LOST_FORWARD, EngineStep, Marks
 from ttft_otel.stages import STAGES_BY_CODE
 from ttft_otel.timing import ClockNote
 
-TIMELINE_VERSION: Final = 5
+TIMELINE_VERSION: Final = 6
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
 # tells which clock placed its intervals. Without it they are the host's times.
 CODE_CLOCK: Final = 0
@@ -64,6 +64,7 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     high: largest number of computed tokens so far; below it, tokens are recomputed.
     media: its media items and where their encodings came from (media_items.py); empty without any.
     waits: stage code, start, end, repeated.
+    reasons: since when, and why (position in stages.WAIT_REASONS), repeated: in the queue and in stalls.
     steps: worker records (boot, sampled, lost, code, start, end, code, ...); one tuple is shared by
         all requests of a step. A last entry of code CODE_CLOCK tells which clock placed the others.
     """
@@ -94,6 +95,7 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     blocks: list[int] = []
     media: list[int] = []
     waits: list[int] = []
+    reasons: list[int] = []
     steps: list[tuple[int, ...]] = []
 
     def add_step(self, record: tuple[int, ...] | None) -> None:
@@ -206,6 +208,7 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     for code, start, end in zip(waits[::3], waits[1::3], waits[2::3], strict=False):
         if code in STAGES_BY_CODE:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
+    marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))
     for record in timeline.steps:
         # A worker on another host (multi-node) has another boot: its times are not comparable.
         marks.foreign = marks.foreign or bool(record and record[0] != timeline.boot)

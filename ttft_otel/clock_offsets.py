@@ -109,6 +109,7 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
         for time in (marks.added, marks.scheduled, marks.entered, marks.moving, marks.asking)
     )
     marks.waits = [(stage, start - offset, end - offset) for stage, start, end in marks.waits]
+    marks.reasons = [(since - offset, code) for since, code in marks.reasons]
     if marks.foreign:
         return
     marks.steps = [
@@ -123,4 +124,4 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
 
 def _remove_core_marks(marks: Marks) -> None:
     marks.added = marks.scheduled = marks.entered = marks.moving = marks.asking = 0
-    marks.waits, marks.steps = [], []
+    marks.waits, marks.reasons, marks.steps = [], [], []

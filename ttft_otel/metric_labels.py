@@ -16,6 +16,7 @@ METRIC_LABELS: Final = {
         *(names.ROLE, names.MODEL, names.STAGE, names.LEG, names.INSTANCE),
         names.ERROR_TYPE,
     ),
+    names.METRIC_REASON: (names.ROLE, names.MODEL, names.QUEUE_REASON, names.ERROR_TYPE),
     names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
     names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
 }

@@ -52,6 +52,8 @@ OWN_TOKENS: Final = "ttft.prefill.own_tokens"
 STEP_TOKENS: Final = "ttft.prefill.step_tokens"
 OWN_ITEMS: Final = "ttft.encoder.own_items"
 STEP_ITEMS: Final = "ttft.encoder.step_items"
+QUEUE_REASON: Final = "ttft.queue.reason"  # of a span inside a queue, one of stages.WAIT_REASONS
+STALL_REASON: Final = "ttft.stall.reason"  # of a span between chunks, likewise
 ENCODER_UNFINISHED: Final = "ttft.encoder.unfinished"  # the answer left before the encoder ended
 CACHED_ITEMS: Final = "ttft.encoder.cached_items"
 KV_TOKENS: Final = "ttft.kv.tokens"
@@ -126,6 +128,7 @@ METRICS_FROM_EXPORTER: Final = "exporter"
 # Metrics that the collector makes from outermost spans, or the exporter process from records; in seconds.
 METRIC_TTFT: Final = "ttft.duration"
 METRIC_STAGE: Final = "ttft.stage.duration"
+METRIC_REASON: Final = "ttft.queue.reason.duration"
 METRIC_RECOMPUTED: Final = "ttft.ec.recomputed"
 METRIC_CONVENTION: Final = "gen_ai.server.time_to_first_token"
 
@@ -225,6 +228,23 @@ def name_handover_attribute(stage: str) -> str:
     stage: `decode.kv.transfer` gives `ttft.handover.decode.kv.transfer_us`.
     """
     return f"{HANDOVER}.{stage}_us"
+
+
+def name_reason_attribute(stage: str, reason: str) -> str:
+    """The attribute with the microseconds that a request waited for `reason` in a queue, or a stall.
+
+    stage: `encoder.queue` and `prefill.queue` have one attribute, `ttft.queue.<reason>_us`;
+    `prefill.stall` has `ttft.stall.<reason>_us`.
+    """
+    return f"ttft.{'stall' if stage == stages.STALL_STAGE else 'queue'}.{reason}_us"
+
+
+def parse_reason_attribute(attribute: str) -> tuple[str, str] | None:
+    """("queue" or "stall", reason) of an attribute of name_reason_attribute(); None for others."""
+    head, _, rest = attribute.removeprefix("ttft.").partition(".")
+    reason = rest.removesuffix("_us")
+    known = head in ("queue", "stall") and rest.endswith("_us") and reason in stages.WAIT_REASONS
+    return (head, reason) if known else None
 
 
 def parse_stage_attribute(attribute: str) -> str | None:

@@ -19,7 +19,8 @@ Attributes: TypeAlias = dict[str, Value]
 class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One span below `ttft`: a stage (or a piece of one), a part of a stage, or a sibling.
 
-    kind: "stage" carries `ttft.stage`, "part" `ttft.part`, "sibling", "late" and "step" neither.
+    kind: "stage" carries `ttft.stage`, "part" `ttft.part`, "reason" one of its own attributes that
+    says why a stage waited; "sibling", "late" and "step" none of these.
     name: full name, with the leg's prefix on a router ("encode.preprocess").
     """
 

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import Final
 
-from ttft_otel import breakdown, carrier, media_items, names
+from ttft_otel import breakdown, carrier, media_items, names, stages
 from ttft_otel.endpoints import OPERATION_BY_PATH
 from ttft_otel.record import Attributes, Piece, Server, Ttft
 from ttft_otel.request_trace import RequestTrace
 from ttft_otel.roles import identity, resolve_role
+from ttft_otel.wait_reasons import ReasonSlice
 
 MAX_PARTS: Final = 64  # parts of stages that are kept of a request
+MAX_REASON_PIECES: Final = 64  # of which the sums on the `ttft` span do not depend
 
 
 def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
@@ -54,7 +57,7 @@ def make_server(trace: RequestTrace) -> Server:
 def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     """The `ttft` half of the record of `trace`, whose breakdown is `cut`."""
     base = trace.arrive
-    pieces = [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
+    pieces = _make_stage_pieces(cut)
     pieces += [
         Piece("part", name, low - base, high - base) for name, low, high in trace.parts[:MAX_PARTS]
     ]
@@ -72,14 +75,47 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
         unattributed=cut.unattributed,
         clamped=cut.clamped,
         pieces=tuple(pieces),
-        attributes=_list_ttft_attributes(trace),
+        attributes=_list_ttft_attributes(trace, cut),
         error="" if trace.has_first_token else trace.error,
         died=trace.failed_stage,
     )
 
 
-def _list_ttft_attributes(trace: RequestTrace) -> Attributes:
-    attributes: Attributes = {names.STREAMING: trace.streamed}
+def _make_stage_pieces(cut: breakdown.Breakdown) -> list[Piece]:
+    """The stages' pieces; of a waiting one with several reasons, a piece for each below it."""
+    base = cut.start
+    slices = deque(cut.reasons)
+    pieces: list[Piece] = []
+    below: list[Piece] = []
+    for name, low, high in cut.pieces:
+        inside = []
+        while slices and slices[0].stage == name and slices[0].end <= high:
+            inside.append(slices.popleft())
+        attributes = _name_reason(inside[0]) if len(inside) == 1 else {}
+        pieces.append(Piece("stage", name, low - base, high - base, attributes))
+        if len(inside) > 1:
+            below += [
+                Piece("reason", each.reason, each.start - base, each.end - base, _name_reason(each))
+                for each in inside
+            ]
+    return pieces + below[:MAX_REASON_PIECES]
+
+
+def _name_reason(part: ReasonSlice) -> Attributes:
+    in_queue = part.stage in stages.QUEUE_STAGES
+    return {names.QUEUE_REASON if in_queue else names.STALL_REASON: part.reason}
+
+
+def _sum_reasons(cut: breakdown.Breakdown) -> Attributes:
+    """Microseconds per reason: in queues they add up to the queues' stages, in stalls to the stall."""
+    sums: Counter[str] = Counter()
+    for part in cut.reasons:
+        sums[names.name_reason_attribute(part.stage, part.reason)] += part.end - part.start
+    return {key: length for key, length in sums.items()}
+
+
+def _list_ttft_attributes(trace: RequestTrace, cut: breakdown.Breakdown) -> Attributes:
+    attributes: Attributes = {names.STREAMING: trace.streamed, **_sum_reasons(cut)}
     if trace.timeline is None:
         return attributes
     if trace.timeline.blocks and identity.kv_connector:

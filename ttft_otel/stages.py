@@ -149,6 +149,26 @@ STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "output": ("collect", "transport", "detokenize"),
 }
 
+# Why a scheduling step left a waiting request out, in the order of carrier.EngineTimeline's codes. Only
+# append: a code is a position. Time in a queue, and between chunks, is divided among them.
+WAIT_REASONS: Final[dict[str, str]] = {
+    "in_step": "It came while a step ran; the first step after that decides.",
+    "max_num_seqs": "As many requests run as max_num_seqs allows.",
+    "token_budget": "The step has no tokens left (max_num_batched_tokens).",
+    "kv_blocks": "Too few free KV blocks, or requests were preempted for lack of them.",
+    "encoder_budget": "The encoder's budget of the step, or the encoder cache, is used up.",
+    "remote_kv": "Its KV blocks come from another instance.",
+    "remote_ec": "Its encodings come from another instance.",
+    "grammar": "Its grammar is being compiled.",
+    "lora": "Other LoRA adapters take all places (max_loras).",
+    "priority": "A request that came later, with a higher priority, runs in its place.",
+    "paused": "The scheduler is paused.",
+    "other": "None of these, or this release of vLLM does not tell.",
+}
+WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
+QUEUE_STAGES: Final[tuple[str, ...]] = ("encoder.queue", "prefill.queue")
+STALL_STAGE: Final = "prefill.stall"
+
 # The router's own stages. A leg is one request from the router to a server of one role; stages of a
 # leg are prefixed by that role: `encode.preprocess`.
 ROUTER_STAGES: Final[dict[str, str]] = {

@@ -23,6 +23,8 @@ STATE_CONTAINERS: Final = {
     "recorder.awaiting": ("ttft_otel.recorder", "awaiting_traces"),
     "scheduler.running": ("ttft_otel.hooks.scheduler", "awaiting_first_token"),
     "scheduler.dead": ("ttft_otel.hooks.scheduler", "aborted_timelines"),
+    "waiting.arrived": ("ttft_otel.hooks.waiting", "arrived"),
+    "waiting.queued": ("ttft_otel.hooks.waiting", "waiting_requests"),
     "kv.moving": ("ttft_otel.hooks.kv", "tracked_blocks"),
     "kv.gone": ("ttft_otel.hooks.kv", "unasked_answers"),
     "ec_kept.leases": ("ttft_otel.hooks.ec_kept", "leases"),

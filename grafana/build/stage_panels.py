@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The panels of the TTFT dashboard about stages: their means, shares and percentiles, and media items
-that were encoded twice; ttft_dashboard.py adds them.
+"""The panels of the TTFT dashboard about stages: their means, shares and percentiles, why requests wait,
+and media items that were encoded twice; ttft_dashboard.py adds them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,22 @@ def add_stages(dashboard_builder: Any) -> None:
             panel_kinds.rank_series(tails, "max"), series_colors.list_stage_colors()
         ).height(11)
     )
+    dashboard_builder.with_panel(_build_reason_panel().height(8).span(24))
     dashboard_builder.with_panel(_build_recomputed_panel().height(6).span(24))
+
+
+def _build_reason_panel() -> Any:
+    """What would have to change for the queues to move on."""
+    return panel_kinds.build_stacked_panel(
+        "Why requests wait",
+        "How many requests wait in a server's queue for which reason, on average: max_num_seqs and "
+        "token_budget are settings, kv_blocks is memory, in_step is the step that ran when they came. "
+        "docs/concepts.md explains all of them. Of all servers, filtered by model alone.",
+        "none",
+        panel_kinds.build_range_target(
+            ttft_queries.waiting_requests(RATE), "{{ttft_queue_reason}}"
+        ),
+    )
 
 
 def _build_recomputed_panel() -> Any:

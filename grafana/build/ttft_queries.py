@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromQL and TraceQL of the dashboards, built from the names in names.py and stages.py.
 
-All metrics but RECOMPUTED_METRIC come from outermost spans only (the collector sees to that), so a request
-that crosses router, encoder and decoder counts once. `$__rate_interval` is for lines, `$__range` for numbers.
+All metrics but RECOMPUTED_METRIC and REASON_METRIC come from outermost spans only (the collector sees to
+that), so a request that crosses router, encoder and decoder counts once. `$__rate_interval` is for lines,
+`$__range` for numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ def format_label(name: str) -> str:
 
 DURATION_METRIC: Final = f"{format_label(names.METRIC_TTFT)}_seconds"
 STAGE_METRIC: Final = f"{format_label(names.METRIC_STAGE)}_seconds"
+REASON_METRIC: Final = f"{format_label(names.METRIC_REASON)}_seconds"
 RECOMPUTED_METRIC: Final = f"{format_label(names.METRIC_RECOMPUTED)}_total"
 CONVENTION_METRIC: Final = f"{format_label(names.METRIC_CONVENTION)}_seconds_bucket"
 
@@ -26,6 +28,7 @@ MODEL_LABEL: Final = format_label(names.MODEL)
 ROLE_LABEL: Final = format_label(names.ROLE)
 LEG_LABEL: Final = format_label(names.LEG)
 STAGE_LABEL: Final = format_label(names.STAGE)
+REASON_LABEL: Final = format_label(names.QUEUE_REASON)
 INSTANCE_LABEL: Final = format_label(names.INSTANCE)
 ERROR_LABEL: Final = format_label(names.ERROR_TYPE)
 
@@ -178,6 +181,16 @@ def mean_by_instance(window: str) -> str:
     place = ("server", INSTANCE_LABEL, "instance", window)
     time = _sum_by_place(*place, "histogram_sum", ANSWERED_SELECTOR)
     return drop_nan(f"{time} / {_sum_by_place(*place, 'histogram_count', first)}")
+
+
+def waiting_requests(window: str) -> str:
+    """How many requests wait for each reason, on average: their waiting time per time.
+
+    Of all servers, also those behind a router; so not by `$instance` and `$role`.
+    """
+    chosen = f'{MODEL_LABEL}=~"$model"'
+    time = f"histogram_sum({histogram_rate(REASON_METRIC, chosen, window)})"
+    return f"sum by ({REASON_LABEL}) ({time})"
 
 
 def recomputed_items(window: str) -> str:

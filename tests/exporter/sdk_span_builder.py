@@ -138,9 +138,10 @@ class _SpanTree:
         )
         stage_attributes = self.list_stage_attributes(ttft)
         placed: list[tuple[Piece, SpanContext]] = []
-        # Parts last, because their parents are stages of this list.
-        for piece in sorted(ttft.pieces, key=lambda piece: piece.kind == "part"):
-            parent = _find_enclosing_stage(piece, placed) if piece.kind == "part" else None
+        # These last, because their parents are stages of this list.
+        below = ("part", "reason")
+        for piece in sorted(ttft.pieces, key=lambda piece: piece.kind in below):
+            parent = _find_enclosing_stage(piece, placed) if piece.kind in below else None
             piece_context = self.make_context(_new_span_id())
             if piece.kind == "stage":
                 placed.append((piece, piece_context))
@@ -151,7 +152,11 @@ class _SpanTree:
                     parent or context,
                     piece.start,
                     piece.end,
-                    (stage_attributes if piece.kind == "stage" else self.shared_attributes)
+                    (
+                        stage_attributes
+                        if piece.kind in ("stage", "reason")
+                        else self.shared_attributes
+                    )
                     | piece.attributes
                     | _list_kind_attributes(piece),
                 )

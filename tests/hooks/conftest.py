@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, wrap
+from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, waiting, wrap
 
 from .fakes import FakeEngineCore, make_wrapped_core
 
@@ -21,6 +21,8 @@ def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngine
     """A fake engine core; checks that no state of its requests is left."""
     yield make_wrapped_core()(clock)
     scheduler.aborted_timelines.clear()
+    waiting.arrived.clear()  # of requests that the test has not scheduled
+    waiting.waiting_requests.clear()
     assert not scheduler.awaiting_first_token
     assert not scheduler._freed_requests
     assert not scheduler._in_update[0]

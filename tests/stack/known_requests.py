@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from ttft_otel import names, stages
 from ttft_otel.exporter import span_builder as exporter
 from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
-from ttft_otel.stages import UNATTRIBUTED, Role
+from ttft_otel.stages import QUEUE_STAGES, UNATTRIBUTED, Role
 
 TOTAL_ROWS: Final = 2000
 SLOW_ROWS: Final = 40  # reach their first token at 1 000 ms or later
@@ -346,6 +346,11 @@ def _get_server_attributes(leg: KnownLeg) -> Attributes:
     return {names.HTTP_METHOD: "POST", names.SERVER_ADDRESS: host, names.SERVER_PORT: int(port)}
 
 
+def get_reason(us: int) -> str:
+    """Why a known request waited for so long; each queue has one reason."""
+    return ("max_num_seqs", "token_budget", "in_step")[us % 3]
+
+
 def _build_server_record(
     row: KnownRequest,
     leg: KnownLeg,
@@ -357,7 +362,8 @@ def _build_server_record(
     """What one server records; outermost when no router called it."""
     pieces, at = [], 0
     for name, us in leg.lengths.items():
-        pieces.append(Piece("stage", name, at, at + us))
+        waited: Attributes = {names.QUEUE_REASON: get_reason(us)} if name in QUEUE_STAGES else {}
+        pieces.append(Piece("stage", name, at, at + us, waited))
         if name == "preprocess":
             pieces.append(Piece("part", "tokenize", at, at + us // 2))
         at += us
@@ -544,6 +550,16 @@ class KnownTruth:
             if leg.recomputed is not None:
                 items[leg.instance] = items.get(leg.instance, 0) + leg.recomputed
         return items
+
+    def sum_reasons_us(self) -> dict[str, int]:
+        """Microseconds in queues of all servers by reason; those of spare encoders too."""
+        sums: dict[str, int] = {}
+        for row in self.all:
+            for leg in (*row.legs, *row.spare):
+                for stage in QUEUE_STAGES:
+                    us = leg.lengths.get(stage, 0)
+                    sums[get_reason(us)] = sums.get(get_reason(us), 0) + us
+        return sums
 
     def compute_share_over(self, ms: float = SLO_MS) -> float:
         """Share of requests that had no first token by an objective, or that a server failed."""

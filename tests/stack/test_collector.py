@@ -278,6 +278,18 @@ def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
     assert not front.metrics.get_series(metric, job="a-text")
 
 
+def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
+    """Each server's queue counts for its reason, though a router is outermost; stages do not change."""
+    wanted = known_requests.KnownTruth(rows).sum_reasons_us()
+    metric = names.METRIC_REASON
+    wait_until(lambda: front.metrics.sum_field(metric, "sum") >= sum(wanted.values()) / 1e6 - 1e-6)
+    told = dict.fromkeys(wanted, 0.0)
+    for labels, point in front.metrics.get_series(metric):
+        told[labels[names.QUEUE_REASON]] += point.sum
+
+    assert told == pytest.approx({reason: us / 1e6 for reason, us in wanted.items()})
+
+
 def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Labels are those listed, and no request or trace id is the value of one."""
     ids = {each for row in rows for each in (row.trace_id, row.request_id)}
@@ -286,6 +298,7 @@ def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) 
         names.METRIC_STAGE: {
             *(names.ROLE, names.MODEL, names.ERROR_TYPE, names.STAGE, names.LEG, names.INSTANCE)
         },
+        names.METRIC_REASON: {names.ROLE, names.MODEL, names.ERROR_TYPE, names.QUEUE_REASON},
     }
     for metric, labels in allowed.items():
         found = [each for each, _ in front.metrics.get_series(metric)]

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 MAX_KEPT_ATTRIBUTES: Final = 12  # of a span whose encoding is kept as a whole
 # Kinds of pieces that become spans, for each of settings.DETAILS.
 PIECE_KINDS: Final = {
-    "full": frozenset({"stage", "part", "sibling", "late", "step"}),
-    "stages": frozenset({"stage", "late", "step"}),
+    "full": frozenset({"stage", "part", "reason", "sibling", "late", "step"}),
+    "stages": frozenset({"stage", "reason", "late", "step"}),
     "ttft": frozenset({"late"}),
 }
+BELOW_STAGES: Final = frozenset({"part", "reason"})  # kinds whose parent is a stage's span
 TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8
 
@@ -148,17 +149,19 @@ class _SpanWriter:
         placed: list[tuple[int, int, bytes]] = []
         pieces = [piece for piece in ttft.pieces if piece.kind in self.kinds]
         for piece in pieces:
-            if piece.kind != "part":
+            if piece.kind not in BELOW_STAGES:
                 is_stage = piece.kind == "stage"
                 shared = on_stages if is_stage else on_others
                 span_id = self.write_piece(piece, ttft_id, shared)
                 if is_stage:
                     placed.append((piece.start, piece.end, span_id))
-        # Parts last, because their parents are stages of this list.
+        # Last, because their parents are stages of this list.
         for piece in pieces:
-            if piece.kind == "part":
+            if piece.kind in BELOW_STAGES:
                 parent_id = _find_enclosing_stage(piece, placed) or ttft_id
-                self.write_piece(piece, parent_id, on_others)
+                # A metric is made of reasons, with the labels of stages.
+                shared = on_stages if piece.kind == "reason" else on_others
+                self.write_piece(piece, parent_id, shared)
 
     def write_piece(self, piece: Piece, parent_id: bytes, shared: _Shared) -> bytes:
         """A span below the `ttft` or the server span; returns its ID."""

@@ -18,7 +18,7 @@ from ttft_otel.carrier import (
     KEPT_ITEMS_QUERY,
     EngineTimeline,
 )
-from ttft_otel.hooks import ec_kept, encoder_runs, kv, scheduler, wrap
+from ttft_otel.hooks import ec_kept, encoder_runs, kv, queue_reasons, scheduler, waiting, wrap
 
 
 def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
@@ -29,7 +29,11 @@ def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> in
 
 def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:
     """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
-    result[0]._ttft = EngineTimeline(added=added)
+    timeline = result[0]._ttft = EngineTimeline(added=added)
+    # While it is paused an engine core runs no step that could tell.
+    if getattr(getattr(core, "scheduler", None), "_pause_state", 0):
+        timeline.reasons += (added, queue_reasons.PAUSED)
+    waiting.arrived.append([result[0], 0])
     # Once per process: vLLM looks the method of a utility call up by its name on the engine core.
     if not hasattr(type(core), ABORTED_QUERY):
         setattr(type(core), ABORTED_QUERY, answer_aborted)

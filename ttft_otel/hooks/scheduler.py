@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from ttft_otel import carrier, clock, names
 from ttft_otel.carrier import EngineTimeline
-from ttft_otel.hooks import ec_items, kv, vllm_fields, wrap
+from ttft_otel.hooks import ec_items, kv, queue_reasons, vllm_fields, waiting, wrap
+from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 8192  # in awaiting_first_token
@@ -31,13 +32,21 @@ dropped_requests = 0
 def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After schedule(): admit new traced requests, count chunks, mark the step for the worker."""
     new_requests = output.scheduled_new_reqs
-    if not new_requests and not awaiting_first_token:  # most steps of a decoding engine
-        return
+    if not (new_requests or awaiting_first_token or arrived or waiting_requests):
+        return  # most steps of a decoding engine
     for data in new_requests:
         _admit_request(scheduler.requests.get(data.req_id))
-    if not awaiting_first_token:
+    if not (awaiting_first_token or arrived or waiting_requests):
         return
     now = clock.now_us()  # one time for all requests of the step
+    if awaiting_first_token:
+        _record_scheduled(scheduler, output, now)
+    if arrived or waiting_requests:
+        waiting.record_queue(scheduler, output, now)
+
+
+def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
+    """Count the chunks of a step that was scheduled at `now`; note what stays behind."""
     tokens = output.num_scheduled_tokens
     encoding = output.scheduled_encoder_inputs
     preempted = getattr(output, "preempted_req_ids", None)
@@ -49,6 +58,11 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
             held = True
             if not timeline.complete:
                 _record_chunk(timeline, scheduler, output, request_id, now)
+        if not timeline.complete:
+            request = scheduler.requests.get(request_id)
+            if request is not None:
+                reason = queue_reasons.find_stall_reason(scheduler, output, request, timeline)
+                waiting.note_stall(timeline, reason, now)
     if held:
         output._ttft = True  # survives pickling to the workers, which then measure this step
 
@@ -122,6 +136,8 @@ def _record_first_chunk(
     """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
     facts = vllm_fields.get_facts(scheduler)
     timeline.scheduled = now
+    if waiting_requests:
+        waiting.end_wait(timeline, request.request_id, now)
     timeline.cached = timeline.high = start
     timeline.prompt = request.num_prompt_tokens
     timeline.rank = facts.rank
@@ -196,6 +212,7 @@ def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Non
     timeline = getattr(request, "_ttft", None)
     if timeline is None or timeline.sent:
         return
+    waiting.end_wait(timeline, request.request_id, clock.now_us())
     # A request that was never scheduled is not in there yet.
     awaiting_first_token.setdefault(request.request_id, timeline)
     if timeline.moving:
@@ -224,5 +241,6 @@ HOOKS: Final = {
         ready=awaiting_first_token,
         runs_after_error=True,
     ),
+    "scheduler.pause": wrap.Hook(after=waiting.record_pause, ready=waiting_requests),
     "scheduler.free": wrap.Hook(before=record_freed),
 }

@@ -13,16 +13,17 @@ class SchedulerFacts:
     """Constant properties of one scheduler; read once and stored on it.
 
     block_size: tokens per KV block, 0 when unknown. ec_may_wait: its encoder-cache connector can delay
-    requests. vllm_traces: vLLM's own tracing is on.
+    requests. vllm_traces: vLLM's own tracing is on. by_priority: its policy is not first come, first
+    served. max_running, max_tokens: places, and tokens of a step, 0 when unknown. max_batched,
+    draft_slots: a step's tokens with those of drafts, and drafts of a request. chunked: prompts can be
+    computed in parts. reserves_prompt: one is admitted only if there are KV blocks for all of it.
+    cache_groups: kinds of KV blocks, of which each token needs its own.
     """
 
     __slots__ = (
-        "block_size",
-        "ec_connector",
-        "has_kv_connector",
-        "rank",
-        "vllm_traces",
-        "ec_may_wait",
+        *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
+        *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
+        *("reserves_prompt", "cache_groups"),
     )
 
     def __init__(self, scheduler: Any) -> None:
@@ -35,6 +36,21 @@ class SchedulerFacts:
         self.ec_may_wait = can_delay_requests(self.ec_connector)
         self.has_kv_connector = getattr(scheduler, "connector", None) is not None
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
+        self._read_limits(scheduler, config)
+
+    def _read_limits(self, scheduler: Any, config: Any) -> None:
+        own = getattr(scheduler, "scheduler_config", None)
+        self.by_priority = getattr(own, "policy", "fcfs") == "priority"
+        places = getattr(scheduler, "max_num_active_reqs", None)
+        self.max_running = int(places or getattr(scheduler, "max_num_running_reqs", 0) or 0)
+        self.max_tokens = int(getattr(scheduler, "max_num_scheduled_tokens", 0) or 0)
+        self.max_batched = int(getattr(own, "max_num_batched_tokens", 0) or self.max_tokens)
+        spec = getattr(config, "speculative_config", None)
+        self.draft_slots = int(getattr(spec, "max_num_new_slots_for_drafting", 0) or 0)
+        self.chunked = bool(getattr(own, "enable_chunked_prefill", True))
+        self.reserves_prompt = bool(getattr(own, "scheduler_reserve_full_isl", False))
+        groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
+        self.cache_groups = max(1, len(groups))
 
 
 def get_facts(scheduler: Any) -> SchedulerFacts:

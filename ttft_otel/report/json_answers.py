@@ -83,6 +83,10 @@ def describe_leg(server_leg: Leg) -> dict[str, Any]:
         "ttft_ms": to_ms(server_leg.ttft_us),
         "unattributed_ms": to_ms(server_leg.unattributed_us),
         "stages": {name: to_ms(value) for name, value in server_leg.stages.items()},
+        "reasons": {
+            group: {name: to_ms(value) for name, value in reasons.items()}
+            for group, reasons in server_leg.reasons.items()
+        },
     }
 
 

@@ -23,6 +23,7 @@ from ttft_otel.report.database_reader import RequestFilter, StoredTrace
 from ttft_otel.report.recomputed_counts import collect_recomputed, describe_recomputed
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.summary import Summary, summarize
+from ttft_otel.report.wait_lines import list_wait_reasons
 
 PACKAGE_FOLDER: Final = Path(__file__).parent
 PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent of the bar
@@ -205,6 +206,7 @@ def _create_environment() -> Environment:
         build_segments,
         build_mean_bar,
         list_stage_lines,
+        list_wait_reasons,
         build_waterfall,
         list_legend,
     ):
@@ -223,7 +225,9 @@ def _create_environment() -> Environment:
         find_clock_error=find_clock_error,
         describe_clock_error=describe_clock_error,
     )
-    environment.globals.update(deep=MAX_INDENT, UNATTRIBUTED=stages.UNATTRIBUTED)
+    environment.globals.update(
+        deep=MAX_INDENT, UNATTRIBUTED=stages.UNATTRIBUTED, WAIT_REASONS=stages.WAIT_REASONS
+    )
     return environment
 
 

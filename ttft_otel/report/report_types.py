@@ -55,6 +55,7 @@ class Leg:
     died: the stage in which the request failed. instance: service.instance.id of its resource.
     recomputed_items: media items that it encoded although an encoder had encoded them for this request.
     clock_error_us: by how much marks may be off that were not taken by its own clock.
+    reasons: "queue" and "stall", each with the microseconds of its reasons (stages.WAIT_REASONS).
     """
 
     span_id: str
@@ -73,6 +74,7 @@ class Leg:
     instance: str = ""
     recomputed_items: int = 0
     clock_error_us: int = 0
+    reasons: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def end_ns(self) -> int:

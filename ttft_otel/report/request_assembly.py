@@ -48,7 +48,17 @@ def read_leg(span: StoredSpan) -> Leg:
         instance=_get_text(span.resource, INSTANCE_ID),
         recomputed_items=_get_count(attributes, names.EC_RECOMPUTED_ITEMS),
         clock_error_us=_get_count(attributes, names.CLOCK_ERROR_US),
+        reasons=_read_reasons(attributes),
     )
+
+
+def _read_reasons(attributes: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    reasons: dict[str, dict[str, int]] = {}
+    for key in attributes:
+        found = names.parse_reason_attribute(key)
+        if found and (length := _get_count(attributes, key)):
+            reasons.setdefault(found[0], {})[found[1]] = length
+    return reasons
 
 
 def assemble_requests(

@@ -7,10 +7,10 @@ from typing import Final
 
 from ttft_otel.hooks.targets.patch_target import (
     COMPUTE_STAGES,
-    QUEUE_STAGES,
     PatchTarget,
     TargetPlace,
 )
+from ttft_otel.stages import QUEUE_STAGES
 
 _CONNECTORS_REPORT_IT: Final = "connectors report per-request timings"
 

@@ -7,10 +7,10 @@ from typing import Final
 
 from ttft_otel.hooks.targets.patch_target import (
     ENGINE_STAGES,
-    QUEUE_STAGES,
     PatchTarget,
     TargetPlace,
 )
+from ttft_otel.stages import QUEUE_STAGES
 
 CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
@@ -41,6 +41,17 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         "the only place that has one step's input and output together",
         "EngineCoreOutput has a field for timings",
         reads=("scheduler_output", "model_runner_output"),
+    ),
+    PatchTarget(
+        "scheduler.pause",
+        "core",
+        (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
+        "since when a queued request waits for the end of a pause",
+        (),
+        "a paused engine core runs no step that could tell",
+        "scheduling events say that requests wait, and why",
+        reads=("pause_state",),
+        part=True,
     ),
     PatchTarget(
         "scheduler.free",

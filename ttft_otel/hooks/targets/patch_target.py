@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-QUEUE_STAGES: Final = ("encoder.queue", "prefill.queue")
+from ttft_otel.stages import QUEUE_STAGES
+
 COMPUTE_STAGES: Final = ("dispatch", "encoder.compute", "prefill.compute", "prefill.stall")
 WORKER_STAGES: Final = (*COMPUTE_STAGES, "ec.transfer", "kv.transfer")
 ENGINE_STAGES: Final = (*QUEUE_STAGES, *WORKER_STAGES, "sample", "output")

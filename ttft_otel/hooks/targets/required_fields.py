@@ -41,6 +41,7 @@ _EC: Final = "vllm.distributed.ec_transfer.ec_connector"
 _NO_SOURCE: Final = "the sources of media items are wrong or missing"
 _NOT_KEPT: Final = "no span `ttft.ec.kept`, or one that does not end with the fetch"
 _ENGINE: Final = "vllm.v1.engine"
+_NO_REASON: Final = "why requests wait is wrong or `other`"
 _NO_TRACE: Final = "no breakdown at all"
 
 FIELDS: Final[tuple[VllmField, ...]] = (
@@ -95,6 +96,39 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     ),
     *_make_fields(
         "vllm.v1.core.sched.scheduler", "Scheduler", "block_size", "no count of KV blocks"
+    ),
+    *_make_fields(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "scheduler_config max_num_active_reqs|max_num_running_reqs max_num_scheduled_tokens "
+        "kv_cache_config kv_cache_manager running waiting deferred_waiting|skipped_waiting "
+        "_pause_state finished_recving_kv_req_ids num_waiting_for_streaming_input",
+        _NO_REASON,
+    ),
+    *_make_fields(
+        "vllm.config.scheduler",
+        "SchedulerConfig",
+        "policy max_num_batched_tokens enable_chunked_prefill scheduler_reserve_full_isl",
+        _NO_REASON,
+    ),
+    *_make_fields("vllm.config.vllm", "VllmConfig", "speculative_config", _NO_REASON),
+    *_make_fields(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        "max_num_new_slots_for_drafting",
+        _NO_REASON,
+    ),
+    *_make_fields("vllm.v1.kv_cache_interface", "KVCacheConfig", "kv_cache_groups", _NO_REASON),
+    *_make_fields("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool", _NO_REASON),
+    *_make_fields("vllm.v1.core.block_pool", "BlockPool", "get_num_free_blocks", _NO_REASON),
+    *_make_fields(
+        "vllm.v1.request",
+        "Request",
+        "status priority arrival_time lora_request structured_output_request",
+        _NO_REASON,
+    ),
+    *_make_fields(
+        "vllm.v1.structured_output.request", "StructuredOutputRequest", "_grammar", _NO_REASON
     ),
     *_make_fields(
         _OUTPUT,
