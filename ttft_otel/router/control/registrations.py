@@ -73,6 +73,10 @@ class Registrations:
         registration = self._registered.get(instance.url)
         return registration is not None and registration.instance is instance
 
+    def list_roles(self) -> dict[str, str]:
+        """The role of every registered instance, by URL."""
+        return {url: each.role for url, each in self._registered.items()}
+
     def register_instance(self, role: str, url: str) -> bool:
         """Add the instance at `url` to the leg of its `role`, or renew its registration.
 
