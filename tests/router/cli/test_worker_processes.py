@@ -227,13 +227,46 @@ def count_requests(instance: FakeInstance) -> Counter[str]:
 
 
 async def wait_until_empty(it: CommandProcess, admin: str) -> None:
-    """Wait until each worker, asked ten times, knows of nothing under way."""
-    empty_answers = 0
-    while empty_answers < 10:
+    """Wait until each worker knows of nothing under way."""
+    await wait_for_load(it, admin, 0)
+    for _ in range(10):
         found = await list_instances(it, admin)
-        loads = [(each["in_flight"], each["pending"]["requests"]) for each in found.values()]
-        empty_answers = empty_answers + 1 if loads == [(0, 0)] * 2 else 0
-        await asyncio.sleep(0.05)
+        assert [each["pending"]["requests"] for each in found.values()] == [0, 0]
+
+
+async def wait_for_load(it: CommandProcess, admin: str, in_flight: int) -> None:
+    """Wait until each worker knows of so many requests in flight: ten answers reach both of them."""
+    answers = 0
+    while answers < 10:
+        found = await list_instances(it, admin)
+        total = sum(each["in_flight"] for each in found.values())
+        answers = answers + 1 if total == in_flight else 0
+        await asyncio.sleep(0.01)
+
+
+def test_load_is_shared(tmp_path: Path) -> None:
+    """Streams that stay open are spread evenly, whichever worker gets them."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan(permits=asyncio.Semaphore(0))
+        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
+            admin = fake_instances.find_unused_url()
+            port = ("--admin-port", admin.rpartition(":")[2])
+            flags = ("--backend", a.url, "--backend", b.url, *port, "--workers", "2")
+            async with run_command(tmp_path, *flags, "--routing-logic", "least_requests") as it:
+                await wait_for_workers(it, 2)
+                streams = []
+                for number in range(1, FEW_CLIENTS + 1):
+                    streams.append(asyncio.create_task(post_alone(it)))
+                    await wait_for_load(it, admin, number)
+                assert len(a.received) == len(b.received) == FEW_CLIENTS // 2
+                assert plan.permits is not None
+                for _ in range(2 * FEW_CLIENTS):
+                    plan.permits.release()
+                assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
+                await wait_for_load(it, admin, 0)
+
+    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
 
 
 def test_a_used_port(tmp_path: Path) -> None:
