@@ -52,7 +52,9 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 # The router's rooms; files beside the folders are rooms of their own, drawn below them.
-ROUTER_ROOMS: Final = ("cli", "control", "proxy", "disagg", "routing", "discovery", "upstream")
+ROUTER_ROOMS: Final = (
+    *("cli", "workers", "control", "proxy", "disagg", "routing", "discovery", "upstream"),
+)
 
 RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> files that import
 

@@ -185,6 +185,9 @@ METRIC_FIT: Final = "ttft_otel_router_prefill_fit"
 METRIC_FIT_SAMPLES: Final = "ttft_otel_router_prefill_samples"
 METRIC_CACHED_BLOCKS: Final = "ttft_otel_router_cached_blocks"
 METRIC_KV_EVENTS: Final = "ttft_otel_router_kv_events"
+METRIC_WORKERS: Final = "ttft_otel_router_workers"
+METRIC_WORKER_RESTARTS: Final = "ttft_otel_router_worker_restarts"
+METRIC_WORKER_MESSAGES_LOST: Final = "ttft_otel_router_worker_messages_lost"
 
 # Environment.
 ENV_ON: Final = "TTFT_OTEL"

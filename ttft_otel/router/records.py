@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 from ttft_otel import clock, names, stages
@@ -249,11 +249,15 @@ def _build_calls(exchange: Exchange, ended_us: int) -> Iterable[Call]:
         )
 
 
+ReportFinder = Callable[[str], Awaitable[dict[str, Any] | None]]
+
+
 class RecentReports:
     """Breakdowns of the latest `max_reports` requests, by request ID."""
 
     def __init__(self, max_reports: int = MAX_REPORTS) -> None:
         self.max_reports = max_reports
+        self.ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
         self._reports: OrderedDict[str, tuple[dict[str, StageSums], StageSums]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -284,3 +288,10 @@ class RecentReports:
         """The /ttft_report of `request_id`; None if it is unknown or no longer kept."""
         report = self._reports.get(request_id)
         return None if report is None else build_ttft_report(request_id, *report)
+
+    async def find_report(self, request_id: str) -> dict[str, Any] | None:
+        """The same, of whichever worker of this router has it."""
+        report = self.get_report(request_id)
+        if report is None and self.ask_elsewhere is not None:
+            return await self.ask_elsewhere(request_id)
+        return report

@@ -33,6 +33,18 @@ class AttemptObserver(Protocol):
         ...
 
 
+class AttemptListener(Protocol):
+    """Is told of every attempt; workers/own_loads.py tells the other workers."""
+
+    def record_sent(self, attempt: Attempt) -> None:
+        """A request goes to its instance now."""
+        ...
+
+    def record_ended(self, attempt: Attempt) -> None:
+        """It is over, however it ended."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One HTTP call to a leg; times are microseconds of CLOCK_MONOTONIC, 0 if not reached yet.

@@ -39,6 +39,17 @@ HeaderList = list[tuple[bytes, bytes]]
 InstanceState = Literal["healthy", "failed", "draining"]
 
 
+@dataclass(slots=True)
+class LoadElsewhere:
+    """What other workers of this router have sent to an instance; workers/sibling_loads.py keeps it.
+
+    in_flight: of all of them. results_by_owner: results of ended attempts, by worker.
+    """
+
+    in_flight: int = 0
+    results_by_owner: dict[int, Mapping[str, int]] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class Instance:
     """One server of a leg and its state, which instance_pool.py and health_monitor.py update.
@@ -54,6 +65,7 @@ class Instance:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     owed_answers: OwedAnswers = field(default_factory=OwedAnswers)
     in_flight: int = 0
+    elsewhere: LoadElsewhere | None = None  # of other workers (--workers), None without them
     missed_probes: int = 0  # of health probes, in a row
     was_probed: bool = False
     models: frozenset[str] | None = None
@@ -61,6 +73,11 @@ class Instance:
     attempt_results: Counter[str] = field(default_factory=Counter)
     # Media items encoded again although an encoder had encoded them (recomputed_media.py).
     recomputed_items: int = 0
+
+    @property
+    def all_in_flight(self) -> int:
+        """Requests in flight there, of this process and of the router's other workers."""
+        return self.in_flight + (0 if self.elsewhere is None else self.elsewhere.in_flight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ async def run_background(
                     options.admin_token,
                     announcements,
                     options.admin_host,
+                    is_shared=options.workers > 1,
                 )
             )
         if discovery is not None:

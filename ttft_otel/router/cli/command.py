@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,6 +17,7 @@ from ttft_otel.router.cli import (
     access_options,
     discovery_options,
     limit_options,
+    process_options,
     router_options,
     routing_options,
 )
@@ -32,8 +32,6 @@ from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.records import MAX_REPORTS, RecentReports
 from ttft_otel.router.upstream import health_monitor, instance_pool, retry
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-
-DRAIN_TIMEOUT_S: Final = 30.0  # seconds for requests in flight to finish after SIGTERM
 
 EXAMPLES: Final = """
 \b
@@ -59,8 +57,6 @@ The same from a file, flags without their dashes; `kill -HUP` reads it again:
 Where a request's time went:
   curl http://127.0.0.1:8000/ttft_report/REQUEST_ID
 """
-
-log: Final = logging.getLogger("ttft_otel")
 
 
 @click.command("router", cls=router_options.RouterCommand, epilog=EXAMPLES)
@@ -142,18 +138,7 @@ log: Final = logging.getLogger("ttft_otel")
     type=click.IntRange(min=1),
     help="Consecutive failures that open the circuit breaker of an instance.",
 )
-@declare_option(
-    "--drain-delay",
-    default=0.0,
-    type=click.FloatRange(0),
-    help="Seconds after SIGTERM during which new requests are still accepted.",
-)
-@declare_option(
-    "--drain-timeout",
-    default=DRAIN_TIMEOUT_S,
-    type=click.FloatRange(0),
-    help="Seconds after SIGTERM within which requests in flight may finish.",
-)
+@process_options.add_process_options(declare_option)
 @declare_option(
     "--admin-port",
     type=click.IntRange(0, 65535),
@@ -202,6 +187,23 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     )
     if problems := settings.list_problems(settings_read):
         raise click.UsageError("\n".join(problems))
+    serve = functools.partial(_serve_router, ctx, settings_read)
+    if options.workers == 1:
+        serve(options, run_router_server)
+        return
+    from ttft_otel.router.cli import worker_processes  # not needed by one process
+
+    build_router(options, settings_read, None)  # what is wrong is said once, by this process
+    ctx.exit(worker_processes.run_workers(ctx, options, serve))
+
+
+def _serve_router(
+    ctx: click.Context,
+    settings_read: settings.Settings,
+    options: RouterOptions,
+    run_server: Callable[..., None],
+) -> None:
+    """Run one router in this process until a signal stops it, with run_router_server() or its like."""
     # Starting a router asks for its spans: only an explicit "off" turns them off.
     is_untraced = names.ENV_ON in os.environ and not settings_read.on
     app = build_router(options, settings_read, None if is_untraced else handoff.get_sender().send)
@@ -211,7 +213,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         else control.instrument_control_plane(app, settings_read.protocol)
     )
     try:
-        run_router_server(
+        run_server(
             app,
             options.host,
             options.port,

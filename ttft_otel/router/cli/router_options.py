@@ -56,6 +56,7 @@ class RouterOptions(RoutingOptions):
     retries: int
     retry_budget: float
     breaker_failures: int
+    workers: int
     drain_delay: float
     drain_timeout: float
     admin_port: int | None

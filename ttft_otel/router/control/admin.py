@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Literal
 
@@ -25,6 +26,7 @@ from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.types import JSON_ERRORS, Instance
+from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.instance_queries import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
@@ -99,7 +101,8 @@ class AdminApi:
             named_instance = types.parse_instance_url(order.url, order.leg)
         except (msgspec.MsgspecError, ValueError) as error:
             raise RequestRejected(400, str(error)) from error
-        instance = self._apply_order(order.action, named_instance)
+        instance = apply_order(self.upstream.pool, order.action, named_instance)
+        self.upstream.pool.order_listeners.notify(order.action, order.leg, named_instance.url)
         log.warning(
             "ttft-otel: operator request on /instances applied: %s %s instance %s",
             order.action,
@@ -116,30 +119,6 @@ class AdminApi:
             )
         self._require_announcer(request)
         return await self.announcements.deregister_instance(request)
-
-    def _apply_order(self, action: str, named_instance: Instance) -> Instance:
-        pool = self.upstream.pool
-        if named_instance.leg not in pool.list_legs():
-            legs = ", ".join(pool.list_legs()) or "none that has an instance yet"
-            raise RequestRejected(
-                404, f"This router has no leg {named_instance.leg!r}, but: {legs}."
-            )
-        instance = pool.find_instance(named_instance.leg, named_instance.url)
-        if instance is None and action != "add":
-            raise RequestRejected(
-                404, f"No {named_instance.leg} instance {named_instance.url}; see GET /instances."
-            )
-        if instance is None:
-            pool.add_instance(named_instance)
-        elif action != "remove":
-            pool.set_draining(instance, action == "drain")
-        elif len(pool.get(named_instance.leg)) > 1:
-            pool.remove_instance(instance)
-        else:
-            raise RequestRejected(
-                409, f"It is the last {named_instance.leg} instance: drain it instead."
-            )
-        return instance or named_instance
 
     def check_access(self, request: web.Request) -> None:
         """Raise RequestRejected for `request`s without a token, and for DNS rebinding by web pages."""
@@ -184,8 +163,12 @@ async def serve_admin(
     token: str = "",
     announcements: Announcements | None = None,
     host: str = DEFAULT_ADMIN_HOST,
+    is_shared: bool = False,
 ) -> AsyncIterator[int]:
-    """Serve the admin API on `host`; yields the port, which the system chooses if `port` is 0."""
+    """Serve the admin API on `host`; yields the port, which the system chooses if `port` is 0.
+
+    is_shared: other workers of this router serve the port too.
+    """
     admin = AdminApi(upstream, routing, token, announcements, is_loopback(host))
 
     @web.middleware
@@ -205,7 +188,7 @@ async def serve_admin(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, host, port, reuse_port=is_shared or None)
         await site.start()
         async with _sweep_registrations(announcements):
             yield runner.addresses[0][1]
@@ -227,6 +210,29 @@ async def _sweep_registrations(announcements: Announcements | None) -> AsyncIter
         await asyncio.gather(sweeping, return_exceptions=True)
 
 
+def apply_order(pool: InstancePool, action: str, named_instance: Instance) -> Instance:
+    """Add, drain or remove an instance; returns it as it is in the pool. Raises RequestRejected."""
+    if named_instance.leg not in pool.list_legs():
+        legs = ", ".join(pool.list_legs()) or "none that has an instance yet"
+        raise RequestRejected(404, f"This router has no leg {named_instance.leg!r}, but: {legs}.")
+    instance = pool.find_instance(named_instance.leg, named_instance.url)
+    if instance is None and action != "add":
+        raise RequestRejected(
+            404, f"No {named_instance.leg} instance {named_instance.url}; see GET /instances."
+        )
+    if instance is None:
+        pool.add_instance(named_instance)
+    elif action != "remove":
+        pool.set_draining(instance, action == "drain")
+    elif len(pool.get(named_instance.leg)) > 1:
+        pool.remove_instance(instance)
+    else:
+        raise RequestRejected(
+            409, f"It is the last {named_instance.leg} instance: drain it instead."
+        )
+    return instance or named_instance
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is a loopback address or localhost; other names are not resolved."""
     try:
@@ -236,12 +242,15 @@ def is_loopback(host: str) -> bool:
 
 
 def _describe_instance(instance: Instance) -> dict[str, Any]:
+    results = instance.attempt_results
+    if instance.elsewhere is not None:
+        results = sum(map(Counter, instance.elsewhere.results_by_owner.values()), results)
     return {
         "leg": instance.leg,
         "url": instance.url,
         "state": instance.state,
         "breaker": instance.breaker.state,
-        "in_flight": instance.in_flight,
+        "in_flight": instance.all_in_flight,
         "models": sorted(instance.models or ()),
-        "results": dict(instance.attempt_results),
+        "results": dict(results),
     }

@@ -70,6 +70,9 @@ class Announcements:
             self.registrations.result_counts["refused"] += 1
             log.warning("ttft-otel: registration of %.200r refused: %s", announcement.url, error)
             raise
+        self.registrations.pool.order_listeners.notify(
+            "register", announcement.role, announcement.url
+        )
         if is_new and announcement.ec_zmq_addrs:
             log.warning(
                 "ttft-otel: %s registered with ec_zmq_addrs, which this router does not pass on: "
@@ -92,6 +95,8 @@ class Announcements:
                 )
                 raise RequestRejected(400, message) from error
         was_registered = self.registrations.deregister_instance(url)
+        if was_registered:
+            self.registrations.pool.order_listeners.notify("deregister", "", url)
         return web.json_response(
             {"removed": was_registered, "found": was_registered, "unregistered": url}
         )

@@ -110,7 +110,7 @@ def build_app(
     @app.get("/ttft_report/{request_id:path}")
     async def get_ttft_report(request_id: str, request: Request) -> JSONResponse:
         _check_api_key(endpoint, request)
-        report = endpoint.reports.get_report(request_id)
+        report = await endpoint.reports.find_report(request_id)
         if report is not None:
             return JSONResponse(report)
         max_reports = endpoint.reports.max_reports

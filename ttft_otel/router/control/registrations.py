@@ -77,6 +77,10 @@ class Registrations:
         """Whether an instance is registered with this URL, without a trailing slash."""
         return url in self._registered
 
+    def list_roles(self) -> dict[str, str]:
+        """The role of every registered instance, by URL."""
+        return {url: each.role for url, each in self._registered.items()}
+
     def register_instance(self, role: str, url: str) -> bool:
         """Add the instance at `url` to the leg of its `role`, or renew its registration.
 

@@ -24,6 +24,9 @@ from ttft_otel.stages import ENCODE
 _BREAKER_VALUES: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
+MetricsMerger = Callable[[Iterator[Metric]], Iterator[Metric]]
+
+
 class RouterMetrics(Collector):
     """A Prometheus collector of all metrics of the router.
 
@@ -42,6 +45,7 @@ class RouterMetrics(Collector):
         self.endpoint, self.handoff_counts = endpoint, handoff_counts
         self.reloads = {"ok": 0, "failed": 0}
         self.registration_counts: Mapping[str, int] = {}
+        self.merge_workers: MetricsMerger | None = None  # with --workers
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -50,7 +54,12 @@ class RouterMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Collect for one scrape."""
+        """Collect for one scrape, of all workers of this router."""
+        own = self.collect_own()
+        return own if self.merge_workers is None else self.merge_workers(own)
+
+    def collect_own(self) -> Iterator[Metric]:
+        """The metrics of this process."""
         yield from self._collect_tracing()
         yield from self._collect_requests()
         yield from self._collect_instances()

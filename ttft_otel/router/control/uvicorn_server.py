@@ -98,11 +98,14 @@ def run_router_server(
     drain_delay_s: float,
     drain_timeout_s: float,
     reload: Callable[[], None],
+    build_server: Callable[..., DrainingServer] = DrainingServer,
+    sockets: list[socket.socket] | None = None,
 ) -> None:
     """Serve `app` on `host` and `port` until a signal stops it.
 
     drain_delay_s: seconds after the signal in which requests are accepted. drain_timeout_s: seconds after it
-    in which requests may finish. reload: called at SIGHUP.
+    in which requests may finish. reload: called at SIGHUP. build_server, sockets: of a worker, which has
+    bound its own sockets to the port.
     """
     raise_file_limit()
     # Before and after uvicorn's own handler: exit normally, so that atexit sends the last records.
@@ -112,9 +115,9 @@ def run_router_server(
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    DrainingServer(
+    build_server(
         build_uvicorn_config(app, host, port), app, drain_delay_s, drain_timeout_s, reload
-    ).run()
+    ).run(sockets)
 
 
 def raise_file_limit() -> None:

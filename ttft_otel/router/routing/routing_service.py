@@ -19,7 +19,11 @@ from ttft_otel.router.routing.booking import Booking
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.pending_load import ARRIVAL_WINDOW_S, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
-from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
+from ttft_otel.router.routing.policies.policy_state import (
+    FirstTokenListener,
+    PolicyOptions,
+    PolicyState,
+)
 from ttft_otel.router.timeline import PromptLookup, RequestTimeline
 from ttft_otel.router.types import (
     DEFAULT_POLICY,
@@ -71,6 +75,7 @@ class RoutingService:
         self.pool, self.prompt_reader, self.prefix_source = pool, prompt_reader, prefix_source
         self.prefilling_leg = pool.prefilling_leg
         self.slo_rejections = 0  # requests that no instance could have answered in time
+        self.first_token_listener: FirstTokenListener | None = None
         self._options, self._window_s = options or PolicyOptions(), window_s
         self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
         self._others_policy, self._encoders_policy = others_policy, encoders_policy or others_policy
@@ -90,6 +95,7 @@ class RoutingService:
         if leg_policy is None:
             policy_name = self._encoders_policy if leg == ENCODE else self._others_policy
             leg_policy = self._leg_policies[leg] = self._build_leg_policy(policy_name)
+            leg_policy.state.first_token_listener = self.first_token_listener
         return leg_policy
 
     def _build_leg_policy(self, policy_name: str) -> LegPolicy:
@@ -97,6 +103,12 @@ class RoutingService:
         options = replace(self._options, shared_cache=False, slo_s=0.0)
         state = PolicyState(BlockHolders(1), options, PendingLoads(window_s=self._window_s))
         return LegPolicy(policy_name, POLICIES[policy_name](state), state)
+
+    def listen_to_first_tokens(self, listener: FirstTokenListener) -> None:
+        """Call `listener` at every first token that a policy learns from."""
+        self.first_token_listener = listener
+        for leg_policy in self._leg_policies.values():
+            leg_policy.state.first_token_listener = listener
 
     def choose_instance(
         self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool

@@ -14,7 +14,7 @@ from typing import Final
 
 from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.listeners import Listeners
-from ttft_otel.router.timeline import CANCELLED, Attempt
+from ttft_otel.router.timeline import CANCELLED, Attempt, AttemptListener
 from ttft_otel.router.types import Instance
 from ttft_otel.stages import ANSWERING_ROLES, DECODE, ENCODE, PREFILL, PREFILLING_ROLES
 
@@ -28,10 +28,8 @@ log: Final = logging.getLogger("ttft_otel")
 class InstancePool:
     """Every leg's instances; all of it runs on the event loop, so nothing is locked.
 
-    failure_listeners, return_listeners: called with an instance that failed, or is back.
-    change_listeners: called when instances were added, removed or replaced. max_trial_s: seconds for which
-    a half-open breaker's trial keeps others away. first_byte_timeout_s: seconds for an answer to begin, 0
-    for any time.
+    max_trial_s: seconds for which a half-open breaker's trial keeps others away. first_byte_timeout_s:
+    seconds for an answer to begin, 0 for any time.
     """
 
     def __init__(
@@ -42,14 +40,15 @@ class InstancePool:
         max_trial_s: float = MAX_TRIAL_S,
         first_byte_timeout_s: float = 0.0,
     ) -> None:
-        self._deadlines: DeadlineQueue[Attempt] | None = (
-            DeadlineQueue(first_byte_timeout_s) if first_byte_timeout_s else None
-        )
+        timeout_s = first_byte_timeout_s
+        self._deadlines = DeadlineQueue[Attempt](timeout_s) if timeout_s else None
         self.max_failures, self.first_open_period_s = max_failures, first_open_period_s
         self.max_trial_s = max_trial_s
         self.failure_listeners: Listeners[[Instance]] = Listeners()  # it failed a moment ago
         self.return_listeners: Listeners[[Instance]] = Listeners()  # it was away, and is back
         self.change_listeners: Listeners[[]] = Listeners()  # there are other instances now
+        self.order_listeners: Listeners[[str, str, str]] = Listeners()  # action, leg (or role), URL
+        self.attempt_listener: AttemptListener | None = None  # with --workers
         self._away_instances: set[Instance] = set()
         self._in_flight: dict[Attempt, int] = {}  # its number as a breaker's trial, 0 for none
         self._candidates: dict[tuple[str, str], tuple[Instance, ...]] = {}
@@ -144,6 +143,8 @@ class InstancePool:
             )
             self.reset_candidates()
         self._in_flight[attempt] = trial_number
+        if self.attempt_listener is not None:
+            self.attempt_listener.record_sent(attempt)
 
     def record_begun(self, attempt: Attempt) -> None:
         """Close the breaker of its instance, which has begun a good answer; errors are recorded at its end.
@@ -179,6 +180,8 @@ class InstancePool:
             instance.owed_answers.record_unanswered()
         if attempt.booking is not None:
             attempt.booking.record_end()
+        if self.attempt_listener is not None:
+            self.attempt_listener.record_ended(attempt)
         error = attempt.error
         has_broken = bool(error) and not error.isdigit()
         instance.attempt_results[error if has_broken else f"{attempt.status // 100}xx"] += 1

@@ -13,7 +13,7 @@ SECONDS_PER_REQUEST: Final = 5.0  # of overdue answers that weigh as much as one
 
 
 class LeastRequestsPolicy(RoutingPolicy):
-    """Compares `Instance.in_flight`, which counts a request until its response has ended.
+    """Compares `Instance.all_in_flight`, which counts a request until its response has ended.
 
     An instance that owes answers for long, and has begun none meanwhile, counts as if it had more: one
     that hangs would keep its share for as long as its clients leave and others come.
@@ -27,7 +27,7 @@ class LeastRequestsPolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the fewest requests in flight, ties at random; the score is that number."""
         counts = [
-            each.in_flight + each.owed_answers.measure_overdue_s(now_us) / SECONDS_PER_REQUEST
+            each.all_in_flight + each.owed_answers.measure_overdue_s(now_us) / SECONDS_PER_REQUEST
             for each in instances
         ]
         position = self._state.choose_least(counts)

@@ -115,6 +115,10 @@ class PendingLoads:
         """The load of the instance at `url`; an empty one if it was sent nothing."""
         return self._loads.get(url, NO_LOAD)
 
+    def find_entry(self, key: RequestKey) -> PendingRequest | None:
+        """The pending request of `key`, None if it has its first token or is over."""
+        return self._entries.get(key)
+
     def list_loads(self, instances: Iterable[Instance]) -> list[InstanceLoad]:
         """The loads of `instances`, in their order."""
         loads = self._loads

@@ -8,9 +8,9 @@ any other end. All times are arguments, so that simulations can use it.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ttft_otel.router.routing.policies.block_index import PrefixIndex
 from ttft_otel.router.routing.policies.pending_load import (
@@ -25,7 +25,7 @@ from ttft_otel.router.routing.policies.prefill_model import (
     MAX_TRACKED,
     PrefillModels,
 )
-from ttft_otel.router.routing.policies.prefill_work import compute_work
+from ttft_otel.router.routing.policies.prefill_work import PrefillWork, compute_work
 from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 # Weight of the latest sample in the moving average of overheads.
@@ -48,12 +48,25 @@ class PolicyOptions:
     slo_s: float = 0.0
 
 
+class PrefillSample(NamedTuple):
+    """One measured prefill."""
+
+    model: str
+    tokens_to_compute: int
+    pairs: int
+    seconds: float
+
+
+FirstTokenListener = Callable[[RequestKey, int, PrefillSample | None], None]
+
+
 @dataclass(slots=True)
 class PolicyState:
     """Pending requests, cached prefixes and prefill models of one leg.
 
     outcomes: accuracy of predicted TTFTs, by URL. overheads_s: average seconds of a first token besides queue
     and prefill, by URL. urls: instances to learn about, None for any. tie_breaker: seedable for simulations.
+    first_token_listener: called with key, time in microseconds and what was measured; None without workers.
     """
 
     index: PrefixIndex
@@ -64,6 +77,7 @@ class PolicyState:
     overheads_s: dict[str, float] = field(default_factory=dict)
     urls: Set[str] | None = None
     tie_breaker: random.Random = field(default_factory=random.Random)
+    first_token_listener: FirstTokenListener | None = None
 
     def estimate_cached(
         self,
@@ -150,12 +164,15 @@ class PolicyState:
         entry = self.record_left(request, now_us, key)
         if entry is None or self._is_unknown(entry.url):
             return None
-        # The blocks are cached from the first token on, also if the client disconnects later.
-        self.index.record_served(entry.url, request.block_keys)
+        sample = None
         if prefill_s is not None:
             prompt_tokens = prompt_tokens or request.prompt_tokens
             prefill_work = compute_work(prompt_tokens, min(cached_tokens, prompt_tokens))
-            self.models.add_sample(request.model, entry.url, prefill_work, prefill_s)
+            sample = PrefillSample(request.model, *prefill_work, prefill_s)
+        self._learn_prefill(entry, sample)
+        if self.first_token_listener is not None:
+            own_key = key or (request.leg, request.request_id)
+            self.first_token_listener(own_key, now_us, sample)
         if entry.predicted_s is None or not is_measured:
             return None
         if entry.url not in self.outcomes and len(self.outcomes) >= MAX_TRACKED:
@@ -165,6 +182,24 @@ class PolicyState:
             entry.predicted_s, ttft_s
         )
         return ttft_s - entry.predicted_s
+
+    def _learn_prefill(self, entry: PendingRequest, sample: PrefillSample | None) -> None:
+        # The blocks are cached from the first token on, also if the client disconnects later.
+        self.index.record_served(entry.url, entry.block_keys)
+        if sample is not None:
+            model, tokens, pairs, seconds = sample
+            self.models.add_sample(model, entry.url, PrefillWork(tokens, pairs), seconds)
+
+    def record_first_token_elsewhere(
+        self, key: RequestKey, now_us: int, sample: PrefillSample | None
+    ) -> None:
+        """Another worker had the first token of the request of `key`, which is pending here too.
+
+        sample: what it measured. The accuracy of the prediction is judged where it was made.
+        """
+        entry = self.pending.remove_pending(key, now_us)
+        if entry is not None and not self._is_unknown(entry.url):
+            self._learn_prefill(entry, sample)
 
     def record_left(
         self, request: RoutingRequest, now_us: int, key: RequestKey | None = None

@@ -35,7 +35,7 @@ class PrefixPolicy(RoutingPolicy):
         longest = max(cached_tokens)
         if longest <= MIN_PREFIX_SHARE * request.prompt_tokens:
             return self._fallback.choose_instance(request, instances, now_us, is_retry)
-        in_flight = [each.in_flight for each in instances]
+        in_flight = [each.all_in_flight for each in instances]
         positions = [position for position, there in enumerate(cached_tokens) if there == longest]
         position = positions[self._state.choose_least([in_flight[each] for each in positions])]
         lowest = min(in_flight)

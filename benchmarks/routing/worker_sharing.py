@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it is worth that workers of one router share their books: mean TTFT in the simulation.
+
+    python -m benchmarks.routing.worker_sharing --traces DIR [--workers 4] [--seeds 1 2 3] [--json FILE]
+
+Ratios to one worker on the same arrivals, one for each seed: workers that tell one another what they send,
+and workers that know only their own. Both are simulated; times of day, threads and sockets play no part,
+so that the same seeds give the same figures everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.routing.mooncake_traces import TraceRow, read_trace
+from benchmarks.routing.worker_simulation import simulate_workers
+
+CASES_FILE: Final = Path(__file__).with_name("cases.json")
+CASE_NAMES: Final = ("conv-n8-load0.85", "conv-n8-load0.85-history")
+POLICIES: Final = ("calibrated", "least_requests")
+MAX_SHARING_RATIO: Final = 1.03  # of the mean TTFT, workers that share to one
+
+
+def spread_arrivals(rows: tuple[TraceRow, ...], seed: int) -> tuple[TraceRow, ...]:
+    """Spread arrivals over the time to which the trace rounded them.
+
+    As they are, some ten requests arrive in the same microsecond every 3 s: no worker can have heard of any
+    other's, which is the clock of whoever recorded the trace, not what a router sees.
+    """
+    chance = random.Random(f"arrivals {seed}")
+    times = sorted({row.arrival_s for row in rows})
+    rounded_to_s = min((b - a for a, b in itertools.pairwise(times)), default=0.0)
+    spread = (
+        replace(row, arrival_s=row.arrival_s + chance.uniform(0, rounded_to_s)) for row in rows
+    )
+    return tuple(sorted(spread, key=lambda row: row.arrival_s))
+
+
+def measure_case(
+    case: dict[str, Any], policy: str, folder: Path, seeds: list[int], workers: int
+) -> dict[str, Figure]:
+    """The figures of one case with one policy."""
+    alone, sharing, apart = [], [], []
+    for seed in seeds:
+        rows = spread_arrivals(read_trace(folder / f"{case['trace']}_trace.jsonl", seed), seed)
+        alone.append(simulate_workers(case, policy, rows, seed, 1, False))
+        sharing.append(simulate_workers(case, policy, rows, seed, workers, True))
+        apart.append(simulate_workers(case, policy, rows, seed, workers, False))
+        sys.stderr.write(f"{case['name']} {policy} seed {seed}: {sharing[-1] / alone[-1]:.3f}\n")
+    where = f"{policy}, {case['name']}"
+    return {
+        f"{workers} workers that share / one, {where}": build_figure(
+            divide_rounds(sharing, alone), MAX_SHARING_RATIO, digits=3
+        ),
+        f"{workers} workers that share nothing / one, {where}": build_figure(
+            divide_rounds(apart, alone), digits=3
+        ),
+        f"mean TTFT of one, s, {where}": build_figure(alone, digits=3),
+    }
+
+
+def main() -> int:
+    """A line for each figure; --json writes them; 1 when a goal is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    traces = os.environ.get("TTFT_OTEL_TRACES")
+    parser.add_argument("--traces", type=Path, default=Path(traces) if traces else None)
+    parser.add_argument("--list", type=Path, default=CASES_FILE, help="the cases")
+    parser.add_argument("--cases", nargs="+", default=CASE_NAMES, help="names of cases")
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    options = parser.parse_args()
+    if options.traces is None:
+        parser.error("name the folder of the traces: --traces DIR, or TTFT_OTEL_TRACES")
+    figures: dict[str, Figure] = {}
+    for case in json.loads(options.list.read_text("utf-8"))["cases"]:
+        if case["name"] in options.cases:
+            for policy in options.policies:
+                figures |= measure_case(
+                    case, policy, options.traces, options.seeds, options.workers
+                )
+    return report_figures(figures, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several workers of one router in the simulation of fleet_simulation.py, for worker_sharing.py.
+
+Each has policies and books of its own and gets a random share of the requests. They tell one another by
+the messages and books of ttft_otel/router/workers, which arrive after the socket's batching time.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.routing.fleet_simulation import (
+    MODEL_NAME,
+    SESSION_HEADER,
+    SimulatedInstance,
+    Simulation,
+)
+from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
+from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.router import types
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
+from ttft_otel.router.workers import messages
+from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.router.workers.worker_socket import FLUSH_S
+
+LEG: Final = "prefill"
+
+
+@dataclass(slots=True)
+class SimulatedWorker:
+    """One worker: its own view of the instances, its policy, and its books of the others."""
+
+    instances: dict[str, types.Instance]
+    state: PolicyState
+    policy: types.RoutingPolicy
+    siblings: SiblingLoads
+
+
+class WorkerSimulation(Simulation):
+    """`worker_count` workers; are_sharing: whether they tell one another anything."""
+
+    def __init__(
+        self, case: dict[str, Any], policy: str, seed: int, worker_count: int, are_sharing: bool
+    ) -> None:
+        super().__init__(case, policy, seed)
+        self.are_sharing = are_sharing
+        self.dispatch = random.Random(f"workers {seed}")
+        self.workers = [
+            self._build_worker(case, policy, f"ties {seed} {number}")
+            for number in range(worker_count)
+        ]
+        self.owners: dict[str, int] = {}  # worker by request
+        self.last_sample: PrefillSample | None = None
+
+    def _build_worker(self, case: dict[str, Any], policy: str, ties: str) -> SimulatedWorker:
+        """KV events reach every worker; what an index infers from requests is each one's own."""
+        index = (
+            SentHistory(TRACE_BLOCK_TOKENS, case["cache"])
+            if isinstance(self.index, SentHistory)
+            else self.index
+        )
+        state = PolicyState(index, self.state.options, tie_breaker=random.Random(ties))
+        state.first_token_listener = self._keep_sample
+        name = "ttft" if policy in ("trapezoid", "calibrated") else policy
+        instances = {url: types.parse_instance_url(url, LEG) for url in self.by_url}
+        siblings = SiblingLoads(lambda _, url: instances.get(url), lambda _: state)
+        return SimulatedWorker(instances, state, POLICIES[name](state), siblings)
+
+    def handle_arrival(self, number: int, row: TraceRow, now_us: int) -> None:
+        """A worker that the kernel chose by chance sends the request where its policy says."""
+        owner = self.dispatch.randrange(len(self.workers))
+        worker = self.workers[owner]
+        request = types.RoutingRequest(
+            *(LEG, COMPLETIONS_PATH, MODEL_NAME, str(number), {SESSION_HEADER: row.session}, b""),
+            prompt_tokens=row.tokens,
+            block_keys=row.blocks,
+        )
+        offered = list(worker.instances.values())
+        choice = worker.policy.choose_instance(request, offered, now_us, False)
+        worker.state.record_sent(request, choice, now_us)
+        choice.instance.in_flight += 1
+        self.owners[request.request_id] = owner
+        self.sent_at_us[request.request_id] = now_us
+        entry = worker.state.pending.find_entry((LEG, request.request_id))
+        assert entry is not None
+        sent = messages.Sent(
+            *(request.request_id, LEG, entry.url, now_us, True, *entry.work, entry.block_keys)
+        )
+        self.tell_others(owner, sent, now_us)
+        server = self.by_url[choice.instance.url]
+        server.waiting.append(request)
+        if server.free:
+            self.start_prefill(server, now_us)
+
+    def finish_prefill(
+        self,
+        server: SimulatedInstance,
+        request: types.RoutingRequest,
+        now_us: int,
+        seconds: float,
+        cached: int,
+    ) -> None:
+        """The worker that sent the request has its first token, which here is its end as well."""
+        owner = self.owners.pop(request.request_id)
+        worker = self.workers[owner]
+        self.state, self.last_sample = worker.state, None
+        # The simulation counts for the one router that it has otherwise; workers count for themselves.
+        server.instance.in_flight += 1
+        worker.instances[server.instance.url].in_flight -= 1
+        super().finish_prefill(server, request, now_us, seconds, cached)
+        learned = () if self.last_sample is None else self.last_sample
+        token = messages.FirstToken(request.request_id, LEG, now_us, *learned)
+        self.tell_others(owner, token, now_us)
+        self.tell_others(owner, messages.Ended(request.request_id, LEG, now_us), now_us)
+
+    def tell_others(self, owner: int, message: messages.Message, now_us: int) -> None:
+        """Deliver a message to all other workers once the batch that it is in leaves."""
+        if not self.are_sharing:
+            return
+        due_us = now_us + round(FLUSH_S * US_PER_SECOND)
+        for number, worker in enumerate(self.workers):
+            if number != owner:
+                self.schedule_event(due_us, functools.partial(deliver, worker, owner, message))
+
+    def _keep_sample(self, _: tuple[str, str], __: int, sample: PrefillSample | None) -> None:
+        self.last_sample = sample
+
+
+def deliver(worker: SimulatedWorker, owner: int, message: messages.Message, _: int) -> None:
+    """Put a message of the worker `owner` into the books of another one; an event of the simulation."""
+    if isinstance(message, messages.Sent):
+        worker.siblings.apply_sent(owner, message)
+    elif isinstance(message, messages.FirstToken):
+        worker.siblings.apply_first_token(owner, message)
+    elif isinstance(message, messages.Ended):
+        worker.siblings.apply_ended(owner, message)
+
+
+def simulate_workers(
+    case: dict[str, Any],
+    policy: str,
+    rows: tuple[TraceRow, ...],
+    seed: int,
+    worker_count: int,
+    are_sharing: bool,
+) -> float:
+    """Simulate one case; returns the mean TTFT in seconds."""
+    simulation = WorkerSimulation(case, policy, seed, worker_count, are_sharing)
+    capacity = sum(each.speed for each in simulation.servers)
+    simulation.run(rows, compute_speedup(rows, case["load"], capacity))
+    assert len(simulation.ttfts_s) == len(rows)
+    for worker in simulation.workers:
+        assert not len(worker.state.pending) and not worker.siblings.count_attempts()
+        assert not any(each.all_in_flight for each in worker.instances.values())
+    return statistics.fmean(simulation.ttfts_s)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of shared books, as it is called, on a short trace."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.routing.mooncake_traces import TraceRow
+from benchmarks.routing.worker_sharing import spread_arrivals
+from benchmarks.routing.worker_simulation import simulate_workers
+
+ROOT = Path(__file__).parents[3]
+CASE = {
+    "name": "case",
+    "trace": "conversation",
+    "instances": 4,
+    "load": 0.8,
+    "slow": 0,
+    "cache": 1000,
+    "noise": 0,
+    "lag": 0,
+    "index": "events",
+}
+
+
+def build_rows(count: int) -> tuple[TraceRow, ...]:
+    """Prompts of different lengths, ten a second, that share nothing."""
+    chance = random.Random(7)
+    return tuple(
+        TraceRow(number / 10, chance.randrange(1000, 20_000), (number + 1,), str(number))
+        for number in range(count)
+    )
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "calibrated", "qps"])
+def test_sharing_is_as_one(policy: str) -> None:
+    """What is said makes up for what a worker does not do itself; without it the mean is worse."""
+    rows = build_rows(600)
+    one = simulate_workers(CASE, policy, rows, 1, 1, False)
+    sharing = simulate_workers(CASE, policy, rows, 1, 4, True)
+    apart = simulate_workers(CASE, policy, rows, 1, 4, False)
+
+    assert sharing < 1.1 * one
+    assert sharing < apart
+
+
+def test_same_seed_same_figures() -> None:
+    """Nothing but the seeds decides."""
+    rows = build_rows(100)
+
+    assert simulate_workers(CASE, "calibrated", rows, 3, 4, True) == simulate_workers(
+        CASE, "calibrated", rows, 3, 4, True
+    )
+
+
+def test_arrivals_are_spread() -> None:
+    """Over no more than the time to which the trace rounded them, so that their order by times stays."""
+    rows = tuple(TraceRow(3.0 * (number // 10), 100, (), "") for number in range(100))
+
+    spread = spread_arrivals(rows, 1)
+
+    assert len({row.arrival_s for row in spread}) == 100
+    assert all(0 <= row.arrival_s - 3 * (number // 10) <= 3 for number, row in enumerate(spread))
+
+
+def test_command(tmp_path: Path) -> None:
+    """The figures with their goal, in a file."""
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 100 * number, "input_length": 2000, "output_length": 1, "hash_ids": [number]}
+        for number in range(40)
+    ]
+    (tmp_path / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "cases.json").write_text(json.dumps({"cases": [CASE]}))
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.routing.worker_sharing", "--traces", tmp_path),
+            *("--list", tmp_path / "cases.json", "--cases", "case", "--seeds", "1"),
+            *("--policies", "least_requests", "--json", tmp_path / "out.json"),
+        ],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+    )
+
+    figures = json.loads((tmp_path / "out.json").read_text("utf-8"))
+
+    assert [figure["goal"] for figure in figures.values()] == [1.03, None, None]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of one router without processes or sockets: each has a pool, policies and books of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ttft_otel import clock
+from ttft_otel.router import types
+from ttft_otel.router.routing.policies.block_index import SentHistory
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.workers import messages
+from ttft_otel.router.workers.own_loads import OwnLoads
+from ttft_otel.router.workers.sibling_loads import SiblingLoads
+
+LEG = "mono"
+URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+
+
+class JoinedWorker:
+    """One worker; `outbox` has what it says, until somebody delivers it."""
+
+    def __init__(self, policy: str) -> None:
+        instances = tuple(types.parse_instance_url(url, LEG) for url in URLS)
+        self.pool = InstancePool({LEG: instances})
+        self.routing = RoutingService(self.pool, policy)
+        self.state = self.routing.get_leg_policy(LEG).state
+        self.state.index = SentHistory(16, 1000)
+        self.outbox: list[messages.Message] = []
+        self.own = OwnLoads(self.pool, self.routing, self.outbox.append)
+        self.own.start()
+        self.siblings = SiblingLoads(self.pool.find_instance, lambda _: self.state)
+
+    def choose(self, request: types.RoutingRequest) -> types.Decision:
+        """Which instance its policy chooses now."""
+        return self.routing.choose_instance(request, self.pool.get(LEG), clock.now_us(), False)
+
+    def send(self, request: types.RoutingRequest, url: str = "") -> Attempt:
+        """Send a request where its policy says, or to `url`."""
+        decision = self.choose(request)
+        if url:
+            instance = self.pool.find_instance(LEG, url)
+            assert instance is not None
+            decision = types.Decision(instance, 0.0, "test")
+        now_us = clock.now_us()
+        booking = self.routing.book_request(request, decision, request.request_id, now_us)
+        attempt = Attempt(LEG, "/", decision.instance, request.request_id, now_us)
+        attempt.policy, attempt.booking = self.routing.get_policy_name(LEG), booking
+        self.pool.record_sent(attempt)
+        return attempt
+
+    def hear(self, seat: int, message: messages.Message) -> None:
+        """Take in a message of the worker on `seat`."""
+        handlers: dict[type, Callable[[int, Any], None]] = {
+            messages.Sent: self.siblings.apply_sent,
+            messages.FirstToken: self.siblings.apply_first_token,
+            messages.Ended: self.siblings.apply_ended,
+        }
+        frame = messages.decode_frame(messages.encode_frame(messages.Frame(seat, 1, [message])))
+        handlers[type(message)](frame.seat, frame.messages[0])
+
+    def resync(self, seat: int, other: JoinedWorker) -> None:
+        """Hear everything anew that the worker on `seat` has under way."""
+        self.siblings.drop_seat(seat, clock.now_us())
+        for sent in other.own.list_open():
+            self.hear(seat, sent)
+
+
+def build_request(number: int, tokens: int = 64) -> types.RoutingRequest:
+    """A request of so many prompt tokens, whose blocks no other one has."""
+    blocks = tuple(number * 1000 + each for each in range(tokens // 16))
+    return types.RoutingRequest(
+        *(LEG, "/v1/completions", "tiny", f"request-{number}", {}, b""),
+        prompt_tokens=tokens,
+        block_keys=blocks,
+    )

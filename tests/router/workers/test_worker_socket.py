@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datagrams between workers, over real sockets: in order, together, never waiting for who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+from router import fake_instances
+from ttft_otel.router.workers import worker_socket
+from ttft_otel.router.workers.messages import Ended, Frame, Message, Resync, decode_frame
+from ttft_otel.router.workers.worker_socket import WorkerSocket, build_path
+
+
+def build_sockets(folder: Path, count: int) -> tuple[list[WorkerSocket], list[list[Frame]]]:
+    """Sockets of so many workers, and what each has received."""
+    received: list[list[Frame]] = [[] for _ in range(count)]
+    return [
+        WorkerSocket(folder, seat, count, received[seat].append) for seat in range(count)
+    ], received
+
+
+def list_messages(frames: list[Frame]) -> list[Message]:
+    """The messages in several frames."""
+    return [message for frame in frames for message in frame.messages]
+
+
+def test_messages_arrive_in_order(tmp_path: Path) -> None:
+    """Everybody else gets all of them, many in one datagram."""
+
+    async def run_scenario() -> None:
+        sockets, received = build_sockets(tmp_path, 3)
+        for each in sockets:
+            each.open()
+        sent = [Ended(str(number), "mono", number) for number in range(300)]
+        for message in sent:
+            sockets[0].send(message)
+        while len(list_messages(received[1])) < 300 or len(list_messages(received[2])) < 300:
+            await asyncio.sleep(0.01)
+        assert list_messages(received[1]) == list_messages(received[2]) == sent
+        assert len(received[1]) <= 1 + 300 // worker_socket.MAX_BATCH
+        assert not received[0]
+        for each in sockets:
+            each.close()
+
+    fake_instances.run_with_timeout(run_scenario, 60)
+
+
+def test_a_full_queue_is_tried_again(tmp_path: Path) -> None:
+    """A worker that reads nothing for a while loses nothing, and then no more than the backlog is kept."""
+
+    async def run_scenario() -> None:
+        sockets, received = build_sockets(tmp_path, 2)
+        sockets[0].open()
+        deaf = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        deaf.bind(str(build_path(tmp_path, 1)))
+        sent = [Ended(str(number) + "x" * 20_000, "mono", number) for number in range(100)]
+        for message in sent:
+            sockets[0].send_now([message], [1])
+        assert sockets[0].lost == 0
+        deaf.setblocking(False)
+        frames: list[Frame] = []
+        while len(frames) < 100:
+            try:
+                frames.append(decode_frame(deaf.recv(1 << 20)))
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+        assert list_messages(frames) == sent
+        for message in sent * 4:
+            sockets[0].send_now([message], [1])
+        assert sockets[0].lost > 0
+        deaf.close()
+        sockets[0].close()
+
+    fake_instances.run_with_timeout(run_scenario, 60)
+
+
+def test_nobody_waits_for_a_worker_that_is_gone(tmp_path: Path) -> None:
+    """Neither before it starts nor after it died; its successor takes its place."""
+
+    async def run_scenario() -> None:
+        sockets, received = build_sockets(tmp_path, 2)
+        sockets[0].open()
+        sockets[0].send_now([Resync()], [1])
+        sockets[1].open()
+        sockets[1].close()  # leaves its path, as a killed process does
+        sockets[0].send_now([Resync()], [1])
+        sockets[1].open()
+        sockets[0].send_now([Resync()], [1])
+        while not received[1]:
+            await asyncio.sleep(0.01)
+        assert len(received[1]) == 1
+        assert not sockets[0].lost
+        for each in sockets:
+            each.close()
+
+    fake_instances.run_with_timeout(run_scenario, 60)
+
+
+def test_rubbish_is_skipped(tmp_path: Path) -> None:
+    """What is no frame is logged, and the next one read."""
+
+    async def run_scenario() -> None:
+        sockets, received = build_sockets(tmp_path, 2)
+        sockets[1].open()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.sendto(b"\xffrubbish", str(build_path(tmp_path, 1)))
+        sockets[0].open()
+        sockets[0].send_now([Resync()], [1])
+        while not received[1]:
+            await asyncio.sleep(0.01)
+        for each in sockets:
+            each.close()
+
+    fake_instances.run_with_timeout(run_scenario, 60)

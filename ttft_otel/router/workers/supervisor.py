@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent of the workers: starts them, replaces those that die, passes signals on; serves nothing.
+
+cli/worker_processes.py gives it the function that a worker runs. It forks before there is an event loop or
+a thread, so that a successor needs milliseconds, not the seconds that imports take.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, Final
+
+WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+STEADY_S: Final = 10.0  # seconds after which a worker that dies is replaced at once
+FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled while it goes on
+MAX_PAUSE_S: Final = 30.0
+# Beyond the drain timeout: for cancelled responses to end and the last records to leave.
+END_GRACE_S: Final = 10.0
+MAX_FOLDER_CHARS: Final = 80  # a Unix socket's path has at most 107
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeat:
+    """One worker's place among `count`. folder: private, with the sockets and files of all.
+
+    lifeline_fd: at its end of file the supervisor is gone. is_successor: another worker died on this seat.
+    """
+
+    number: int
+    count: int
+    folder: Path
+    lifeline_fd: int
+    is_successor: bool = False
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What the supervisor knows of a seat."""
+
+    process: ForkProcess | None = None
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class WorkerSupervisor:
+    """Keeps `count` workers running. run_worker: what each process does, given its seat.
+
+    drain_timeout_s: seconds that workers have to end after SIGTERM. reload: called at SIGHUP, so that
+    workers that start later have the new configuration.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        run_worker: Callable[[WorkerSeat], None],
+        drain_timeout_s: float,
+        reload: Callable[[], None],
+    ) -> None:
+        self.run_worker, self.drain_timeout_s, self.reload = run_worker, drain_timeout_s, reload
+        self.folder = make_private_folder()
+        self._states = [WorkerState() for _ in range(count)]
+        self._context = multiprocessing.get_context("fork")
+        self._lifeline = os.pipe()
+        self._kill_at_s = 0.0  # once it was told to stop
+        self._exit_code = 0
+
+    def run(self) -> int:
+        """Supervise until a signal ends it and all workers have ended; returns the exit code."""
+        # Blocked, they are taken one after the other by sigtimedwait: no handler interrupts a fork.
+        signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
+        try:
+            for number in range(len(self._states)):
+                self._start_worker(number)
+            while not self._kill_at_s or self._list_running():
+                arrived = signal.sigtimedwait(WATCHED_SIGNALS, self._choose_wait_s())
+                if arrived is not None:
+                    self._handle_signal(signal.Signals(arrived.si_signo))
+                self._reap_workers()
+                self._restart_due()
+        finally:
+            for process in self._list_running():
+                process.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self._exit_code
+
+    def _start_worker(self, number: int) -> None:
+        state, is_successor = self._states[number], self._has_served(number)
+        seat = WorkerSeat(number, len(self._states), self.folder, self._lifeline[0], is_successor)
+        state.process = self._context.Process(
+            target=self._enter_worker, args=(seat,), name=f"ttft-otel-worker-{number}"
+        )
+        state.started_s, state.restart_at_s = time.monotonic(), 0.0
+        state.process.start()
+
+    def _enter_worker(self, seat: WorkerSeat) -> None:
+        """In the new process: leave what is the supervisor's, and serve."""
+        os.close(self._lifeline[1])
+        # Ctrl-C signals the terminal's process group: one signal, the supervisor's, is to arrive.
+        os.setpgrp()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED_SIGNALS)
+        self.run_worker(seat)
+
+    def _has_served(self, number: int) -> bool:
+        return (self.folder / f"worker-{number}.metrics").exists()
+
+    def _list_running(self) -> list[ForkProcess]:
+        return [each.process for each in self._states if each.process is not None]
+
+    def _choose_wait_s(self) -> float:
+        """Seconds until something is due; a signal ends the wait sooner."""
+        moment = time.monotonic()
+        due_s = [each.restart_at_s for each in self._states if each.restart_at_s]
+        if self._kill_at_s:
+            due_s = [self._kill_at_s]
+        return max(0.0, min(due_s, default=moment + 1.0) - moment)
+
+    def _handle_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGCHLD:
+            return
+        if number == signal.SIGHUP:
+            self.reload()
+            self._signal_workers(signal.SIGHUP)
+            return
+        self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        """Drain all workers; told a second time, each of them ends at once."""
+        if not self._kill_at_s:
+            self._kill_at_s = time.monotonic() + self.drain_timeout_s + END_GRACE_S
+        self._signal_workers(signal.SIGTERM)
+
+    def _signal_workers(self, number: signal.Signals) -> None:
+        for process in self._list_running():
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def _reap_workers(self) -> None:
+        for number, state in enumerate(self._states):
+            if state.process is not None and state.process.exitcode is not None:
+                self._note_end(number, state, state.process)
+        if self._kill_at_s and time.monotonic() >= self._kill_at_s:
+            for process in self._list_running():
+                log.error("ttft-otel: worker process %d does not end: it is killed", process.pid)
+                process.kill()
+                self._exit_code = 1
+            self._kill_at_s = time.monotonic() + END_GRACE_S
+
+    def _note_end(self, number: int, state: WorkerState, process: ForkProcess) -> None:
+        """A worker has ended: as it was told, or it is to be replaced."""
+        state.process = None
+        if self._kill_at_s:
+            self._exit_code = self._exit_code or abs(process.exitcode or 0)
+            return
+        if not self._has_served(number):
+            log.error("ttft-otel: worker %d could not start, see above: the router ends", number)
+            self._exit_code = abs(process.exitcode or 0) or 1
+            self._begin_stop()
+            return
+        moment = time.monotonic()
+        state.pause_s = choose_pause_s(state.pause_s, moment - state.started_s)
+        state.restart_at_s = moment + state.pause_s
+        log.error(
+            "ttft-otel: worker %d (process %s) %s: its requests are lost, those of the others are not; "
+            "it is replaced %s",
+            number,
+            process.pid,
+            describe_end(process.exitcode or 0),
+            f"in {state.pause_s:g} s" if state.pause_s else "at once",
+        )
+
+    def _restart_due(self) -> None:
+        moment = time.monotonic()
+        for number, state in enumerate(self._states):
+            if state.process is None and 0 < state.restart_at_s <= moment and not self._kill_at_s:
+                self._start_worker(number)
+
+
+def choose_pause_s(last_pause_s: float, lived_s: float) -> float:
+    """Seconds before a worker is replaced that lived `lived_s` seconds after `last_pause_s` of waiting."""
+    if lived_s >= STEADY_S:
+        return 0.0
+    return min(max(last_pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
+
+
+def describe_end(exit_code: int) -> str:
+    """How log lines say that a process has ended; `exit_code` is negative after a signal."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def make_private_folder() -> Path:
+    """A new folder that only this user can enter, for the workers' sockets."""
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    is_usable = os.access(runtime_folder, os.W_OK) and len(runtime_folder) <= MAX_FOLDER_CHARS - 24
+    parent = runtime_folder if runtime_folder and is_usable else None
+    folder = Path(tempfile.mkdtemp(prefix="ttft-otel-router-", dir=parent))  # mode 0700
+    if len(str(folder)) > MAX_FOLDER_CHARS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="ttft-otel-router-", dir="/tmp"))
+    return folder
+
+
+def reserve_port(host: str, port: int) -> tuple[int, list[socket.socket]]:
+    """Reserve a port for all workers, by sockets that do not listen; returns its number, chosen for 0.
+
+    Raises OSError if anything else listens there.
+    """
+    # Not with SO_REUSEPORT at first: another router's workers would share the port with ours unnoticed.
+    with socket.socket(*resolve_host(host, port)[0][0]) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(resolve_host(host, port)[0][1])
+        port = probe.getsockname()[1]
+    return port, bind_shared_port(host, port)
+
+
+def bind_shared_port(host: str, port: int) -> list[socket.socket]:
+    """Sockets on a port that other workers are bound to as well: the kernel spreads connections over them."""
+    sockets = []
+    for kind, address in resolve_host(host, port):
+        bound = socket.socket(*kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if (
+            kind[0] == socket.AF_INET6
+        ):  # as asyncio does: the same host may have an IPv4 address too
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+        bound.setblocking(False)
+        sockets.append(bound)
+    return sockets
+
+
+def resolve_host(host: str, port: int) -> list[tuple[tuple[int, int, int], Any]]:
+    """For each address of `host`, family, type and protocol of a socket, and what to bind it to."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return [((family, kind, protocol), address) for family, kind, protocol, _, address in found]

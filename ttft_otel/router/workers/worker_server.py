@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's server: on the shared port, joined to the other workers; cli/worker_processes.py runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+from ttft_otel.router.control.app import RouterApp
+from ttft_otel.router.control.uvicorn_server import DrainingServer, run_router_server
+from ttft_otel.router.workers.supervisor import WorkerSeat, bind_shared_port
+from ttft_otel.router.workers.worker_link import WorkerLink
+
+log: Final = logging.getLogger("ttft_otel")
+
+
+class WorkerServer(DrainingServer):
+    """A draining server that is linked to the other workers while it serves.
+
+    It drains too when its supervisor is gone: nobody would replace it, nor pass signals on.
+    """
+
+    def __init__(self, *arguments: Any, link: WorkerLink) -> None:
+        super().__init__(*arguments)
+        self.link = link
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening on `sockets`, then join the others."""
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        asyncio.get_running_loop().add_reader(self.link.seat.lifeline_fd, self._leave_orphaned)
+        await self.link.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, then leave the others."""
+        asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
+        await super().shutdown(sockets)
+        await self.link.close()
+
+    def _leave_orphaned(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
+        if not self.stop_requested_s:
+            log.error("ttft-otel: the supervisor of the workers is gone: this one drains and ends")
+            signal.raise_signal(signal.SIGTERM)
+
+
+def run_worker_server(
+    seat: WorkerSeat,
+    app: RouterApp,
+    host: str,
+    port: int,
+    drain_delay_s: float,
+    drain_timeout_s: float,
+    reload: Callable[[], None],
+) -> None:
+    """Serve `app` on the port that all workers share; the arguments are those of run_router_server()."""
+    run_router_server(
+        app,
+        host,
+        port,
+        drain_delay_s,
+        drain_timeout_s,
+        reload,
+        functools.partial(WorkerServer, link=WorkerLink(seat, app)),
+        bind_shared_port(host, port),
+    )
