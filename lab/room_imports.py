@@ -27,7 +27,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
         *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
         *("clock_offsets", "media_items", "roles", "handoff", "meter"),
     ),
-    "pure": ("breakdown", "failed_stage", "timing", "ttft_report", "palette"),
+    "pure": ("breakdown", "byte_budget", "failed_stage", "timing", "ttft_report", "palette"),
     "shape": ("record",),
     "words": (
         "stages",

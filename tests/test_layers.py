@@ -25,7 +25,7 @@ HOT = (
     *("context", "carrier", "clock_offsets", "media_items", "request_trace", "roles", "recorder"),
     *("record_parts", "kept_spans", "handoff", "meter", "asgi"),
 )
-PURE = ("breakdown", "failed_stage", "timing", "ttft_report", "palette")
+PURE = ("breakdown", "byte_budget", "failed_stage", "timing", "ttft_report", "palette")
 SIDES = ("hooks", "exporter", "router", "report", "bench")
 DOORS = ("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "testing")
 LEVEL = {

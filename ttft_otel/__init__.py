@@ -10,8 +10,8 @@ hot path      context carrier clock_offsets          runs per request inside vLL
               media_items request_trace roles
               record_parts recorder kept_spans
               asgi meter handoff
-pure          breakdown failed_stage timing          marks -> stages; Server-Timing; JSON report; colours
-              ttft_report palette
+pure          breakdown byte_budget failed_stage    marks -> stages; Server-Timing; JSON report; colours
+              timing ttft_report palette
 vLLM          hooks/                                 the only package that knows vLLM and torch
 spans         exporter/                              child process: records -> OTLP
 HTTP          router/ report/                        in front of the servers; receiver and pages for spans

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+
 from router import fake_instances, raw_http
 from router.fake_instances import InstancePlan
-
 from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 
 READYZ = b"GET /readyz HTTP/1.1\r\nhost: router\r\n\r\n"
