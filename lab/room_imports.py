@@ -37,7 +37,10 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
         *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
         *("clock_offsets", "media_items", "roles", "measurement", "handoff", "meter"),
     ),
-    "pure": ("breakdown", "wait_reasons", "failed_stage", "timing", "ttft_report", "palette"),
+    "pure": (
+        *("breakdown", "byte_budget", "wait_reasons", "failed_stage", "timing", "ttft_report"),
+        "palette",
+    ),
     "shape": ("record",),
     "words": (
         "stages",

@@ -25,7 +25,10 @@ HOT = (
     *("context", "carrier", "clock_offsets", "media_items", "request_trace", "roles", "recorder"),
     *("record_parts", "measurement", "kept_spans", "handoff", "meter", "asgi"),
 )
-PURE = ("breakdown", "wait_reasons", "failed_stage", "timing", "ttft_report", "palette")
+PURE = (
+    *("breakdown", "byte_budget", "wait_reasons", "failed_stage", "timing", "ttft_report"),
+    "palette",
+)
 SIDES = ("hooks", "exporter", "router", "report", "bench")
 ANSWERS = ("explain",)  # reads what the report has stored
 DOORS = (

@@ -10,7 +10,7 @@ hot path      context carrier clock_offsets          runs per request inside vLL
               media_items request_trace roles
               record_parts measurement recorder kept_spans
               asgi meter handoff
-pure          breakdown wait_reasons                 marks -> stages; Server-Timing; JSON report; colours
+pure          breakdown byte_budget wait_reasons     marks -> stages; Server-Timing; JSON report; colours
               failed_stage timing ttft_report
               palette
 vLLM          hooks/                                 the only package that knows vLLM and torch

@@ -157,7 +157,7 @@ class Receiver:
 
     async def _store_body(self, body: HeldBody, encoding: str, as_json: bool) -> Message:
         """Decode and store one body; the answer. Raises BodyTooLargeError, BAD_BODIES or UNAVAILABLE."""
-        body.is_complete = True
+        self._budget.complete_body(body)
 
         async def store_body() -> Message:
             data = bytes(body.data)

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the bytes and the time of all request bodies; client_request.py fills it, endpoint.py releases.
-
-What is over the bound goes at the expense of the largest body that is still arriving: small requests
-pass while somebody sends large ones and does not finish.
-"""
+"""Bounds the bytes and the time of all request bodies; client_request.py fills it, endpoint.py releases."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Final
 
+from ttft_otel.byte_budget import ByteBudget
 from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.errors import BodyTooLarge, RequestRejected
 from ttft_otel.router.limits import RouterLimits
@@ -47,8 +44,13 @@ class BodyBudget:
 
     def __init__(self, limits: RouterLimits) -> None:
         self.limits = limits
-        self.held_bytes = 0
         self._arriving: DeadlineQueue[ClientBody] = DeadlineQueue(limits.body_timeout)
+        self._bytes: ByteBudget[ClientBody] = ByteBudget(limits.max_bodies, self._arriving)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all bodies together."""
+        return self._bytes.held_bytes
 
     def begin_body(self) -> ClientBody:
         """A body is expected, by the current task."""
@@ -58,12 +60,9 @@ class BodyBudget:
 
     def add_bytes(self, body: ClientBody, number: int) -> None:
         """Count bytes that arrived. Raises RequestRejected if `body` is refused for them."""
-        body.held_bytes += number
-        self.held_bytes += number
-        if body.held_bytes > self.limits.max_body:
+        if body.held_bytes + number > self.limits.max_body:
             raise BodyTooLarge
-        while self.held_bytes > self.limits.max_bodies:
-            largest = max(self._arriving, key=lambda each: each.held_bytes)
+        for each in self._bytes.add_bytes(body, number):
             error = RequestRejected(
                 503,
                 "The router holds too many request bodies.",
@@ -71,11 +70,10 @@ class BodyBudget:
                 retry_after_s=RETRY_AFTER_S,
                 reason="bodies",
             )
-            if largest is body:
+            if each is body:
                 raise error
-            self.end_reading(largest)
-            self.release_body(largest)
-            largest.refuse(error)
+            self.end_reading(each)
+            each.refuse(error)
 
     def end_reading(self, body: ClientBody) -> None:
         """Nothing more of `body` will arrive; its bytes are held until it is released. Idempotent."""
@@ -83,6 +81,5 @@ class BodyBudget:
 
     def release_body(self, body: ClientBody) -> None:
         """The request is over. Idempotent."""
-        self.held_bytes -= body.held_bytes
-        body.held_bytes = 0
+        self._bytes.release(body)
         body.error = None  # its frames hold the body
