@@ -136,7 +136,9 @@ def _record_first_chunk(
     """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
     facts = vllm_fields.get_facts(scheduler)
     timeline.scheduled = now
-    if waiting_requests:
+    if arrived and arrived[0][0] is request:
+        arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
+    elif waiting_requests:
         waiting.end_wait(timeline, request.request_id, now)
     timeline.cached = timeline.high = start
     timeline.prompt = request.num_prompt_tokens

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a request waited stands below its queue and its stall, by terminal, pages and JSON."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import sample_records
+from rich.console import Console
+
+from ttft_otel import names
+from ttft_otel.report import json_answers, pages, terminal
+from ttft_otel.report.database_reader import RequestFilter, open_reader
+from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.wait_lines import list_wait_reasons
+
+REASONS = {
+    "ttft.queue.kv_blocks_us": 9_000,
+    "ttft.queue.in_step_us": 400,
+    "ttft.stall.token_budget_us": 4_100,
+    "ttft.queue.no_reason_us": 7,
+}
+
+
+def test_shown(tmp_path: Path) -> None:
+    """Behind a router, too: the leg's stage has the leg's reasons, longest first; other words have none."""
+    records = sample_records.make_routed_records("r", start_ns=10**18)
+    spans = [
+        replace(span, attributes=span.attributes | REASONS)
+        if span.is_ttft_span and span.attributes[names.ROLE] == "prefill_decode"
+        else span
+        for span in sample_records.make_stored_spans(records)
+    ]
+    store = SpanStore(tmp_path / "spans.db")
+    store.add(spans).result(10)
+    store.close()
+    with open_reader(tmp_path / "spans.db") as reader:
+        (request,) = reader.list_latest(RequestFilter())
+        trace = reader.find_trace(request.trace_id)
+    assert trace is not None
+    console = Console(file=io.StringIO(), width=200)
+    terminal.print_waterfall(trace, console=console)
+    assert isinstance(console.file, io.StringIO)
+    text, page = console.file.getvalue(), pages.render_trace(trace)
+
+    assert list_wait_reasons(request, "prefill_decode.prefill.queue") == [
+        ("kv_blocks", 9_000),
+        ("in_step", 400),
+    ]
+    assert list_wait_reasons(request, "prefill_decode.prefill.stall") == [("token_budget", 4_100)]
+    assert list_wait_reasons(request, "prefill_decode.prefill.compute") == []
+    assert list_wait_reasons(request, "encode.encoder.queue") == []
+    for word in ("kv_blocks", "in_step", "token_budget"):
+        assert word in text and word in page
+    leg = request.find_leg("prefill_decode")
+    assert leg is not None
+    assert json_answers.describe_leg(leg)["reasons"] == {
+        "queue": {"kv_blocks": 9.0, "in_step": 0.4},
+        "stall": {"token_budget": 4.1},
+    }
