@@ -42,6 +42,10 @@ BUCKET_BOUNDS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0),
 )
+# Where a server runs, by its resource; on every metric, absent where its operator does not say it.
+K8S_NAMESPACE: Final = "k8s.namespace.name"
+K8S_POD: Final = "k8s.pod.name"
+PLACE_LABELS: Final = ("service.namespace", K8S_NAMESPACE, K8S_POD)
 METRIC_LABELS: Final = {
     names.METRIC_TTFT: (names.ROLE, names.MODEL, names.ERROR_TYPE),
     names.METRIC_STAGE: (
@@ -163,7 +167,8 @@ def generate_connectors() -> Iterator[str]:
         else:
             yield "    exponential: {max_size: 160}"
         yield "  dimensions:"
-        yield from (f"    - name: {label}" for label in labels)
+        # Places come from the resource, which Prometheus does not turn into labels by itself.
+        yield from (f"    - name: {label}" for label in (*labels, *PLACE_LABELS))
         yield f"  exclude_dimensions: [{', '.join(excluded)}]"
         yield from COMMON_CONNECTOR_SETTINGS
 
