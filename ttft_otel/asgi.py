@@ -106,6 +106,7 @@ class TracingMiddleware:
         if trace is not None:
             trace.method, trace.path = scope["method"], scope["path"]
             trace.scheme = scope.get("scheme", "http")
+            trace.server = tuple(scope.get("server") or trace.server)
         return trace
 
     def _end_trace(self, scope: MutableMapping[str, Any], trace: RequestTrace, error: str) -> None:
