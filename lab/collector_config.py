@@ -19,6 +19,7 @@ from ttft_otel.metric_labels import (
     MAX_HISTOGRAM_BUCKETS,
     METRIC_LABELS,
     OVERFLOW_LABEL,
+    PLACE_LABELS,
     STATUS_LABEL,
 )
 
@@ -161,7 +162,8 @@ def generate_connectors() -> Iterator[str]:
         else:
             yield f"    exponential: {{max_size: {MAX_HISTOGRAM_BUCKETS}}}"
         yield "  dimensions:"
-        yield from (f"    - name: {label}" for label in labels)
+        # Places come from the resource, which Prometheus does not turn into labels by itself.
+        yield from (f"    - name: {label}" for label in (*labels, *PLACE_LABELS))
         yield f"  exclude_dimensions: [{', '.join(excluded)}]"
         yield from COMMON_CONNECTOR_SETTINGS
 
@@ -206,6 +208,9 @@ def generate_received() -> Iterator[str]:
         yield f"      conditions: ['metric.name == \"{metric}\"']"
         yield "      statements:"
         yield f"        - keep_keys(datapoint.attributes, [{listed}])"
+        for label in PLACE_LABELS:
+            place = f'resource.attributes["{label}"]'
+            yield f'        - set(datapoint.attributes["{label}"], {place}) where {place} != nil'
         yield "        - truncate_all(datapoint.attributes, 512)"
 
 

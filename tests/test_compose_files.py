@@ -131,7 +131,9 @@ def test_demo_router_sends_over_tls(secured: dict[str, Any]) -> None:
     assert environment["OTEL_EXPORTER_OTLP_HEADERS"] == "${TTFT_OTLP_HEADERS:-}"
 
 
-@pytest.mark.parametrize("name", ["docker-compose.yml", "deploy/router.Dockerfile"])
+@pytest.mark.parametrize(
+    "name", ["docker-compose.yml", "deploy/router.Dockerfile", "deploy/inject.Dockerfile"]
+)
 def test_images_are_pinned(name: str) -> None:
     """An image is pinned by digest, or down to its patch release; CONTRIBUTING says how both are renewed."""
     text = (CHECKOUT / name).read_text("utf-8")

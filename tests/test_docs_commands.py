@@ -97,7 +97,12 @@ def check_curl(arguments: list[str]) -> None:
 
 
 def check_docker(arguments: list[str]) -> None:
-    """`docker compose up -d` with profiles that docker-compose.yml has; test_compose.py reads each."""
+    """`docker compose up -d` with profiles that docker-compose.yml has (test_compose.py reads each), or
+    a build from a Dockerfile that is there."""
+    if arguments[0] == "build":
+        flag, file, tag, _, folder = arguments[1:]
+        assert (flag, tag, folder) == ("-f", "-t", ".") and (ROOT / file).is_file()
+        return
     text = (ROOT / "docker-compose.yml").read_text("utf-8")
     profiles = {
         each for found in re.findall(r"profiles: \[(.*)]", text) for each in found.split(", ")

@@ -147,6 +147,16 @@ def test_endpoint_refuses(fake_host: FakeHost, status: int, remedy: str) -> None
     assert remedy in found["endpoint"]["remedy"]
 
 
+def test_wrong_protocol(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An HTTP endpoint that is taken for gRPC: which protocol was used, by what, and which to set."""
+    monkeypatch.setenv(names.ENV_PROTOCOL, "grpc")
+    code, found = read_states()
+
+    assert code == 1
+    assert f"grpc (by {names.ENV_PROTOCOL}) to {fake_host.url}" in found["endpoint"]["says"]
+    assert f"{names.ENV_PROTOCOL}=http/protobuf" in found["endpoint"]["remedy"]
+
+
 def test_endpoint_away(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens the remedy is a receiver."""
     monkeypatch.setenv(names.ENV_ENDPOINT, "http://127.0.0.1:9")

@@ -42,6 +42,49 @@ def test_grpc() -> None:
     assert not settings.read_settings(env).problems
 
 
+@pytest.mark.parametrize(
+    ("env", "protocol", "reason"),
+    [
+        ({names.ENV_ENDPOINT: "http://c:4317"}, "grpc", "port 4317"),
+        ({names.ENV_ENDPOINT: "https://c:4317"}, "grpc", "port 4317"),
+        ({names.ENV_ENDPOINT: "c:4317"}, "grpc", "port 4317"),
+        ({names.ENV_ENDPOINT: "http://c:4318"}, "http/protobuf", "default"),
+        ({names.ENV_ENDPOINT: "http://c:14317"}, "http/protobuf", "default"),
+        ({names.ENV_ENDPOINT: "http://c"}, "http/protobuf", "default"),
+        (
+            {names.ENV_ENDPOINT: "http://c:4317", names.ENV_TRACES_ENDPOINT: "http://d/v1/traces"},
+            "http/protobuf",
+            "default",
+        ),
+        (
+            {names.ENV_ENDPOINT: "http://c:4317", names.ENV_PROTOCOL: "http/protobuf"},
+            "http/protobuf",
+            names.ENV_PROTOCOL,
+        ),
+        (
+            {names.ENV_PROTOCOL: "grpc", names.ENV_TRACES_PROTOCOL: "http/protobuf"},
+            "http/protobuf",
+            names.ENV_TRACES_PROTOCOL,
+        ),
+    ],
+)
+def test_protocol_by_port(env: dict[str, str], protocol: str, reason: str) -> None:
+    """Where no variable says the protocol, port 4317 means gRPC and any other HTTP; it is said why."""
+    read = settings.read_settings(env)
+
+    assert (read.protocol, read.protocol_reason) == (protocol, reason)
+    assert not read.problems
+
+
+def test_unknown_protocol_at_grpc_port() -> None:
+    """A protocol that is not known is a problem, and the port decides as if there were none."""
+    env = {names.ENV_ENDPOINT: "http://c:4317", names.ENV_TRACES_PROTOCOL: "http/json"}
+    read = settings.read_settings(env)
+
+    assert (read.protocol, read.endpoint) == ("grpc", "http://c:4317")
+    assert read.problems[0].startswith(f"{names.ENV_TRACES_PROTOCOL}='http/json'")
+
+
 def test_specific_first() -> None:
     """The traces' own variables win over the general ones."""
     env = {
@@ -58,6 +101,7 @@ def test_specific_first() -> None:
         (names.ENV_ON, "maybe", f"{names.ENV_ON}=1"),
         (names.ENV_PROTOCOL, "http/json", "http/protobuf"),
         (names.ENV_ENDPOINT, "collector:4318", settings.DEFAULT_HTTP_ENDPOINT),
+        (names.ENV_ENDPOINT, "http://collector:43l7", settings.DEFAULT_HTTP_ENDPOINT),
         (names.ENV_TRACES_ENDPOINT, "ftp://x", settings.DEFAULT_HTTP_ENDPOINT),
         (names.ENV_SAMPLER, "jaeger_remote", "always_on"),
         (names.ENV_SAMPLER_ARG, "half", "from 0 to 1"),

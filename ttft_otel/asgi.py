@@ -70,6 +70,7 @@ class TracingMiddleware:
         if scope["type"] == "lifespan":
             with Guard("asgi know"):
                 self.identify_server(scope["app"])
+            self._publish_counts()
         if scope["type"] == "http" and scope["method"] == "POST":
             with Guard("asgi begin"):
                 trace = self._begin_trace(scope)
@@ -94,11 +95,18 @@ class TracingMiddleware:
             with Guard("asgi end"):
                 self._end_trace(scope, trace, error)
 
+    def _publish_counts(self) -> None:
+        """Write metrics that other processes show, now and every PUBLISH_PAUSE_S, on the event loop."""
+        with Guard("asgi publish"):
+            if meter.publish_counts():
+                asyncio.get_running_loop().call_later(meter.PUBLISH_PAUSE_S, self._publish_counts)
+
     def _begin_trace(self, scope: MutableMapping[str, Any]) -> RequestTrace | None:
         trace = recorder.begin_trace(scope["headers"], self.settings)
         if trace is not None:
             trace.method, trace.path = scope["method"], scope["path"]
             trace.scheme = scope.get("scheme", "http")
+            trace.server = tuple(scope.get("server") or trace.server)
         return trace
 
     def _end_trace(self, scope: MutableMapping[str, Any], trace: RequestTrace, error: str) -> None:

@@ -234,7 +234,7 @@ def list_timeline_attributes(
     """
     attributes: dict[str, int | bool | str] = {}
     attributes[names.INPUT_TOKENS] = timeline.prompt
-    attributes[names.CACHED_TOKENS] = timeline.cached
+    attributes[names.CACHED_TOKENS] = attributes[names.CACHE_READ_TOKENS] = timeline.cached
     attributes[names.CHUNKS] = timeline.chunks
     attributes[names.OWN_TOKENS] = timeline.own_tokens
     attributes[names.STEP_TOKENS] = timeline.step_tokens

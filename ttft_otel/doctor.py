@@ -124,7 +124,13 @@ def check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     """Send one span with the exporter's own code, to the endpoint and protocol of `chosen`."""
     from opentelemetry.sdk.trace.export import SpanExporter  # 0.3 s that --help need not take
 
-    from ttft_otel.exporter import batch_exporter, exporter_counters, resource_cache, span_batch
+    from ttft_otel.exporter import (
+        batch_exporter,
+        exporter_counters,
+        protocol_probe,
+        resource_cache,
+        span_batch,
+    )
 
     logging.getLogger("ttft_otel").addHandler(logging.NullHandler())
     probe = _make_probe_record()
@@ -139,12 +145,12 @@ def check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     for batch in builder.take_batches():
         sending.export_batch(batch)
     exporter.shutdown()
-    destination = f"{chosen.protocol} to {chosen.endpoint}"
+    destination = f"{chosen.protocol} (by {chosen.protocol_reason}) to {chosen.endpoint}"
     if sending.counters.get_counts()["exported"]:
         yield Check("endpoint", "ok", f"{destination}: accepted, trace {probe.trace_id}")
         return
     reason = sending.failure_log.text or "no answer"
-    remedy = next(
+    remedy = protocol_probe.find_protocol_remedy(chosen.protocol, chosen.endpoint) or next(
         (text for code, text in ENDPOINT_REMEDIES.items() if code in reason), NO_RECEIVER_REMEDY
     )
     yield Check("endpoint", "fail", f"{destination}: {reason}", remedy)

@@ -8,10 +8,11 @@ prometheus_client of the host process and its default registry.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Final, TypeAlias
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,7 +22,14 @@ CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
 
 # Keys of handoff.get_counts() that are losses: in records, `failed` in spans, `merged` in labels of values.
 LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed", "merged")
+PENDING_HELP: Final = "Traced engine requests without a first token yet."
+ERRORS_HELP: Final = "Errors of the tracing itself, caught."
+LOST_HELP: Final = "Telemetry lost on its way out."
+# Set where several API servers share one /metrics (--api-server-count), or by a chart.
+ENV_SHARED_METRICS: Final = "PROMETHEUS_MULTIPROC_DIR"
+PUBLISH_PAUSE_S: Final = 1.0  # seconds between two writes of what is not counted when it happens
 _collectors: Final[list[Collector]] = []
+_publishers: Final[list[SharedPublisher]] = []
 
 
 @functools.lru_cache(maxsize=1)
@@ -48,11 +56,7 @@ def count_dropped(reason: str) -> None:
 
 
 class _LiveCollector(Collector):
-    """Gauges and counters that are computed at each scrape, so that requests pay nothing for them.
-
-    Absent where several API servers share one /metrics (--api-server-count): prometheus_client's
-    multiprocess mode adds up files and calls no collectors.
-    """
+    """Gauges and counters that are computed at each scrape, so that requests pay nothing for them."""
 
     def __init__(self, awaiting: Sized, counts: CountsReader) -> None:
         self.awaiting = awaiting
@@ -62,12 +66,10 @@ class _LiveCollector(Collector):
         """Requests without a first token, errors of our hooks by place, and lost records."""
         yield GaugeMetricFamily(
             names.METRIC_PENDING,
-            "Traced engine requests without a first token yet.",
+            PENDING_HELP,
             value=len(self.awaiting),
         )
-        errors = CounterMetricFamily(
-            names.METRIC_ERRORS, "Errors of the tracing itself, caught.", labels=["place"]
-        )
+        errors = CounterMetricFamily(names.METRIC_ERRORS, ERRORS_HELP, labels=["place"])
         # A copy: hooks in other threads may count while the scrape iterates.
         for place, number in list(guard.error_counts.items()):
             errors.add_metric([place], number)
@@ -82,18 +84,60 @@ def make_lost_metric(
 
     name: of the metric. counts: by reason, as of handoff.get_counts(). reasons: its label values.
     """
-    metric = CounterMetricFamily(name, "Telemetry lost on its way out.", labels=["reason"])
+    metric = CounterMetricFamily(name, LOST_HELP, labels=["reason"])
     for reason in reasons:
         metric.add_metric([reason], counts.get(reason, 0))
     return metric
 
 
+class SharedPublisher:
+    """The same metrics in prometheus_client's multiprocess mode, which adds up files of all processes.
+
+    Collectors are not asked there, so values are written again and again, by publish_counts().
+    """
+
+    def __init__(self, awaiting: Sized, counts: CountsReader) -> None:
+        self.awaiting = awaiting
+        self.counts = counts
+        # "live": without the processes that have been marked as dead.
+        self._pending = Gauge(names.METRIC_PENDING, PENDING_HELP, multiprocess_mode="livesum")
+        self._errors = Counter(names.METRIC_ERRORS, ERRORS_HELP, ["place"])
+        self._lost = Counter(names.METRIC_LOST, LOST_HELP, ["reason"])
+        self._published: dict[tuple[Counter, str], int] = {}
+
+    def publish(self) -> None:
+        """Write the values of this moment; about 10 us."""
+        self._pending.set(len(self.awaiting))
+        for place, number in list(guard.error_counts.items()):
+            self._raise_counter(self._errors, place, number)
+        counts = self.counts()
+        for reason in LOSS_REASONS:
+            self._raise_counter(self._lost, reason, counts.get(reason, 0))
+
+    def _raise_counter(self, counter: Counter, label: str, number: int) -> None:
+        # By the difference: a counter of a file cannot be set. max(): a new sender counts from 0.
+        before = self._published.get((counter, label), 0)
+        counter.labels(label).inc(max(0, number - before))
+        self._published[counter, label] = number
+
+
 def register_collector(awaiting: Sized, counts: CountsReader) -> None:
-    """Register the metrics that are read at each scrape. Idempotent.
+    """Register the metrics that are not counted when something happens. Idempotent.
 
     awaiting: container whose size is the number of pending requests.
     counts: gives the exporter's counts, see handoff.get_counts().
     """
-    if not _collectors:
+    if _collectors or _publishers:
+        return
+    if os.environ.get(ENV_SHARED_METRICS) is not None:  # as vLLM decides it
+        _publishers.append(SharedPublisher(awaiting, counts))
+    else:
         _collectors.append(_LiveCollector(awaiting, counts))
         REGISTRY.register(_collectors[0])
+
+
+def publish_counts() -> bool:
+    """Write the shared metrics, if there are any; whether to do it again in PUBLISH_PAUSE_S."""
+    for publisher in _publishers:
+        publisher.publish()
+    return bool(_publishers)

@@ -10,6 +10,10 @@ from typing import Final
 
 from ttft_otel import names
 
+# Where a server runs, by its resource; on every metric, absent where its operator does not say it.
+K8S_NAMESPACE: Final = "k8s.namespace.name"
+K8S_POD: Final = "k8s.pod.name"
+PLACE_LABELS: Final = ("service.namespace", K8S_NAMESPACE, K8S_POD)
 METRIC_LABELS: Final = {
     names.METRIC_TTFT: (names.ROLE, names.MODEL, names.ERROR_TYPE),
     names.METRIC_STAGE: (

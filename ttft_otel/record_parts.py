@@ -36,6 +36,11 @@ def list_identity_attributes(trace: RequestTrace) -> Attributes:
     }
     if identity.model:
         attributes[names.MODEL] = identity.model
+        if trace.has_first_token:
+            attributes[names.RESPONSE_MODEL] = identity.model
+    host, port = trace.server
+    if port is not None:  # a Unix socket has a path and no port
+        attributes[names.SERVER_ADDRESS], attributes[names.SERVER_PORT] = host, port
     return attributes
 
 

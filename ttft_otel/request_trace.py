@@ -29,6 +29,7 @@ class RequestTrace:
     timing_requested: the caller asked for Server-Timing.
     assign_times: engine request id -> end of its preprocessing.
     parts: (name, start, end) of details inside stages.
+    server: address and port at which the request arrived.
     leg: the role that a router's header names, "" without one.
     is_counted: the exporter counts it in metrics, also if it is not sampled.
     is_background: the answer only says that the request is queued; its tokens are read by another one.
@@ -39,6 +40,7 @@ class RequestTrace:
         "encoded_before", "end", "clock_error", "clock_offset",
         "engine_requests", "error", "first_output", "is_background", "is_counted", "timeline", "leg",
         "method", "parts", "path", "render", "request_id", "request_role", "route", "scheme",
+        "server",
         "is_answered", "status", "streamed", "ttft_sent", "ttft_id",
     )  # fmt: skip
 
@@ -72,6 +74,7 @@ class RequestTrace:
         self.request_role = ""
         self.route = ""
         self.scheme = ""
+        self.server: tuple[str, int | None] = ("", None)
         self.status = 0
         self.streamed = False
         self.ttft_sent = False

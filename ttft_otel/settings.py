@@ -27,6 +27,7 @@ DETAILS: Final = ("full", "stages", "ttft")  # exporter/span_writer.py: which sp
 # lowmemory: delta where the SDK need not keep a sum for it, which is so for all of our metrics.
 TEMPORALITIES: Final = ("cumulative", "delta", "lowmemory")
 SERVER_ROLES: Final = tuple(role for role in stages.ROLES if role != "router")
+GRPC_PORT: Final = 4317  # OTLP's; where no protocol is set, it means grpc
 DEFAULT_HTTP_ENDPOINT: Final = "http://127.0.0.1:4318"
 DEFAULT_GRPC_ENDPOINT: Final = "http://127.0.0.1:4317"
 
@@ -35,6 +36,7 @@ DEFAULT_GRPC_ENDPOINT: Final = "http://127.0.0.1:4317"
 class Settings:
     """What the environment variables ask for.
 
+    protocol: one of PROTOCOLS. protocol_reason: what chose it: a variable, "port 4317", "default".
     endpoint: OTLP endpoint, a URL. service: service.name, "" for one per role.
     ratio: sampling ratio of the traceidratio samplers, 0 to 1.
     trust_sampled: honour the caller's `sampled` flag; else only its trace ID is used.
@@ -48,6 +50,7 @@ class Settings:
 
     on: bool = False
     protocol: str = "http/protobuf"
+    protocol_reason: str = "default"
     endpoint: str = DEFAULT_HTTP_ENDPOINT
     service: str = ""
     sampler: str = "parentbased_always_on"
@@ -80,14 +83,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
             f"{names.ENV_ON}={source[names.ENV_ON]!r} is neither on nor off; "
             f"set {names.ENV_ON}=1 to trace, 0 not to"
         )
-    protocol = (
-        source.get(names.ENV_TRACES_PROTOCOL) or source.get(names.ENV_PROTOCOL) or "http/protobuf"
-    )
-    if protocol not in PROTOCOLS:
-        problems.append(
-            f"{names.ENV_PROTOCOL}={protocol!r} is unknown; use one of {', '.join(PROTOCOLS)}"
-        )
-        protocol = "http/protobuf"
+    protocol, reason = _read_protocol(source, problems)
     sampler, ratio = _read_sampler(source, problems)
     # Not `on=False`: the middleware still has to answer x-ttft-timing.
     if _is_disabled(source):
@@ -95,6 +91,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         on=bool(on),
         protocol=protocol,
+        protocol_reason=reason,
         endpoint=_read_endpoint(source, protocol, problems),
         service=source.get(names.ENV_SERVICE, ""),
         sampler=sampler,
@@ -127,6 +124,28 @@ def list_problems(settings: Settings) -> tuple[str, ...]:
     return settings.problems
 
 
+def _read_protocol(source: Mapping[str, str], problems: list[str]) -> tuple[str, str]:
+    """The protocol and what chose it.
+
+    Without a variable the port does: charts set http://HOST:4317 and no protocol, and mean gRPC.
+    """
+    for name in (names.ENV_TRACES_PROTOCOL, names.ENV_PROTOCOL):
+        protocol = source.get(name)
+        if protocol in PROTOCOLS:
+            return protocol, name
+        if protocol:
+            problems.append(f"{name}={protocol!r} is unknown; use one of {', '.join(PROTOCOLS)}")
+            break
+    url = source.get(names.ENV_TRACES_ENDPOINT) or source.get(names.ENV_ENDPOINT) or ""
+    try:
+        port = urlsplit(url if "://" in url else f"//{url}").port
+    except ValueError:  # _read_endpoint() names it
+        port = None
+    if port == GRPC_PORT:
+        return "grpc", f"port {GRPC_PORT}"
+    return "http/protobuf", "default"
+
+
 def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]) -> str:
     default = DEFAULT_GRPC_ENDPOINT if protocol == "grpc" else DEFAULT_HTTP_ENDPOINT
     # By OpenTelemetry's rules the signal's own variable wins, and an empty variable counts as unset.
@@ -134,9 +153,8 @@ def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]
     if not source.get(name):
         name = names.ENV_ENDPOINT
     url = source.get(name) or default
-    parts = urlsplit(url)
     has_no_scheme = protocol == "grpc" and "://" not in url  # gRPC exporters accept host:port
-    if not has_no_scheme and (parts.scheme not in ("http", "https") or not parts.hostname):
+    if not has_no_scheme and not _is_http_url(url):
         problems.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
         return default
     return url
@@ -148,6 +166,15 @@ def _read_metrics(source: Mapping[str, str], problems: list[str]) -> bool:
     disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
     without = source.get(names.ENV_METRICS_EXPORTER, "").strip().lower() == "none"
     return asked and not disabled and not without
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for what is no number
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _is_disabled(source: Mapping[str, str]) -> bool:

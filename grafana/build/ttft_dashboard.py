@@ -84,11 +84,23 @@ def build_variables() -> list[Any]:
         panel_kinds.build_label_variable(
             "role", "Role", f"label_values({variable_list}, {ttft_queries.ROLE_LABEL})"
         ),
+        *_build_place_variables(variable_list),
         panel_kinds.build_label_variable(
             "instance", "Instance", f"label_values({variable_list}, instance)"
         ),
         _build_text_variable("slo", "SLO (ms)", SLO_MS),
         _build_text_variable("trace", "Trace", NO_TRACE_QUERY),
+    ]
+
+
+def _build_place_variables(metric: str) -> list[Any]:
+    """Kubernetes' namespace and pod; without it they are empty lists, and All is everything."""
+    return [
+        panel_kinds.build_label_variable(name, label, f"label_values({metric}, {source})")
+        for name, label, source in (
+            ("namespace", "Namespace", ttft_queries.NAMESPACE_LABEL),
+            ("pod", "Pod", ttft_queries.POD_LABEL),
+        )
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel import names, palette, stages
+from ttft_otel import metric_labels, names, palette, stages
 
 
 def format_label(name: str) -> str:
@@ -31,14 +31,18 @@ STAGE_LABEL: Final = format_label(names.STAGE)
 REASON_LABEL: Final = format_label(names.QUEUE_REASON)
 INSTANCE_LABEL: Final = format_label(names.INSTANCE)
 ERROR_LABEL: Final = format_label(names.ERROR_TYPE)
+NAMESPACE_LABEL: Final = format_label(metric_labels.K8S_NAMESPACE)
+POD_LABEL: Final = format_label(metric_labels.K8S_POD)
 
 RANGE: Final = "$__range"
 RATE: Final = "$__rate_interval"
 
 # Encoders answer no client; their own histogram would mix image encoding into TTFT.
 NOT_ENCODE_SELECTOR: Final = f'{ROLE_LABEL}!="encode"'
+# Outside of Kubernetes the labels are absent, which Prometheus takes for empty: `All`, ".*", finds these too.
+PLACE_SELECTOR: Final = f'{NAMESPACE_LABEL}=~"$namespace",{POD_LABEL}=~"$pod",instance=~"$instance"'
 CHOSEN_SELECTOR: Final = (
-    f'{NOT_ENCODE_SELECTOR},{MODEL_LABEL}=~"$model",{ROLE_LABEL}=~"$role",instance=~"$instance"'
+    f'{NOT_ENCODE_SELECTOR},{MODEL_LABEL}=~"$model",{ROLE_LABEL}=~"$role",{PLACE_SELECTOR}'
 )
 # A request that failed has no first token; its span says how long it lived.
 ANSWERED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=""'
@@ -207,14 +211,17 @@ def ttft_heatmap(window: str) -> str:
     Never without a series: Grafana 10 reports an error where a newer one draws nothing. And all of
     one length, as it subtracts them by position: the stand-in is there only if nothing else is.
     """
-    found = f'{CONVENTION_METRIC}{{{MODEL_LABEL}=~"$model",instance=~"$instance"}}'
+    found = f'{CONVENTION_METRIC}{{{MODEL_LABEL}=~"$model",{PLACE_SELECTOR}}}'
     nothing = f"0 * absent_over_time({found}[{RANGE}] @ end())"
     empty = f'label_replace({nothing}, "le", "+Inf", "", "")'
     return f"sum by (le) (increase({found}[{window}])) or {empty}"
 
 
 def select_outermost_spans(*conditions: str) -> str:
-    """Outermost `ttft` spans of what is chosen, with further conditions."""
+    """Outermost `ttft` spans of what is chosen, with further conditions.
+
+    Not by namespace and pod: in TraceQL no regular expression matches an attribute that is absent.
+    """
     own = (
         f'span:name = "{names.TTFT}"',
         f"span.{names.OUTERMOST} = true",

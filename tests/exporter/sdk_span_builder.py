@@ -223,7 +223,7 @@ def _list_totals(ttft: Ttft) -> Attributes:
     totals[names.TOTAL_US] = total
     if ttft.error:
         totals[names.ERROR_TYPE] = ttft.error
-    else:
+    elif ttft.name == names.TTFT and ttft.attributes.get(names.STREAMING):
         totals[names.FIRST_CHUNK] = total / 1e6
     if ttft.died:
         totals[names.DIED_IN] = ttft.died

@@ -50,7 +50,7 @@ SERVER = Record(
             Piece("part", "media", 400, 700),
             Piece("sibling", "ttft.sibling", 500, 900),
         ),
-        attributes={"ttft.prefill.own_tokens": 7},
+        attributes={"ttft.prefill.own_tokens": 7, "ttft.streaming": True},
     ),
     server=Server("POST /v1/completions", 5000, 200, {"http.route": "/v1/completions"}),
 )
@@ -62,7 +62,7 @@ ttft.role=prefill_decode
   INTERNAL ttft 0..1000 gen_ai.request.model=tiny gen_ai.response.time_to_first_chunk=0.001 \
 ttft.clamped_us=3 ttft.outermost=False ttft.prefill.own_tokens=7 ttft.prefill.queue_us=300 \
 ttft.preprocess_us=450 ttft.rank=2 ttft.receive_us=50 ttft.request_id=cmpl-1 \
-ttft.role=prefill_decode ttft.total_us=1000 ttft.unattributed_us=200
+ttft.role=prefill_decode ttft.streaming=True ttft.total_us=1000 ttft.unattributed_us=200
     INTERNAL receive 0..50 gen_ai.request.model=tiny ttft.outermost=False \
 ttft.role=prefill_decode ttft.stage=receive
     INTERNAL preprocess 50..500 gen_ai.request.model=tiny ttft.outermost=False \

@@ -29,9 +29,10 @@ from lab.local_deployment import DeploymentPlan, start_deployment
 from lab.local_servers import LocalServer
 from lab.server_commands import VllmOptions
 from lab.ttft_client import TimedRequest
+from tests import injected_folder
 from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown
 from tests.live.conftest import DeploymentDeck
-from ttft_otel import names, stages
+from ttft_otel import meter, names, stages
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -178,6 +179,36 @@ def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
         assert found[0]["attributes"][names.UNATTRIBUTED_US] == 0
         seen.add(found[0]["attributes"][names.RANK])
     assert seen == ranks
+
+
+def test_two_api_servers_share_one_metrics_page(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """With --api-server-count 2 each scrape has our metrics of both processes, all of them."""
+    with run_alone(deck, tmp_path, ("--api-server-count", "2")) as bench:
+        many = [TimedRequest(max_tokens=2) for _ in range(24)]
+        ttft_client.send_timed_requests(bench.front_url, many)
+        time.sleep(3 * meter.PUBLISH_PAUSE_S)
+        pages = []
+        for _ in range(8):  # whichever process answers
+            with urllib.request.urlopen(f"{bench.front_url}/metrics", timeout=20) as answer:
+                pages.append(answer.read().decode())
+    for page in pages:
+        found = dict(re.findall(r"^(ttft_otel_[^ ]+) ([^ ]+)$", page, re.M))
+        # A stream has two records; the three requests at the start are counted, too.
+        assert float(found[f"{names.METRIC_RECORDS}_total"]) >= 2 * len(many)
+        assert float(found[names.METRIC_PENDING]) == 0
+        for reason in meter.LOSS_REASONS:
+            assert float(found[f'{names.METRIC_LOST}_total{{reason="{reason}"}}']) == 0
+
+
+def test_injected(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """A vLLM without ttft-otel in its environment is traced, with PYTHONPATH and TTFT_OTEL alone."""
+    folder = injected_folder.build_injected_folder(tmp_path)
+    python = injected_folder.make_host_python(tmp_path / "host")
+    env = {"PYTHONPATH": str(folder)}
+    with run_alone(deck, tmp_path, python=str(python), env=env, control=None) as bench:
+        _check_one_trace_per_rank(bench, ranks={0})
+        log = bench.fleet.servers["mono"].log_path.read_text(errors="replace")
+    assert re.search(r"ttft-otel \S+: role mono, (\d+) of \1 targets active", log)
 
 
 def test_off_is_plain_vllm(deck: DeploymentDeck, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 
 from lab import collector_config
 from lab.stack.binaries import StackBinaries
@@ -21,7 +23,7 @@ from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
-from ttft_otel import names, stages
+from ttft_otel import metric_labels, names, stages
 from ttft_otel.exporter.span_builder import build_spans
 
 FOLDER = COLLECTOR_CONFIG.parent
@@ -525,3 +527,16 @@ def test_cardinality(bench: StackStarter) -> None:
             assert sum(point.count for _, point in series) == 300 * each
     metrics.close()
     spans.stop()
+
+
+# Last in this file: its labels are not those of the requests that the tests above count.
+def test_places_are_labels(front: CollectorFront) -> None:
+    """Where a server runs, as its operator's resource says it, is on every metric of its spans."""
+    place = {name: f"the-{number}" for number, name in enumerate(metric_labels.PLACE_LABELS)}
+    record = otlp_requests.build_own_record(500.0, model="placed")
+    resource = otlp_requests.build_own_resource("placed").merge(Resource(place))
+    front.send_and_wait(encode_spans(build_spans(record, resource)))
+    for metric in (names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION):
+        wait_until(lambda metric=metric: front.metrics.get_series(metric, instance="placed"))
+        for labels, _ in front.metrics.get_series(metric, instance="placed"):
+            assert {name: labels.get(name) for name in place} == place

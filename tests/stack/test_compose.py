@@ -221,16 +221,19 @@ def test_demo(config: Config) -> None:
     assert service["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
 
 
-@pytest.mark.parametrize("name", ("router", "vllm"))
+@pytest.mark.parametrize("name", ("router", "vllm", "inject"))
 def test_images(name: str) -> None:
     """Our images copy what .dockerignore lets through, which is what the package is built from."""
     text = (CHECKOUT / "deploy" / f"{name}.Dockerfile").read_text("utf-8")
     ignored = (CHECKOUT / ".dockerignore").read_text("utf-8").splitlines()
     passed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    assert "*" in ignored and passed == {"ttft_otel", "pyproject.toml", "README.md", "LICENSE"}
+    package = {"ttft_otel", "pyproject.toml", "README.md", "LICENSE"}
+    assert "*" in ignored and passed == package | {"deploy/inject"}
     assert all((CHECKOUT / each).exists() for each in passed)
     bases = re.findall(r"^FROM (\S+)", text, re.M)
     assert all(re.search(r":(\d+\.\d+\.\d+|\$\{VLLM\})", base) for base in bases), bases
+    if name == "inject":
+        assert re.search(r"^USER 10001", text, re.M)
     if name == "router":
         assert re.search(r"^USER 10001", text, re.M)
         assert shlex.split(text.splitlines()[-1])[1:] == ["[ttft-otel,", "router]"]

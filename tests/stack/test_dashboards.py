@@ -40,6 +40,7 @@ LABELS = {
         for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)
     ),
     *(ttft_queries.format_label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
+    *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL),
     *("job", "instance", "exported_instance", "le", "status_code"),
     *("exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop"),
     *("role", "server"),  # made by label_join
@@ -223,11 +224,12 @@ def test_older_grafanas() -> None:
 
 
 def test_variables() -> None:
-    """The TTFT dashboard can be narrowed to a model, role and instance; all of them at first."""
+    """The TTFT dashboard can be narrowed to a model, role and place; all of them at first."""
     [board] = [board for board in BOARDS if board.uid == "ttft"]
     found = {variable["name"]: variable for variable in board.variables}
-    assert list(found) == ["prometheus", "tempo", "model", "role", "instance", "slo", "trace"]
-    for name in ("model", "role", "instance"):
+    filters = ["model", "role", "namespace", "pod", "instance"]
+    assert list(found) == ["prometheus", "tempo", *filters, "slo", "trace"]
+    for name in filters:
         assert found[name]["includeAll"] and found[name]["allValue"] == ".*"
         assert found[name]["current"]["value"] == "$__all"
     assert found["slo"]["current"]["value"] == "1000"

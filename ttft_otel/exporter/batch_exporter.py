@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.protocol_probe import find_protocol_remedy
 from ttft_otel.exporter.span_batch import take_messages
 from ttft_otel.guard import Guard
 from ttft_otel.otlp_exporter import build_span_exporter
@@ -37,7 +38,8 @@ EXPORT_TIMEOUT_S: Final = 4.0  # seconds per attempt, unless OTEL_EXPORTER_OTLP_
 class BatchExporter:
     """Sends one batch at a time; during an outage of the collector records pile up in RecordQueue.
 
-    endpoint: for log lines. stop_retrying: set when the host is gone: one attempt per batch, no pauses.
+    endpoint, protocol: for log lines. stop_retrying: set when the host is gone: one attempt per batch,
+    no pauses.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class BatchExporter:
         counters: ExporterCounters,
         endpoint: str,
         stop_retrying: threading.Event,
+        protocol: str = "",
     ) -> None:
+        self.protocol = protocol
         self.exporter = exporter
         self.counters = counters
         self.endpoint = endpoint
@@ -103,8 +107,14 @@ class BatchExporter:
             "ttft-otel exporter: export to %s failed: %s; retrying. The server is not affected; the "
             "oldest records are dropped when the queue is full",
             self.endpoint,
-            self.failure_log.text or "no answer",
+            self._find_remedy() or self.failure_log.text or "no answer",
         )
+
+    def _find_remedy(self) -> str:
+        # Not while the host waits for the drain: the probe may take longer than the rest of it.
+        if not self.protocol or self.stop_retrying.is_set():
+            return ""
+        return find_protocol_remedy(self.protocol, self.endpoint)
 
     def _note_recovery(self) -> None:
         if not self.is_failing:

@@ -28,7 +28,11 @@ def run_worker(record_queue: RecordQueue, pid: int) -> None:
     """Export until the queue has ended. pid: the host's process, for the spans' resource."""
     settings = read_settings()
     span_exporter = BatchExporter(
-        create_span_exporter(settings), record_queue.counters, settings.endpoint, record_queue.ended
+        create_span_exporter(settings),
+        record_queue.counters,
+        settings.endpoint,
+        record_queue.ended,
+        settings.protocol,
     )
     resources = ResourceCache(pid, settings.metrics)
     builder = BatchBuilder(resources, settings.detail)

@@ -251,8 +251,8 @@ def _list_totals(ttft: Ttft) -> Attributes:
     totals[names.TOTAL_US] = total
     if ttft.error:
         totals[names.ERROR_TYPE] = ttft.error
-    else:
-        totals[names.FIRST_CHUNK] = total / 1e6
+    elif ttft.name == names.TTFT and ttft.attributes.get(names.STREAMING):
+        totals[names.FIRST_CHUNK] = total / 1e6  # by convention of streams; ours is on all
     if ttft.died:
         totals[names.DIED_IN] = ttft.died
     return totals

@@ -63,13 +63,14 @@ def log_start_line(role: str) -> None:
     lost = [f"{name} ({what})" for name, what in states.items() if what]
     chosen = settings.get_settings()
     log.info(
-        "ttft-otel %s: role %s, %d of %d targets active%s, exporting %s to %s",
+        "ttft-otel %s: role %s, %d of %d targets active%s, exporting %s (by %s) to %s",
         __version__,
         role,
         len(states) - len(lost),
         len(states),
         f", missing: {'; '.join(lost)}" if lost else "",
         chosen.protocol,
+        chosen.protocol_reason,
         chosen.endpoint,
     )
     for line in chosen.problems:

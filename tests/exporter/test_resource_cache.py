@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resource of spans: what the operator's variables and the SDK's detectors add to ours."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ttft_otel.exporter.resource_cache import ResourceCache
+
+
+def test_operator_resource(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's attributes and detectors of entry points are in the resource; the former win."""
+    (tmp_path / "own_place.py").write_text(
+        "from opentelemetry.sdk.resources import Resource, ResourceDetector\n"
+        "class Detector(ResourceDetector):\n"
+        "    def detect(self):\n"
+        "        return Resource({'container.id': 'c0ffee', 'k8s.pod.name': 'guessed'})\n"
+    )
+    folder = tmp_path / "own_place-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own-place\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(
+        "[opentelemetry_resource_detector]\nown_place = own_place:Detector\n"
+    )
+    given = {
+        "k8s.namespace.name": "serving",
+        "k8s.pod.name": "vllm-0",
+        "service.namespace": "chat",
+        "service.version": "1.2",
+        "deployment.environment.name": "staging",
+    }
+    text = ",".join(f"{name}={value}" for name, value in given.items())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", text)
+    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "host,own_place")
+
+    found = ResourceCache(4711).get("vllm").attributes
+    assert {name: found[name] for name in given} == given
+    assert found["container.id"] == "c0ffee"
+    assert found["host.name"] == socket.gethostname()
+    assert (found["service.name"], found["process.pid"]) == ("vllm", 4711)
