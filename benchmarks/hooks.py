@@ -4,8 +4,9 @@ pure-decode step in core and worker, with connectors of KV blocks and of the enc
 per marked step with a device's events.
 
 Host objects are stand-ins with empty methods; the time of the same calls without our wrappers
-is subtracted. Goals are for ratios to a reference in the same round: for a request, one span of the
-OpenTelemetry SDK; for a step, wrappers around the same methods that only pass the call on.
+is subtracted. Goals are for ratios to a reference in the same round: for a request, or a step that is
+marked for one, one span of the OpenTelemetry SDK; for a decode step, wrappers around the same methods
+that only pass the call on.
 
     python -m benchmarks.hooks [--json FILE]
 """
@@ -208,7 +209,12 @@ def list_cases() -> list[HookCase]:
         build_core_case("core_request_image", 1, 0.9),
         build_step_case("decode_step", fake_vllm.run_decode_steps, 1.7),
         build_step_case("decode_step_connector", fake_vllm.run_connector_steps, 1.5),
-        build_step_case("prefill_step_device", fake_vllm.run_device_steps, 26.0),
+        build_request_case(
+            "prefill_step_device",
+            partial(fake_vllm.run_device_steps, FakeVllmHost),
+            partial(fake_vllm.run_device_steps, hooked),
+            0.6,
+        ),
     ]
 
 

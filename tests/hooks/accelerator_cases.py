@@ -90,6 +90,7 @@ def run_case(
 ) -> Judgement:
     """Run `case` on a runner of `kinds` in a loop of LOOPS, and judge it."""
     host = SimulatedHost(seed)
+    began_at = host.at
     simulated = SimulatedDevice(host, case.drift_ppm)
     true_clock, clock.now_us = clock.now_us, host
     model_runners._step_clocks[:] = [device.DeviceClock(simulated.make_event, simulated.is_idle)]
@@ -115,7 +116,7 @@ def run_case(
         encoder_runs.unfinished_steps.clear()
     lost = breakdown.LOST_BEFORE if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
-    judgement.calls = simulated.calls
+    judgement.calls, judgement.virtual_us = simulated.calls, host.at - began_at
     judgement.encoder_errors = encoder_errors
     return judgement
 

@@ -181,8 +181,8 @@ class Judgement:
 
     stage_errors: by stage (error, true length). unattributed: the difference to what it has to be.
     told_errors: (greatest error of a step's places, the error that its record tells).
-    calls: how often each of the device's calls was made. encoder_errors: of the length and the begin
-    of each encoder that ran on after its answer.
+    calls: how often each of the device's calls was made, in virtual_us. encoder_errors: of the length
+    and the begin of each encoder that ran on after its answer.
     """
 
     place_errors: list[float] = field(default_factory=list)
@@ -192,6 +192,7 @@ class Judgement:
     unattributed: int = 0
     requests: int = 0
     calls: Counter[str] = field(default_factory=Counter)
+    virtual_us: float = 0.0
     encoder_errors: list[tuple[float, float]] = field(default_factory=list)
 
 
