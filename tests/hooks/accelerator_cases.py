@@ -106,8 +106,9 @@ def run_case(
             )
             for number in range(case.steps)
         ]
-        outcomes = LOOPS[loop](host, runner, case.gap_us).run(steps)
-        encoder_errors = judge_encoder_runs(host, outcomes) if case.encode_only else []
+        step_loop = LOOPS[loop](host, runner, case.gap_us)
+        outcomes = step_loop.run(steps)
+        encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
     finally:
         clock.now_us = true_clock
         model_runners._step_clocks.clear()
@@ -116,6 +117,7 @@ def run_case(
         encoder_runs.unfinished_steps.clear()
     lost = breakdown.LOST_BEFORE if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
+    judgement.told_runs = len(step_loop.told_runs)
     judgement.calls, judgement.virtual_us = simulated.calls, host.at - began_at
     judgement.encoder_errors = encoder_errors
     return judgement

@@ -19,6 +19,8 @@ MAX_PLACE_ERROR_US = 150  # at the 99th percentile
 LAUNCH_AND_READ_US = 20  # of the simulation: an event's launch, or the hook's own queries
 MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE = 200, 0.02
 NEVER_US = 10**15
+# Of a device that is never idle and that nobody waits for: drift over an anchor's 5 s, 50 ppm in all.
+MAX_UNAWAITED_ERROR_US = 250
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +138,20 @@ def test_unmarked_steps_call_nothing(kinds: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", [each for each in CASES if each.encode_only], ids=lambda c: c.name)
 def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
-    """An encoder's true length comes later, where the answer left before its end."""
+    """An encoder's true length comes later, where the answer left before its end.
+
+    It comes with a later step's output, so that a worker in a process of its own can tell it.
+    """
     for run, judgement in runs[case].items():
         waits = "synchronizing" in case.connector
+        if case.gap_us > case.encoder_us:
+            assert judgement.told_runs == case.steps - 1, run
         assert len(judgement.encoder_errors) == (0 if waits else case.steps), run
-        for length_error, begin_error in judgement.encoder_errors:
-            assert abs(length_error) <= LAUNCH_AND_READ_US, run
-            assert abs(begin_error) <= MAX_PLACE_ERROR_US, run
+        if waits:
+            continue
+        assert max(abs(error) for error, _ in judgement.encoder_errors) <= LAUNCH_AND_READ_US, run
+        begin_error = max(abs(error) for _, error in judgement.encoder_errors)
+        assert begin_error <= MAX_UNAWAITED_ERROR_US, run
 
 
 def test_table(runs: Runs) -> None:

@@ -240,12 +240,20 @@ def test_lengths_clock(host: SimulatedHost, simulated: SimulatedDevice) -> None:
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """vLLM's platform and a torch, as far as choose_clock() asks them."""
-    made = SimpleNamespace(cpu=False, cuda=False, alike=False, accelerator=False)
+    made = SimpleNamespace(cpu=False, cuda=False, alike=False, accelerator=False, untimed=False)
+
+    def make_event(enable_timing: bool) -> object:
+        if made.untimed:
+            raise RuntimeError("timing is not supported by this backend")
+        return object()
+
     current = SimpleNamespace(
         is_cpu=lambda: made.cpu, is_cuda=lambda: made.cuda, is_cuda_alike=lambda: made.alike
     )
     torch = SimpleNamespace(
-        accelerator=SimpleNamespace(is_available=lambda: made.accelerator), cuda=None, Event=None
+        accelerator=SimpleNamespace(is_available=lambda: made.accelerator),
+        cuda=None,
+        Event=make_event,
     )
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=current))
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -259,6 +267,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         (["cuda", "alike", "accelerator"], clocks.CLOCK_DEVICE),
         (["alike", "accelerator"], clocks.CLOCK_LENGTHS),  # ROCm
         (["accelerator"], clocks.CLOCK_LENGTHS),  # XPU
+        (["accelerator", "untimed"], clocks.CLOCK_NONE),
         ([], clocks.CLOCK_NONE),
     ],
 )

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
-
-import msgspec
 
 from ttft_otel import clock
 from ttft_otel.hooks.device_anchor import UNKNOWN, Anchor
@@ -25,7 +24,8 @@ IDLE_LATENCY_US: Final = 30
 IDLE_PROBE_US: Final = 100_000
 
 
-class Placement(msgspec.Struct, frozen=True, gc=False):  # a NamedTuple takes 0.3 us more
+@dataclass(slots=True)
+class Placement:  # neither frozen nor a NamedTuple: both take 0.3 us more
     """Where the stamps of a step are.
 
     places: host times in microseconds, 0 where the device had not come by at the reading. read_at:
@@ -274,5 +274,9 @@ def choose_clock() -> StepClock:
     if platform.is_cuda_alike():
         return LengthsClock(lambda: torch.cuda.Event(enable_timing=True))
     if hasattr(torch, "accelerator") and torch.accelerator.is_available():
+        try:
+            torch.Event(enable_timing=True)
+        except (RuntimeError, TypeError):  # a backend without timing events
+            return NoClock()
         return LengthsClock(lambda: torch.Event(enable_timing=True))
     return NoClock()

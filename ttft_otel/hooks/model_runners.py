@@ -235,6 +235,8 @@ def _attach_step(result: Any, step: StepStamps) -> None:
         if len(bound_steps) > MAX_BOUND_STEPS:
             del bound_steps[0]
     elif getattr(result, "req_ids", None):  # not the shared empty output
+        if encoder_runs.unfinished_steps and (runs := encoder_runs.collect_runs()):
+            result._ttft_runs = runs  # of earlier steps
         result._ttft = step.resolve()
 
 
