@@ -17,6 +17,7 @@ from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
 REQUESTS_PER_ROUND: Final = 400
 STEPS_PER_ROUND: Final = 2000
+DEVICE_STEPS_PER_ROUND: Final = REQUESTS_PER_ROUND  # a request's prompt is one such step or more
 DECODE_BATCH: Final = 64  # requests in each step
 WAITING_REQUESTS: Final = 200  # all traced
 # Target -> the method of FakeVllmHost that stands for it.
@@ -61,6 +62,7 @@ class FakeVllmHost:
 
     requests: dict[str, Any] = {}
     is_producer, is_consumer = False, True
+    speculative_config = None
 
     def ensure_cache_available(self, request: Any, computed: int) -> bool:
         return True
@@ -212,13 +214,13 @@ def run_waiting_steps(kind: type[FakeVllmHost]) -> int:
 
 
 def run_device_steps(kind: type[FakeVllmHost]) -> int:
-    """Steps that the scheduler has marked, on a device; CPU ns of STEPS_PER_ROUND steps."""
+    """Steps that the scheduler has marked, on a device; CPU ns of DEVICE_STEPS_PER_ROUND steps."""
     host = kind()
     output = build_scheduler_output([], {"r0": 100})
     output._ttft = True
     model_runners._step_clocks[:] = [device.DeviceClock(FakeEvent, lambda: True)]
     began_ns = process_time_ns()
-    for _ in range(STEPS_PER_ROUND):
+    for _ in range(DEVICE_STEPS_PER_ROUND):
         host.execute_model(output)
         host.sample_tokens(host).get_output()
     spent_ns = process_time_ns() - began_ns

@@ -172,10 +172,9 @@ def run_phase(gpu: Gpu, work_us: float, steps: int, queued: int) -> tuple[list[f
 
     def read_step() -> None:
         stamps, wait = under_way.popleft()
-        step_clock.note_pending(stamps)
+        step_clock.note_pending(stamps, -1)
         wait()
         places = step_clock.place_stamps(stamps).places
-        step_clock.pool.clear()  # events must stay what they are until the truth is known
         placed.extend((event, place) for (event, _), place in zip(stamps, places, strict=True))
 
     for _ in range(steps):
@@ -217,6 +216,7 @@ def measure_calls(gpu: Gpu) -> dict[str, Figure]:
     reading = clock.now_us()
     for stamps in steps:
         step_clock.place_stamps(stamps)
+        step_clock.release_stamps(stamps)
     read = clock.now_us()
     return {
         "pending_after_record_share": build_figure([pending / CALLS]),

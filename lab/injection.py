@@ -56,6 +56,8 @@ class InjectionControl:
         off: Collection[str] = (),
         fail: Collection[str] = (),
         busy: bool = False,
+        device: bool = False,
+        min_tokens: int = 0,
         ec_patience_s: float | None = None,
     ) -> None:
         """Set what is injected from now on. Raises ValueError for an unknown place.
@@ -63,6 +65,8 @@ class InjectionControl:
         delay_ms: place -> milliseconds; effective from the next call.
         off, fail: targets whose hooks are removed, or raise; effective after wait_applied().
         busy: delays use the CPU instead of sleeping.
+        device: delays are kernels in the accelerator's stream; of forward and sample only in steps
+            with min_tokens tokens or more.
         ec_patience_s: how long ECCPUConnector's consumers wait for an encoding (vLLM: 60 s).
         """
         unknown = set(delay_ms or ()) - set(INJECTION_PLACES)
@@ -75,6 +79,8 @@ class InjectionControl:
             "off": sorted(off),
             "raise": sorted(fail),
             "busy": busy,
+            "device": device,
+            "min_tokens": min_tokens,
             "number": self.number + 1,
         }
         self.number += 1

@@ -76,7 +76,7 @@ def test_figures(gpu: SimulatedGpu) -> None:
 def test_wrong_places(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a look before the wait, places under load are wrong, and the benchmark says so."""
 
-    def look_away(self: device.DeviceClock, stamps: Any) -> None:
+    def look_away(self: device.DeviceClock, stamps: Any, awaited: int) -> None:
         return None
 
     monkeypatch.setattr(device.DeviceClock, "note_pending", look_away)

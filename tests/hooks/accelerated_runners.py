@@ -18,7 +18,7 @@ from ttft_otel import breakdown
 from ttft_otel.hooks import ec_connectors, kv, model_runners, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
-from .accelerator import SimulatedDevice, SimulatedStream
+from .accelerator import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 HOST_COSTS: Final = ("prepare_us", "launch_us", "bookkeeping_us")
 PREPARE_DEVICE_US: Final = 60.0  # copies and kernels that prepare a step's inputs
@@ -68,9 +68,7 @@ class AsyncRunnerOutput:
     def get_output(self) -> Any:
         """Sleep until the copy is complete (R1:324, A:174)."""
         host = self.runner.device.host
-        event = self.runner.device.make_event()
-        event.at = self.copied_at
-        event.synchronize()
+        SimulatedEvent(self.runner.copy_stream, self.copied_at).synchronize()
         host.sleep(self.runner.late_us)
         host.work(20)
         return self.output
@@ -92,6 +90,7 @@ class AcceleratedRunner:
         self.encode_only: bool = options.get("encode_only", False)
         self.receive_us: float = options.get("receive_us", 0.0)
         self.late_us: float = options.get("late_us", 0.0)
+        self.speculative_config = object() if work.drafter_us else None
         self.copy_stream = SimulatedStream(device)
         self.truth = StepTruth()
         self.scheduled: Any = None
@@ -203,9 +202,7 @@ class AcceleratedRunnerV1(AcceleratedRunner):
         self.device.host.work(self.work.bookkeeping_us)
         if not self.asynchronous:  # R1:7195, a copy on the main stream and a wait for it
             self.device.main.queue_work(COPY_US)
-            event = self.device.make_event()
-            event.at = self.device.main.busy_until
-            event.synchronize()
+            SimulatedEvent(self.device.main, self.device.main.busy_until).synchronize()
             self.device.host.work(self.work.bookkeeping_us)
         if self.kv_connector is not None and self.work.drafter_us:
             self.kv_connector.wait_for_save(self)
@@ -336,9 +333,7 @@ class AcceleratedEcConnector:
         begin = runner.device.main.mark()
         runner.device.host.work(host_us)
         if waits:
-            event = runner.device.make_event()
-            event.at = runner.device.main.busy_until
-            event.synchronize()
+            SimulatedEvent(runner.device.main, runner.device.main.busy_until).synchronize()
         runner.note(breakdown.CODE_EC_TRANSFER, begin)
 
 

@@ -185,10 +185,10 @@ class SimulatedStream:
 class SimulatedEvent:
     """Happens when everything that was queued before it is done; `at` is the host's time of that."""
 
-    def __init__(self, stream: SimulatedStream) -> None:
+    def __init__(self, stream: SimulatedStream, at: float = 0.0) -> None:
         self.stream = stream
         self.device = stream.device
-        self.at = 0.0
+        self.at = at
 
     def record(self) -> None:
         """Queue this event."""

@@ -90,6 +90,7 @@ def run_case(
 ) -> Judgement:
     """Run `case` on a runner of `kinds` in a loop of LOOPS, and judge it."""
     host = SimulatedHost(seed)
+    began_at = host.at
     simulated = SimulatedDevice(host, case.drift_ppm)
     true_clock, clock.now_us = clock.now_us, host
     model_runners._step_clocks[:] = [device.DeviceClock(simulated.make_event, simulated.is_idle)]
@@ -105,8 +106,9 @@ def run_case(
             )
             for number in range(case.steps)
         ]
-        outcomes = LOOPS[loop](host, runner, case.gap_us).run(steps)
-        encoder_errors = judge_encoder_runs(host, outcomes) if case.encode_only else []
+        step_loop = LOOPS[loop](host, runner, case.gap_us)
+        outcomes = step_loop.run(steps)
+        encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
     finally:
         clock.now_us = true_clock
         model_runners._step_clocks.clear()
@@ -115,7 +117,8 @@ def run_case(
         encoder_runs.unfinished_steps.clear()
     lost = breakdown.LOST_BEFORE if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
-    judgement.calls = simulated.calls
+    judgement.told_runs = len(step_loop.told_runs)
+    judgement.calls, judgement.virtual_us = simulated.calls, host.at - began_at
     judgement.encoder_errors = encoder_errors
     return judgement
 

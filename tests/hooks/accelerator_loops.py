@@ -65,6 +65,7 @@ class StepLoop:
         self.runner = runner
         self.gap_us = gap_us
         self.outcomes: list[StepOutcome] = []
+        self.told_runs: dict[str, tuple[int, int]] = {}  # of encoders, with outputs of later steps
 
     def run(self, steps: list[Any]) -> list[StepOutcome]:
         """Run all steps; the outcomes, in their order."""
@@ -80,6 +81,7 @@ class StepLoop:
         """The scheduler takes the output, and the API server makes a chunk of it."""
         self.host.work(60)
         record = getattr(output, "_ttft", None)
+        self.told_runs |= getattr(output, "_ttft_runs", {})
         self.outcomes.append(
             StepOutcome(
                 record, output.truth, scheduled_at, answered_at, output.read_at, self.host() + 200
@@ -181,8 +183,8 @@ class Judgement:
 
     stage_errors: by stage (error, true length). unattributed: the difference to what it has to be.
     told_errors: (greatest error of a step's places, the error that its record tells).
-    calls: how often each of the device's calls was made. encoder_errors: of the length and the begin
-    of each encoder that ran on after its answer.
+    calls: how often each of the device's calls was made, in virtual_us. encoder_errors: of the length
+    and the begin of each encoder that ran on after its answer; told_runs of them by later steps.
     """
 
     place_errors: list[float] = field(default_factory=list)
@@ -192,7 +194,9 @@ class Judgement:
     unattributed: int = 0
     requests: int = 0
     calls: Counter[str] = field(default_factory=Counter)
+    virtual_us: float = 0.0
     encoder_errors: list[tuple[float, float]] = field(default_factory=list)
+    told_runs: int = 0
 
 
 def judge_outcomes(
@@ -215,22 +219,24 @@ def judge_outcomes(
     return judgement
 
 
-def judge_encoder_runs(
-    host: SimulatedHost, outcomes: list[StepOutcome]
-) -> list[tuple[float, float]]:
-    """Ask for the encoders that ran on, as the API server does, once all of them have ended."""
+def judge_encoder_runs(loop: StepLoop) -> list[tuple[float, float]]:
+    """The encoders that ran on: most were told by later steps, the last are asked for when all is over."""
     assert encoder_runs.answer_encoder_run(None, "unknown") == ""
     unfinished = list(encoder_runs.unfinished_steps)
     if unfinished:
         assert encoder_runs.answer_encoder_run(None, unfinished[-1]) == carrier.PENDING_ANSWER
-    host.sleep(max(outcome.truth.intervals[-1][2] for outcome in outcomes) - host.at + 50_000)
-    errors: list[tuple[float, float]] = []
+    ends_at = max(outcome.truth.intervals[-1][2] for outcome in loop.outcomes)
+    loop.host.sleep(ends_at - loop.host.at + 50_000)
+    runs = dict(loop.told_runs)
     for request_id in unfinished:
         run = carrier.decode_encoder_run(encoder_runs.answer_encoder_run(None, request_id))
-        assert run is not None
-        intervals = outcomes[int(request_id[1:])].truth.intervals
-        ((_, begin, end),) = [each for each in intervals if each[0] == breakdown.CODE_ENCODER]
-        errors.append((run.end - run.start - (end - begin), run.start - begin))
+        assert run is not None and request_id not in runs
+        runs[request_id] = (run.start, run.end)
+    errors: list[tuple[float, float]] = []
+    for request_id, (start, end) in runs.items():
+        intervals = loop.outcomes[int(request_id[1:])].truth.intervals
+        ((_, true_start, true_end),) = [e for e in intervals if e[0] == breakdown.CODE_ENCODER]
+        errors.append((end - start - (true_end - true_start), start - true_start))
     return errors
 
 

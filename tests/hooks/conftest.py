@@ -38,6 +38,7 @@ def no_step_open() -> Iterator[None]:
     model_runners.open_steps.clear()
     model_runners.bound_steps.clear()
     encoder_runs.unfinished_steps.clear()
+    encoder_runs.told_runs.clear()
 
 
 @pytest.fixture(scope="session")

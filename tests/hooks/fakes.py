@@ -114,11 +114,14 @@ class FakeEngineCore:
         finish: tuple[str, ...] = (),
         silent: tuple[str, ...] = (),
         fail: bool = False,
+        runs: Any = None,
     ) -> dict[str, Any]:
         """Update from a step; give each output's trace headers."""
         runner = SimpleNamespace(first=first, finish=finish, silent=silent, fail=fail)
         if record is not None:
             runner._ttft = record
+        if runs is not None:
+            runner._ttft_runs = runs
         outputs = self.update_from_output(step, runner)[0].outputs
         return {each.request_id: each.trace_headers for each in outputs}
 

@@ -60,6 +60,7 @@ class FakeRunner:
         self.pending = pending
         self.connector = connector
         self.encode_only = False
+        self.speculative_config: Any = None
         self.raises = False
         self.state: Any = None
 

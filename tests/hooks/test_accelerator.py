@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import wrap
+from ttft_otel.hooks import device, wrap
 
 from .accelerated_runners import wrap_accelerated_classes
 from .accelerator_cases import CASES, AcceleratorCase, run_case
@@ -18,6 +18,9 @@ from .accelerator_table import DOCS_PAGE, Runs, find_percentile, render_page, ru
 MAX_PLACE_ERROR_US = 150  # at the 99th percentile
 LAUNCH_AND_READ_US = 20  # of the simulation: an event's launch, or the hook's own queries
 MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE = 200, 0.02
+NEVER_US = 10**15
+# Of a device that is never idle and that nobody waits for: drift over an anchor's 5 s, 50 ppm in all.
+MAX_UNAWAITED_ERROR_US = 250
 
 
 @pytest.fixture(scope="module")
@@ -74,27 +77,55 @@ def test_told_error(runs: Runs, case: AcceleratorCase) -> None:
         assert len(uncovered) <= 0.01 * len(judgement.told_errors), run
 
 
-# Events of a step: idle stream, forward and its end, sampled, end of V1's sample_tokens(); of an
-# encoder, a KV load and a save two each.
-MAX_ANCHORS = 8  # of a case, besides
-MAX_EVENTS_BY_CASE = {
-    "device-bound, 40 ms": 5,
-    "images, 30 ms encoder, 20 ms forward": 7,
-    "drafter and KV connector, 20 ms": 9,
+# Events of a marked step by the begin of the runner's kind: forward and its end, sampled; an encoder, a
+# KV load and a save two each; one at the end of V1's sample_tokens() where a drafter has run there.
+EVENTS_BY_CASE = {
+    "device-bound, 40 ms": {"V1": 3, "V2": 3},
+    "host-bound, 0.3 ms": {"V1": 3, "V2": 3},
+    "images, 30 ms encoder, 20 ms forward": {"V1": 5, "V2": 5},
+    "KV connector, 20 ms": {"V1": 7, "V2": 7},
+    "drafter and KV connector, 20 ms": {"V1": 8, "V2": 7},
 }
+IN_FLIGHT = 3  # steps whose events are in use at a time
 
 
-@pytest.mark.parametrize("name", MAX_EVENTS_BY_CASE)
-def test_calls(runs: Runs, name: str) -> None:
-    """A marked step records so many events, and asks each of them at most once, and one again."""
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", EVENTS_BY_CASE)
+def test_calls(
+    kinds: dict[str, Any], name: str, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a marked step asks of the device, to the call: each event is recorded and measured once.
+
+    One query looks whether the output's copy has to be waited for, one whether all is complete. New
+    events are made for the first steps only.
+    """
+    monkeypatch.setattr(device, "IDLE_PROBE_US", NEVER_US)
+    monkeypatch.setattr(device, "ANCHOR_RENEWAL_US", NEVER_US)
     (case,) = [each for each in CASES if each.name == name]
-    most = MAX_EVENTS_BY_CASE[name]
+    for kind in kinds:
+        events = EVENTS_BY_CASE[name][kind[:2]]
+        if "drafter" in name and loop == "sync" and kind == "V1":
+            events -= 1  # nothing is read later that would have to be told from the drafter
+        calls = run_case(case, kinds, kind, loop).calls
+        first_step = 1  # an event for the idle stream
+        assert calls["record"] == events * case.steps + 1 + first_step, kind  # 1: the anchor
+        assert calls["stream query"] == 1, kind
+        assert calls["make"] <= (events + first_step) * IN_FLIGHT + 1, kind
+        if not case.kv_save_us:  # what is saved can be late, and is asked for one by one then
+            queries = 1 if loop == "sync" and kind == "V1" else 2
+            assert calls["query"] == queries * case.steps, kind
+            assert calls["elapsed"] == events * case.steps + first_step, kind
+
+
+def test_probes_are_rare(runs: Runs) -> None:
+    """Whether the stream is idle is asked ten times a second at most, and an anchor lasts 5 s."""
+    (case,) = [each for each in CASES if each.name == "host-bound, 0.3 ms"]
     for run, judgement in runs[case].items():
-        calls = judgement.calls
-        assert calls["record"] <= most * case.steps + MAX_ANCHORS, run
-        assert calls["query"] <= (most + 5) * case.steps, run
-        assert calls["elapsed"] <= most * case.steps + MAX_ANCHORS, run
-        assert calls["stream query"] == case.steps, run
+        seconds = judgement.virtual_us / 1e6
+        probes = judgement.calls["stream query"]
+        assert 1 <= probes <= 1 + seconds * 1e6 / device.IDLE_PROBE_US, run
+        anchors = 1 + seconds * 1e6 / device.ANCHOR_RENEWAL_US
+        assert judgement.calls["record"] <= 3 * case.steps + probes + anchors, run
 
 
 def test_unmarked_steps_call_nothing(kinds: dict[str, Any]) -> None:
@@ -102,19 +133,25 @@ def test_unmarked_steps_call_nothing(kinds: dict[str, Any]) -> None:
     case = AcceleratorCase("decode steps", 10_000, steps=50, marked=0)
     for kind in kinds:
         for loop in LOOPS:
-            calls = run_case(case, kinds, kind, loop).calls
-            assert not calls.keys() - {"make"}, (kind, loop)
+            assert not run_case(case, kinds, kind, loop).calls, (kind, loop)
 
 
 @pytest.mark.parametrize("case", [each for each in CASES if each.encode_only], ids=lambda c: c.name)
 def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
-    """An encoder's true length comes later, where the answer left before its end."""
+    """An encoder's true length comes later, where the answer left before its end.
+
+    It comes with a later step's output, so that a worker in a process of its own can tell it.
+    """
     for run, judgement in runs[case].items():
         waits = "synchronizing" in case.connector
+        if case.gap_us > case.encoder_us:
+            assert judgement.told_runs == case.steps - 1, run
         assert len(judgement.encoder_errors) == (0 if waits else case.steps), run
-        for length_error, begin_error in judgement.encoder_errors:
-            assert abs(length_error) <= LAUNCH_AND_READ_US, run
-            assert abs(begin_error) <= MAX_PLACE_ERROR_US, run
+        if waits:
+            continue
+        assert max(abs(error) for error, _ in judgement.encoder_errors) <= LAUNCH_AND_READ_US, run
+        begin_error = max(abs(error) for _, error in judgement.encoder_errors)
+        assert begin_error <= MAX_UNAWAITED_ERROR_US, run
 
 
 def test_table(runs: Runs) -> None:

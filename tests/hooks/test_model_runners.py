@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -245,6 +246,27 @@ def test_encode_only_unfinished(make_runner: RunnerMaker, reached: int) -> None:
     end = begin + ENCODER_US if reached == 2 else READ_AT
     flags = 0 if reached == 2 else carrier.ENCODER_UNFINISHED
     assert output._ttft[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
+
+
+def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
+    """How long such an encoder ran leaves with the next step, on vLLM's own output, between processes."""
+    outputs = pytest.importorskip("vllm.v1.outputs", reason="no vLLM: run scripts/install")
+    runner = make_runner()
+    runner.encode_only = True
+    runner.make_output = lambda: outputs.ModelRunnerOutput(
+        req_ids=list(runner.state.scheduled_encoder_inputs), req_id_to_index={}
+    )
+    step_clock = PartlyReached(1)
+    model_runners._step_clocks.append(step_clock)
+    first = run_step(runner, make_scheduler_output({}, {"a": [0]}))
+    step_clock.reached = 2
+    second = run_step(runner, make_scheduler_output({}, {"b": [0]}))
+    third = pickle.loads(pickle.dumps(run_step(runner, make_scheduler_output({}, {"c": [0]}))))
+
+    begin = START_US + PREPARE_US
+    assert first._ttft[2] & carrier.ENCODER_UNFINISHED and not hasattr(first, "_ttft_runs")
+    assert pickle.loads(pickle.dumps(second))._ttft_runs == {"a": (begin, begin + ENCODER_US)}
+    assert third._ttft and not hasattr(third, "_ttft_runs")
 
 
 def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ttft_otel import carrier, names, testing
 from ttft_otel import clock as clocks
-from ttft_otel.hooks import engine_core, scheduler
+from ttft_otel.hooks import encoder_runs, engine_core, scheduler
 from ttft_otel.media_items import INDEX_OWN, SOURCE_ENCODED, SOURCE_UNSEEN, SOURCES_UNKNOWN
 
 from .fakes import HEADERS, FakeEngineCore, decode_headers, make_request
@@ -47,6 +47,29 @@ def test_encoder_unfinished(core: FakeEngineCore) -> None:
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=record)
 
     assert decode_headers(out["a"])[1].kept == carrier.ENCODER_RUN_BIT
+
+
+@pytest.mark.parametrize(("boot", "is_told"), [(0, True), (1, False)])
+def test_encoder_run_told_later(core: FakeEngineCore, boot: int, is_told: bool) -> None:
+    """A worker in a process of its own tells how long the encoder ran with a later step's output.
+
+    Not one on another host, whose clock is another one.
+    """
+    add_requests(core, "a", "b")
+    record = (*STEP[:2], carrier.ENCODER_UNFINISHED, *STEP[3:])
+    core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=record)
+    assert encoder_runs.answer_encoder_run(None, "a") == carrier.PENDING_ANSWER
+    later = (clocks.get_boot_number() + boot, *STEP[1:])
+    core.update(
+        core.schedule(("b",), {"b": 10}),
+        first=("b",),
+        record=later,
+        runs={"a": (7, 9), "x": (1, 2)},
+    )
+
+    told = [encoder_runs.answer_encoder_run(None, name) for name in ("a", "x")]
+    assert told == (["[7,9]", ""] if is_told else [carrier.PENDING_ANSWER, ""])
+    assert (encoder_runs.answer_encoder_run(None, "a") == "") is is_told
 
 
 def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> None:

@@ -31,8 +31,10 @@ class TimeBounds:
 
     def add(self, now: int, low: float, high: float) -> None:
         """It was not before `low` and not after `high`, as is known since `now`."""
-        self.low = max(self.low, low + now * DRIFT_SHARE)
-        high -= now * DRIFT_SHARE
+        drift = now * DRIFT_SHARE
+        if low + drift > self.low:
+            self.low = low + drift
+        high -= drift
         if high < self.high:
             self.high, self.second = high, self.high
         elif high < self.second:
@@ -59,32 +61,32 @@ class Anchor:
         self.bounds = TimeBounds()
         self.inherited = TimeBounds()
 
-    def add_bounds(self, now: int, low: float, high: float) -> None:
-        """A step says that the anchor was not before `low` and not after `high`."""
-        before, self.before = self.before, None
-        if before is not None:  # the first step after a renewal
-            shift = before.event.elapsed_time(self.event) * 1000.0
-            self.inherited = before.bounds.shift(shift)
-        self.bounds.add(now, low, high)
-
-    def estimate_time(self, now: int, limit: float) -> tuple[float, int]:
+    def estimate_time(
+        self, now: int, new_low: float, new_high: float, limit: float
+    ) -> tuple[float, int]:
         """The anchor's host time, and the estimated error of it.
 
-        limit: no bound of the past, but it is certain that the anchor was not after it.
+        new_low, new_high: what a step that was read now says of it. limit: no bound that holds for
+        later steps, but it is certain that the anchor was not after it.
 
         A lower bound is tight when the stream was idle, and off by the queue's length otherwise. An
         upper bound is off by what the reader took. So the truth is at most READING_US before the
         least upper bound, unless a lower bound says that it is nearer.
         """
+        if self.before is not None:  # the first step after a renewal
+            shift = self.before.event.elapsed_time(self.event) * 1000.0
+            self.inherited = self.before.bounds.shift(shift)
+            self.before = None
+        self.bounds.add(now, new_low, new_high)
         own, old, drift = self.bounds, self.inherited, now * DRIFT_SHARE
-        low = max(own.low, old.low) - drift
-        high = min(own.high, old.high)
-        second = min(max(own.high, old.high), own.second, old.second)
-        if high == UNKNOWN:
+        low = (own.low if own.low > old.low else old.low) - drift
+        better, other = (own, old) if own.high < old.high else (old, own)
+        if better.high == UNKNOWN:
             base = min(low, limit)
             return base, round(max(0.0, limit - base))
-        high += drift
+        high = better.high + drift
         base = min(high, max(low, high - READING_US), limit)
         # How much later the second-best reader was shows how far the best one may be off.
+        second = other.high if other.high < better.second else better.second
         spread = second + drift - high if second != UNKNOWN else 0.0
         return base, round(min(max(0.0, high - low), READING_US + spread))

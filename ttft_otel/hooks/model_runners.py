@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
+
 from ttft_otel import breakdown, carrier, clock
 from ttft_otel.hooks import device, encoder_runs, wrap
 
@@ -26,39 +28,32 @@ BLOCKS_AFTER_FORWARD: Final = 2
 ec_roles: set[str] = set()  # of the encoder-cache connector: "producer", "consumer"
 
 
-class StepStamps:
+class StepStamps(msgspec.Struct, eq=False):
     """Stamps of one marked step.
 
     encodes: the step runs the encoder, for the requests encoded_ids. media: it may load or save
-    encodings. blocks: BLOCKS_*. late_stage: earlier pipeline stages worked before it. forward,
-    sampled: indices of stamps, -1 before. tokens: sample_tokens() has run.
+    encodings. blocks: BLOCKS_*. late_stage: earlier pipeline stages worked before it. pairs: stage
+    code, indices of start and end stamps. forward, sampled: indices of stamps, -1 before. awaited:
+    index of the last stamp before the copy that an async output waits for. tokens: sample_tokens()
+    has run.
     """
 
-    __slots__ = (
-        "blocks", "clock", "encoded_ids", "encoder_interval", "encodes", "forward", "late_stage",
-        "media", "pairs", "sampled", "stamps", "tokens",
-    )  # fmt: skip
+    clock: device.StepClock
+    encodes: bool
+    media: bool
+    blocks: int
+    late_stage: bool = False
+    encoded_ids: tuple[str, ...] = ()
+    encoder_interval: tuple[int, int] | None = None
+    stamps: list[Any] = []
+    pairs: list[tuple[int, int, int]] = []
+    forward: int = -1
+    sampled: int = -1
+    awaited: int = -1
+    tokens: bool = False
 
-    def __init__(
-        self,
-        step_clock: device.StepClock,
-        encodes: bool,
-        media: bool,
-        blocks: int,
-        late_stage: bool = False,
-    ) -> None:
-        self.blocks = blocks
-        self.clock = step_clock
-        self.encodes = encodes
-        self.encoded_ids: tuple[str, ...] = ()
-        self.encoder_interval: tuple[int, int] | None = None
-        self.late_stage = late_stage
-        self.media = media
-        self.pairs: list[tuple[int, int, int]] = []  # stage code, indices of start and end stamps
-        self.stamps = step_clock.open_step()
-        self.forward = -1
-        self.sampled = -1
-        self.tokens = False
+    def __post_init__(self) -> None:
+        self.stamps = self.clock.open_step()
 
     def take_stamp(self) -> int:
         """Take a stamp; returns its index."""
@@ -97,17 +92,20 @@ class StepStamps:
             flat += (carrier.CODE_CLOCK, self.clock.kind, placement.error_us)
         if flags & carrier.ENCODER_UNFINISHED:
             encoder_runs.keep_step(self)
+        else:
+            self.clock.release_stamps(self.stamps)
         sampled = placement.places[self.sampled] if self.sampled >= 0 else 0
         return (clock.get_boot_number(), sampled, flags | self._list_lost_flags(seen_codes), *flat)
 
     def find_encoder_interval(self) -> tuple[int, int] | None:
         """From when to when the encoder ran; None while the device has not completed the step."""
-        # Once: the events of a complete step are used again by others.
         if self.encoder_interval is None:
             places = self.clock.place_stamps(self.stamps).places
             for code, first, last in self.pairs:
                 if code == breakdown.CODE_ENCODER and places and places[-1]:
                     self.encoder_interval = places[first], places[last]
+            if self.encoder_interval is not None:
+                self.clock.release_stamps(self.stamps)
         return self.encoder_interval
 
     def _list_lost_flags(self, seen_codes: set[int]) -> int:
@@ -182,31 +180,31 @@ def close_step(step: StepStamps | None, result: Any, *args: Any, **kwargs: Any) 
         _attach_step(result, step)
 
 
-def stamp_encoder_start(*args: Any, **kwargs: Any) -> int:
-    """Before the encoder; -1 in a step without items (V1 calls it in every step)."""
+def stamp_encoder_start(*args: Any, **kwargs: Any) -> int | None:
+    """Before the encoder; None in a step without items (V1 calls it in every step)."""
     step = open_steps[0]
-    return step.take_stamp() if step.encodes else -1
+    return step.take_stamp() if step.encodes else None
 
 
 def record_encoder(begin: int | None, result: Any, *args: Any, **kwargs: Any) -> None:
     """After the encoder: on a device the end is an event in the stream; nothing waits for it."""
-    if begin is not None and begin >= 0 and open_steps:
+    if begin is not None and open_steps:
         open_steps[0].close_interval(breakdown.CODE_ENCODER, begin)
 
 
-def stamp_forward_start(owner: Any, *args: Any, **kwargs: Any) -> int:
-    """Before the forward. V2's targets only mark its start (-1): the first of them counts."""
+def stamp_forward_start(owner: Any, *args: Any, **kwargs: Any) -> int | None:
+    """Before the forward. V2's targets only mark its start (None): the first of them counts."""
     step = open_steps[0]
     if hasattr(owner, "_model_forward"):
         return step.take_stamp()
     if step.forward < 0:
         step.forward = step.take_stamp()
-    return -1
+    return None
 
 
 def record_forward(begin: int | None, result: Any, *args: Any, **kwargs: Any) -> None:
     """After V1's forward."""
-    if begin is not None and begin >= 0 and open_steps:
+    if begin is not None and open_steps:
         open_steps[0].close_interval(breakdown.CODE_FORWARD, begin)
 
 
@@ -221,8 +219,12 @@ def bind_step(_: None, result: Any, runner: Any, *args: Any, **kwargs: Any) -> N
     step.tokens = True
     if result is None:
         return
-    if hasattr(result, "get_output") and hasattr(runner, "_model_forward"):
-        step.take_stamp()  # V1's copy waits for a drafter, which runs after the sampler
+    step.awaited = step.sampled  # V2 starts the copy before its drafter
+    if hasattr(runner, "_model_forward"):  # V1 after it, and after the saves that wait for it
+        drafter = getattr(runner, "speculative_config", runner)
+        if drafter is not None and hasattr(result, "get_output"):
+            step.take_stamp()
+        step.awaited = -1
     _attach_step(result, step)
 
 
@@ -233,6 +235,8 @@ def _attach_step(result: Any, step: StepStamps) -> None:
         if len(bound_steps) > MAX_BOUND_STEPS:
             del bound_steps[0]
     elif getattr(result, "req_ids", None):  # not the shared empty output
+        if encoder_runs.unfinished_steps and (runs := encoder_runs.collect_runs()):
+            result._ttft_runs = runs  # of earlier steps
         result._ttft = step.resolve()
 
 
@@ -240,7 +244,7 @@ def observe_step(pending: Any, *args: Any, **kwargs: Any) -> StepStamps | None:
     """Before an async output's get_output(): see what of its step is not complete yet."""
     step: StepStamps | None = getattr(pending, "_ttft_step", None)
     if step is not None:
-        step.clock.note_pending(step.stamps)
+        step.clock.note_pending(step.stamps, step.awaited)
     return step
 
 

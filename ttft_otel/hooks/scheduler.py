@@ -13,7 +13,15 @@ from typing import Any, Final
 
 from ttft_otel import carrier, clock, names
 from ttft_otel.carrier import EngineTimeline
-from ttft_otel.hooks import ec_items, kv, queue_reasons, vllm_fields, waiting, wrap
+from ttft_otel.hooks import (
+    ec_items,
+    encoder_runs,
+    kv,
+    queue_reasons,
+    vllm_fields,
+    waiting,
+    wrap,
+)
 from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
@@ -161,6 +169,9 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     """
     record = getattr(model_runner_output, "_ttft", None)
     unfinished = bool(record and record[2] & carrier.ENCODER_UNFINISHED)
+    runs = getattr(model_runner_output, "_ttft_runs", None)
+    if runs and record and record[0] == clock.get_boot_number():  # else by another host's clock
+        encoder_runs.note_runs(runs)
     now = clock.now_us()
     tokens = scheduler_output.num_scheduled_tokens
     encoding = scheduler_output.scheduled_encoder_inputs
@@ -170,6 +181,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
             timeline.add_step(record)
             if unfinished:
                 timeline.kept |= carrier.ENCODER_RUN_BIT
+                encoder_runs.expect_run(request_id)
             timeline.entered = now
             held = True
     _in_update[0] = True

@@ -152,6 +152,12 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     ),
     *_make_fields(_OUTPUT, "NewRequestData", "req_id mm_features", _NO_TRACE),
     *_make_fields(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        "speculative_config",
+        "one event more for each step with a traced prompt",
+    ),
+    *_make_fields(
         "vllm.v1.request",
         "Request",
         "request_id num_computed_tokens num_tokens num_prompt_tokens mm_features trace_headers",

@@ -35,9 +35,17 @@ def read_delay_s(place: str) -> float:
 
 
 def delay(place: str) -> None:
-    """Delay the calling thread as the file says for `place`: asleep, or in a busy loop."""
+    """Delay the calling thread as the file says for `place`: asleep, or in a busy loop.
+
+    With `device` the device's stream is delayed instead, and nothing is logged: the caller goes on.
+    """
     wanted = read_delay_s(place)
     if wanted <= 0:
+        return
+    if content.get("device"):
+        from . import device_sleep  # which needs this module
+
+        device_sleep.queue(wanted)
         return
     began = time.monotonic_ns()
     if content.get("busy"):

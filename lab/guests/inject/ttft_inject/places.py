@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from . import arrivals, control, encodings
+from . import arrivals, control, device_sleep, encodings
 from .importing import Patch
 
 
@@ -144,7 +144,11 @@ def wrap_with_delay(spot: InjectionPoint, original: Callable[..., Any]) -> Calla
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not spot.after and spot.when(*args):
+        if (
+            not spot.after
+            and spot.when(*args)
+            and device_sleep.is_delayed(spot.place, args, kwargs)
+        ):
             control.delay(spot.place)
         result = original(*args, **kwargs)
         if spot.after and result is not None:
