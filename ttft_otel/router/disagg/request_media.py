@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from ttft_otel import stages
 from ttft_otel.endpoints import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.types import JSON_ERRORS
 
@@ -91,6 +92,15 @@ _part_decoder: Final = msgspec.json.Decoder(_ChatPart)
 _block_decoder: Final = msgspec.json.Decoder(_AnthropicBlock)
 _source_decoder: Final = msgspec.json.Decoder(_AnthropicSource)
 _input_part_decoder: Final = msgspec.json.Decoder(_ResponsesPart)
+
+
+def may_be_encoded_apart(path: str, answering_leg: str) -> bool:
+    """Whether media items of requests of `path` may go to encoders.
+
+    With prefill and decode apart, all paths but chat and completions are served by a decode instance
+    alone (request_plan.py), which is seldom a consumer of the encoders' caches.
+    """
+    return path in ((CHAT_PATH,) if answering_leg == stages.DECODE else CONVERSATION_FIELDS)
 
 
 def find_items(path: str, conversation: Raw) -> list[bytes]:

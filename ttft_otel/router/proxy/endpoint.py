@@ -14,7 +14,7 @@ from typing import Final
 
 from ttft_otel import clock, context, endpoints, names, stages
 from ttft_otel.breakdown import Breakdown
-from ttft_otel.endpoints import CHAT_PATH, OPERATION_BY_PATH
+from ttft_otel.endpoints import OPERATION_BY_PATH
 from ttft_otel.guard import Guard
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
@@ -171,7 +171,7 @@ class ProxyEndpoint:
         send: AsgiSend,
     ) -> None:
         parsed_body = await self.body_parser.parse(
-            body_bytes, exchange.path if self._uses_encoders(exchange.path) else ""
+            body_bytes, exchange.path if self._has_media_legs(exchange.path) else ""
         )
         exchange.record_parsed(parsed_body.model, parsed_body.stream, parsed_body.background)
         self.admission.check_body(
@@ -245,19 +245,9 @@ class ProxyEndpoint:
             arrived_us=exchange.timeline.arrived_us,
         )
 
-    def _uses_encoders(self, path: str) -> bool:
-        """Whether media items of requests of this path go to encoders.
-
-        With prefill and decode apart, all paths but chat and completions are served by a decode
-        instance alone (request_plan.py), which is seldom a consumer of the encoders' caches.
-        """
-        if not self.upstream.pool.has_encoders:
-            return False
-        return path in (
-            (CHAT_PATH,)
-            if self.answering_leg == stages.DECODE
-            else request_media.CONVERSATION_FIELDS
-        )
+    def _has_media_legs(self, path: str) -> bool:
+        encodes = request_media.may_be_encoded_apart(path, self.answering_leg)
+        return encodes and self.upstream.pool.has_encoders
 
     async def _encode_media(
         self, requests: list[types.RoutingRequest], exchange: Exchange
