@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from typing import Final, Literal
 
+# An instance that has recovered gets a trial after this time at the latest, give or take jitter.
 MAX_OPEN_PERIOD_S: Final = 30.0
 MAX_DOUBLINGS: Final = 16  # of the open period
 OVERDUE_AFTER_S: Final = 30.0  # a long prompt may keep an engine as long as this
@@ -63,6 +64,7 @@ class CircuitBreaker:
 
         first_period_s: of the first opening, doubled with each further one in a row.
         """
+        # MAX_DOUBLINGS keeps the power small, however long an instance is away.
         doubled_s: float = first_period_s * 2**self._consecutive_openings
         period_s = min(doubled_s, MAX_OPEN_PERIOD_S)
         self.state, self.is_trial_in_flight = "open", False
@@ -89,6 +91,7 @@ class CircuitBreaker:
 
         trial_number: only if it is this one that keeps the others away; 0: whichever it is.
         """
+        # The timer of a trial that is over must not release a later one.
         was_in_flight = self.is_trial_in_flight and trial_number in (0, self._trial_number)
         if was_in_flight:
             self.is_trial_in_flight = False

@@ -31,6 +31,7 @@ class DeadlineQueue(Generic[WaiterType]):
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        # Dicts keep the order of insertion, and all wait equally long: the first one is due first.
         self._watched_since_s: dict[WaiterType, float] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
 
@@ -61,6 +62,7 @@ class DeadlineQueue(Generic[WaiterType]):
                 break
             overdue.append(waiter)
         for waiter in overdue:
+            # Two loops: time_out() may watch or forget waiters of this very queue.
             self.forget(waiter)
         for waiter in overdue:
             waiter.time_out()

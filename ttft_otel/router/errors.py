@@ -39,6 +39,7 @@ class RequestRejected(RouterError):
         reason: str = "",
     ) -> None:
         super().__init__(status, message)
+        # A label of a counter: one of a few words, never empty and never the message.
         self.reason = reason or REASONS.get(status, OTHER_REASON)
         self.error_type, self.parameter, self.retry_after_s = error_type, parameter, retry_after_s
 
@@ -54,6 +55,7 @@ class SloUnreachable(RequestRejected):
     """No instance can meet the TTFT objective: 429; in `wait_s` seconds one might."""
 
     def __init__(self, wait_s: float) -> None:
+        # Retry-After has whole seconds (RFC 9110); 0 would mean at once.
         self.wait_s, rounded_s = wait_s, max(1, math.ceil(wait_s))
         message = f"No instance can answer in time; try again in {rounded_s} s."
         super().__init__(429, message, "RateLimitError", retry_after_s=rounded_s, reason="slo")
@@ -63,6 +65,7 @@ class UpstreamUnavailable(RouterError):
     """No instance responded: 502, 503 or, too late, 504."""
 
 
+# The built-in TimeoutError is an OSError, and thereby one of UPSTREAM_ERRORS.
 class FirstByteTimeout(TimeoutError):
     """An instance did not begin its answer within --first-byte-timeout; the text is for the client."""
 
@@ -78,6 +81,7 @@ class UpstreamRefused(RouterError):
     """An encoder or prefill instance responded with an error, which the client gets unmodified."""
 
     def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        # For logs only: the client gets the instance's own body, as it would without a router.
         super().__init__(status, f"an instance answered {status}")
         self.headers, self.body = headers, body
 
@@ -90,6 +94,7 @@ class TransferParamsTooLarge(ValueError):
     """The parameters of one request exceed the limits, though no single response does."""
 
 
+# No error for the client: the request goes on with its media in it.
 class MediaRequired(Exception):
     """The request must keep its media items; `reason` is a word for the span."""
 

@@ -133,6 +133,7 @@ class Exchange:
     def record_first_chunk(self) -> None:
         """Record that the first body chunk was sent, at which the TTFT of a stream ends."""
         self.first_chunk_us = clock.now_us()
+        # Of an answer that is not streamed the first token was earlier: `rest` of Server-Timing.
         if self.is_streaming:
             self.timeline.ended_us = self.first_chunk_us
         self._advance(ExchangePhase.RELAYING)
@@ -159,6 +160,7 @@ class Exchange:
 
     def record_ended(self, now_us: int) -> None:
         """Record the end; if the request failed before its first chunk, its TTFT ends at `now_us`."""
+        # What went well has its end already: a stream its first chunk, a plain answer none.
         if not self.error:
             return
         if not self.first_chunk_us:
@@ -169,6 +171,7 @@ class Exchange:
     def add_attempts(self, timeline: RequestTimeline | None = None) -> list[Attempt]:
         """Add a list for the attempts of one more leg on the critical path of `timeline`, or its own."""
         attempts: list[Attempt] = []
+        # Before anything is sent, so that attempts that fail or are cancelled are in it, too.
         self.attempt_chains.append(attempts)
         (timeline or self.timeline).critical_path.append(attempts)
         return attempts
@@ -181,6 +184,7 @@ class Exchange:
 
     def begin_handover(self) -> RequestTimeline:
         """Start the timeline from P's token, which was sent, to D's next token."""
+        # Where the TTFT ends, so that both partitions meet without a gap.
         began_us = self.timeline.ended_us
         self.handover_timeline = RequestTimeline(began_us, began_us)
         return self.handover_timeline

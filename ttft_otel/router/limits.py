@@ -30,6 +30,7 @@ class RouterLimits:
         "Open connections of clients; fewer if the limit of file descriptors demands it.",
         "503",
     )
+    # RFC 9112 section 3 recommends that request lines of at least 8000 octets are supported.
     max_target: int = declare_limit(
         8_000, "Bytes of a request's target: its path with the query.", "414"
     )
@@ -40,10 +41,12 @@ class RouterLimits:
     head_timeout: float = declare_limit(
         20.0, "Seconds for a request's target and headers to arrive.", "408", minimum=0.1
     )
+    # 64 MiB: media come as base64, which makes a third more of them.
     max_body: int = declare_limit(67_108_864, "Bytes of a request body.", "413")
     body_timeout: float = declare_limit(
         60.0, "Seconds for a request body to arrive.", "408", minimum=0.1
     )
+    # Sixteen bodies of the largest size; each is held until its request is over.
     max_bodies: int = declare_limit(
         1_073_741_824,
         "Bytes of all request bodies together that the router holds.",
@@ -62,6 +65,7 @@ class RouterLimits:
         "504",
         minimum=0,
     )
+    # Unlimited by default: a long generation is no fault, an engine that never begins is one.
     total_timeout: float = declare_limit(
         0.0,
         "Seconds for an instance's whole answer; 0: any time.",

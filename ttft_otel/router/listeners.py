@@ -27,5 +27,6 @@ class Listeners(Generic[P]):
 
     def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """It happened: call each of them, in the order in which they were added."""
+        # A copy: a listener may remove itself, or add another one, while it is called.
         for listener in tuple(self._listeners):
             listener(*args, **kwargs)

@@ -194,6 +194,7 @@ def _build_handover_pieces(exchange: Exchange) -> tuple[Piece, ...]:
 
 def _map_stage_servers(timeline: RequestTimeline, breakdown: Breakdown) -> dict[str, Attributes]:
     """Instance attributes by stage name, so that a slow instance can be found."""
+    # Of a leg that was retried only the last attempt has stages; the others are router.retry.
     legs: dict[str, Attributes] = {
         chain[-1].leg: {names.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
         for chain in timeline.critical_path
@@ -215,6 +216,7 @@ def _build_server(exchange: Exchange, duration_us: int) -> Server:
         attributes={
             names.HTTP_METHOD: "POST",
             names.HTTP_ROUTE: exchange.route,
+            # Cut: a path may be as long as --max-target allows.
             names.URL_PATH: exchange.path[:MAX_CLIENT_STRING_CHARS],
             names.URL_SCHEME: exchange.scheme,
             **({names.FIRST_TOKEN_MISMATCH: True} if exchange.first_token_mismatch else {}),
@@ -280,6 +282,7 @@ class RecentReports:
             ttft=breakdown.end - breakdown.start,
         )
         self._reports[request_id] = (legs, totals)
+        # An ID that is used again is the newest: assignment alone would leave it in its old place.
         self._reports.move_to_end(request_id)
         while len(self._reports) > self.max_reports:
             self._reports.popitem(last=False)

@@ -21,10 +21,13 @@ async def wait_at_most(awaitable: Awaitable[Result], timeout_s: float) -> Result
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             task.cancel()
+            # Waited for: whatever it holds is free again when the caller goes on.
             await asyncio.wait({task})
     except asyncio.CancelledError:
+        # Not waited for: the caller's own cancellation must not be delayed by what it waited for.
         task.cancel()
         raise
+    # It may have ended just as the time was over: then its result counts.
     if task.cancelled():
         raise asyncio.TimeoutError
     return task.result()

@@ -94,8 +94,10 @@ class Attempt:
 
     def time_out(self) -> None:
         """The time for its first byte is over: cancel the task that waits for it."""
+        # The deadline queue forgets an attempt at its end only: the answer may have begun long ago.
         if not self.first_byte_us and not self.ended_us:
             self.is_overdue = True
+            # Between two waits there is no task: the next one sees `is_overdue`, and raises.
             if self.waiting_task is not None:
                 self.waiting_task.cancel()
 
@@ -115,6 +117,7 @@ class Attempt:
         """Record that a response on which the next leg depends was received completely."""
         if not self.ended_us:
             self.ended_us = clock.now_us()
+        # The next leg needs the whole answer, so its first byte did not end this leg.
         self.first_byte_us = self.ended_us
         if self.observer is not None:
             self.observer.record_begun(self)
@@ -134,6 +137,7 @@ class Attempt:
 
     def record_cancelled(self) -> None:
         """Mark it cancelled: the client disconnected, or another call of the request failed."""
+        # After its end only what follows is cancelled, and the result of the attempt stays.
         if not self.ended_us:
             self.error, self.ended_us = CANCELLED, clock.now_us()
 
@@ -194,6 +198,7 @@ class RequestTimeline:
 def partition_timeline(timeline: RequestTimeline) -> Breakdown:
     """Partition `timeline`, from arrival to the first token sent, into stages."""
     cursor = PartitionCursor(timeline.arrived_us)
+    # A request that failed while its body was read was received for all of its time.
     cursor.close_stage("router.receive", timeline.parsed_us or timeline.ended_us)
     attempts = [attempt for chain in timeline.critical_path for attempt in chain]
     if timeline.prompt_lookup is not None:
@@ -201,9 +206,11 @@ def partition_timeline(timeline: RequestTimeline) -> Breakdown:
     for attempt in attempts:
         _place_attempt(cursor, attempt, timeline, attempt is attempts[-1])
     if timeline.ended_us:
+        # Without an attempt (no instance, or none in time) it was refused while it was routed.
         cursor.close_stage(
             "router.egress" if attempts else "router.route", max(timeline.ended_us, cursor.position)
         )
+    # A stage may have several pieces, as router.route does where an attempt is repeated.
     totals: dict[str, int] = {}
     for label, low, high in cursor.pieces:
         totals[label] = totals.get(label, 0) + high - low
@@ -216,6 +223,7 @@ def partition_timeline(timeline: RequestTimeline) -> Breakdown:
 def _place_prompt_lookup(cursor: PartitionCursor, lookup: PromptLookup, ended_us: int) -> None:
     cursor.close_stage("router.route", lookup.began_us)
     cursor.close_stage("router.tokenize", lookup.tokenized_us or ended_us)
+    # Nothing was looked up before the tokens were known: there is no such stage then.
     if lookup.tokenized_us:
         cursor.close_stage("router.lookup", lookup.looked_up_us or ended_us)
 
@@ -224,8 +232,10 @@ def _place_attempt(
     cursor: PartitionCursor, attempt: Attempt, timeline: RequestTimeline, is_last: bool
 ) -> None:
     cursor.close_stage("router.route", attempt.sent_us)
+    # A cancelled attempt may have neither a first byte nor an end: the request's is its end.
     stop_us = max(attempt.first_byte_us or attempt.ended_us or timeline.ended_us, cursor.position)
     if attempt.is_lost:
+        # With its back-off, as neither brought the first token nearer.
         cursor.close_stage("router.retry", max(stop_us, attempt.resumed_us))
     elif (
         attempt.server_timing is None
@@ -235,6 +245,7 @@ def _place_attempt(
         cursor.close_stage(UNATTRIBUTED, stop_us)
     else:
         rest_us = attempt.server_timing.rest or 0
+        # Not streamed: `rest` is what the server did after its first token.
         if is_last and not timeline.ended_us:
             stop_us, rest_us = max(stop_us - rest_us, cursor.position), 0
         _place_leg_stages(cursor, attempt.leg, attempt.server_timing, stop_us, rest_us)
@@ -251,9 +262,11 @@ def _place_leg_stages(
 ) -> None:
     """Place the network hop, then the leg's stages in their order: only their lengths are known."""
     hop_us = stop_us - cursor.position - server_timing.ttft - rest_us
+    # The server says more than there is room for; `clamped` tells by how much.
     if hop_us < 0:
         cursor.clamped -= hop_us
     cursor.close_stage(f"router.hop.{leg}", cursor.position + max(hop_us, 0))
+    # Stages of a newer release have no known place: they stay in what is unattributed.
     known = (name for name in server_timing.stages if name in _STAGE_ORDER)
     for name in sorted(known, key=_STAGE_ORDER.__getitem__):
         cursor.close_stage(

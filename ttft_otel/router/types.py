@@ -30,6 +30,7 @@ DEFAULT_POLICY: Final = "round_robin"  # needs no knowledge of requests
 OTHER_LEGS_POLICY: Final = "least_requests"
 
 # What decoding a client's JSON raises.
+# RecursionError: a client can nest deeper than Python's recursion limit lets a decoder go.
 JSON_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 AsgiScope = MutableMapping[str, Any]
@@ -50,6 +51,7 @@ class LoadElsewhere:
     results_by_owner: dict[int, Mapping[str, int]] = field(default_factory=dict)
 
 
+# eq=False: dicts and sets hold it by identity, and its fields change.
 @dataclass(slots=True, eq=False)
 class Instance:
     """One server of a leg and its state, which instance_pool.py and health_monitor.py update.
@@ -61,6 +63,7 @@ class Instance:
     leg: str
     host: str
     port: int
+    # Healthy until a probe says otherwise: the router serves from its first moment.
     state: InstanceState = "healthy"
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     owed_answers: OwedAnswers = field(default_factory=OwedAnswers)
@@ -220,12 +223,15 @@ def parse_instance_url(url: str, leg: str) -> Instance:
 
     Raises ValueError, with the remedy, for anything else.
     """
+    # For the command line and the admin API, which show it to who wrote the URL.
     remedy = f"{url!r} is not a server's URL; write it like http://127.0.0.1:8001"
     try:
         parts = urlsplit(url)
+        # `port` raises ValueError for what is no number, or above 65535.
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
         raise ValueError(remedy) from error
+    # Paths are appended, so there can be no query; a user's name would be shown in logs.
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
         raise ValueError(remedy)
     return Instance(url.rstrip("/"), leg, parts.hostname, port)
