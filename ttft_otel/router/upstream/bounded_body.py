@@ -8,6 +8,7 @@ import aiohttp
 
 async def read_bounded_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """The whole body. Raises ValueError when it is longer than `max_bytes`."""
+    # Not read(): it would hold all that comes, and a chunked answer announces no length.
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk

@@ -25,6 +25,7 @@ RETRY_DELAY_US: Final = 5_000_000  # microseconds before a failed query is repea
 CAPABILITY_TIMEOUT: Final = aiohttp.ClientTimeout(total=2.0)
 
 
+# When to ask again (0: at once), and what is known until then.
 _UNKNOWN: Final = (0, InstanceCapabilities())
 
 
@@ -47,6 +48,7 @@ class CapabilityCache:
 
     async def get_capabilities(self, instances: tuple[Instance, ...]) -> list[InstanceCapabilities]:
         """Capabilities of `instances`, in their order; waits only for running first queries."""
+        # An old answer is good enough: only an instance of which nothing is known is worth a wait.
         waiting = [
             self._queries[each]
             for each in instances
@@ -68,8 +70,10 @@ class CapabilityCache:
             capabilities = parse_capabilities(*pages)
         except QUERY_ERRORS:
             capabilities = InstanceCapabilities()
+        # Those that left the pool, or the dict would grow with every rollout.
         for removed in self._known.keys() - set(self._upstream.pool):
             del self._known[removed]
+        # Without a block size nothing was learnt: it may be starting, so it is asked again soon.
         self._known[instance] = (
             clock.now_us() + (MAX_AGE_US if capabilities.block_size else RETRY_DELAY_US),
             capabilities,

@@ -20,6 +20,7 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES, InstanceConnection
 
+# A tab is allowed in a header's value (RFC 9110 section 5.5); a line break would end it.
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
@@ -29,6 +30,7 @@ class InstanceOrigin:
     __slots__ = ("request", "path_prefix", "host", "idle")
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        # encoded: a path prefix is sent as the operator wrote it, without yarl's normalisation.
         parsed = URL(url, encoded=True)
         # only its address is used, to open connections
         self.request = aiohttp.ClientRequest(
@@ -58,6 +60,7 @@ class ConnectionPool:
         self._origins: dict[str, InstanceOrigin] = {}
         self._idle_since: DeadlineQueue[InstanceConnection] = DeadlineQueue(keepalive_s)
         self._total_timeout_s = total_timeout_s
+        # `connect` bounds all of it, the name's lookup too, `sock_connect` the connection itself.
         self._timeout = aiohttp.ClientTimeout(
             connect=total_timeout_s or None, sock_connect=connect_timeout_s
         )
@@ -77,9 +80,11 @@ class ConnectionPool:
         length = sum(map(len, body))
         head = _encode_head(origin, target, headers, length)
         connection = self._take_idle(origin)
+        # Before it is opened, so that the time which that takes counts to the hop.
         attempt.record_sent(is_new_connection=connection is None)
         if connection is None:
             connection = await self._open_connection(origin)
+        # A small body leaves with its head, in one write; a large one gives others their turn.
         is_large = length > PIECE_BYTES
         answer = connection.send_request((head,) if is_large else (head, *body))
         if self._total_timeout_s:
@@ -88,6 +93,7 @@ class ConnectionPool:
             if is_large:
                 await connection.send_large_body(answer, body)
             await answer.wait_head()
+        # At a cancellation too: what this request is answered must not meet the next one's reader.
         except BaseException:
             answer.close()
             raise
@@ -103,8 +109,10 @@ class ConnectionPool:
 
     def _take_idle(self, origin: InstanceOrigin) -> InstanceConnection | None:
         while origin.idle:
+            # The one used last: it is the least likely to be closed by the server in this moment.
             connection = origin.idle.pop()
             self._idle_since.forget(connection)
+            # A close that is on its way shows after the send: retry.is_idle_close_race().
             if connection.is_open:
                 return connection
         return None
@@ -116,6 +124,7 @@ class ConnectionPool:
         try:
             lease = await connector.connect(origin.request, [], self._timeout)
         except asyncio.TimeoutError as error:
+            # As aiohttp's session would raise it: retry.py knows then that nothing was sent.
             raise aiohttp.ConnectionTimeoutError(
                 f"Connection timeout to host {origin.host}"
             ) from error
@@ -133,6 +142,7 @@ def _encode_head(
     """The head of a POST. Raises ValueError for what would be more than a header."""
     lines = [f"{name}: {value}" for name, value in headers.items()]
     lines.append(f"Content-Length: {length}")
+    # Clients choose both: a line break in them would begin a header, or a request, of their own.
     if _CONTROL_CHARACTER.search("".join(lines)) or " " in target:
         raise ValueError("control characters in the headers of a request")
     start = f"POST {origin.path_prefix}{target} HTTP/1.1\r\nHost: {origin.host}\r\n"

@@ -44,6 +44,7 @@ def is_instance_failure(error: BaseException) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Class and message of `error` for a log line: printable, and cut, since answers are quoted in it."""
+    # In one line, since line breaks in an answer could forge entries of the log.
     text = " ".join(f"{type(error).__name__}: {error}".split())
     printable = "".join(
         each if each.isprintable() else "?" for each in text[:MAX_DESCRIPTION_CHARS]
@@ -55,9 +56,11 @@ def build_unavailable_error(leg: str, error: BaseException) -> UpstreamUnavailab
     """Turn `error` into one for the client, which names the leg ("" for none) but no address."""
     if is_resource_shortage(error):
         return UpstreamUnavailable(503, "The router has no free connection to an instance.")
+    # Nothing was sent, so it is not 504, after which the request may have been run.
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         status = 503
     else:
         status = 504 if isinstance(error, asyncio.TimeoutError | TimeoutError) else 502
+    # The texts of aiohttp's errors name addresses; those of ours do not.
     reason = error if isinstance(error, InvalidAnswer | FirstByteTimeout) else type(error).__name__
     return UpstreamUnavailable(status, f"The {f'{leg} ' if leg else ''}instance failed: {reason}.")

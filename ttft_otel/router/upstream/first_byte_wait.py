@@ -28,6 +28,7 @@ class FirstByteWait:
         self._attempt = attempt
 
     def __enter__(self) -> None:
+        # The time may have ended between two waits, when there was nobody to cancel.
         if self._attempt.is_overdue:
             raise FirstByteTimeout(TIMED_OUT_MESSAGE)
         self._task = asyncio.current_task()
@@ -40,6 +41,7 @@ class FirstByteWait:
         trace: TracebackType | None,
     ) -> None:
         self._attempt.end_wait()
+        # If the client left as well, its cancellation has to go on.
         if kind is asyncio.CancelledError and self._attempt.is_overdue and self._is_own_cancel():
             raise FirstByteTimeout(TIMED_OUT_MESSAGE) from error
 
@@ -48,6 +50,7 @@ class FirstByteWait:
 
         Python 3.10 does not count cancellations.
         """
+        # Since Python 3.11 a task counts its cancellations; uncancel() returns how many are left.
         uncancel = getattr(self._task, "uncancel", None)
         return uncancel is None or not uncancel()
 
@@ -55,6 +58,7 @@ class FirstByteWait:
 async def read_first_chunk(response: InstanceAnswer, attempt: Attempt) -> bytes:
     """The first chunk of the body, b"" if it is empty. Raises FirstByteTimeout."""
     first_chunk = response.read_nowait()  # mostly it came with the headers
+    # An answer that is here cannot be late, so the common case registers no wait.
     if not first_chunk and not response.at_eof():
         with FirstByteWait(attempt):
             first_chunk = await response.readany()

@@ -55,6 +55,7 @@ class HealthMonitor:
 
     async def close(self) -> None:
         """Stop all probing tasks."""
+        # Before the tasks: a change of the pool would start new ones.
         for remove in self._remove_listeners:
             remove()
         self._stop_watching(list(self._tasks))
@@ -78,6 +79,7 @@ class HealthMonitor:
         for instance in instances:
             self._wake_events.pop(instance, None)
             task = self._tasks.pop(instance)
+            # Kept until it has ended: the event loop has only weak references to tasks.
             self._ending_tasks.add(task)
             task.add_done_callback(self._ending_tasks.discard)
             task.cancel()
@@ -91,11 +93,13 @@ class HealthMonitor:
         wake_event = self._wake_events[instance]
         probe_number = 0
         while True:
+            # Seldom: a request for a model that nobody lists asks at once (proxy/admission.py).
             if await self.probe_instance(instance) and (
                 instance.models is None or probe_number % PROBES_PER_MODEL_CHECK == 0
             ):
                 await self.refresh_models(instance)
             probe_number += 1
+            # After the probe, which has answered for the failures that were reported meanwhile.
             wake_event.clear()
             pause_s = (
                 min(self.interval_s, FAILED_PROBE_INTERVAL_S)
@@ -118,6 +122,7 @@ class HealthMonitor:
             async with self.session.get(
                 f"{instance.url}/health", timeout=QUERY_TIMEOUT
             ) as response:
+                # Below 500 it lives: it may not know /health (404), or want a key (401).
                 if response.status >= 500:
                     reason = f"its /health responded with status {response.status}"
         except asyncio.TimeoutError:
@@ -143,6 +148,7 @@ class HealthMonitor:
         if model_cards is None:
             return status
         models = frozenset(str(card.get("id")) for card in model_cards)
+        # Candidates were computed by the models; without a change they stay.
         if models != instance.models:
             instance.models = models
             self.pool.reset_candidates()

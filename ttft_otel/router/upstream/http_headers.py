@@ -36,9 +36,11 @@ _UNTRACED_HEADERS: Final = {
     for key, name in _OWN_HEADERS.items()
     if name in (names.REQUEST_HEADER, "content-length", "connection")
 }
+# The instance's Host is another one, and uvicorn answers `Expect: 100-continue` itself.
 _NOT_FORWARDED: Final = _HOP_BY_HOP | {b"host", b"expect"}
 _SERVER_TIMING: Final = names.TIMING.encode()
 _NOT_RETURNED: Final = _HOP_BY_HOP | {names.REQUEST_HEADER.encode()}
+# Visible ASCII only: it gets into logs, spans and the path of /ttft_report.
 _REQUEST_ID_PATTERN: Final = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -82,8 +84,10 @@ def split_headers(raw_headers: RawHeaders, is_traced: bool = True) -> ClientHead
     for name, texts in repeated.items():
         if name in headers.router_headers:
             headers.router_headers[name] = ",".join(texts)
+        # Repeated cookies alone are joined by semicolons (RFC 9113 section 8.2.3).
         else:
             headers.forwarded[name] = ("; " if name == "cookie" else ", ").join(texts)
+    # What this header names is meant for one hop only (RFC 9110 section 7.6.1).
     for word in headers.get("connection").split(","):
         headers.forwarded.pop(word.strip().lower(), None)
     return headers
@@ -116,6 +120,7 @@ def filter_response_headers(
 def build_buffered_headers(forwarded: Mapping[str, str]) -> dict[str, str]:
     """A client's headers for a request of the router's own body, whose answer is read here."""
     headers = {**forwarded, "content-type": "application/json"}
+    # The new body is not compressed, and its answer is parsed without decompressing it.
     for name in ("content-encoding", "accept-encoding"):
         headers.pop(name, None)
     return headers

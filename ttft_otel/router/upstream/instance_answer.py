@@ -68,6 +68,7 @@ class InstanceAnswer:
 
     def list_values(self, name: bytes) -> list[str]:
         """The values of each header `name` (lower case), in order."""
+        # Escapes keep what is no UTF-8, as header values may be any bytes.
         return [
             value.decode("utf-8", "surrogateescape")
             for key, value in self.raw_headers
@@ -82,6 +83,7 @@ class InstanceAnswer:
     @property
     def content_length(self) -> int:
         """The length that the head announces, in bytes; 0 for none."""
+        # Only a hint, by which a long answer is refused early: the parser counts what comes.
         (text, *_) = [*self.list_values(b"content-length"), ""]
         return int(text) if text.isdecimal() else 0
 
@@ -93,11 +95,13 @@ class InstanceAnswer:
 
     def add_part(self, data: bytes, is_last: bool = False) -> None:
         """More of the body is here; `is_last`: and its end."""
+        # The last part is for push_to(), which returns it, so that it leaves with the end.
         if self._sink is not None and not is_last:
             self._sink(data)
             return
         self._parts.append(data)
         self._unread_bytes += len(data)
+        # TCP does the rest: the instance cannot send once the buffers between are full.
         if self._unread_bytes > MAX_UNREAD_BYTES and not self._is_paused:
             self._is_paused = True
             self._source.pause_reading()
@@ -105,6 +109,7 @@ class InstanceAnswer:
     def complete(self) -> None:
         """Nothing more will come, and nothing is missing."""
         self.is_complete = True
+        # --total-timeout must not fail an answer that only waits to be read.
         self._stop_timer()
         self.wake_reader()
 
@@ -113,6 +118,7 @@ class InstanceAnswer:
 
         drops_head: also who waits for the head, although it was read.
         """
+        # The first failure tells most: the loss of the connection follows from it.
         if not self.is_complete and self._error is None:
             self._error = error
             if drops_head:
@@ -133,6 +139,7 @@ class InstanceAnswer:
     def wake_reader(self) -> None:
         """Something has come."""
         waiter, self._waiter = self._waiter, None
+        # It may have been cancelled in this turn of the loop; setting its result would raise.
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -156,6 +163,7 @@ class InstanceAnswer:
         """What has come of the body and was not read; b"" for nothing."""
         parts = self._parts
         if not parts:
+            # After all parts that came before the failure, which are good.
             self._raise_failure()
             return b""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -184,6 +192,7 @@ class InstanceAnswer:
 
         Returns what came with the end, so that it can leave with the end.
         """
+        # What came before there was a sink goes first.
         unread = b"" if self.is_complete else self.read_nowait()
         if unread:
             sink(unread)
@@ -192,6 +201,7 @@ class InstanceAnswer:
             while not self.is_complete:
                 await self._wait()
         finally:
+            # Also after a failure: nothing may be written to the client behind its reader's back.
             self._sink = None
         return self.read_nowait()
 
@@ -206,11 +216,13 @@ class InstanceAnswer:
     def close(self) -> None:
         """Give up what has not come yet."""
         self._stop_timer()
+        # The connection of a complete answer is back in the pool, and may carry another request.
         if not self.is_complete:
             self._source.close()
 
     async def _wait(self) -> None:
         self._raise_failure()
+        # One reader at a time: a second one would replace this future, and the first wait for ever.
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

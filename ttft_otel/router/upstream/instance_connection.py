@@ -56,6 +56,7 @@ class InstanceConnection(asyncio.Protocol):
         self._body_parts: list[bytes] = []
         self.on_body = self._body_parts.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        # From here on aiohttp's protocol hears nothing of this connection.
         self.transport.set_protocol(self)
 
     @property
@@ -69,6 +70,7 @@ class InstanceConnection(asyncio.Protocol):
         self._headers = []
         self._is_complete = False
         self._idle_bytes = 0
+        # In one call, so that a head and a small body can leave in one segment.
         self.transport.writelines(parts)
         return answer
 
@@ -82,10 +84,12 @@ class InstanceConnection(asyncio.Protocol):
             view = memoryview(part)
             for start in range(0, len(part), PIECE_BYTES):
                 self.transport.write(view[start : start + PIECE_BYTES])
+                # A turn for other requests, for this one's answer and for pause_writing().
                 await asyncio.sleep(0)
                 if self._is_full and self._answer is answer:
                     self._sender = asyncio.get_running_loop().create_future()
                     await self._sender
+                # The answer is complete or has failed: nobody wants the rest of the body.
                 if self._answer is not answer:
                     return
         self._is_sending = False
@@ -115,6 +119,7 @@ class InstanceConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close it; an answer that is still awaited ends here."""
+        # Without a failure: who closes has given the answer up, and nobody waits for it.
         self._answer = None
         self._wake_sender()
         self._parser = None  # which refers to this object
@@ -141,6 +146,7 @@ class InstanceConnection(asyncio.Protocol):
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as error:
+            # What one of the callbacks below raised is the context of the parser's error.
             self._end_unreadable(answer, had_head, str(error.__context__ or error))
             return
         parts = self._body_parts
@@ -151,6 +157,7 @@ class InstanceConnection(asyncio.Protocol):
             answer.add_part(part, self._is_complete)
         if self._is_complete:
             self._finish(answer)
+        # The parser holds an unfinished header: without a bound it could grow for ever.
         elif self._idle_bytes > self._max_header_bytes:
             self._end_unreadable(answer, bool(answer.status), "a header is too long")
         elif not answer.is_pushed:
@@ -165,12 +172,14 @@ class InstanceConnection(asyncio.Protocol):
         self._lease.close()
         if answer is None:
             return
+        # Before a head: on a connection that was used before, retry.py may take this for a race.
         if not answer.status:
             answer.fail(
                 aiohttp.ClientOSError(*exc.args)
                 if isinstance(exc, OSError)
                 else aiohttp.ServerDisconnectedError()
             )
+        # A body without a length ends with the connection (HTTP/1.0), but never with a reset.
         elif exc is None and _ends_with_connection(answer):
             answer.complete()
         else:
@@ -180,6 +189,7 @@ class InstanceConnection(asyncio.Protocol):
         """The answer is complete: keep the connection, if all of the request was wanted."""
         self._answer = None
         answer.complete()
+        # The unsent rest of a refused body would be taken for the next request.
         if (
             self._keeps_alive
             and not self._is_sending
@@ -205,6 +215,7 @@ class InstanceConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """An answer begins."""
+        # Nobody asked for it: the first one's length was wrong, or a second one was smuggled in.
         if self._is_complete:
             raise ValueError("a second answer")
 
@@ -223,6 +234,7 @@ class InstanceConnection(asyncio.Protocol):
         assert self._parser is not None and self._answer is not None
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
+        # Below 200 are interim answers, 100 Continue or 103 Early Hints: the answer follows.
         if status >= 200:
             self._answer.begin(status, headers)
             self._keeps_alive = self._parser.should_keep_alive()

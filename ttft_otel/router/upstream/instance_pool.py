@@ -183,6 +183,7 @@ class InstancePool:
         if self.attempt_listener is not None:
             self.attempt_listener.record_ended(attempt)
         error = attempt.error
+        # Statuses are numbers, and what broke off has the name of an exception.
         has_broken = bool(error) and not error.isdigit()
         instance.attempt_results[error if has_broken else f"{attempt.status // 100}xx"] += 1
         if trial_number:  # if it was cancelled, the next request is a trial

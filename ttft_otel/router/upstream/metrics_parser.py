@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+# A gauge of value 1 whose labels are the fields of vLLM's cache configuration.
 _CACHE_INFO_PATTERN: Final = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _VERSION_PATTERN: Final = re.compile(rb'"version":\s*"(\d+)\.(\d+)')
+# Escaped quotes are not understood: the values that are read here have none.
 _LABEL_PATTERN: Final = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -33,6 +35,7 @@ def parse_capabilities(metrics_page: bytes, version_body: bytes) -> InstanceCapa
     release = _VERSION_PATTERN.search(version_body)
     labels = dict(_LABEL_PATTERN.findall(line[1])) if line else {}
     size = labels.get(b"block_size", b"")
+    # Labels hold Python's str() of a field: "True" below, and "None" where it is not set.
     block = int(size) if size.isdigit() else 0
     return InstanceCapabilities(
         block,

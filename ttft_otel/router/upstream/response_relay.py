@@ -41,7 +41,9 @@ async def relay_response(
         if exchange.trace_context.trace_id or booking is not None:
             record_server_timing(attempt, response)
         exchange.record_answer(response.content_type == "text/event-stream", attempt.error)
+        # Asked before the send: if the end came with the first chunk, both leave together.
         has_more = not response.at_eof()
+        # Who asked for Server-Timing decides who gets it: what the router asked for is removed.
         is_own_timing = bool(exchange.trace_context.trace_id) or (
             booking is not None and booking.requested_timing
         )
@@ -49,6 +51,7 @@ async def relay_response(
         await client_stream.send_first_chunk(
             response.status, response_headers, first_chunk, has_more
         )
+        # After the send: what a policy learns from a chunk must not delay it.
         if booking is not None:
             _record_chunk(booking, first_chunk)
         if has_more:
@@ -56,6 +59,7 @@ async def relay_response(
             if booking is not None and booking.awaits_delta:
                 rewrite = partial(_record_chunk, booking)
             last_part = await client_stream.send_rest(response, rewrite)
+        # Before the last send, which may wait for a slow client: the instance's part is over.
         attempt.record_ended()
         if has_more:
             await client_stream.send_end(last_part)

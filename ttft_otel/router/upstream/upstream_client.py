@@ -78,6 +78,7 @@ class UpstreamClient:
 
     async def close(self) -> None:
         """Close every connection."""
+        # In reverse order of start(): the session is closed when nobody uses it any more.
         await self.chooser.close()
         await self.health_monitor.close()
         if self._connections is not None:
@@ -131,6 +132,7 @@ class UpstreamClient:
                 candidates = self._record_refusal(request, attempts, only_instance)
                 if not candidates:
                     return response
+                # Closed, not read to its end: an instance in trouble may send that slowly.
                 response.close()
             await self.wait_before_retry(attempts)
 
@@ -208,6 +210,7 @@ class UpstreamClient:
     async def wait_before_retry(self, attempts: list[Attempt]) -> None:
         """Wait with jitter before the next attempt; the time counts to the lost one of `attempts`."""
         attempt = attempts[-1]
+        # Before the pause, in which the instance has no work of this request.
         self.pool.record_ended(attempt)
         try:
             await asyncio.sleep(retry.choose_backoff_s(attempt.number))
@@ -266,6 +269,7 @@ class UpstreamClient:
                 response = await self._connections.send_request(
                     attempt, request.path, {**request.headers, **own_headers}, body
                 )
+        # The client left, or another call failed: the instance is not to blame.
         except asyncio.CancelledError:
             attempt.record_cancelled()
             raise
