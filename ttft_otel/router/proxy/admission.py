@@ -20,6 +20,7 @@ from ttft_otel.router.upstream.instance_queries import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
 JSON_TYPE: Final = "application/json"
+# Servers differ in whether these separate segments: what is checked here may be another path there.
 _ODD_SEPARATOR: Final = re.compile(rb"\\|%2f|%5c", re.IGNORECASE)
 MODEL_REFRESH_INTERVAL_US: Final = (
     1_000_000  # microseconds between two requests for a model that no instance has listed
@@ -65,14 +66,17 @@ class AdmissionGate:
                 reason="draining",
             )
         path = scope["path"]
+        # A known route of which nothing was encoded, as equal lengths show, needs no check.
         if path not in KNOWN_ROUTES or len(scope.get("raw_path", path)) != len(path):
             _check_path(path, scope.get("raw_path", b""))
         forwarded = client_headers.forwarded
+        # A client's key ends here: instances get the router's own, or none.
         if self.client_keys:
             self.check_api_key(forwarded.pop("authorization", ""))
             forwarded.pop("x-api-key", None)  # where clients of /v1/messages put the same key
         if self.upstream_authorization:
             forwarded["authorization"] = self.upstream_authorization
+        # Nearly all clients send exactly this, and only the others have to be parsed.
         if requires_json and forwarded.get("content-type") != JSON_TYPE:
             media_type = forwarded.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != JSON_TYPE:
@@ -81,8 +85,10 @@ class AdmissionGate:
     def check_api_key(self, authorization: str) -> None:
         """Raise RequestRejected unless `authorization` has a valid key; compares in constant time."""
         scheme, _, given_key = authorization.partition(" ")
+        # As bytes: compare_digest takes text only if it is ASCII.
         data = given_key.strip().encode("utf-8", "surrogateescape")
         is_known = matches_any_key(data, self.client_keys)
+        # Schemes are case-insensitive (RFC 9110 section 11.1), keys are not.
         if scheme.lower() != "bearer" or not is_known:
             raise RequestRejected(
                 401, "Send an API key: Authorization: Bearer KEY.", "AuthenticationError"
@@ -123,12 +129,14 @@ class AdmissionGate:
         """
         model = parsed_body.model
         pool = self.upstream.pool
+        # An instance that has not listed its models yet may have it, and can refuse it itself.
         if not model or pool.knows_model(leg, model):
             return
         now_us = clock.now_us()
         if (
             now_us - self._refreshed_us > MODEL_REFRESH_INTERVAL_US
         ):  # the model may have been loaded a moment ago
+            # Before the wait, so that requests that come meanwhile do not ask, too.
             self._refreshed_us = now_us
             await asyncio.gather(
                 *(
@@ -137,6 +145,7 @@ class AdmissionGate:
                 )
             )
         if not pool.knows_model(leg, model):
+            # Cut: a client chooses its length.
             message = f"The model `{model[:256]}` does not exist."
             raise RequestRejected(404, message, "NotFoundError", parameter="model", reason="model")
 
@@ -146,6 +155,7 @@ def _check_path(path: str, raw_path: bytes) -> None:
 
     path: decoded. raw_path: as it is forwarded.
     """
+    # Some servers read a backslash as a slash.
     segments = path.replace("\\", "/").split("/")
     is_plain = "." not in segments and ".." not in segments and path.isprintable()
     if not is_plain or _ODD_SEPARATOR.search(raw_path):

@@ -22,6 +22,7 @@ class ClientBody:
     def __init__(self) -> None:
         self.held_bytes = 0
         self.error: RequestRejected | None = None
+        # It is made in the request's own task, which reads the body next.
         self._reader = asyncio.current_task()
 
     def time_out(self) -> None:
@@ -34,6 +35,7 @@ class ClientBody:
 
     def refuse(self, error: RequestRejected) -> None:
         """End the reading with `error`."""
+        # First, so that the reader finds it when the cancellation arrives.
         self.error = error
         if self._reader is not None:
             self._reader.cancel()
@@ -60,6 +62,7 @@ class BodyBudget:
 
     def add_bytes(self, body: ClientBody, number: int) -> None:
         """Count bytes that arrived. Raises RequestRejected if `body` is refused for them."""
+        # The limit of one body first: a body that is too large must not push out others.
         if body.held_bytes + number > self.limits.max_body:
             raise BodyTooLarge
         for each in self._bytes.add_bytes(body, number):
@@ -70,6 +73,7 @@ class BodyBudget:
                 retry_after_s=RETRY_AFTER_S,
                 reason="bodies",
             )
+            # The caller is told by an exception; readers of others wait, and are cancelled.
             if each is body:
                 raise error
             self.end_reading(each)

@@ -29,6 +29,7 @@ async def read_body(
     content_length = client_headers.get("content-length")
     chunks: list[bytes] = []
     try:
+        # What is announced is refused before it is read; a chunked body announces nothing.
         if content_length.isdigit() and int(content_length) > budget.limits.max_body:
             raise errors.BodyTooLarge
         while True:
@@ -47,6 +48,7 @@ async def read_body(
                     return await asyncio.to_thread(b"".join, chunks)
                 return b"".join(chunks)
     except asyncio.CancelledError:
+        # By the budget or its timer, which leave an error; otherwise the server is being stopped.
         if client_body.error is None:
             raise
         raise client_body.error from None
@@ -58,6 +60,7 @@ async def watch_disconnect(
     receive: AsgiReceive, exchange: Exchange, task: asyncio.Task[Any] | None
 ) -> None:
     """Cancel the request's task, and thereby its legs, when the client disconnects."""
+    # After the body uvicorn's receive() waits for the client to leave, or for the answer's end.
     while (await receive())["type"] != "http.disconnect":
         pass
     if task is not None and exchange.record_client_left():

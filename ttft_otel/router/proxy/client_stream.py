@@ -71,12 +71,16 @@ class ClientStream:
     ) -> None:
         """Send headers and first chunk (`data`); a stream then reports its TTFT, after the client has it."""
         exchange = self.exchange
+        # What is only queued has no first token, of which the header could tell.
         if self.wants_timing and not exchange.is_background:
             response_headers.append((names.TIMING.encode(), _render_server_timing(exchange)))
+        # Pushed parts are written as chunks of HTTP/1.1, which a body with a length has not.
         self._has_length = any(name == b"content-length" for name, _ in response_headers)
         if self._output is not None:
+            # uvicorn writes a head at once: two packets, and a client that wakes up for nothing.
             self._output.hold_head()
         await error_responses.send_response_start(status, response_headers, exchange, self.send)
+        # Before the send, in which uvicorn may report that a satisfied client has left.
         if not has_more:
             exchange.record_last_send()
         await self.send({"type": "http.response.body", "body": data, "more_body": has_more})
@@ -98,6 +102,7 @@ class ClientStream:
         """
         output = self._output
         if output is None or self._has_length:
+            # The last part is kept, so that it leaves with the end of the body, in one write.
             while (part := await answer.readany()) and not answer.at_eof():
                 if kept := part if rewrite is None else rewrite(part):
                     await self.send_chunk(kept)
@@ -110,11 +115,13 @@ class ClientStream:
                     else _rewrite_parts(rewrite, output.push_part)
                 )
             finally:
+                # From here on a slow client must not pause an answer that is over.
                 output.end_push()
         return part if rewrite is None else rewrite(part)
 
     async def send_end(self, data: bytes = b"") -> None:
         """End the response, with `data` before."""
+        # First, as in send_first_chunk(): a client may leave while this is sent.
         self.exchange.record_last_send()
         await self.send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -123,6 +130,7 @@ def _rewrite_parts(
     rewrite: Callable[[bytes], bytes], push_part: Callable[[bytes], None]
 ) -> Callable[[bytes], None]:
     def push_rewritten(data: bytes) -> None:
+        # An empty part must not be pushed: as a chunk it would be the end of the body.
         if kept := rewrite(data):
             push_part(kept)
 
@@ -131,10 +139,12 @@ def _rewrite_parts(
 
 def _render_server_timing(exchange: Exchange) -> bytes:
     """The router's own Server-Timing, rendered just before the client's first byte."""
+    # The header leaves before the first byte, so that the egress after this moment is not in it.
     now_us = clock.now_us()
     ended_us = now_us if exchange.is_streaming else 0
     timeline = replace(exchange.timeline, ended_us=ended_us)
     breakdown = partition_timeline(timeline)
+    # As an instance tells it: what passed since the first token of an answer that is not streamed.
     rest_us = None if exchange.is_streaming else now_us - breakdown.end
     return timing.format_server_timing(
         breakdown.stages, breakdown.unattributed, breakdown.end - breakdown.start, rest_us

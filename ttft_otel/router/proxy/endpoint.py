@@ -94,12 +94,14 @@ class ProxyEndpoint:
         disconnect_watch: asyncio.Task[None] | None = None
         client_body = None
         try:
+            # Before the body is read: who is refused costs no memory.
             self.admission.admit_request(scope, client_headers, bool(exchange.operation))
             client_body = self.body_budget.begin_body()
             body_bytes = await read_body(
                 receive, client_headers, self.body_budget, client_body, exchange
             )
             if body_bytes is not None:
+                # The body is here: from now on receive() can only say that the client left.
                 current_task = asyncio.current_task()
                 disconnect_watch = asyncio.create_task(
                     watch_disconnect(receive, exchange, current_task)
@@ -158,6 +160,7 @@ class ProxyEndpoint:
             endpoints.find_route(path),
             scope.get("scheme", "http"),
             OPERATION_BY_PATH.get(path, ""),
+            # Behind another router that we trust, that one measures the client's TTFT.
             not (self.settings.trust_sampled and client_headers.get(names.LEG_HEADER)),
             RequestTimeline(arrived_us),
         )
@@ -202,6 +205,7 @@ class ProxyEndpoint:
             )
         if parsed_body.media_items:
             encoder_requests = encoders.build_encoder_requests(parsed_body, request)
+            # Before the encoders, whose work would be lost with a request that is refused then.
             self.routing.check_slo(request, encoder_requests)
             transfer_params = await self._encode_media(encoder_requests, exchange)
             if self.encode_once:
@@ -259,6 +263,7 @@ class ProxyEndpoint:
                 self.upstream, requests, exchange.trace_context, attempt_chains
             )
         finally:
+            # Also of a request that failed: its time ended in the call that failed.
             exchange.timeline.critical_path.append(select_critical_attempts(attempt_chains))
 
     def _report_first_token(self, exchange: Exchange) -> None:

@@ -19,6 +19,7 @@ async def send_response_start(
     status: int, response_headers: HeaderList, exchange: Exchange, send: AsgiSend
 ) -> None:
     """Send `status` and headers, adding the request ID, by which a client can find its report."""
+    # First, since it raises if a head is out: a second one would corrupt the stream.
     exchange.record_head(status)
     response_headers.append((names.REQUEST_HEADER.encode(), exchange.request_id.encode()))
     await send({"type": "http.response.start", "status": status, "headers": response_headers})
@@ -31,6 +32,7 @@ async def send_error(
 ) -> None:
     """Answer with an error: the instance's own, or ours in OpenAI's form."""
     response_headers, data = render_error(error)
+    # Before the send, in which a client that has its answer may leave.
     exchange.record_error_answer(error.status)
     await send_response_start(error.status, response_headers, exchange, send)
     await send({"type": "http.response.body", "body": data, "more_body": False})
@@ -40,6 +42,7 @@ def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
     """The instance's own headers and body, or ours: OpenAI's JSON."""
     if isinstance(error, UpstreamRefused):
         return error.headers, error.body
+    # A second for 503 only: after 502 and 504 the request may have been run.
     error_type, param, retry_after_s = "UpstreamError", None, int(error.status == 503)
     if isinstance(error, RequestRejected):
         error_type, param, retry_after_s = error.error_type, error.parameter, error.retry_after_s
@@ -51,6 +54,7 @@ def render_error(error: RouterError) -> tuple[HeaderList, bytes]:
     ]
     if retry_after_s:
         response_headers.append((b"retry-after", b"%d" % retry_after_s))
+    # RFC 9110 section 15.5.2: a 401 has to name the scheme.
     if error.status == 401:
         response_headers.append((b"www-authenticate", b"Bearer"))
     return response_headers, data
