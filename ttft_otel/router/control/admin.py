@@ -30,6 +30,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.instance_queries import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 
+# Loopback: orders decide where clients' requests go, and need no token there by default.
 DEFAULT_ADMIN_HOST: Final = "127.0.0.1"
 MAX_ADMIN_BODY_BYTES: Final = 65_536  # bytes of a request body
 
@@ -37,6 +38,7 @@ log: Final = logging.getLogger("ttft_otel")
 AdminHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+# A field that is misspelt must not be left out in silence.
 class InstanceOrder(msgspec.Struct, forbid_unknown_fields=True):
     """The body of an operator's POST /instances."""
 
@@ -60,6 +62,7 @@ class AdminApi:
         announcements: Announcements | None = None,
         is_loopback_only: bool = True,
     ) -> None:
+        # Orders decide where requests go: no port that others reach may be without a token.
         if not (token or is_loopback_only):
             raise ValueError("an admin port that other machines reach needs a token")
         self.upstream, self.routing, self.token = upstream, routing, token
@@ -79,6 +82,7 @@ class AdminApi:
         ]
         if self.announcements is not None:
             registrations = self.announcements.registrations
+            # In the form of vLLM's proxy, whose clients read it, beside what is our own.
             roster = registrations.describe_roster()
             for instance, described_instance in zip(self.upstream.pool, instances, strict=True):
                 described_instance["registered"] = instance in registrations
@@ -86,15 +90,18 @@ class AdminApi:
 
     async def change_instances(self, request: web.Request) -> web.Response:
         """Answer POST: add, drain, remove (operators) or register an instance. Raises RequestRejected."""
+        # Not for form's sake: a web page can send other types to this port without a preflight.
         if request.content_type != "application/json":
             raise RequestRejected(415, "Send application/json.")
         try:
             fields = msgspec.json.decode(await request.read())
         except JSON_ERRORS as error:
             raise RequestRejected(400, str(error)) from error
+        # Both come to one path as in vLLM's proxy; only an announcement has a role.
         if self.announcements is not None and isinstance(fields, dict) and "role" in fields:
             self._require_announcer(request)
             return await self.announcements.register_instance(fields)
+        # The registration token is not enough: orders reach configured instances as well.
         self._require_operator(request)
         try:
             order = msgspec.convert(fields, InstanceOrder)
@@ -102,6 +109,7 @@ class AdminApi:
         except (msgspec.MsgspecError, ValueError) as error:
             raise RequestRejected(400, str(error)) from error
         instance = apply_order(self.upstream.pool, order.action, named_instance)
+        # After it was done: the other workers follow orders that were not refused here.
         self.upstream.pool.order_listeners.notify(order.action, order.leg, named_instance.url)
         log.warning(
             "ttft-otel: operator request on /instances applied: %s %s instance %s",
@@ -122,6 +130,7 @@ class AdminApi:
 
     def check_access(self, request: web.Request) -> None:
         """Raise RequestRejected for `request`s without a token, and for DNS rebinding by web pages."""
+        # Any text can come in this header; yarl knows ports and the brackets of IPv6.
         try:
             host = URL(f"http://{request.host}").host
         except ValueError:
@@ -130,10 +139,12 @@ class AdminApi:
             host or ""
         ):  # a host name that was made to resolve to this machine
             raise RequestRejected(403, "Use the loopback address, like 127.0.0.1, for this port.")
+        # Either token opens the port, and the handlers ask for the one that they need.
         if not (self._may_order(request) or self._may_announce(request)):
             self._require_operator(request)
 
     def _may_order(self, request: web.Request) -> bool:
+        # The bytes that came: aiohttp decodes headers as UTF-8 with these escapes.
         authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         expected = build_authorization(self.token).encode()
         return not self.token or hmac.compare_digest(authorization, expected)
@@ -177,17 +188,21 @@ async def serve_admin(
             admin.check_access(request)
             return await handler(request)
         except RequestRejected as error:
+            # The form of the data path, so that clients read one kind of error.
             headers, data = error_responses.render_error(error)
             text = {name.decode(): value.decode() for name, value in headers}
             return web.Response(body=data, status=error.status, headers=text)
 
+    # A longer body is answered with 413 by aiohttp, whose own limit would be 1 MiB.
     app = web.Application(middlewares=[check_request], client_max_size=MAX_ADMIN_BODY_BYTES)
     app.router.add_get("/instances", admin.list_instances)
     app.router.add_post("/instances", admin.change_instances)
     app.router.add_delete("/instances", admin.deregister_instance)
+    # No access log: every instance announces itself each 30 s.
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
+        # reuse_port: the kernel spreads connections over all workers that listen.
         site = web.TCPSite(runner, host, port, reuse_port=is_shared or None)
         await site.start()
         async with _sweep_registrations(announcements):
@@ -206,12 +221,14 @@ async def _sweep_registrations(announcements: Announcements | None) -> AsyncIter
     try:
         yield
     finally:
+        # Awaited, so that no sweep changes a pool that is being closed.
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
 
 
 def apply_order(pool: InstancePool, action: str, named_instance: Instance) -> Instance:
     """Add, drain or remove an instance; returns it as it is in the pool. Raises RequestRejected."""
+    # An order opens no leg: which legs there are decides the way of every request.
     if named_instance.leg not in pool.list_legs():
         legs = ", ".join(pool.list_legs()) or "none that has an instance yet"
         raise RequestRejected(404, f"This router has no leg {named_instance.leg!r}, but: {legs}.")
@@ -224,6 +241,7 @@ def apply_order(pool: InstancePool, action: str, named_instance: Instance) -> In
         pool.add_instance(named_instance)
     elif action != "remove":
         pool.set_draining(instance, action == "drain")
+    # The last one stays for the same reason: without it requests would go another way.
     elif len(pool.get(named_instance.leg)) > 1:
         pool.remove_instance(instance)
     else:
@@ -244,6 +262,7 @@ def is_loopback(host: str) -> bool:
 def _describe_instance(instance: Instance) -> dict[str, Any]:
     results = instance.attempt_results
     if instance.elsewhere is not None:
+        # Each worker counts what it sent itself; `instance` has this one's results.
         results = sum(map(Counter, instance.elsewhere.results_by_owner.values()), results)
     return {
         "leg": instance.leg,

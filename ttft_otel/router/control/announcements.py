@@ -62,17 +62,21 @@ class Announcements:
         try:
             announcement = msgspec.convert(fields, Announcement)
         except JSON_ERRORS as error:
+            # Counted, so that a fleet that cannot register shows in metrics too.
             self.registrations.result_counts["refused"] += 1
             raise RequestRejected(400, str(error)) from error
         try:
             is_new = self.registrations.register_instance(announcement.role, announcement.url)
         except RequestRejected as error:
             self.registrations.result_counts["refused"] += 1
+            # Quoted and cut: this URL was refused, and may be any text.
             log.warning("ttft-otel: registration of %.200r refused: %s", announcement.url, error)
             raise
+        # Renewals as well: another worker may have missed or forgotten the registration.
         self.registrations.pool.order_listeners.notify(
             "register", announcement.role, announcement.url
         )
+        # Said once, since instances repeat their announcement every 30 s.
         if is_new and announcement.ec_zmq_addrs:
             log.warning(
                 "ttft-otel: %s registered with ec_zmq_addrs, which this router does not pass on: "
@@ -104,16 +108,21 @@ class Announcements:
 
 def read_tokens(request: web.Request) -> Iterator[bytes]:
     """Everything in the headers of `request` that may be a token."""
+    # All of them, not the first: the caller compares each in constant time.
     yield _to_bytes(request.headers.get("X-API-Key", ""))
     scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    # Schemes are case-insensitive (RFC 9110 section 11.1).
     if scheme.lower() == "bearer":
         yield _to_bytes(value.strip())
     elif scheme.lower() == "basic":
         try:
+            # USER:PASSWORD, as HTTP clients make it of http://instance:TOKEN@HOST.
             yield base64.b64decode(_to_bytes(value.strip()), validate=True).partition(b":")[2]
+        # No token at all, which is answered like a wrong one.
         except binascii.Error:
             return
 
 
 def _to_bytes(text: str) -> bytes:
+    # The bytes that came: aiohttp decodes headers as UTF-8 with these escapes.
     return text.encode("utf-8", "surrogateescape")

@@ -55,6 +55,7 @@ class RouterApp:
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Serve one request, or the lifespan."""
+        # All else, unknown paths and methods included, is for FastAPI to answer.
         is_data = scope["type"] == "http" and scope["method"] == "POST"
         if not (is_data and scope["path"].startswith(DATA_PATH_PREFIX)):
             await self.control_plane(
@@ -63,6 +64,7 @@ class RouterApp:
                 _explain_startup_errors(send) if scope["type"] == "lifespan" else send,
             )
             return
+        # Only data is counted: a scrape or a probe under way must not delay a stop.
         self.admission.requests_under_way += 1
         try:
             await self.endpoint(scope, receive, send)
@@ -85,10 +87,12 @@ def build_app(
     @asynccontextmanager
     async def run_lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
+            # In this order: what runs in the background changes a pool that is probed by then.
             await endpoint.upstream.start()
             async with background():
                 yield
         finally:
+            # First: releases are sent by the session that is closed next.
             await endpoint.prefill_decode.releases.wait_pending()
             await endpoint.upstream.close()
 
@@ -107,8 +111,10 @@ def build_app(
     async def read_metrics() -> Response:
         return Response(metrics.render_text(), media_type=CONTENT_TYPE_LATEST)
 
+    # `:path`, as a client may choose an ID with slashes in it.
     @app.get("/ttft_report/{request_id:path}")
     async def get_ttft_report(request_id: str, request: Request) -> JSONResponse:
+        # An ID may be guessed, so who reads reports needs a key where clients do.
         _check_api_key(endpoint, request)
         report = await endpoint.reports.find_report(request_id)
         if report is not None:
@@ -126,6 +132,7 @@ def _explain_startup_errors(send: AsgiSend) -> AsgiSend:
     """Report configuration errors at startup by message and remedy, without a traceback."""
 
     async def send_explained(message: Any) -> None:
+        # Starlette sends this message while it handles the error of the startup.
         error = sys.exc_info()[1]
         if message["type"] == "lifespan.startup.failed" and isinstance(error, ValueError):
             message = {**message, "message": f"ttft-otel cannot start: {error}"}
@@ -137,6 +144,7 @@ def _explain_startup_errors(send: AsgiSend) -> AsgiSend:
 def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discovery | None) -> None:
     @app.get("/healthz")
     async def get_healthz() -> dict[str, str]:
+        # Alive while the event loop turns: a restart would not bring instances back.
         return {"status": "ok"}
 
     @app.get("/health")
@@ -150,12 +158,14 @@ def _add_health_routes(app: FastAPI, endpoint: ProxyEndpoint, discovery: Discove
         for instance in upstream.pool:
             states.setdefault(instance.leg, {})[instance.url] = instance.state
         missing_legs = upstream.pool.list_missing_legs()
+        # One healthy instance per leg can serve; a draining one takes nothing new.
         is_ready = not missing_legs and all("healthy" in leg.values() for leg in states.values())
         body: dict[str, Any] = {"status": "ready" if is_ready else "not ready", "legs": states}
         if missing_legs:
             body["reason"] = f"no instance registered yet for {' and '.join(missing_legs)}"
         if discovery is not None:
             body["discovery"] = discovery.describe_sources()
+        # Said while requests still pass: balancers have --drain-delay to notice.
         if endpoint.admission.is_draining:
             is_ready, body["status"] = False, "draining"
         return JSONResponse(body, 200 if is_ready else 503)
@@ -172,6 +182,7 @@ def _add_model_routes(app: FastAPI, endpoint: ProxyEndpoint) -> None:
         authorization = (
             "" if endpoint.admission.client_keys else request.headers.get("authorization", "")
         )
+        # Asked anew: an adapter may have been loaded a moment ago.
         statuses = await asyncio.gather(
             *(
                 upstream.health_monitor.refresh_models(instance, authorization)
@@ -219,6 +230,7 @@ def _add_error_handlers(app: FastAPI, refusal_counts: Counter[str]) -> None:
         response = await render_rejection(
             request, RequestRejected(error.status_code, str(error.detail), kind)
         )
+        # The Allow header of a 405, for example.
         response.headers.update(error.headers or {})
         return response
 
@@ -233,6 +245,7 @@ def instrument_control_plane(app: RouterApp, protocol: str) -> Callable[[], None
     """
     if not is_endpoint_configured(os.environ):
         return lambda: None
+    # Imported here, as a router without an OTLP endpoint needs none of it.
     try:
         from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     except ImportError:
@@ -263,6 +276,7 @@ def _build_sampler(settings: Settings) -> Sampler:
     name = settings.sampler.removeprefix("parentbased_")
     fixed_samplers = {"always_on": sampling.ALWAYS_ON, "always_off": sampling.ALWAYS_OFF}
     root = fixed_samplers.get(name) or sampling.TraceIdRatioBased(settings.ratio)
+    # Only a `parentbased_` sampler follows its callers, and only where they are trusted.
     return (
         sampling.ParentBased(root) if settings.trust_sampled and name != settings.sampler else root
     )

@@ -31,15 +31,18 @@ class ClientOutput(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write `data`, or keep it as the head that waits."""
         if self._holds_head:
+            # The head comes first; the next write is that of the first part.
             if not self._head:
                 self._head = bytes(data)
                 return
+            # One write, so that a short answer leaves in one packet.
             data = self._head + data
             self._holds_head = False
         self._transport.write(data)
 
     def close(self) -> None:
         """Close the connection, once what was written is out."""
+        # The application ended between head and body: what there is has to leave.
         if self._holds_head:
             self._transport.write(self._head)
             self._holds_head = False
@@ -56,12 +59,15 @@ class ClientOutput(asyncio.Transport):
     def begin_push(self, reader: AnswerReader) -> None:
         """From now on a slow client pauses `reader`."""
         self._reader = reader
+        # A client that was slow before is not reported once more by pause_writing().
         if self._flow.write_paused:
             reader.pause_reading()
 
     def push_part(self, data: bytes) -> None:
         """Write a part of a body in chunks."""
+        # The client has left, of which receive() tells the request's task.
         if not self._transport.is_closing():
+            # A chunk of HTTP/1.1: its length in hexadecimal, then the data.
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end_push(self) -> None:

@@ -32,8 +32,10 @@ class FrontDoor:
     ) -> None:
         self.limits, self.refusal_counts = limits, refusal_counts
         self.max_connections = max_connections
+        # Some sockets more, so that the first ones beyond the limit can be told why.
         self.max_open_sockets = max_connections + max(1, max_connections // 8)
         self.awaited_heads: DeadlineQueue[Waiter] = DeadlineQueue(limits.head_timeout)
+        # Time for a client to read its refusal while it still sends a body.
         self.lingering: DeadlineQueue[Waiter] = DeadlineQueue(MAX_LINGER_S)
 
     def check_head(self, target: bytes, header_count: int, head_bytes: int) -> None:
@@ -46,6 +48,7 @@ class FrontDoor:
             raise RequestRejected(
                 414, f"The target is longer than {limits.max_target} bytes.", reason="target"
             )
+        # The parts of a head are counted as they come, target and blanks included.
         max_bytes = limits.max_target + limits.max_header_bytes + _SPARE_HEAD_BYTES
         if header_count > limits.max_headers or head_bytes > max_bytes:
             raise build_header_error(limits)
@@ -95,6 +98,7 @@ def build_pipelining_error() -> RequestRejected:
 
 def find_cause(error: httptools.HttpParserError) -> RequestRejected:
     """What a method of the connection raised while it was called by the parser, or bad HTTP."""
+    # What a callback raises is the context of the parser's own error.
     if isinstance(error.__context__, RequestRejected):
         return error.__context__
     return RequestRejected(400, "This is not a valid HTTP request.", reason="http")

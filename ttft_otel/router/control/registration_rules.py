@@ -34,6 +34,7 @@ def check_url(url: str) -> str:
         if len(url) > MAX_URL_CHARS or not _VISIBLE_PATTERN.fullmatch(url):
             raise ValueError
         parts = urlsplit(url)
+        # A user's name would be shown to all who list instances; a fragment is never sent.
         if not parts.port or "@" in parts.netloc or parts.fragment:
             raise ValueError
         return types.parse_instance_url(url, "").url

@@ -101,9 +101,11 @@ class Registrations:
                 f"deregister one."
             )
             raise RequestRejected(429, message, "RateLimitError", retry_after_s=30)
+        # Another role is another leg: it drains there, and is a new instance here.
         if before is not None and before.role != role:
             self._registered.pop(url)
             self._release_instance(before)
+        # First: decoders that served whole requests become the other half of a pair.
         if role == PREFILL:
             self._move_decoders()
         self._failed_since_us.pop(url, None)
@@ -167,6 +169,7 @@ class Registrations:
         if has_pair:
             self._move_decoders()
         merged = {leg: list(instances) for leg, instances in configured.items()}
+        # What an operator has removed from the pool does not come back by a reload.
         present = set(self.pool)
         for registration in self._registered.values():
             if registration.instance in present and not self._is_configured(registration.instance):
@@ -242,6 +245,7 @@ class Registrations:
             backend = registration.instance
             if registration.role != DECODE or backend.leg == DECODE:
                 continue
+            # An instance belongs to one leg for good; what is known of it goes along.
             registration.instance = types.parse_instance_url(url, DECODE)
             registration.instance.state, registration.instance.was_probed = (
                 backend.state,

@@ -21,6 +21,7 @@ from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import InstanceState
 from ttft_otel.stages import ENCODE
 
+# By how much each state keeps away, so that a graph of it can be read.
 _BREAKER_VALUES: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
@@ -46,6 +47,7 @@ class RouterMetrics(Collector):
         self.reloads = {"ok": 0, "failed": 0}
         self.registration_counts: Mapping[str, int] = {}
         self.merge_workers: MetricsMerger | None = None  # with --workers
+        # A registry of its own: the default one has what libraries register in it, too.
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -73,6 +75,7 @@ class RouterMetrics(Collector):
     def _collect_tracing(self) -> Iterator[Metric]:
         counts = self.handoff_counts()
         records = CounterMetricFamily(names.METRIC_RECORDS, "Records given to the exporter.")
+        # From 0 on: rate() sees the first rise only of a series that was there before.
         records.add_metric([], counts.get("sent", 0))
         yield records
         yield meter.make_lost_metric(
@@ -92,6 +95,7 @@ class RouterMetrics(Collector):
         yield build_counter(
             names.METRIC_REFUSALS, refusals_help, "reason", admission.refusal_counts
         )
+        # Not the sum over instances: one request may have several attempts under way.
         yield GaugeMetricFamily(
             names.METRIC_UNDER_WAY, "Requests under way.", value=admission.requests_under_way
         )
@@ -122,12 +126,14 @@ class RouterMetrics(Collector):
         failures = CounterMetricFamily(
             names.METRIC_DISCOVERY_FAILURES, failures_help, labels=["source"]
         )
+        # What was refused at registration is not in `roles_by_url`.
         for each in discovery.watched:
             found.add_metric([each.name], len(each.roles_by_url))
             failures.add_metric([each.name], each.failures)
         yield found
         yield failures
 
+    # Instances that were removed are not in the pool, so their series end.
     def _collect_instances(self) -> Iterator[Metric]:
         labels = ["leg", "instance"]
         state = GaugeMetricFamily(
@@ -146,12 +152,15 @@ class RouterMetrics(Collector):
         )
         for instance in self.endpoint.upstream.pool:
             values = [instance.leg, instance.url]
+            # A series per state, of which one is 1: no query has to know numbers for states.
             for state_name in get_args(InstanceState):
                 state.add_metric([*values, state_name], float(instance.state == state_name))
+            # Of this worker; with several, metrics_files.py adds them up.
             in_flight.add_metric(values, instance.in_flight)
             breaker.add_metric(values, _BREAKER_VALUES[instance.breaker.state])
             for result, number in instance.attempt_results.items():
                 attempts.add_metric([*values, result], number)
+            # An encoder encodes an item for the first time, so it is not asked.
             if self.endpoint.upstream.pool.has_encoders and instance.leg != ENCODE:
                 recomputed.add_metric(values, instance.recomputed_items)
         yield from (state, in_flight, breaker, attempts, recomputed)

@@ -25,6 +25,7 @@ def build_counter(name: str, help_text: str, label: str, values: Mapping[str, fl
     name, help_text: of the metric. values: counts by label value.
     """
     family = CounterMetricFamily(name, help_text, labels=[label])
+    # A copy, so that a count that is new in this moment cannot break the loop.
     for value, number in list(values.items()):
         family.add_metric([value], number)
     return family
@@ -32,6 +33,7 @@ def build_counter(name: str, help_text: str, label: str, values: Mapping[str, fl
 
 def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
     """Metrics of the legs in `routing.reported_legs`; none if the policy does not track load."""
+    # Without pending load nothing is predicted: all of the rest would be zeros for ever.
     if not routing.prefill_policy.policy.tracks_load:
         return
     help_text = "Requests refused because no instance could have begun to answer in time."
@@ -77,6 +79,7 @@ def _collect_prediction_quality(routing: RoutingService) -> Iterator[Metric]:
     for instance, state in _list_tracked_instances(routing):
         quality = state.outcomes.get(instance.url, PredictionQuality())
         for family, value in ((error, quality.mape), (explained, quality.r2)):
+            # None before something was judged; 0 would look like a perfect prediction.
             if value is not None:
                 family.add_metric([instance.leg, instance.url], value)
     yield from (error, explained)
@@ -90,8 +93,10 @@ def _collect_fits(routing: RoutingService) -> Iterator[Metric]:
     )
     for leg in routing.reported_legs:
         for (model, url), fit in routing.get_leg_policy(leg).state.models.list_fits().items():
+            # Without a URL it is the line that the instances of a model share.
             if url:
                 samples.add_metric([leg, url, model], fit.samples)
+            # There is no line before enough samples were taken.
             if url and fit.line is not None:
                 for name, value in fit.line._asdict().items():
                     lines.add_metric([leg, url, model, name], value)
@@ -107,6 +112,7 @@ def collect_cache_metrics(leg: str, prefix_source: PrefixSource) -> Iterator[Met
     events = CounterMetricFamily(
         names.METRIC_KV_EVENTS, help_text, labels=[*INSTANCE_LABELS, "event"]
     )
+    # Sorted, so that the lines of two scrapes can be compared.
     for url, described in sorted(prefix_source.describe_instances().items()):
         blocks.add_metric([leg, url, described["source"]], described["blocks"])
         if (

@@ -61,12 +61,14 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening on `sockets`, and handle SIGHUP from then on."""
+        # uvicorn handles SIGINT and SIGTERM only; SIGHUP was ignored until here.
         await super().startup(sockets)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle the signal `sig`: drain; at the second one, stop at once."""
         if self.stop_requested_s:
+            # uvicorn waits this long for responses before it cancels them.
             self.config.timeout_graceful_shutdown = 0
             self.should_exit = True
             return
@@ -83,6 +85,7 @@ class DrainingServer(uvicorn.Server):
         """Called by uvicorn ten times a second; returns whether to stop."""
         if self.stop_requested_s:
             elapsed_s = time.monotonic() - self.stop_requested_s
+            # Until then requests pass, while balancers see /readyz and turn elsewhere.
             self.admission.is_shut = elapsed_s >= self.drain_delay_s
             if (
                 self.admission.is_shut and not self.admission.requests_under_way
@@ -110,6 +113,7 @@ def run_router_server(
     raise_file_limit()
     # Before and after uvicorn's own handler: exit normally, so that atexit sends the last records.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Until there is a handler: the default action would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Imported objects stay, so collections can skip them; requests leave few reference cycles.
     gc.collect()
@@ -158,11 +162,13 @@ def build_uvicorn_config(app: RouterApp, host: str = "127.0.0.1", port: int = 0)
         http=cast(
             type[asyncio.Protocol], functools.partial(ClientConnection, front_door=front_door)
         ),
+        # WebSockets are not routed, and uvicorn would look for a library.
         ws="none",
         access_log=False,
         log_level="warning",
         date_header=False,
         server_header=False,
+        # Nothing is decided by a client's address, so no header has to tell it.
         proxy_headers=False,
         timeout_graceful_shutdown=CANCEL_GRACE_S,
     )
