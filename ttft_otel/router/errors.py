@@ -81,7 +81,7 @@ class UpstreamRefused(RouterError):
     """An encoder or prefill instance responded with an error, which the client gets unmodified."""
 
     def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        # For logs only: the client gets the instance's own body, as it would without a router.
+        # Not for the client, which gets the instance's own body, as it would without a router.
         super().__init__(status, f"an instance answered {status}")
         self.headers, self.body = headers, body
 

@@ -160,7 +160,7 @@ class Exchange:
 
     def record_ended(self, now_us: int) -> None:
         """Record the end; if the request failed before its first chunk, its TTFT ends at `now_us`."""
-        # What went well has its end already: a stream its first chunk, a plain answer none.
+        # Without an error its end is known: the first chunk of a stream, or `rest` tells it (0).
         if not self.error:
             return
         if not self.first_chunk_us:
