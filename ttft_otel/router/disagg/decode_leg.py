@@ -53,6 +53,7 @@ class DecodeLeg:
         """Relay D's whole response; D generates the first token again."""
         attempts = job.exchange.add_attempts()
         response = await self._send_decode(job, job.plan.build_decode_body, attempts)
+        # D fetches the blocks now; after a refusal they are still held, and have to be released.
         if response.status < 400:
             job.held_kv_params = None
         await relay_response(response, attempts[-1], job.client_stream)
@@ -63,6 +64,7 @@ class DecodeLeg:
         """Relay D's stream after `first_token`, which the client has; `fills_blocks`: no partial KV block."""
         exchange, plan = job.exchange, job.plan
         handover_timeline = exchange.begin_handover()
+        # Whole blocks are fetched by a request of their own, and are D's cached prefix afterwards.
         loaded_instance = await self._load_blocks(job, handover_timeline) if fills_blocks else None
         attempts = exchange.add_attempts(handover_timeline)
 
@@ -72,9 +74,11 @@ class DecodeLeg:
                 None if fills_blocks else kv_params,
             )
 
+        # In the mode strip D gets the client's own body, and says P's token once more.
         make_body = plan.build_decode_body if plan.mode == MODE_STRIP else build_body
         try:
             response = await self._send_decode(job, make_body, attempts, loaded_instance)
+        # Status 200 is out already: an error can only be an event of the stream.
         except UpstreamUnavailable as error:
             await self._send_failure(job, error)
             return
@@ -89,12 +93,14 @@ class DecodeLeg:
                 stream_splice.render_stream_error(data, exchange.error, response.status)
             )
             return
+        # A partial block comes with this request; whole ones were fetched before.
         if not fills_blocks:
             job.held_kv_params = None
         try:
             splicer = StreamSplicer(first_token, plan)
             await self._relay_spliced(response, attempts[-1], splicer, job)
         except UPSTREAM_ERRORS as error:
+            # Some of D's answer is out: it is cut, which no client takes for its end.
             if attempts[-1].first_byte_us:
                 raise
             await self._send_failure(job, build_unavailable_error(DECODE, error))
@@ -122,12 +128,14 @@ class DecodeLeg:
             job.request,
             leg=DECODE,
             body=make_body(job.held_kv_params),
+            # Blocks are fetched once: P frees them afterwards.
             single_use=bool(job.held_kv_params),
             media_encoded=False,
         )
         response = await self.upstream.send_request(
             request, job.exchange.trace_context, attempts, only_instance
         )
+        # Only 502 to 504 say that this D is not there; any other status is for the client.
         if (
             not job.held_kv_params
             or response.status not in retry.UNAVAILABLE_STATUSES
@@ -136,11 +144,14 @@ class DecodeLeg:
             return response
         response.close()
         attempts[-1].record_lost()
+        # Before the next one is chosen, by the load that each D has.
         self.upstream.pool.record_ended(attempts[-1])
         self.upstream.retry_counts[DECODE] = self.upstream.retry_counts.get(DECODE, 0) + 1
+        # At once: P needs the memory for other requests.
         self.releases.start_release(job.held_kv_params, request.headers)
         job.held_kv_params = None
         body = make_body(None)
+        # It computes the whole prompt, media included.
         if job.plan.ec_params:
             body = splice_params(body, job.plan.ec_params)
         request = replace(
@@ -152,6 +163,7 @@ class DecodeLeg:
         if sum(each.is_lost for each in attempts) >= self.upstream.max_retries:
             return False
         candidates = self.upstream.pool.get_candidates(DECODE, request.model)
+        # The budget is asked last, since asking spends a retry.
         return (
             any(each is not attempts[-1].instance for each in candidates)
             and self.upstream.retry_budget.try_spend()
@@ -170,6 +182,7 @@ class DecodeLeg:
             job.request,
             leg=DECODE,
             body=job.plan.build_load_body(job.held_kv_params),
+            # An ID of its own, by which D's logs tell the two requests apart.
             request_id=f"{job.request.request_id}-load",
             single_use=True,
             media_encoded=False,
@@ -178,6 +191,7 @@ class DecodeLeg:
             response, _ = await read_whole_answer(self.upstream, request, job.exchange, attempts)
         except UpstreamUnavailable:
             return None
+        # D computes the prompt itself then, and the blocks are released in the end.
         if response.status >= 400:
             return None
         job.held_kv_params = None
@@ -195,17 +209,20 @@ class DecodeLeg:
             with track_reading(response, attempt):
                 chunk = await read_first_chunk(response, attempt)
                 record_server_timing(attempt, response)
+                # What only repeats P's token has no bytes left, and does not end the wait.
                 while chunk:
                     if rewritten := splicer.splice_chunk(chunk):
                         await job.client_stream.send_chunk(rewritten)
                         break
                     chunk = await response.readany()
+                # A stream that ended without another token has no wait to tell of.
                 if timeline is not None and chunk:
                     timeline.record_ended()
                 last_part = await job.client_stream.send_rest(response, splicer.splice_chunk)
                 if remainder := last_part + splicer.flush_rest():
                     await job.client_stream.send_chunk(remainder)
         finally:
+            # Also when the client left in between.
             if splicer.has_mismatch:
                 job.exchange.record_token_mismatch()
                 self.mismatch_count += 1
@@ -221,6 +238,7 @@ async def read_whole_answer(
     response = await upstream.send_request(request, exchange.trace_context, attempts)
     try:
         with track_reading(response, attempts[-1]):
+            # All of it has to come within --first-byte-timeout: it is one token.
             with FirstByteWait(attempts[-1]):
                 data = await response.read()
         attempts[-1].record_whole_answer()

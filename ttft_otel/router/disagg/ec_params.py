@@ -113,6 +113,7 @@ def splice_params(body: bytes, params: bytes) -> bytes:
     end = len(body.rstrip(_WHITESPACE)) - 1  # where the closing brace is
     comma = b"" if _EMPTY_OBJECT.fullmatch(body) else b","
     name = b'"%b":' % EC_PARAMS_FIELD.encode()
+    # One copy: the body may hold megabytes of media.
     return b"".join((memoryview(body)[:end], comma, name, params, b"}"))
 
 

@@ -65,6 +65,7 @@ def omit_media(
     that computes the prompt itself, because P's blocks are gone, must be able to.
     """
     try:
+        # Only messages of a chat have parts that refer to encodings.
         if path != CHAT_PATH:
             raise MediaRequired("path")
         if request.leg == DECODE:  # D alone, which need not be a consumer of encodings
@@ -90,6 +91,7 @@ def replace_parts(fields: Mapping[str, Raw], transfer_params: TransferParams) ->
         if bytes(fields.get(name, _NULL_JSON)) != b"null":
             raise MediaRequired(name)
     metadata_keys: dict[str, frozenset[str]] = {}
+    # Each distinct item once, though a conversation may repeat it.
     references = {
         item: _make_reference(item, hashes, transfer_params, metadata_keys)
         for item, hashes in transfer_params.hashes_by_item.items()
@@ -105,6 +107,7 @@ def _make_reference(
     metadata_keys: dict[str, frozenset[str]],
 ) -> Raw:
     """The content part that refers to an item; `metadata_keys`: names of its metadata by part type."""
+    # Of several hashes it is not known which one is the item's.
     if len(hashes) != 1:
         raise MediaRequired("answer")
     mm_hash = hashes[0]
@@ -116,6 +119,7 @@ def _make_reference(
         entry = _entry_decoder.decode(transfer_params.get_entry(mm_hash))
     except msgspec.ValidationError as error:
         raise MediaRequired("metadata") from error
+    # Nowhere to fetch it from, and the consumer would have no media to encode itself.
     if not entry.peer_host:
         raise MediaRequired("address")
     if not entry.metadata or not all(map(_is_number_list, entry.metadata.values())):
@@ -139,6 +143,7 @@ def _replace_in_message(raw: Raw, references: Mapping[bytes, Raw]) -> Raw:
     """A message with its media replaced by references; unmodified bytes if it has none."""
     message = _fields_decoder.decode(raw)
     content = message.get("content", _NULL_JSON)
+    # A text, or null beside tool calls.
     if not bytes(content).startswith(b"["):
         return raw
     has_media = False
@@ -150,6 +155,7 @@ def _replace_in_message(raw: Raw, references: Mapping[bytes, Raw]) -> Raw:
             has_media = True
         elif not _is_text(part):
             raise MediaRequired("part")
+    # As it came: a message without media must not change by a byte.
     if not has_media:
         return raw
     return Raw(msgspec.json.encode({**message, "content": Raw(msgspec.json.encode(parts))}))
@@ -168,6 +174,7 @@ def _is_text(part: Raw) -> bool:
 
 def _is_number_list(value: object) -> bool:
     """Whether this is valid metadata for vLLM: a list of numbers, and here not empty."""
+    # type(), since True is an int to isinstance().
     return (
         isinstance(value, list) and bool(value) and all(type(one) in (int, float) for one in value)
     )

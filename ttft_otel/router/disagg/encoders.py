@@ -29,6 +29,7 @@ from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
 
+# Half of --max-items by default: one request must not occupy all encoders.
 MAX_CONCURRENT_CALLS: Final = 64  # calls of one request in flight
 # Default token count per image when unknown; equal weights make routing fall back to request counts.
 DEFAULT_ITEM_TOKENS: Final = 576
@@ -45,6 +46,7 @@ def build_encoder_requests(
             stages.ENCODE,
             CHAT_PATH,
             parsed_body.model,
+            # An ID per item, by which the calls can be told apart in an encoder's logs.
             f"{request.request_id}-encode-{number}",
             encoder_headers,
             b"",
@@ -76,6 +78,7 @@ async def encode_items(
     Returns what all answers together announce as `ec_transfer_params`.
     """
     transfer_params = TransferParams()
+    # The common case needs no tasks.
     if len(requests) == 1:
         await _encode_item(upstream, requests[0], trace, attempt_chains[0], transfer_params)
         return transfer_params
@@ -90,8 +93,10 @@ async def encode_items(
         for request, attempts in zip(requests, attempt_chains, strict=True)
     ]
     try:
+        # The first failure ends the request, and what the others compute would be lost.
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
+        # Awaited: attempts have to be over when the request is recorded.
         await _cancel_tasks(tasks)
     for failure in [task.exception() for task in tasks if not task.cancelled()]:
         if failure is not None:
@@ -112,6 +117,7 @@ async def _encode_item(
             response = await upstream.send_request(request, trace, attempts)
             with FirstByteWait(attempts[-1]):
                 answer = await _read_answer(response)
+            # The next leg waits for the end of this answer, so that is the end of this one.
             attempts[-1].record_whole_answer()
             if response.status < 400:
                 transfer_params.add_answer(answer, request.media_item)
@@ -121,6 +127,7 @@ async def _encode_item(
                 attempts[-1].record_cancelled()
             raise
         except (*UPSTREAM_ERRORS, InvalidAnswer) as error:  # it broke off, or cannot be used
+            # An encoder only fills a cache, so any failure may be followed by another attempt.
             if not upstream.record_connection_failure(request, attempts, error):
                 raise build_unavailable_error(request.leg, error) from error
             await upstream.wait_before_retry(attempts)
@@ -128,6 +135,7 @@ async def _encode_item(
             raise UpstreamUnavailable(
                 502, f"The {request.leg} instances' answers cannot be used: {error}."
             ) from error
+    # After the end was recorded: reading the header is no part of the leg.
     record_server_timing(attempts[-1], response)
     upstream.pool.record_ended(attempts[-1])
     if response.status >= 400:
@@ -141,6 +149,7 @@ async def _read_answer(response: InstanceAnswer) -> bytes:
     parts: list[bytes] = []
     remaining_bytes = MAX_ANSWER_BYTES
     try:
+        # What announces too much is not read at all; a chunked answer is counted.
         while remaining_bytes >= 0 and response.content_length <= MAX_ANSWER_BYTES:
             part = await response.readany()
             if not part:
@@ -159,6 +168,7 @@ def select_critical_attempts(attempt_chains: Sequence[list[Attempt]]) -> list[At
 
     attempt_chains: the attempts of each item.
     """
+    # A call that never began waited behind MAX_CONCURRENT_CALLS others.
     started = [chain for chain in attempt_chains if chain]
     return max(started, key=_rank_attempts, default=[])
 
@@ -166,6 +176,7 @@ def select_critical_attempts(attempt_chains: Sequence[list[Attempt]]) -> list[At
 def _rank_attempts(attempts: list[Attempt]) -> tuple[bool, bool, int]:
     last = attempts[-1]
     has_failed = last.is_lost or last.status >= 400
+    # In this order; one without a first byte was still running when another one failed.
     return has_failed, not last.first_byte_us, last.first_byte_us
 
 

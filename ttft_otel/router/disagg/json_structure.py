@@ -54,6 +54,7 @@ def count_structure(data: bytes, limit: JsonStructure) -> JsonStructure:
             window = window.replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = window.split(b'"')
         outside = b"".join(pieces[is_inside::2])
+        # An odd number of quotes means that the next window begins on the other side.
         is_inside ^= (len(pieces) - 1) % 2
         found.quotes += len(pieces) - 1
         found.outside_bytes += len(outside)

@@ -30,6 +30,7 @@ CHAT_TOKEN_IDS_VERSION: Final = (
     0,
     29,
 )  # first vLLM release that accepts token ids as the prompt of a chat
+# In place of P's: its answer was one JSON object, the client's is a stream.
 _EVENT_STREAM_HEADER: Final = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
@@ -52,16 +53,19 @@ class PrefillDecodeFlow:
         client_stream: ClientWriter,
     ) -> None:
         """Serve `request`, which is as for a single server, by the legs of `plan`."""
+        # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
         leg_headers = http_headers.build_buffered_headers(request.headers)
         job = DisaggregatedRequest(
             plan, replace(request, headers=leg_headers), exchange, client_stream
         )
         if plan.mode == MODE_CONTINUE:
+            # Asked while P computes, as the answers are needed when P's token is here.
             self.capabilities.refresh_stale(
                 (*self.upstream.pool.get(PREFILL), *self.upstream.pool.get(DECODE))
             )
         first_token, response_headers, attempt = await self._run_prefill(job)
         try:
+            # Not the form of a vLLM server: D answers the whole request.
             if first_token is None:
                 plan.turn_off("answer")
             elif plan.mode != MODE_OFF and (
@@ -75,14 +79,17 @@ class PrefillDecodeFlow:
                 return
             fills_blocks = await self._can_continue(job, first_token, attempt)
             exchange.record_first_token_mode(plan.mode, plan.reason)
+            # From here on the client has a stream, whatever becomes of D.
             exchange.record_answer(is_streaming=True)
             await client_stream.send_first_chunk(
                 200, response_headers, stream_splice.render_first_events(first_token, plan), True
             )
+            # P's token was the last one: nothing is left for D.
             if first_token.finish_reason != "stop":
                 await self.decode_leg.continue_generation(job, first_token, fills_blocks)
             await client_stream.send_end()
         finally:
+            # Also when the client has left: P would keep the blocks until its time-out.
             if job.held_kv_params:
                 self.releases.start_release(job.held_kv_params, leg_headers)
 
@@ -96,10 +103,12 @@ class PrefillDecodeFlow:
             self.upstream, request, job.exchange, attempts
         )
         response_headers = http_headers.filter_response_headers(response.raw_headers)
+        # Mostly an error in the request, which D would find, too.
         if response.status >= 400:
             raise UpstreamRefused(response.status, response_headers, data)
         first_token = stream_splice.parse_prefill_answer(data, job.plan.is_chat)
         job.held_kv_params = first_token.kv_params if first_token else None
+        # Length and type were those of P's JSON.
         kept_headers = [
             header
             for header in response_headers
@@ -109,6 +118,7 @@ class PrefillDecodeFlow:
 
     def _explain_too_long(self, plan: LegPlan, first_token: PrefillToken) -> str:
         """Reason if prompt and requested tokens exceed D's context, which P cannot check; else ""."""
+        # P checks its own context only, and D's may be shorter.
         max_model_len = _find_max_model_len(self.upstream.pool.get(DECODE))
         wanted_tokens = first_token.usage.get("prompt_tokens", 0) + (plan.max_tokens or 0)
         return "max_model_len" if max_model_len and wanted_tokens > max_model_len else ""
@@ -120,13 +130,16 @@ class PrefillDecodeFlow:
         plan = job.plan
         if plan.mode != MODE_CONTINUE:
             return False
+        # Until all that follows is known to fit.
         plan.mode = MODE_STRIP
         prompt_tokens = len(first_token.prompt_token_ids)
+        # D has to get P's very tokens: the same text may be split in another way.
         if not first_token.token_ids or not prompt_tokens:
             plan.reason = "token_ids"
         elif not first_token.kv_params:
             plan.reason = "kv_transfer_params"
         else:
+            # All of them: which one will be chosen is not known yet.
             decoders = self.upstream.pool.get(DECODE)
             prefill_capabilities, *decode_capabilities = await self.capabilities.get_capabilities(
                 (prefill_attempt.instance, *decoders)
@@ -147,11 +160,13 @@ def _explain_cache_mismatch(
     prompt_tokens: int,
 ) -> str:
     """Reason why D cannot continue after a prompt of this length, or ""."""
+    # Whether the last block is full has to mean the same to P and D.
     if not prefill_capabilities.block_size or any(
         capabilities.block_size != prefill_capabilities.block_size
         for capabilities in decode_capabilities
     ):
         return "block_size"
+    # Whole blocks get to D's second request by its prefix cache only.
     if prompt_tokens % prefill_capabilities.block_size == 0 and not all(
         capabilities.prefix_caching for capabilities in decode_capabilities
     ):
@@ -173,5 +188,6 @@ def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) 
 
 def _find_max_model_len(instances: tuple[types.Instance, ...]) -> int:
     """The smallest context length of the instances, in tokens; 0 if unknown."""
+    # The smallest, as any of them may be chosen.
     lengths = [card.get("max_model_len") for each in instances for card in each.model_cards]
     return min((length for length in lengths if isinstance(length, int)), default=0)

@@ -31,6 +31,7 @@ class RecomputedMediaLog:
     def record_attempt(self, attempt: Attempt) -> None:
         """Count items that the instance of `attempt` encoded again; usually none."""
         ec = attempt.server_timing.ec if attempt.server_timing is not None else None
+        # Instances that are not traced, or have no encoder cache, report nothing.
         if ec is None or not ec.recomputed:
             return
         instance = attempt.instance

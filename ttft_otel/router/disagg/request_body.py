@@ -48,6 +48,7 @@ class _TransferParams(msgspec.Struct):
 class _RequestFields(_TransferParams):
     """The fields that are read; msgspec skips the others without building objects."""
 
+    # Raw, since any type may come: a wrong one is for the instance to refuse.
     model: Raw = _NULL_JSON
     stream: Raw = _NULL_JSON
     background: Raw = _NULL_JSON
@@ -89,6 +90,7 @@ class RequestBody:
 
     def map_item_tokens(self, part_tokens: Sequence[int]) -> list[int]:
         """Token counts of the distinct items, from `part_tokens` of all parts; 0 if the numbers disagree."""
+        # Counted from the prompt by another parser: with other parts the numbers mean nothing.
         if len(part_tokens) != self.media_part_count:
             return [0] * len(self.media_items)
         return [part_tokens[place] for place in self.item_positions]
@@ -104,6 +106,7 @@ def parse_body(data: bytes, path: str = "") -> RequestBody:
         has_extra_params = _begins_with(fields.vllm_xargs, b"{") and (
             _params_decoder.decode(fields.vllm_xargs).is_given
         )
+        # Only these bodies are encoded anew; all others pass byte for byte.
         if fields.is_given or has_extra_params:
             data = _strip_transfer_params(data, has_extra_params)
         parsed = RequestBody(
@@ -113,6 +116,7 @@ def parse_body(data: bytes, path: str = "") -> RequestBody:
             bytes(fields.background) == b"true",
         )
     except JSON_ERRORS:
+        # NaN or a lone surrogate, perhaps; or no JSON.
         return _parse_leniently(data)
     if path:
         _add_media(parsed, path, fields)
@@ -126,6 +130,7 @@ def build_encoder_frame(body: RequestBody) -> tuple[bytes, bytes]:
     that all of them carry are encoded once.
     """
     fields = {"model": body.model, "max_tokens": 1, "stream": False, **body.encoder_fields}
+    # Without its closing brace: `messages` comes last, and the item between both halves.
     before = msgspec.json.encode(fields)[:-1] + b',"messages":[{"role":"user","content":['
     return before, b"]}]}"
 
@@ -166,6 +171,7 @@ def _strip_transfer_params(data: bytes, has_extra_params: bool) -> bytes:
 
 
 def _drop_transfer_params(data: bytes | Raw) -> dict[str, Raw]:
+    # Of equal names the last one stays, as it does for the instances' parsers.
     fields = _object_decoder.decode(data)
     for name in _TRANSFER_PARAM_FIELDS:
         fields.pop(name, None)
@@ -178,6 +184,7 @@ def _decode_text(raw: Raw) -> str:
 
 
 def _begins_with(raw: Raw, character: bytes) -> bool:
+    # A view, since the value may be as large as the body.
     return bytes(memoryview(raw)[:1]) == character
 
 
@@ -185,6 +192,7 @@ def _add_media(parsed: RequestBody, path: str, fields: _RequestFields) -> None:
     """Set the distinct media items, and the fields that influence their preprocessing."""
     first_positions: dict[bytes, int] = {}
     items = request_media.find_items(path, getattr(fields, request_media.CONVERSATION_FIELDS[path]))
+    # Equal bytes are one item, encoded once.
     for position, item in enumerate(items):
         first_positions.setdefault(item, position)
     parsed.media_part_count = len(items)

@@ -131,6 +131,7 @@ def _is_media(part: Raw) -> bool:
     fields = _part_decoder.decode(part)
     for name in MEDIA_PART_KEYS:
         value = getattr(fields, name)
+        # vLLM infers the type of a part without one from its key.
         if value is not UNSET and bytes(value) != b"null" and fields.type in (None, name):
             return True
     return False
@@ -164,6 +165,7 @@ def _convert_source(raw: Raw) -> list[bytes]:
     source = _source_decoder.decode(raw)
     if source.type == "url":
         return _build_image_part(bytes(source.url))
+    # Neither is decoded: an image may have megabytes.
     if not _is_text(source.data) or not _starts_with(source.media_type, b'"'):
         return []
     # both are JSON strings: spliced without their quotes they are one again
@@ -193,6 +195,7 @@ def _list_objects(content: Raw) -> list[Raw]:
     """The JSON objects of a list; none where it is a text or null."""
     if not _starts_with(content, b"["):
         return []
+    # Between them may be strings, which are texts.
     return [each for each in _list_decoder.decode(content) if _starts_with(each, b"{")]
 
 

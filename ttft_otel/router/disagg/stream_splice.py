@@ -46,8 +46,10 @@ class PrefillToken:
         if self.finish_reason not in ("length", "stop"):
             return "finish_reason"
         if self.finish_reason == "length":
+            # A character may take several tokens: the first one's text is not final then.
             if not self.text or self.text.endswith(REPLACEMENT_CHARACTER):
                 return "character"
+            # A server holds back what may become a stop string, which would be cut off.
             if _may_begin_stop(self.text, plan.stop_strings):
                 return "stop"
         return ""
@@ -57,10 +59,12 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
     """Parse P's response `data`; None if it is not a vLLM response with one choice."""
     try:
         answer = _decode_json(data)
+        # Exactly one: unpacking raises ValueError for any other number.
         (choice,) = answer["choices"]
         message = choice["message"] if is_chat else {}
         usage = answer.get("usage") or {}
         text = message.get("content") if is_chat else choice["text"]
+        # A chat's answer has the prompt's ids beside its choices, a completion in the choice.
         token_ids, prompt_holder = choice.get("token_ids") or [], answer if is_chat else choice
         return PrefillToken(
             id=answer["id"],
@@ -141,6 +145,7 @@ def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
 
     body: D's error response, b"" for none. message, status: used if the body has no error object.
     """
+    # D's own words, where it has any, say what it did not like.
     try:
         error = _decode_json(body)["error"]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
@@ -166,8 +171,10 @@ class StreamSplicer:
         """Rewrite `data`, the next chunk of D; returns bytes for the client, which may be empty."""
         if self.passes_unchanged:
             return data
+        # A chunk may end inside an event: that part waits for the rest.
         *events, self._partial_event = (self._partial_event + data).split(b"\n\n")
         out = b"".join([self._rewrite_event(event) for event in events])
+        # From here on D's bytes pass unparsed.
         if self.is_settled and self.plan.mode == MODE_STRIP and not self._replacements:
             self.passes_unchanged = True
             out, self._partial_event = out + self._partial_event, b""
@@ -180,6 +187,7 @@ class StreamSplicer:
 
     def _rewrite_event(self, event: bytes) -> bytes:
         has_usage = self.plan.mode != MODE_STRIP and b'"usage":{' in event
+        # Texts of a long answer are not parsed: only what may have to change is.
         if event.startswith(b"data: {") and (has_usage or not self.is_settled):
             try:
                 chunk = _decode_json(event[6:])
@@ -190,6 +198,7 @@ class StreamSplicer:
                 self.is_settled = (
                     True  # no event of vLLM's: it goes on as it came, as does the rest
                 )
+        # Bytes are replaced in settled events too: all of them name D's id.
         for old, new in self._replacements:
             event = event.replace(old, new)
         return event + b"\n\n"
@@ -210,6 +219,7 @@ class StreamSplicer:
         if self.awaits_role and "role" in holder:
             self.awaits_role = False
             del holder["role"]
+            # The client has a first event with the role from P.
             if not holder.get("content"):
                 return False
         if not self.pending_text:
@@ -231,6 +241,7 @@ class StreamSplicer:
         if text.startswith(pending_text):
             self.pending_text = ""
             return text[len(pending_text) :]
+        # D may need several events for the text that P said at once.
         if pending_text.startswith(text) and not is_last:
             self.pending_text = pending_text[len(text) :]
         else:
@@ -239,6 +250,7 @@ class StreamSplicer:
 
     def _align_identity(self, chunk: dict[str, Any]) -> None:
         """Give all events P's id and time; replacing bytes is safe, since quotes in texts are escaped."""
+        # One look is enough: all events of a stream have the same id.
         if self._replacements:
             return
         for name, value in (("id", self.first_token.id), ("created", self.first_token.created)):
