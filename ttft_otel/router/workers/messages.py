@@ -13,6 +13,7 @@ import msgspec
 MAX_BLOCK_KEYS: Final = 4096  # leading blocks of a prompt that others hear of: 36 KB
 
 
+# array_like: the names of fields would be most of the bytes.
 class Sent(msgspec.Struct, array_like=True, tag="s", frozen=True):
     """An attempt is on its way.
 
@@ -57,6 +58,7 @@ class InstanceTotals(msgspec.Struct, array_like=True, frozen=True):
     url: str
     in_flight: int
     pending: int
+    # Since the worker's start, so that nothing is lost with a message.
     results: dict[str, int]
 
 
@@ -97,6 +99,7 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
     data: bytes = b""
 
 
+# The decoder checks tag and types, so that no handler has to.
 Message: TypeAlias = Sent | FirstToken | Ended | Totals | Resync | Reset | Order | Question | Answer
 
 

@@ -57,6 +57,7 @@ class MetricsFiles:
     def __init__(self, folder: Path, seat: int) -> None:
         self.folder, self._own_path = folder, folder / f"worker-{seat}.metrics"
         inherited = self._read_file(self._own_path)
+        # Its gauges ended with it; what it counted belongs to the router.
         self._inherited = [each for each in inherited if each.kind == "counter"]
 
     def write_own(self, metrics: Iterable[Metric], urls: Collection[str]) -> None:
@@ -76,13 +77,16 @@ class MetricsFiles:
         families = merge_families((inherited, [_read_metric(each) for each in metrics]), False)
         fresh_path = self._own_path.with_suffix(".fresh")
         fresh_path.write_bytes(_ENCODER.encode(families))
+        # rename() is atomic: who reads sees the old file or the new one.
         fresh_path.replace(self._own_path)
 
     def collect_all(self) -> Iterator[Metric]:
         """The metrics of all workers."""
+        # The wall clock, since files have its times.
         now_s = time.time()
         parts = []
         for path in sorted(self.folder.glob("worker-*.metrics")):
+            # Counters stay also of a worker that hangs, or the sum would fall.
             is_old = now_s - path.stat().st_mtime > MAX_GAUGE_AGE_S
             families = self._read_file(path)
             parts.append([each for each in families if each.kind == "counter" or not is_old])
@@ -95,6 +99,7 @@ class MetricsFiles:
     def _read_file(self, path: Path) -> list[Family]:
         try:
             return _DECODER.decode(path.read_bytes())
+        # No predecessor, or one of a release that wrote another form.
         except (FileNotFoundError, msgspec.MsgspecError):
             return []
 
@@ -108,6 +113,7 @@ def merge_families(parts: Iterable[list[Family]], are_workers: bool) -> list[Fam
     for families in parts:
         for family in families:
             _, values = merged.setdefault(family.name, (family, {}))
+            # What one process counted, its predecessor had not.
             is_summed = is_sum(family) if are_workers else True
             for key, value in family.samples:
                 before = values.get(key)
@@ -130,6 +136,7 @@ def is_sum(family: Family) -> bool:
 
 def _read_metric(metric: Metric) -> Family:
     samples = [
+        # Sorted, or one sample could have two keys.
         ((each.name, tuple(sorted(each.labels.items()))), float(each.value))
         for each in metric.samples
     ]

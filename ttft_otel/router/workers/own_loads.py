@@ -44,6 +44,7 @@ class OwnLoads:
         if attempt.policy == DEFAULT_POLICY:
             return
         state = self.routing.get_leg_policy(attempt.leg).state
+        # Booked before the attempt is reported (UpstreamClient._send_attempt), so it is there.
         entry = state.pending.find_entry((attempt.leg, attempt.span_id))
         sent = Sent(attempt.span_id, attempt.leg, attempt.instance.url, attempt.sent_us)
         if entry is not None:
@@ -54,6 +55,7 @@ class OwnLoads:
                 entry.sent_us,
                 True,
                 *entry.work,
+                # Cut for the size of a datagram; prefixes match from their beginning.
                 entry.block_keys[:MAX_BLOCK_KEYS],
             )
         self._open[attempt.span_id] = sent
@@ -65,8 +67,10 @@ class OwnLoads:
         """Tell of the first token of the request of `key`, and what its prefill took."""
         leg, span_id = key
         sent = self._open.get(span_id)
+        # It was not told of: nothing is decided by load on its leg, or it is over.
         if sent is None:
             return
+        # No work any more, also for a worker that asks for all that is under way.
         self._open[span_id] = Sent(span_id, leg, sent.url, sent.sent_us)
         self.send(FirstToken(span_id, leg, now_us, *(() if sample is None else sample)))
 
@@ -81,9 +85,11 @@ class OwnLoads:
 
     def build_totals(self) -> Totals:
         """How much is under way at each instance, and the results of what has ended there."""
+        # Counted anew each time: it is what finds mistakes in running counts.
         in_flight = Counter((sent.leg, sent.url) for sent in self._open.values())
         pending = Counter((sent.leg, sent.url) for sent in self._open.values() if sent.is_pending)
         results = {(each.leg, each.url): dict(each.attempt_results) for each in self.pool}
+        # Requests may be under way at an instance that has left the pool.
         places: Final = {**results, **{place: {} for place in in_flight if place not in results}}
         return Totals(
             [

@@ -37,6 +37,7 @@ class Roster(msgspec.Struct, array_like=True):
 
 def follow_order(app: RouterApp, order: Order) -> None:
     """Do what another worker was asked for, and did."""
+    # Not by the handlers, whose listeners would tell the others once more.
     try:
         if order.action == REGISTER and app.registrations is not None:
             app.registrations.register_instance(order.leg, order.url)
@@ -45,6 +46,7 @@ def follow_order(app: RouterApp, order: Order) -> None:
         else:
             instance = parse_instance_url(order.url, order.leg)
             apply_order(app.endpoint.upstream.pool, order.action, instance)
+    # This worker may have other instances for a moment: one order must not end it.
     except (RequestRejected, ValueError) as error:
         log.warning(
             "ttft-otel: %s of %s, which another worker did, failed here: %s",
@@ -67,15 +69,18 @@ def apply_roster(app: RouterApp, data: bytes) -> None:
     """Have the instances of another worker's roster: operators' orders are in no configuration."""
     roster = msgspec.msgpack.decode(data, type=Roster)
     pool = app.endpoint.upstream.pool
+    # Registered ones first, by role: these are swept when they stay away.
     for url, role in roster.roles.items():
         follow_order(app, Order(REGISTER, role, url))
     for member in roster.members:
         instance = pool.find_instance(member.leg, member.url)
+        # Not registered: an operator added it.
         if instance is None:
             instance = parse_instance_url(member.url, member.leg)
             pool.add_instance(instance)
         if member.is_draining:
             pool.set_draining(instance, True)
+    # What goes comes last, so that no leg is empty in between.
     kept = {(member.leg, member.url) for member in roster.members}
     for instance in list(pool):
         if (instance.leg, instance.url) not in kept:

@@ -50,6 +50,7 @@ class SiblingLoads:
     def apply_sent(self, seat: int, sent: Sent) -> None:
         """The worker on `seat` sent this. Idempotent."""
         book = self._books.setdefault(seat, SiblingBook())
+        # It may come twice: as it happens, and in the answer to a Resync.
         if sent.span_id in book.attempts:
             return
         place = (sent.leg, sent.url)
@@ -68,6 +69,7 @@ class SiblingLoads:
         sample = None
         if token.seconds is not None:
             sample = PrefillSample(token.model, token.tokens_to_compute, token.pairs, token.seconds)
+        # Only of what is pending: a message may come late, or again.
         if self._settle(seat, token.span_id):
             key = (token.leg, token.span_id)
             self._find_state(token.leg).record_first_token_elsewhere(key, token.now_us, sample)
@@ -81,6 +83,7 @@ class SiblingLoads:
         book = self._books.get(seat)
         if book is None:
             return
+        # A copy, since each is removed meanwhile.
         for span_id in list(book.attempts):
             self._remove_attempt(seat, span_id, now_us)
         del self._books[seat]
@@ -105,6 +108,7 @@ class SiblingLoads:
         for place, number in totals.items():
             instance = self._find_instance(*place)
             if instance is not None:
+                # Set, not added: those that were here before have counted it already.
                 _get_elsewhere(instance).in_flight = number
 
     def _settle(self, seat: int, span_id: str) -> bool:
@@ -115,10 +119,12 @@ class SiblingLoads:
             return False
         place = (sent.leg, sent.url)
         book.pending[place] -= 1
+        # Still in flight, but no work any more.
         book.attempts[span_id] = Sent(span_id, sent.leg, sent.url, sent.sent_us)
         return True
 
     def _remove_attempt(self, seat: int, span_id: str, now_us: int) -> None:
+        # Also without a first token: the work is not waited for any more.
         was_pending = self._settle(seat, span_id)
         book = self._books.get(seat)
         sent = None if book is None else book.attempts.pop(span_id, None)
@@ -134,6 +140,7 @@ class SiblingLoads:
         instance = self._find_instance(*place)
         if instance is not None:
             elsewhere = _get_elsewhere(instance)
+            # Never below 0, which policies would take for the emptiest instance of all.
             elsewhere.in_flight = max(elsewhere.in_flight + change, 0)
 
 

@@ -73,7 +73,9 @@ class WorkerSupervisor:
         self.run_worker, self.drain_timeout_s, self.reload = run_worker, drain_timeout_s, reload
         self.folder = make_private_folder()
         self._states = [WorkerState() for _ in range(count)]
+        # Not spawn: a worker would import everything again, and share no memory.
         self._context = multiprocessing.get_context("fork")
+        # Nobody writes to it: its end of file tells workers that this process is gone.
         self._lifeline = os.pipe()
         self._kill_at_s = 0.0  # once it was told to stop
         self._exit_code = 0
@@ -92,6 +94,7 @@ class WorkerSupervisor:
                 self._reap_workers()
                 self._restart_due()
         finally:
+            # Some are left only after an exception here.
             for process in self._list_running():
                 process.kill()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -108,6 +111,7 @@ class WorkerSupervisor:
 
     def _enter_worker(self, seat: WorkerSeat) -> None:
         """In the new process: leave what is the supervisor's, and serve."""
+        # Or a worker would itself keep the lifeline from ending.
         os.close(self._lifeline[1])
         # Ctrl-C signals the terminal's process group: one signal, the supervisor's, is to arrive.
         os.setpgrp()
@@ -115,6 +119,7 @@ class WorkerSupervisor:
         self.run_worker(seat)
 
     def _has_served(self, number: int) -> bool:
+        # The first thing that a worker which serves writes, and it outlives the worker.
         return (self.folder / f"worker-{number}.metrics").exists()
 
     def _list_running(self) -> list[ForkProcess]:
@@ -130,6 +135,7 @@ class WorkerSupervisor:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGCHLD:
+            # Only to end the wait: _reap_workers() looks at every process.
             return
         if number == signal.SIGHUP:
             self.reload()
@@ -145,6 +151,7 @@ class WorkerSupervisor:
 
     def _signal_workers(self, number: signal.Signals) -> None:
         for process in self._list_running():
+            # Not to one that was reaped: its number may be another process's by now.
             if process.pid is not None and process.exitcode is None:
                 os.kill(process.pid, number)
 
@@ -157,6 +164,7 @@ class WorkerSupervisor:
                 log.error("ttft-otel: worker process %d does not end: it is killed", process.pid)
                 process.kill()
                 self._exit_code = 1
+            # Once more later, as a process inside a system call may take its time.
             self._kill_at_s = time.monotonic() + END_GRACE_S
 
     def _note_end(self, number: int, state: WorkerState, process: ForkProcess) -> None:
@@ -165,6 +173,7 @@ class WorkerSupervisor:
         if self._kill_at_s:
             self._exit_code = self._exit_code or abs(process.exitcode or 0)
             return
+        # It would fail in the same way again: a port or an option is wrong.
         if not self._has_served(number):
             log.error("ttft-otel: worker %d could not start, see above: the router ends", number)
             self._exit_code = abs(process.exitcode or 0) or 1
@@ -222,6 +231,7 @@ def reserve_port(host: str, port: int) -> tuple[int, list[socket.socket]]:
     """
     # Not with SO_REUSEPORT at first: another router's workers would share the port with ours unnoticed.
     with socket.socket(*resolve_host(host, port)[0][0]) as probe:
+        # Connections of the router before us, in TIME_WAIT, are no other server.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(resolve_host(host, port)[0][1])
         port = probe.getsockname()[1]

@@ -68,13 +68,16 @@ class WorkerLink:
 
     async def start(self) -> None:
         """Join the others; a successor takes over the instances that they have."""
+        # First, so that what the others say from now on waits in it.
         self.socket.open()
         self.own.start()
         self.pool.order_listeners.add(self._relay_order)
         self.pool.change_listeners.add(self.siblings.sync_instances)
         self.app.endpoint.reports.ask_elsewhere = self._find_report
         self.app.metrics.merge_workers = self._merge_metrics
+        # Its file is also the sign for the supervisor that this worker serves.
         self._write_metrics(self.app.metrics.collect_own())
+        # Who joins has missed all that is under way.
         self.socket.send_now([messages.Resync()], self.socket.others)
         if self.seat.is_successor:
             data = await self._ask_others("roster")
@@ -87,13 +90,17 @@ class WorkerLink:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # For the sum of the others, and for a successor.
         self._write_metrics(self.app.metrics.collect_own())
+        # Told, so that they do not count it until SILENCE_S is over.
         self.socket.send_now([messages.Reset()], self.socket.others)
         self.socket.close()
 
     def receive_frame(self, frame: messages.Frame) -> None:
         """Take in one datagram of another worker."""
+        # One message that cannot be handled must not end the reading.
         with Guard("router.workers"):
+            # Another process on that seat: what was under way there ended with the first one.
             if self._processes.get(frame.seat) != frame.process:
                 self._processes[frame.seat] = frame.process
                 self.siblings.drop_seat(frame.seat, clock.now_us())
@@ -105,6 +112,7 @@ class WorkerLink:
         while True:
             await asyncio.sleep(TOTALS_INTERVAL_S)
             with Guard("router.workers"):
+                # Sent behind what was said before, as totals are of this moment.
                 self.socket.send(self.own.build_totals())
                 self._write_metrics(self.app.metrics.collect_own())
                 self._forget_silent()
@@ -113,6 +121,7 @@ class WorkerLink:
         moment = time.monotonic()
         for number, heard_s in list(self._heard_s.items()):
             if moment - heard_s > SILENCE_S:
+                # Should it be back, its totals will not agree, and it is asked for all.
                 del self._heard_s[number]
                 self.siblings.drop_seat(number, clock.now_us())
 
@@ -121,12 +130,14 @@ class WorkerLink:
             self.socket.send_now([messages.Resync()], [number])
 
     def _send_all(self, number: int, _: messages.Resync) -> None:
+        # All anew, as there may be too much or too little.
         self.socket.send_now([messages.Reset()], [number])
         under_way = self.own.list_open()
         for start in range(0, len(under_way), MAX_BATCH):
             self.socket.send_now(under_way[start : start + MAX_BATCH], [number])
 
     def _relay_order(self, action: str, leg: str, url: str) -> None:
+        # Before the operator has the answer: the next order may go to another worker.
         self.socket.send_now([messages.Order(action, leg, url)], self.socket.others)
 
     def _answer_question(self, number: int, question: messages.Question) -> None:
@@ -150,6 +161,7 @@ class WorkerLink:
         self.socket.send_now([question], self.socket.others)
 
         async def take_first() -> bytes:
+            # Each answers once, and all but one with nothing.
             for _ in self.socket.others:
                 if data := await answers.get():
                     return data
@@ -177,6 +189,7 @@ class WorkerLink:
     def _collect_workers(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(names.METRIC_WORKERS, "Workers that serve the port.", value=1)
         restarts_help = "Workers that ended and were replaced."
+        # 0 or 1 for each process: a successor inherits what was counted before it.
         yield CounterMetricFamily(
             names.METRIC_WORKER_RESTARTS, restarts_help, value=int(self.seat.is_successor)
         )

@@ -32,19 +32,24 @@ class WorkerServer(DrainingServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening on `sockets`, then join the others."""
         await super().startup(sockets)
+        # The application could not start: uvicorn has said why.
         if self.should_exit:
             return
+        # Nobody writes to it: it is readable when the supervisor is gone.
         asyncio.get_running_loop().add_reader(self.link.seat.lifeline_fd, self._leave_orphaned)
         await self.link.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, then leave the others."""
         asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
+        # Linked until the last request is over, whose end the others have to hear of.
         await super().shutdown(sockets)
         await self.link.close()
 
     def _leave_orphaned(self) -> None:
+        # An end of file stays readable: this would be called in every turn of the loop.
         asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
+        # If it drains already, a second signal would end it at once.
         if not self.stop_requested_s:
             log.error("ttft-otel: the supervisor of the workers is gone: this one drains and ends")
             signal.raise_signal(signal.SIGTERM)

@@ -52,9 +52,11 @@ class WorkerSocket:
     def open(self) -> None:
         """Bind the socket of this seat, in place of a predecessor's, and read it from now on."""
         path = build_path(self.folder, self.seat)
+        # A predecessor that was killed has left its file, on which bind() would fail.
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        # Linux refuses a datagram that is larger than the sender's buffer.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM_BYTES)
         self._socket.bind(str(path))
         asyncio.get_running_loop().add_reader(self._socket, self._read_datagrams)
@@ -105,6 +107,7 @@ class WorkerSocket:
             backlog = self._backlogs[seat]
             if data:
                 backlog.append(data)
+            # In order: a first token must not overtake its request.
             while backlog and self._send_datagram(backlog[0], seat):
                 backlog.popleft()
             while len(backlog) > MAX_BACKLOG:
