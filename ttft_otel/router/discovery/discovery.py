@@ -89,6 +89,7 @@ class Discovery:
                 async with aclosing(watched.source.watch_findings()) as findings:
                     async for each in findings:
                         self.apply_findings(watched, each)
+                        # It answers: the next failure is the first of a row.
                         pause_s = self.retry_pause_s
             except SourceUnreachable as error:
                 problem = str(error)
@@ -101,6 +102,7 @@ class Discovery:
                 watched,
                 f"{problem}; the {len(watched.roles_by_url)} instances known before stay in use",
             )
+            # Jitter, so that the replicas of a router do not ask at the same moment.
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
 
@@ -109,15 +111,18 @@ class Discovery:
         refused: dict[str, str] = {}
         # New ones first: where a rollout replaces all of them at once, there is never none.
         for url, role in findings.roles_by_url.items():
+            # Perhaps forgotten as unreachable, though its source still names it.
             if watched.roles_by_url.get(url) != role or not self.roster.has_url(url):
                 try:
                     self.roster.register_instance(role, url)
                 except RequestRejected as error:
                     refused[url] = str(error)
         before = watched.roles_by_url
+        # What was refused is new again with the next findings, and tried again.
         watched.roles_by_url = {
             url: role for url, role in findings.roles_by_url.items() if url not in refused
         }
+        # Two sources may name the same instance.
         named = {url for each in self.watched for url in each.roles_by_url}
         for url in before.keys() - named:
             self.roster.deregister_instance(url)
@@ -126,6 +131,7 @@ class Discovery:
 
     def _note_problem(self, watched: WatchedSource, problem: str) -> None:
         """Keep a problem, "" for none, and log each change once."""
+        # Each change once: a source may say the same every few seconds.
         if problem == watched.problem:
             return
         watched.problem = problem

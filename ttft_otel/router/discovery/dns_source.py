@@ -33,6 +33,7 @@ class DnsSource:
 
     def __init__(self, address: SourceAddress, interval_s: float) -> None:
         self.address, self.interval_s = address, interval_s
+        # Made with the first question: without a configuration it raises, and is tried again.
         self._resolver: dns.asyncresolver.Resolver | None = None
 
     async def watch_findings(self) -> AsyncGenerator[Findings, None]:
@@ -57,6 +58,7 @@ class DnsSource:
         ]
         return [
             write_url(host, port)
+            # Sorted: nameservers change the order from answer to answer.
             for target, port in sorted(set(targets))
             for host in await self._resolve_hosts(target)
         ]
@@ -73,6 +75,7 @@ class DnsSource:
         try:
             if self._resolver is None:
                 self._resolver = build_resolver(self.address.nameserver)
+            # No record of one kind is no error: the name may have the other kind.
             answer = await self._resolver.resolve(
                 name, kind, search=True, raise_on_no_answer=False, lifetime=QUERY_TIMEOUT_S
             )

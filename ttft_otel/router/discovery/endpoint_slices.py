@@ -28,6 +28,7 @@ def read_slices(slices: Iterable[EndpointSlice], address: SourceAddress) -> Find
     for each in kept:
         labels = each.get("metadata", {}).get("labels") or {}
         role = address.role or find_role(labels)
+        # A number needs nothing of the slice, which may name no port at all.
         port = address.port if address.port.isdigit() else find_port(each, address.port)
         name = each.get("metadata", {}).get("name", "")
         if not role:
@@ -41,12 +42,14 @@ def read_slices(slices: Iterable[EndpointSlice], address: SourceAddress) -> Find
         problems.append("the selector finds no EndpointSlice: has the Service these labels?")
     elif not roles_by_url and not problems:
         problems.append("no endpoint is ready")
+    # The first is enough to act on; the next one shows when it is mended.
     return Findings(roles_by_url, problems[0] if problems else "")
 
 
 def drop_second_family(slices: Iterable[EndpointSlice]) -> list[EndpointSlice]:
     """Slices without those that name by IPv6 what the same Service names by IPv4."""
     every = list(slices)
+    # A Service of both families has slices of each: every instance would be there twice.
     with_ipv4 = {find_service(each) for each in every if each.get("addressType") == "IPv4"}
     return [
         each
@@ -70,6 +73,7 @@ def find_role(labels: Mapping[str, str]) -> str:
 def find_port(endpoint_slice: EndpointSlice, name: str) -> str:
     """The number of the port called `name`; without a name the only port or the one called http."""
     numbers = {
+        # A single port may have no name, and TCP is what the API means by no protocol.
         str(each.get("name") or ""): str(each["port"])
         for each in endpoint_slice.get("ports") or ()
         if each.get("port") and each.get("protocol", "TCP") == "TCP"
@@ -85,6 +89,7 @@ def list_ready_hosts(endpoint_slice: EndpointSlice) -> Iterator[str]:
     A terminating one is never `ready`, and `ready` that is not there means yes. The first address is
     the one that all clients should use; the API forbids to have more in new objects.
     """
+    # `endpoints` is null, not empty, where there are none.
     for each in endpoint_slice.get("endpoints") or ():
         conditions = each.get("conditions") or {}
         if conditions.get("ready") is not False and not conditions.get("terminating"):

@@ -27,6 +27,7 @@ class InstanceSource(Protocol):
 
     address: SourceAddress
 
+    # No `async def`: calling the function of an async generator returns it without await.
     def watch_findings(self) -> AsyncGenerator[Findings, None]:
         """Give what is there, then what is there after each change, for ever.
 
@@ -37,4 +38,5 @@ class InstanceSource(Protocol):
 
 def write_url(host: str, port: int | str) -> str:
     """The URL of an instance at an address, which may be IPv6."""
+    # Brackets tell the colons of IPv6 from that of the port (RFC 3986 section 3.2.2).
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

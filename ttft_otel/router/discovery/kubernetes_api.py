@@ -24,6 +24,7 @@ from ttft_otel.router.errors import SourceUnreachable, WatchExpired
 from ttft_otel.router.types import JSON_ERRORS
 from ttft_otel.router.upstream.bounded_body import read_bounded_body
 
+# Where kubelet mounts a pod's token and the cluster's CA.
 ACCOUNT_FOLDER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_S: Final = 60  # seconds for which one watch runs; then it goes on from where it was
 SILENCE_S: Final = 15.0  # seconds beyond that until a connection that says nothing is given up
@@ -60,6 +61,7 @@ def find_cluster(api_url: str = "", folder: Path = ACCOUNT_FOLDER) -> ClusterAcc
     """
     if api_url:
         return ClusterAccess(api_url.rstrip("/"))
+    # Set in every container of a cluster.
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
     if not host:
@@ -88,6 +90,7 @@ class KubernetesApi:
     async def open(self) -> None:
         """Make the session. Raises SourceUnreachable for a CA that cannot be read."""
         try:
+            # The cluster's own CA has signed the API server's certificate, no public one.
             context = (
                 ssl.create_default_context(cafile=str(self.access.ca_file))
                 if self.access.ca_file is not None
@@ -95,6 +98,7 @@ class KubernetesApi:
             )
         except (OSError, ssl.SSLError) as error:
             raise SourceUnreachable(f"no CA of the API server: {error}") from error
+        # True is aiohttp's default, the system's CAs: for https:// in --kubernetes-api.
         connector = aiohttp.TCPConnector(ssl=context if context is not None else True)
         self._session = aiohttp.ClientSession(connector=connector)
 
@@ -121,12 +125,14 @@ class KubernetesApi:
 
         Raises WatchExpired when the version is too old, and SourceUnreachable.
         """
+        # The server ends the watch, so that one which died unnoticed cannot last.
         query = {
             "watch": "1",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
             "timeoutSeconds": str(self.watch_s),
         }
+        # Silent beyond its end: the connection is dead.
         timeout = aiohttp.ClientTimeout(total=None, sock_read=self.watch_s + SILENCE_S)
         async with self._request(query, timeout) as response:
             async for line in split_lines(response):
@@ -135,6 +141,7 @@ class KubernetesApi:
                     body, kind = event["object"], event["type"]
                 except (*JSON_ERRORS, KeyError, TypeError) as error:
                     raise SourceUnreachable(f"its event cannot be read: {error!r}") from error
+                # Status 200 was sent when the watch began, so an error is an event: mostly 410.
                 if kind == "ERROR":
                     raise build_error(int(body.get("code", 0)), str(body.get("message", "")))
                 yield event
@@ -163,6 +170,7 @@ class KubernetesApi:
 
 def build_error(status: int, message: str) -> SourceUnreachable | WatchExpired:
     """What a refusal of the API server means for us."""
+    # Gone: etcd does not keep old versions.
     if status == 410:
         return WatchExpired(message)
     if status in (401, 403):
@@ -175,6 +183,7 @@ async def split_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     rest = bytearray()
     async for chunk in response.content.iter_any():
         rest += chunk
+        # Looked for in the chunk: a long event would be searched again with each one.
         if b"\n" in chunk:
             *lines, tail = bytes(rest).split(b"\n")
             rest = bytearray(tail)

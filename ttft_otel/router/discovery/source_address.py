@@ -26,6 +26,7 @@ ROLES_BY_WORD: Final = {
     "backend": PREFILL_DECODE,
     MONO: PREFILL_DECODE,
 }
+# Any other is refused: an option that is misspelt must not be left out in silence.
 OPTIONS_BY_SCHEME: Final = {
     DNS_SCHEME: ("role", "nameserver"),
     KUBERNETES_SCHEME: ("role", "port"),
@@ -56,6 +57,7 @@ def parse_source_address(text: str) -> SourceAddress:
         raise ValueError(
             f"{text!r} names no source: write dns://SERVICE:PORT or k8s://NAMESPACE/SELECTOR"
         )
+    # With blank values, or `role=` would pass for no option.
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     known = OPTIONS_BY_SCHEME[parts.scheme]
     if unknown := sorted(options.keys() - set(known)):
@@ -64,6 +66,7 @@ def parse_source_address(text: str) -> SourceAddress:
     if parts.scheme == DNS_SCHEME:
         nameserver = options.get("nameserver", "")
         return _parse_dns(text, parts.netloc, parts.path, role, nameserver)
+    # A selector may need escapes, for `?` and blanks.
     selector = unquote(parts.path.removeprefix("/"))
     if not selector:
         raise ValueError(
@@ -71,6 +74,7 @@ def parse_source_address(text: str) -> SourceAddress:
             "like k8s://default/kubernetes.io/service-name=vllm"
         )
     port = options.get("port", "")
+    # The name of a port can only be found in the slices, a number is checked here.
     if port.isdigit():
         _check_port(text, port)
     return SourceAddress(text, KUBERNETES_SCHEME, parts.netloc, selector, port, role)
@@ -89,6 +93,7 @@ def _parse_role(text: str, options: dict[str, str]) -> str:
 def _parse_dns(text: str, netloc: str, path: str, role: str, nameserver: str) -> SourceAddress:
     name, _, port = netloc.partition(":")
     is_srv = name.startswith("_")
+    # SRV records say the port, addresses do not: it has to be written for these only.
     if path.strip("/") or not name or bool(port) == is_srv:
         raise ValueError(
             f"{text!r}: write dns://SERVICE:PORT, or dns://_PORT._tcp.SERVICE for SRV records, "
@@ -97,10 +102,12 @@ def _parse_dns(text: str, netloc: str, path: str, role: str, nameserver: str) ->
     if port:
         _check_port(text, port)
     if nameserver:
+        # After the last colon, as the nameserver may be IPv6.
         _check_port(text, nameserver.rpartition(":")[2])
     return SourceAddress(text, DNS_SCHEME, name, "", port, role, nameserver)
 
 
 def _check_port(text: str, port: str) -> None:
+    # isdigit() and int() take digits of any script.
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{text!r}: {port!r} is not a port")
