@@ -101,7 +101,7 @@ class Registrations:
                 f"deregister one."
             )
             raise RequestRejected(429, message, "RateLimitError", retry_after_s=30)
-        # Another role is another leg: it drains there, and is a new instance here.
+        # Another role is mostly another leg: it drains there, and is a new instance here.
         if before is not None and before.role != role:
             self._registered.pop(url)
             self._release_instance(before)
