@@ -30,12 +30,18 @@ class WorkerServer(DrainingServer):
         self.link = link
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening on `sockets`, then join the others."""
+        """Join the others, then listen on `sockets`: a successor first takes over their instances."""
+        start_app = self.lifespan.startup
+
+        async def start_and_join() -> None:
+            await start_app()
+            if not self.lifespan.should_exit:
+                await self.link.start()
+
+        # Between the application's start and the first connection uvicorn offers no other place.
+        self.lifespan.startup = start_and_join
         await super().startup(sockets)
-        if self.should_exit:
-            return
         asyncio.get_running_loop().add_reader(self.link.seat.lifeline_fd, self._leave_orphaned)
-        await self.link.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, then leave the others."""
