@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,21 @@ def test_the_folder_is_private(monkeypatch: pytest.MonkeyPatch, runtime_folder: 
         assert len(str(folder / "worker-255.sock")) < 108
     finally:
         folder.rmdir()
+
+
+def test_orphans_leave_nothing(tmp_path: Path) -> None:
+    """Each removes what is its own, and the last one the folder."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    seats = [supervisor.WorkerSeat(number, 2, folder, -1) for number in range(2)]
+    for name in ("worker-0.sock", "worker-0.metrics", "worker-1.metrics"):
+        (folder / name).touch()
+
+    seats[0].leave_folder()
+    assert [each.name for each in folder.iterdir()] == ["worker-1.metrics"]
+
+    seats[1].leave_folder()
+    assert not folder.exists()
 
 
 def test_a_port_is_reserved() -> None:

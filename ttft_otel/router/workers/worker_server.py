@@ -27,7 +27,7 @@ class WorkerServer(DrainingServer):
 
     def __init__(self, *arguments: Any, link: WorkerLink) -> None:
         super().__init__(*arguments)
-        self.link = link
+        self.link, self.is_orphaned = link, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Join the others, then listen on `sockets`: a successor first takes over their instances."""
@@ -48,9 +48,12 @@ class WorkerServer(DrainingServer):
         asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
         await super().shutdown(sockets)
         await self.link.close()
+        if self.is_orphaned:
+            self.link.seat.leave_folder()
 
     def _leave_orphaned(self) -> None:
         asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
+        self.is_orphaned = True
         if not self.stop_requested_s:
             log.error("ttft-otel: the supervisor of the workers is gone: this one drains and ends")
             signal.raise_signal(signal.SIGTERM)
