@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+# Sixteen bodies of the largest size that is accepted.
 MAX_BODIES_BYTES: Final = 64 << 20  # of all bodies together
 
 
@@ -44,19 +45,23 @@ class BodyBudget:
         try:
             yield body
         finally:
+            # Also after an exception: bytes that are not given back would refuse bodies for ever.
             self._release(body)
             del self._bodies[body]
 
     def extend_body(self, body: HeldBody, chunk: bytes) -> None:
         """Append `chunk`. Raises BodyBudgetError when this body gave way, now or earlier."""
         while not body.has_given_way and self.used_bytes + len(chunk) > self.max_bytes:
+            # A complete body is being decoded: taking its bytes away would free no memory.
             arriving = [each for each in self._bodies if not each.is_complete and each.data]
             # max() takes the first, hence the oldest, of equal ones.
             largest = max(arriving, key=lambda each: len(each.data), default=body)
+            # The newcomer is the largest itself: then it gives way, and no other.
             if len(largest.data) < len(body.data) + len(chunk):
                 largest = body
             self._release(largest)
             largest.has_given_way = True
+        # Told at its next chunk, since only its own coroutine can answer its sender.
         if body.has_given_way:
             raise BodyBudgetError("too many bytes of other exports are arriving")
         body.data += chunk
