@@ -85,7 +85,6 @@ class RoutingService:
         self._sync_states()
 
     def _build_prefill_policy(self, policy_name: str) -> LegPolicy:
-        # An index that stays empty: policies need not ask whether there is one.
         index = BlockHolders(1) if self.prefix_source is None else self.prefix_source.index
         state = PolicyState(index, self._options, PendingLoads(window_s=self._window_s))
         return LegPolicy(policy_name, POLICIES[policy_name](state), state)
@@ -204,7 +203,6 @@ class RoutingService:
         # An error of ours while reading a prompt must not cost the request.
         with Guard("router.look"):
             request = await self._tokenize_prompt(request, path, lookup, self.prompt_reader)
-        # Else a prompt that cannot be read would count as no work at all.
         if not request.prompt_tokens:
             estimated_tokens = min(len(request.body) // BYTES_PER_TOKEN, MAX_ESTIMATED_TOKENS)
             request = replace(request, prompt_tokens=estimated_tokens, tokens_estimated=True)
@@ -225,7 +223,6 @@ class RoutingService:
         cached_by_url: Mapping[str, int] | None = None
         if self.prefix_source is not None:
             cached_by_url = await self.prefix_source.look_up(request.model, prompt, urls)
-        # No external service, or no answer of it in time.
         if cached_by_url is None:
             depths = index.match_blocks(prompt.block_keys, urls)
             cached_by_url = {
@@ -249,7 +246,6 @@ class RoutingService:
             now_us = clock.now_us()
             wait_s, are_busy = self._estimate_encode_wait(item_requests, now_us)
             request = replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)
-            # For what it raises; the real choice comes after the encoders.
             self.prefill_policy.policy.choose_instance(request, candidates, now_us, True)
 
     def _estimate_encode_wait(
