@@ -26,8 +26,8 @@ RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 def _require_block_divisor(_context: click.Context, _option: click.Parameter, value: int) -> int:
     """Check that `value` divides a trace's blocks. Raises BadParameter."""
-    # Else a shrunk block would not be a whole number of tokens, and shared prefixes would end
-    # elsewhere.
+    # Else a shrunk block would not be a whole number of tokens,
+    # and shared prefixes would end elsewhere.
     if BLOCK_TOKENS % value:
         raise click.BadParameter(
             f"{value} does not divide blocks of {BLOCK_TOKENS} tokens. Give a power of two, 1 to "
@@ -62,8 +62,8 @@ def _make_number_option(name: str, kind: Any, default: Any, help_text: str) -> O
 TARGET_OPTIONS: Final = (
     click.option("--url", metavar="URL", help="The server or router to measure: http://host:port"),
     click.option(
-        # Two URLs of one flag and not two flags: sides are measured in the same rounds or not at
-        # all.
+        # Two URLs of one flag and not two flags: sides are
+        # measured in the same rounds or not at all.
         "--ab",
         nargs=2,
         metavar="URL_A URL_B",

@@ -80,7 +80,7 @@ def read_arrival_ns(ancillary_data: Iterable[tuple[int, int, bytes]]) -> int:
     for level, kind, data in ancillary_data:
         if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) == TIMESPEC.size:
             seconds, nanoseconds = map(int, TIMESPEC.unpack(data))
-            # A step of the wall clock in between may put the stamp into the future: never later
-            # than the read.
+            # A step of the wall clock in between may put the stamp into
+            # the future: never later than the read.
             return min(now_ns, now_ns - wall_ns + seconds * 1_000_000_000 + nanoseconds)
     return now_ns

@@ -167,8 +167,8 @@ class LoadPlan:
     def _generate_offsets_s(self, seed: int) -> Iterator[float]:
         """Send times for `rate`, in seconds from the start: constant gaps, or a Poisson process."""
         rate = self.rate or 1.0
-        # A text as seed, which Python hashes: neighbouring seeds, and other datasets, have
-        # unrelated streams.
+        # A text as seed, which Python hashes: neighbouring seeds, and
+        # other datasets, have unrelated streams.
         rng = random.Random(f"arrivals/{seed}")
         is_constant = self.arrivals == "constant"
         gaps_s = (1 / rate if is_constant else rng.expovariate(rate) for _ in itertools.count())

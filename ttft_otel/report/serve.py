@@ -44,8 +44,8 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
 )
 @click.option(
-    # Three limits, since any of them may be what a disk or a policy demands; the first one reached
-    # counts.
+    # Three limits, since any of them may be what a disk or a policy
+    # demands; the first one reached counts.
     "--keep-requests",
     default=20_000,
     show_default=True,

@@ -33,8 +33,8 @@ def add_access_options(
             help="Serve whoever reaches --host, without a key.",
         ),
         declare_option(
-            # One key for all instances; clients' keys never reach an instance where the router
-            # checks them.
+            # One key for all instances; clients' keys never reach an
+            # instance where the router checks them.
             "--upstream-key",
             default="",
             metavar="KEY",

@@ -41,8 +41,8 @@ class ConfigReloader:
         upstream = self.app.endpoint.upstream
         instances_by_leg = new_options.build_instances()
         registered = self.app.registrations
-        # Instances that registered themselves must survive the reload; only `registered` knows
-        # them.
+        # Instances that registered themselves must survive the
+        # reload; only `registered` knows them.
         if registered is not None:
             try:
                 added, removed = registered.set_configured(instances_by_leg)
@@ -64,8 +64,8 @@ class ConfigReloader:
             ", ".join(added) or "nothing",
             ", ".join(removed) or "nothing",
         )
-        # Compared with the options of the start, which are still in force: every reload repeats
-        # this.
+        # Compared with the options of the start, which are still
+        # in force: every reload repeats this.
         if needs_restart := router_options.list_fixed_changes(self.current_options, new_options):
             log.warning(
                 "ttft-otel: configuration reload: restart the router to apply the new %s",

@@ -123,8 +123,8 @@ class Booking:
             self.awaits_delta = True
             return
         had_instance_alone = (
-            # With others before it the TTFT contains their prefills, and cannot be taken apart
-            # without stages.
+            # With others before it the TTFT contains their prefills, and
+            # cannot be taken apart without stages.
             self.found_idle
             and is_streaming
             and self.request.prompt_tokens
@@ -137,8 +137,8 @@ class Booking:
             seconds,
             self.cached_tokens,
             self.key,
-            # A whole answer arrives long after its first token: it ends the entry, but judges
-            # nothing.
+            # A whole answer arrives long after its first token: it
+            # ends the entry, but judges nothing.
             is_measured=is_streaming,
         )
 

@@ -62,8 +62,8 @@ class BlockHolders:
     def match_blocks(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
         """For each of `urls`, the number of leading `blocks` that the instance has cached."""
         masks, holders, owners = self._masks, self._holders.parts, self._owners
-        # One integer has the caches of all instances: each block costs one dict look-up and one
-        # AND.
+        # One integer has the caches of all instances: each block
+        # costs one dict look-up and one AND.
         remaining = reduce(or_, map(masks.get, urls, repeat(0)), 0)
         remaining &= holders[blocks[0] & PART_MASK].get(blocks[0], 0) if blocks else 0
         if not remaining:
@@ -145,8 +145,8 @@ class BlockHolders:
         for block in blocks:
             holders = parts[block & PART_MASK]
             remaining_holders = holders.get(block, 0) & ~bit
-            # A block that nobody holds leaves the table: else it would grow with every prompt ever
-            # seen.
+            # A block that nobody holds leaves the table: else it
+            # would grow with every prompt ever seen.
             if remaining_holders:
                 holders[block] = remaining_holders
             else:

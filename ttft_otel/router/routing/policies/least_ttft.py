@@ -91,8 +91,8 @@ class LeastTtftPolicy(RoutingPolicy):
         waits = _predict_waits(instances, loads, line, speed_factors, now_us)
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
         scores = [
-            # Without the last term each request would be served soonest, at the cost of those after
-            # it.
+            # Without the last term each request would be served
+            # soonest, at the cost of those after it.
             wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill)
             for wait, prefill in zip(waits, prefills, strict=True)
         ]

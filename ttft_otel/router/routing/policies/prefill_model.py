@@ -106,8 +106,8 @@ class PrefillFit:
             # A negative coefficient would make longer prompts look faster.
             if solution is None or min(solution) < 0:
                 continue
-            # At a solution of the normal equations the error falls by exactly this: no second pass
-            # over samples.
+            # At a solution of the normal equations the error falls by
+            # exactly this: no second pass over samples.
             value = -sum(x * y for x, y in zip(solution, self._pick_right(subset), strict=True))
             if value < lowest:
                 coefficients = [0.0, 0.0, 0.0]

@@ -51,8 +51,8 @@ class HashRing:
         new_urls = urls - self._urls
         if not new_urls:
             return
-        # Sessions of the present ones keep their instance: their points do not depend on the
-        # others.
+        # Sessions of the present ones keep their instance: their
+        # points do not depend on the others.
         if len(self._urls) + len(new_urls) > MAX_RING_INSTANCES:
             new_urls, self._urls, self._points, self._owners = urls, set(), [], []
         points = list(zip(self._points, self._owners, strict=True))

@@ -139,8 +139,8 @@ class BlockLedger:
             self.index.reported_blocks += 1
             self.index.blocks_by_url[self.url] += 1
             self.counts["stored"] += 1
-            # Two engine hashes with one key of ours, or GPU and CPU: the index keeps one bit for
-            # both.
+            # Two engine hashes with one key of ours, or GPU and CPU:
+            # the index keeps one bit for both.
             if self.index.has_block(self.url, block_key, self.rank):
                 self._extra_hashes[block_key] = self._extra_hashes.get(block_key, 0) + 1
             else:

@@ -94,8 +94,8 @@ class EventFeed:
             self.counts["restarts"] += 1
             self._last_heard = NO_MESSAGE
             self.clear_state()
-            # From 0 now, since clear_state() has forgotten the number: all that the new engine
-            # keeps.
+            # From 0 now, since clear_state() has forgotten the
+            # number: all that the new engine keeps.
             await self._replay_missed()
         elif self.last_applied is None:
             self.last_applied = NO_MESSAGE  # the engine has published nothing yet
