@@ -36,6 +36,7 @@ from ttft_otel.bench.request_factory import UNIVERSAL_TOKEN_IDS
 
 SPARE_ANSWER_TOKENS = 4  # tokens of an answer: enough for a second event, too few to matter
 BOOTSTRAP_DRAWS = 2000
+# Of fewer rounds a bootstrap interval tends to be too narrow, and would end the run by chance.
 MIN_REQUESTS = 40
 
 
@@ -54,6 +55,7 @@ def main() -> None:
             ttfts = {play: play(options, options.seed + number + 1) for play in order}
             rounds.append({"ours": ttfts[run_ttft_bench], "theirs": ttfts[theirs]})
             sys.stderr.write(f"round {number + 1}: {format_pair(rounds[-1])}\n")
+            # --within is half a width: the interval is compared with twice as much.
             low, high = summarize_ratios(rounds)["paired_interval"]
             if number + 1 >= MIN_REQUESTS and high - low <= 2 * options.within:
                 break
@@ -92,7 +94,10 @@ def summarize_ratios(pairs: list[dict[str, float]]) -> dict[str, Any]:
     """Ratios ours/theirs: of the medians of all requests, of the means, and the rounds' median one."""
     ours_, theirs_ = ([pair[tool] for pair in pairs] for tool in ("ours", "theirs"))
     ratios = [pair["ours"] / pair["theirs"] for pair in pairs]
+    # A fixed seed: the same pairs give the same interval, which decides when the run ends.
     chance = np.random.default_rng(0)
+    # The median of ratios, not a ratio of medians: a slow moment
+    # of the server hits both tools of a round.
     medians = np.median(chance.choice(ratios, (BOOTSTRAP_DRAWS, len(ratios))), axis=1)
     return {
         "rounds": len(pairs),
@@ -108,11 +113,13 @@ def summarize_ratios(pairs: list[dict[str, float]]) -> dict[str, Any]:
 
 def run_ttft_bench(options: argparse.Namespace, seed: int) -> float:
     """One round of `ttft-otel bench`."""
+    # In this process: starting Python and importing cost no TTFT, but many seconds over 400 rounds.
     command_line = ["bench", "--url", options.url, "--json", "--model", options.model]
     command_line += ["--seed", str(seed), "--output-len", str(SPARE_ANSWER_TOKENS)]
     command_line += ["--input-len", str(options.input_len), "--requests", "1", "--concurrency", "1"]
     output = CliRunner().invoke(cli.main, command_line).stdout
     rows = json.loads(output)["targets"][0]["runs"][0]["requests"]
+    # Requests of unequal length would be a comparison of prompts, not of tools.
     assert [row["input_tokens"] for row in rows] == [options.input_len], output
     return float(rows[0]["ttft_ms"])
 
@@ -121,8 +128,11 @@ def run_ttft_bench(options: argparse.Namespace, seed: int) -> float:
 def start_vllm_bench_peer() -> Iterator[Any]:
     """A process with vLLM in it; call the value for one round of `vllm bench serve`."""
     words = [sys.executable, __file__, "--peer"]
+    # No look at the hub, which would delay the start or fail:
+    # the tokenizer must be on this machine.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     pipe = subprocess.PIPE
+    # One process for all rounds, because importing vLLM takes many seconds.
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=env) as process:
         assert process.stdin and process.stdout
         asked, answers = process.stdin, process.stdout
@@ -135,6 +145,7 @@ def start_vllm_bench_peer() -> Iterator[Any]:
         try:
             yield run_vllm_bench
         finally:
+            # End of input ends the peer's loop; leaving the block waits for its exit.
             asked.close()
 
 
@@ -152,6 +163,8 @@ def build_vllm_bench_flags(options: argparse.Namespace, seed: int) -> list[str]:
         "extra-body": json.dumps({"prompt": ids}),
         "num-prompts": 1,
         "max-concurrency": 1,
+        # 0 switches off the test request that `vllm bench serve`
+        # sends first: it would warm the server.
         "ready-check-timeout-sec": 0,
         "temperature": 0,
     }
@@ -161,6 +174,7 @@ def build_vllm_bench_flags(options: argparse.Namespace, seed: int) -> list[str]:
 
 def serve_vllm_bench() -> None:
     """The peer's side: command lines come in, TTFTs in milliseconds go out, its own talk to stderr."""
+    # Before vLLM is imported: its progress and tables go to stdout, between our answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm.benchmarks.serve import add_cli_args, main_async
@@ -173,6 +187,7 @@ def serve_vllm_bench() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             options = parser.parse_args([*json.loads(line), *kept, "--result-dir", folder])
+            # In seconds; exactly one, as one request was asked for.
             (ttft,) = asyncio.run(main_async(options))["ttfts"]
             out.write(f"{1000 * ttft}\n")
             out.flush()

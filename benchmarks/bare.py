@@ -21,6 +21,7 @@ BACKEND_URL = sys.argv[2]
 @asynccontextmanager
 async def open_client_session(served: FastAPI) -> AsyncIterator[None]:
     """One client session for all requests."""
+    # No limit (aiohttp has 100), and bytes as they come: the least that a Python proxy can do.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         served.state.session = session
@@ -39,6 +40,7 @@ async def get_health() -> dict[str, str]:
 @app.post("/v1/chat/completions")
 async def forward_chat(request: Request) -> StreamingResponse:
     """Forward the body, and relay the response."""
+    # No `async with`: the connection must stay with the answer until its last chunk is relayed.
     response = await app.state.session.post(
         f"{BACKEND_URL}/v1/chat/completions",
         data=await request.body(),
@@ -47,6 +49,7 @@ async def forward_chat(request: Request) -> StreamingResponse:
 
     async def relay_chunks() -> AsyncIterator[bytes]:
         async with response:
+            # As much as has arrived, without waiting for whole chunks or lines.
             async for chunk in response.content.iter_any():
                 yield chunk
 
@@ -59,6 +62,8 @@ if __name__ == "__main__":
     uvicorn.run(
         app,
         port=int(sys.argv[1]),
+        # The fast loop and parser of uvicorn[standard]: the
+        # reference must not be slow by its setup.
         loop="uvloop",
         http="httptools",
         access_log=False,

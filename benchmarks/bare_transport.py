@@ -17,6 +17,7 @@ from typing import Final, cast
 
 import uvloop
 
+# A short stream in one write shows what a request costs, a long paced one what a token costs.
 EVENTS_PER_STREAM: Final = 16
 TOKENS_PER_STREAM: Final = 200
 STAMPED_PER_STREAM: Final = 17  # events of a stream that tells when each one left
@@ -31,7 +32,10 @@ EVENT: Final = (
 STAMP_PLACE: Final = EVENT[15:35]  # of the ID: nanoseconds of CLOCK_MONOTONIC
 FIRST_EVENT: Final = EVENT.replace(b'{"content":" word"}', b'{"role":"assistant","content":""}')
 EVENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+# Sizes of chunks are hexadecimal: `e` are the 14 bytes of "data: [DONE]" with its empty line.
 DONE_CHUNK: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+# With the parameters that a prefill instance answers: this
+# instance plays P and D of the router too.
 PLAIN_BODY: Final = (
     b'{"id":"chatcmpl-b5a8d2f1c37e4f7c9d3a6e1b2c4d5e6f","object":"chat.completion","created":1700000000,'
     b'"model":"tiny","choices":[{"index":0,"message":{"role":"assistant","content":" word"},'
@@ -55,6 +59,7 @@ PLAIN_RESPONSE: Final = build_response_head("application/json", len(PLAIN_BODY))
 HEALTH_RESPONSE: Final = build_response_head("application/json", len(HEALTH_BODY)) + HEALTH_BODY
 STREAM_HEAD: Final = build_response_head("text/event-stream; charset=utf-8", None)
 STREAM_START: Final = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(FIRST_EVENT), FIRST_EVENT)
+# Built once: the instance must cost less than what is measured in front of it.
 STREAM_RESPONSE: Final = STREAM_START + EVENT_CHUNK * (EVENTS_PER_STREAM - 1) + DONE_CHUNK
 
 
@@ -73,6 +78,7 @@ class InstantInstance(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Answer each complete request."""
         self.data += data
+        # No HTTP parser: requests come from our own programs, one at a time on a connection.
         front, match, rest = self.data.partition(b"\r\n\r\n")
         length = int(front.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
         if not match or len(rest) < length:
@@ -103,6 +109,7 @@ def send_next_tokens() -> None:
     """One engine step: every running stream gets its token, as a batch of a real engine does."""
     # First: the pace does not depend on how long the writes below take.
     asyncio.get_running_loop().call_later(TOKEN_INTERVAL_S, send_next_tokens)
+    # A copy: finished streams are deleted while it is walked.
     for one, left in list(PACED_STREAMS.items()):
         if left and one.is_stamped:
             one.transport.write(EVENT_CHUNK.replace(STAMP_PLACE, b"%020d" % time.monotonic_ns()))
@@ -123,6 +130,7 @@ class LoopingClient(asyncio.Protocol):
             remaining,
             b"",
         )
+        # A future for each connection: the first error ends the benchmark, by gather().
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -132,6 +140,8 @@ class LoopingClient(asyncio.Protocol):
 
     def send_next_request(self) -> None:
         """Send one more request, while there are any."""
+        # One iterator for all connections: a fast one takes
+        # more requests, so that all end together.
         if next(self.remaining, None) is None:
             self.ended.set_result(None)
             self.transport.close()
@@ -146,10 +156,12 @@ class LoopingClient(asyncio.Protocol):
         front, found, rest = self.data.partition(b"\r\n\r\n")
         if not found:
             return
+        # Either a length, or chunks, whose end is the empty chunk.
         lower = front.lower()
         length = lower.partition(b"content-length:")[2].split(b"\r\n")[0]
         if not (len(rest) >= int(length) if length else rest.endswith(b"0\r\n\r\n")):
             return
+        # A router that drops or changes events must not win: every event is counted.
         whole = (
             rest.count(EVENT) == self.events and (b"[DONE]" if self.events else PLAIN_BODY) in rest
         )

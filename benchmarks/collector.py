@@ -25,10 +25,14 @@ from lab.local_servers import LocalServer as Process
 from lab.server_commands import HOST, ServerCommand
 from lab.stack import binaries, stack_parts
 
+# Enough for Go's heap to reach its size, and for every series of the metrics to exist.
 WARMUP_SPANS: Final = 40_000  # spans before the clock starts
 ROUNDS: Final = 3
+# Scrubbing, sums and metrics together may cost as much again as forwarding alone.
 MAX_TIMES_PASSING_ON: Final = 2.0
+# The unit of the CPU times in /proc/<pid>/stat.
 CLOCK_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+# It listens where Tempo and Prometheus would, under the path of Prometheus' OTLP receiver.
 SINK_CONFIG: Final = """yaml:
 receivers:
   otlp:
@@ -42,6 +46,8 @@ service:
   telemetry: {metrics: {level: none}, logs: {level: error}}
   pipelines: {traces: {receivers: [otlp], exporters: [nop]}, metrics: {receivers: [otlp], exporters: [nop]}}
 """
+# Merged over config.yaml. A pipeline must have a receiver: the one that nothing shall reach gets
+# one on a port of its own.
 PASSTHROUGH_CONFIG: Final = """yaml:
 service:
   pipelines:
@@ -53,6 +59,7 @@ receivers: {otlp/none: {protocols: {grpc: {endpoint: "127.0.0.1:0"}}}}
 
 def read_cpu_seconds(pid: int) -> float:
     """CPU seconds used by a process so far."""
+    # Fields 14 and 15, user and system time, counted from behind the name, which may hold spaces.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
@@ -63,6 +70,7 @@ def post_spans(port: int, requests: list[OtlpBody], spans: int, turn: int) -> in
     taken = 0
     while taken < spans:
         body = requests[turn % len(requests)]
+        # New traces: a sampler decides once per trace, and would have nothing left to do.
         body.renew_trace_ids(turn)
         connection.request(
             "POST", "/v1/traces", body.data, {"content-type": "application/x-protobuf"}
@@ -72,6 +80,7 @@ def post_spans(port: int, requests: list[OtlpBody], spans: int, turn: int) -> in
         if answer.status == 200:
             taken += body.spans
         else:
+            # A refusal of the memory limiter: wait, as an exporter would, then send the next one.
             time.sleep(0.02)
         turn += 1
     connection.close()
@@ -90,7 +99,9 @@ def measure_cpu_per_span(
         cpu_us_per_span = []
         for number in range(1, ROUNDS + 1):
             before = read_cpu_seconds(server.pid)
+            # Far apart, so that no round meets the trace ids of an earlier one.
             taken = post_spans(port, requests, spans, number * 1_000_000)
+            # Queues flush after a second (collector/config.yaml): their work belongs to this round.
             time.sleep(1.5)  # what is still in its queues
             cpu_us_per_span.append((read_cpu_seconds(server.pid) - before) / taken * 1e6)
         return cpu_us_per_span
@@ -101,6 +112,7 @@ def measure_cpu_per_span(
 def measure_configurations(spans: int) -> dict[str, Figure]:
     """Measure all configurations one after another."""
     requests = build_otlp_bodies()
+    # Built from the pins if it is missing, which takes minutes the first time.
     binary = binaries.obtain_program("collector", lambda line: None)
     addresses = stack_parts.StackAddresses.choose_free()
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,6 +130,7 @@ def measure_configurations(spans: int) -> dict[str, Figure]:
             "GOGC": "200",
             "GOMEMLIMIT": "400MiB",
         }  # as docker-compose.yml
+        # The first is the reference of the others.
         plans: dict[str, tuple[Path | str, ...]] = {
             "passed on": (stack_parts.COLLECTOR_CONFIG, PASSTHROUGH_CONFIG),
             "config.yaml": (stack_parts.COLLECTOR_CONFIG,),
@@ -140,6 +153,7 @@ def measure_configurations(spans: int) -> dict[str, Figure]:
 def judge_collector_figures(cpu_by_configuration: dict[str, float]) -> dict[str, Figure]:
     """Ratios to the first configuration, with their goal; then microseconds and spans a second."""
     reference, *others = cpu_by_configuration
+    # A machine's speed cancels in a ratio; microseconds have no goal.
     figures = {
         f"{name}, times passing on": build_figure(
             [cpu_by_configuration[name] / cpu_by_configuration[reference]], MAX_TIMES_PASSING_ON

@@ -38,7 +38,9 @@ PROTOCOLS: Final = {"http": "http/protobuf", "grpc": "grpc"}
 MAX_RECORDS_UNDER_WAY: Final = (
     1024  # sent and not yet exported; the exporter's queue holds 16 times as many
 )
+# Until kept encodings are filled and connections are open.
 WARM_UP_REQUESTS: Final = 200
+# Far above what any machine needs: what is not out by then will not come.
 MAX_WAIT_S: Final = 120.0
 # Goals: ratios to the SDK.
 MAX_CPU_RATIO: Final = 0.2
@@ -60,6 +62,7 @@ class ExporterCosts:
 
     def add_round(self, pid: int, start_cpu_s: float, cpu_s: float, requests: int) -> None:
         """Add what the process `pid` has used in this round."""
+        # CPU time, not the clock's: other processes of the machine do not enter.
         self.start_cpu_ms.append(start_cpu_s * 1e3)
         self.cpu_us.append(cpu_s / requests * 1e6)
         self.spans_per_core_s.append(requests * SPANS_PER_REQUEST / cpu_s)
@@ -73,6 +76,7 @@ def read_cpu_s(pid: int) -> float:
 
 def read_peak_memory_mb(pid: int) -> float:
     """The most memory that was ever resident, in MB."""
+    # VmHWM is the peak of resident memory, in KiB in spite of its unit "kB".
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -100,16 +104,22 @@ def run_module(module: str, *words: str, **env: str) -> Iterator[subprocess.Pope
     try:
         yield process
     finally:
+        # Closes its standard input, which ends it, and reads what
+        # it still writes, so that it cannot block.
         process.communicate()
 
 
 def find_exporter(host: int) -> int:
     """Process ID of the exporter that `host` has started."""
+    # The exporter is detached from its host (handoff.py), so that it is not among our children.
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+        # It ended between the listing and the reading.
         except OSError:
             continue
+        # The last argument is the host's process id; behind its
+        # NUL byte split() leaves an empty string.
         if handoff.EXPORTER_MODULE.encode() in words and words[-2] == b"%d" % host:
             return int(folder.name)
     raise ProcessLookupError("the exporter does not run")
@@ -127,12 +137,14 @@ def wait_until_exported(
         losses = counts["dropped"] + counts["overflowed"] + counts["failed"] + counts["foreign"]
         if losses or time.monotonic() > until:
             raise RuntimeError(f"spans were lost, or are late: {counts}")
+        # Sleeping, not spinning: on two cores a spinning sender would slow the exporter down.
         time.sleep(0.002)
 
 
 def send_requests(sender: handoff.RecordSender, requests: list[list[bytes]], before: int) -> int:
     """Send requests as fast as they are exported; the number of spans exported since the start."""
     for number, records in enumerate(requests):
+        # Two records a request: not more than the limit are on their way at any time.
         if number * 2 >= MAX_RECORDS_UNDER_WAY:
             done = number - MAX_RECORDS_UNDER_WAY // 2
             wait_until_exported(sender, before + done * SPANS_PER_REQUEST)
@@ -149,6 +161,7 @@ def measure_ours(
     """One round of the exporter process."""
     sender = handoff.RecordSender(Settings(endpoint=endpoint, protocol=protocol))
     try:
+        # The first record starts the process; its CPU time so far is what a start costs.
         spans = send_requests(sender, requests[:1], 0)
         pid = find_exporter(os.getpid())
         start_cpu_s = read_cpu_s(pid)
@@ -206,6 +219,7 @@ def run_sdk_command(process: subprocess.Popen[str], command: str) -> float:
     assert process.stdin and process.stdout
     process.stdin.write(f"{command}\n")
     process.stdin.flush()
+    # The answer comes when all of it is exported: CPU time is read after that.
     process.stdout.readline()
     return read_cpu_s(process.pid)
 

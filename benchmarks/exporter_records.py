@@ -21,9 +21,11 @@ SPANS_PER_REQUEST: Final = 15  # server, ttft, 9 stages, unattributed, 3 parts
 
 def build_request_halves(number: int) -> list[Record]:
     """The `ttft` half, which is sent with the first token, and the `server` half of its end."""
+    # Lengths differ from request to request: equal spans would let an encoder keep all of them.
     lengths_us = {stage: STAGE_US + number % 97 for stage in (*TEXT_STAGES, *LAST_STAGES)}
     whole = build_benchmark_record("mono", lengths_us, number, True, ())
     assert whole.ttft is not None
+    # Inside the first stages, as parts are: they do not add to the sum of the stages.
     parts = tuple(
         Piece("part", name, place * STAGE_US + 1, place * STAGE_US + 900)
         for place, name in enumerate(PARTS)
@@ -48,6 +50,7 @@ def encode_unsampled_request(number: int) -> bytes:
 
 def build_request_spans(number: int) -> list[ReadableSpan]:
     """The request's spans, parents before their children."""
+    # Of no matter: these spans are templates, and the SDK's provider brings its own resource.
     resource = Resource({})
     ttft, server = build_request_halves(number)
     spans = build_spans(server, resource) + build_spans(ttft, resource)

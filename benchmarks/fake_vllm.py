@@ -15,6 +15,7 @@ from ttft_otel import names
 from ttft_otel.hooks import device, ec_connectors, engine_core, kv, model_runners, scheduler, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
+# Rounds of some milliseconds: process_time_ns() is exact enough, and a round rarely interrupted.
 REQUESTS_PER_ROUND: Final = 400
 STEPS_PER_ROUND: Final = 2000
 DEVICE_STEPS_PER_ROUND: Final = REQUESTS_PER_ROUND  # a request's prompt is one such step or more
@@ -118,6 +119,7 @@ class FakeVllmHost:
 def wrap_fake_host() -> type[FakeVllmHost]:
     """FakeVllmHost with our hooks in, as wrap.py puts them into vLLM."""
 
+    # A subclass of its own: patching must not reach the plain host that is subtracted.
     class HookedHost(FakeVllmHost):
         pass
 
@@ -144,6 +146,7 @@ def wrap_fake_host_empty() -> type[FakeVllmHost]:
     return PassingHost
 
 
+# The least that any patch costs: one more Python call with all arguments passed through.
 def _wrap_empty(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pass_on(*args: Any, **kwargs: Any) -> Any:
@@ -169,6 +172,7 @@ def run_decode_steps(kind: type[FakeVllmHost]) -> int:
     host = kind()
     output = build_scheduler_output([], {f"r{n}": 1 for n in range(DECODE_BATCH)})
     result = SimpleNamespace(outputs={}, req_ids=["r0"])
+    # CPU time of this process: neighbours on the machine do not count.
     began_ns = process_time_ns()
     for _ in range(STEPS_PER_ROUND):
         host.schedule(output)
@@ -217,7 +221,9 @@ def run_device_steps(kind: type[FakeVllmHost]) -> int:
     """Steps that the scheduler has marked, on a device; CPU ns of DEVICE_STEPS_PER_ROUND steps."""
     host = kind()
     output = build_scheduler_output([], {"r0": 100})
+    # What the scheduler's hook sets on a step that somebody waits for.
     output._ttft = True
+    # In place: the hooks hold the list itself.
     model_runners._step_clocks[:] = [device.DeviceClock(FakeEvent, lambda: True)]
     began_ns = process_time_ns()
     for _ in range(DEVICE_STEPS_PER_ROUND):
@@ -244,8 +250,10 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0) -> int:
     announced. CPU ns for REQUESTS_PER_ROUND requests.
     """
     host: Any = kind()
+    # As in an engine without a connector, of whose calls the loop below makes none.
     host.ec_connector = host if items else None
     made = []
+    # All objects exist before the clock starts: only the calls are measured.
     for n in range(REQUESTS_PER_ROUND):
         name = f"r{n}"
         request = SimpleNamespace(
@@ -265,6 +273,7 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0) -> int:
         outputs = {0: SimpleNamespace(outputs=[first])}
         result = SimpleNamespace(outputs=outputs, _ttft=(1, 9, 0, 10, 5, 8))
         made.append((name, request, entered, new, result))
+    # On the class, because plain and hooked host both look requests up there.
     FakeVllmHost.requests = {name: request for name, request, *_ in made}
     began_ns = process_time_ns()
     for _, request, entered, new, result in made:

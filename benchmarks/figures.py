@@ -31,7 +31,9 @@ def build_figure(
     values: Sequence[float], goal: float | None = None, *, at_least: bool = False, digits: int = 2
 ) -> Figure:
     """The median of `values`, one a round; `goal` is the most that it may be, or the least."""
+    # The median: one round in which the machine did something else must not decide.
     value = statistics.median(values)
+    # Judged before rounding, so that the digits shown never turn a miss into a hit.
     is_met = goal is None or (value >= goal if at_least else value <= goal)
     return {
         "value": round(value, digits),
@@ -43,11 +45,13 @@ def build_figure(
 
 def divide_rounds(values: Sequence[float], references: Sequence[float]) -> list[float]:
     """Each round's value as a multiple of the same round's reference."""
+    # Pairs of one round share the machine's state; ratios of means would mix rounds.
     return [value / reference for value, reference in zip(values, references, strict=True)]
 
 
 def report_figures(figures: Mapping[str, Figure], file: Path | None) -> int:
     """Print a line for each figure, write `file` if there is one; 1 when a goal is missed."""
+    # Aligned, for people; programs read the JSON.
     width = max(map(len, figures))
     for name, figure in figures.items():
         low, high = figure["spread"]

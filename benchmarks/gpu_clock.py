@@ -23,12 +23,16 @@ from benchmarks.figures import Figure, build_figure, report_figures
 from ttft_otel import clock
 from ttft_otel.hooks import device
 
+# The best of many: most tries are disturbed by an interrupt or a slow call.
 REFERENCE_TRIES: Final = 300
 IDLE_STEPS: Final = 200
 IDLE_WORK_US: Final = 2_000
 BUSY_STEPS: Final = 300
+# A decode step, a chunk of prefill, and one of a large model, by order of magnitude.
 BUSY_WORK_US: Final = (1_000, 10_000, 40_000)
 QUEUED_STEPS: Final = 2  # as vLLM under async scheduling
+# On an idle stream an event happens when it is recorded, so that the host's time is nearly known;
+# with work queued only bounds are known, which come closer with every step.
 MAX_IDLE_ERROR_US: Final = 30
 MAX_BUSY_ERROR_US: Final = 200
 MAX_GRAPH_ERROR_US: Final = 100
@@ -66,8 +70,10 @@ class CudaGpu:
         self.torch = torch
         self.stream = torch.cuda.current_stream()
         self.copy_stream = torch.cuda.Stream()
+        # Pinned, as vLLM's output buffers: a copy to pageable memory would wait on the host.
         self.source = torch.zeros(64, device="cuda")
         self.target = torch.zeros(64, pin_memory=True)
+        # A guess, with which the true rate is measured: it differs from GPU to GPU.
         self.cycles_per_us = 1000.0
         self.cycles_per_us *= 20_000 / self._measure_work(20_000)
 
@@ -90,10 +96,12 @@ class CudaGpu:
 
     def queue_work(self, us: float) -> None:
         """Spin."""
+        # Spins on the device without using its memory: lengths do not depend on data.
         self.torch.cuda._sleep(int(us * self.cycles_per_us))
 
     def queue_copy(self) -> Callable[[], None]:
         """On a stream of its own, with a blocking event, as vLLM's AsyncOutput."""
+        # Blocking: the host sleeps until it is done, as vLLM's does, instead of spinning.
         done = self.torch.cuda.Event(blocking=True)
         self.copy_stream.wait_stream(self.stream)
         with self.torch.cuda.stream(self.copy_stream):
@@ -118,6 +126,7 @@ class CudaGpu:
             graph.replay()
             self.synchronize()
             lengths.append(clock.now_us() - began)
+        # The least: whatever disturbs makes it longer, never shorter.
         return graph.replay, float(min(lengths))
 
 
@@ -135,6 +144,7 @@ def take_reference(gpu: Gpu) -> Reference:
     best = Reference(None, 0.0, float("inf"))
     for _ in range(REFERENCE_TRIES):
         event = gpu.make_event()
+        # On an idle device an event happens between the two reads of the clock, and nowhere else.
         gpu.synchronize()
         before = clock.now_us()
         event.record()
@@ -151,6 +161,7 @@ class TruthLine:
     def __init__(self, first: Reference, last: Reference) -> None:
         self.first = first
         elapsed_us = float(first.event.elapsed_time(last.event)) * 1000
+        # Clocks of host and device drift apart by some millionths, linearly over a phase.
         self.rate = (last.at_us - first.at_us) / elapsed_us
         self.drift_ppm = (1 / self.rate - 1) * 1e6
 
@@ -165,6 +176,7 @@ def run_phase(gpu: Gpu, work_us: float, steps: int, queued: int) -> tuple[list[f
 
     queued: 1 leaves the device idle between steps.
     """
+    # A new clock for each phase: what it has learnt of its anchor must not help the next one.
     step_clock = device.DeviceClock(gpu.make_event, gpu.is_idle)
     first = take_reference(gpu)
     under_way: deque[tuple[device.DeviceStamps, Callable[[], None]]] = deque()
@@ -183,11 +195,13 @@ def run_phase(gpu: Gpu, work_us: float, steps: int, queued: int) -> tuple[list[f
         gpu.queue_work(work_us)
         step_clock.add_stamp(stamps)
         under_way.append((stamps, gpu.queue_copy()))
+        # The oldest is read while younger ones run, as an engine does that schedules ahead.
         if len(under_way) == queued:
             read_step()
     while under_way:
         read_step()
     truth = TruthLine(first, take_reference(gpu))
+    # 0 is "not reached yet": no place, so no error.
     return [place - truth.find_time(event) for event, place in placed if place], truth
 
 
@@ -208,6 +222,7 @@ def measure_calls(gpu: Gpu) -> dict[str, Figure]:
     began = clock.now_us()
     steps = [step_clock.open_step() for _ in range(CALLS // 8)]
     opened = clock.now_us()
+    # Eight: five of a step, and some of an encoder's or a connector's (docs/performance.md).
     for stamps in steps:
         for _ in range(8):
             step_clock.add_stamp(stamps)

@@ -35,9 +35,11 @@ from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex
 
 CHECKOUT: Final = Path(__file__).parents[1]
 TOTAL_BLOCKS: Final = 1_000_000
+# vLLM's default block on GPUs.
 BLOCK_TOKENS: Final = 16
 BLOCKS_PER_PROMPT: Final = 100  # blocks
 REMOVED_PROMPTS: Final = 100  # prompts, once all are stored
+# Masks of holders grow with the fleet: 128 instances no longer fit into one machine word.
 FLEET_SIZES: Final = (1, 2, 16, 128)
 # What the index may take at most, as a multiple of the plain dictionary.
 RATIO_GOALS: Final = {"MB": 2.5, "lookup": 10.0, "filling": 0.2, "clearing": 0.2}
@@ -45,12 +47,14 @@ RATIO_GOALS: Final = {"MB": 2.5, "lookup": 10.0, "filling": 0.2, "clearing": 0.2
 
 def read_resident_mb() -> float:
     """Resident memory of this process in MB."""
+    # The second field is resident memory, in pages.
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def build_stored_message(prompt: int, hashes: list[int], ids: list[int]) -> bytes:
     """A prompt's blocks as an engine reports them."""
+    # The fields and their order in a message are vLLM's: [time, events, data-parallel rank].
     stored = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None}
     more = {
         "token_ids": ids,
@@ -76,6 +80,7 @@ class LoopPauseMeter:
         """Read the clock on every turn of the loop."""
         self.reset()
         while True:
+            # Thread time: a pause is what our code takes, not what the machine does meanwhile.
             await asyncio.sleep(0)
             now = time.thread_time()
             self.longest_pause, self.last = max(self.longest_pause, now - self.last), now
@@ -89,17 +94,20 @@ async def measure_index(instances: int, copies: int) -> dict[str, float]:
         f"http://10.0.{feed_number // 250}.{feed_number % 250}" for feed_number in range(instances)
     ]
     feeds = [EventFeed(BlockLedger(index, url, 0)) for url in urls]
+    # Copies are counted among the million: the same number of entries, of fewer different blocks.
     before, stored_s, prompts = read_resident_mb(), 0.0, TOTAL_BLOCKS // BLOCKS_PER_PROMPT // copies
     ticker = LoopPauseMeter()
     ticking = asyncio.ensure_future(ticker.run())
     sequence_numbers = [0] * instances
     to_remove: deque[tuple[int, bytes]] = deque(maxlen=REMOVED_PROMPTS)
     for prompt in range(prompts):
+        # Random tokens share no prefix: the worst case for memory.
         ids = [chance.randrange(150_000) for _ in range(BLOCKS_PER_PROMPT * BLOCK_TOKENS)]
         payload = build_stored_message(
             prompt, [chance.getrandbits(64) for _ in range(BLOCKS_PER_PROMPT)], ids
         )
         for copy in range(copies):
+            # Neighbours hold a prompt's copies, and all instances get equally much.
             feed_number = (prompt + copy) % instances
             ticker.reset()
             start = time.thread_time()
@@ -109,6 +117,7 @@ async def measure_index(instances: int, copies: int) -> dict[str, float]:
             sequence_numbers[feed_number] += 1
         to_remove.append((prompt, payload))
     memory, filling = read_resident_mb() - before, ticker.longest_pause
+    # The last prompt, which is cached in full: the longest walk that a lookup can take.
     prompt_blocks = compute_block_keys(ids, BLOCK_TOKENS)
     assert max(index.match_blocks(prompt_blocks, urls)) == BLOCKS_PER_PROMPT
     lookup_us = measure_least_us(lambda: index.match_blocks(prompt_blocks, urls))
@@ -123,6 +132,7 @@ async def measure_index(instances: int, copies: int) -> dict[str, float]:
         sequence_numbers[prompt % instances] += 1
     ticker.longest_pause = 0.0
     ticker.reset()
+    # Clearing goes on in slices; the next message has to wait until it is done.
     feeds[0].ledger.clear_blocks()
     await feeds[0].receive_message(sequence_numbers[0], build_stored_message(0, [], []))
     ticking.cancel()
@@ -139,6 +149,7 @@ async def measure_index(instances: int, copies: int) -> dict[str, float]:
 
 def measure_least_us(call: Callable[[], object]) -> float:
     """Microseconds of one call, the least of 25 rounds."""
+    # The least: whatever disturbs a round only adds to it.
     return min(timeit.repeat(call, number=50, repeat=25)) / 50 * 1e6
 
 
@@ -149,11 +160,13 @@ def measure_plain_dictionary(chance: random.Random) -> dict[str, float]:
     """
     before, longest_s, numbers = read_resident_mb(), 0.0, {}
     last = time.thread_time()
+    # The clock is read at every insertion: the longest one is when the table grows.
     for number in range(TOTAL_BLOCKS):
         numbers[chance.getrandbits(64)] = number
         now = time.thread_time()
         longest_s, last = max(longest_s, now - last), now
     memory = read_resident_mb() - before
+    # Keys spread over the table, as those of a prompt's blocks are.
     keys = chance.sample(list(numbers), BLOCKS_PER_PROMPT)
     lookup_us = measure_least_us(lambda: [numbers.get(key) for key in keys])
     return {"MB": memory, "lookup": lookup_us, "growth": longest_s * 1e3}
@@ -162,12 +175,14 @@ def measure_plain_dictionary(chance: random.Random) -> dict[str, float]:
 def build_removed_message(payload: bytes) -> bytes:
     """A message that a prompt's blocks have left, an event for each of them."""
     hashes = msgspec.msgpack.decode(payload)[1][0]["block_hashes"]
+    # vLLM evicts blocks one by one, hence an event for each.
     events = [{"type": "BlockRemoved", "block_hashes": [each], "medium": "GPU"} for each in hashes]
     return msgspec.msgpack.encode([0.0, [{**each, "group_idx": 0} for each in events], 0])
 
 
 def measure_in_child_process(instances: int, copies: int) -> dict[str, float]:
     """The same in a process of its own, whose memory is nothing else's."""
+    # Memory that Python has freed stays with its process: a second fleet would find it there.
     argv = (sys.executable, "-m", "benchmarks.index", "--fill", str(instances), str(copies))
     found: dict[str, float] = json.loads(subprocess.check_output(argv, cwd=CHECKOUT))
     return found
@@ -176,6 +191,7 @@ def measure_in_child_process(instances: int, copies: int) -> dict[str, float]:
 def collect_index_figures() -> dict[str, Figure]:
     """The figures of every size of fleet."""
     figures: dict[str, Figure] = {}
+    # The last case: 16 instances that all have cached the same prompts.
     for instances, copies in [(each, 1) for each in FLEET_SIZES] + [(16, 16)]:
         where = f"{instances} instances" + (", each block on all of them" if copies > 1 else "")
         figures.update(build_index_figures(measure_in_child_process(instances, copies), where))

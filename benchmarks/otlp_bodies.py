@@ -40,6 +40,7 @@ ENCODE_STAGES: Final = (
 
 def draw_stage_lengths(names_: tuple[str, ...], draw: random.Random) -> dict[str, int]:
     """Random lengths of stages in microseconds."""
+    # Log-normal, as times of servers are: median e^9 us, 8 ms; never 0, which would be no span.
     return {name: 1 + round(draw.lognormvariate(9, 1)) for name in names_}
 
 
@@ -57,13 +58,17 @@ def build_benchmark_record(
         where: Attributes = {names.INSTANCE: f"10.0.0.{number % 4}:8000"} if leg else {}
         pieces.append(Piece("stage", name, offset_us, offset_us + us, where))
         offset_us += us
+    # A rest on every request: its span and its statement in the collector cost, too.
     pieces.append(Piece("stage", stages.UNATTRIBUTED, offset_us, offset_us + 7))
+    # Eight ids for a request's processes, of which there are fewer roles.
     span = f"{number * 8 + stages.ROLES.index(role) + 1:016x}"
     return Record(
         version=RECORD_VERSION,
+        # The second half marks the place in the serialized message: pack_spans() looks for it.
         trace_id=f"{number:016x}" + "f" * 16,
         span_id=span,
         parent_id="",
+        # Sampled.
         flags=1,
         state="",
         start_ns=time.time_ns() - offset_us * 1000,
@@ -90,6 +95,7 @@ def build_benchmark_record(
         ),
         server=Server(
             f"POST {CHAT_PATH}",
+            # The stream ends 90 ms after the first token.
             offset_us + 90_000,
             200,
             {names.HTTP_METHOD: "POST", names.HTTP_ROUTE: CHAT_PATH},
@@ -156,6 +162,8 @@ def build_otlp_bodies() -> list[OtlpBody]:
             spans = waiting.setdefault(each.service, [])
             spans += exporter.build_spans(each, resources[each.service])
             if len(spans) >= SPANS_PER_BATCH:
+                # What does not fill a batch in the end is left out:
+                # all bodies have about the same size.
                 requests.append(pack_spans(spans))
                 waiting[each.service] = []
     return requests
@@ -163,11 +171,13 @@ def build_otlp_bodies() -> list[OtlpBody]:
 
 def pack_spans(spans: list[ReadableSpan]) -> OtlpBody:
     """Serialize spans, and find the offsets of their trace IDs."""
+    # In place later: to serialize anew for every export would cost the sender more than sending.
     data = bytearray(encode_spans(spans).SerializeToString())
     # The generated trace IDs end with eight bytes 0xff, which occur nowhere else in the message.
     places, at = [], data.find(b"\xff" * 8)
     while at >= 0:
         places.append((at, int.from_bytes(data[at - 8 : at], "big")))
         at = data.find(b"\xff" * 8, at + 8)
+    # One place a span: parents are named by their span ids alone, and no span has links.
     assert len(places) == len(spans)
     return OtlpBody(data, places, len(spans))

@@ -61,6 +61,7 @@ RATIO_GOALS: Final = {
     ("plain", "traced", "untraced"): None,
     ("stream", "traced", "untraced"): None,
 }
+# Dropping records would be a cheap way to look fast.
 MAX_RECORDS_DROPPED: Final = 0.0
 
 
@@ -89,15 +90,18 @@ def list_subjects(backend: str) -> list[RouterSubject]:
     router_list = []
     for name, on in (("traced", "1"), ("untraced", "0")):
         port = find_free_port()
+        # The instance swallows the exporter's OTLP: what leaves the router costs as in real use.
         env = {"TTFT_OTEL": on, "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
         command = (*ROUTER_COMMAND, "--backend", backend, "--port", str(port))
         router_list.append(RouterSubject(name, command, port, env))
     port = find_free_port()
+    # The instance is P and D at once: two legs, without the work of two servers.
     pair = (*ROUTER_COMMAND, "--prefill", backend, "--decode", backend, "--port", str(port))
     env = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
     router_list.append(RouterSubject("traced P/D", pair, port, env, ("stream", "paced")))
     if program := install_rust_router():
         port = find_free_port()
+        # Without a port of its own it would take the default one for its metrics.
         address = (
             "--host",
             "127.0.0.1",
@@ -106,6 +110,7 @@ def list_subjects(backend: str) -> list[RouterSubject]:
             "--prometheus-port",
             str(find_free_port()),
         )
+        # Round robin with one worker: no policy's work enters, nor that of a log.
         quiet = ("--policy", "round_robin", "--log-level", "error")
         router_list.append(
             RouterSubject("rust", (program, "--worker-urls", backend, *address, *quiet), port)
@@ -122,6 +127,7 @@ def install_rust_router() -> str:
     program = folder / "bin" / "vllm-router"
     if not program.exists():
         try:
+            # An environment of its own: its pins must not change ours.
             run_uv("venv", "--quiet", "--clear", "--python", "3.11", str(folder))
             run_uv("pip", "install", "--quiet", "--python", str(folder), RUST_ROUTER_PACKAGE)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -138,6 +144,7 @@ def run_process(command: Sequence[str], url: str, env: Mapping[str, str]) -> Ite
     process = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 60
+        # Our router answers once its instance does: no load meets one that is still probing.
         while not is_answering(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{' '.join(command)} did not start ({process.poll()})")
@@ -146,6 +153,7 @@ def run_process(command: Sequence[str], url: str, env: Mapping[str, str]) -> Ite
     finally:
         process.terminate()
         try:
+            # Routers drain streams when they are asked to end, for half a minute at most.
             process.wait(40)
         except subprocess.TimeoutExpired:
             process.kill()
@@ -170,12 +178,14 @@ def measure_cases(rounds: int, requests: int, routers: Sequence[RouterSubject]) 
     """Run every case with every subject, round by round, so that disturbances affect all alike."""
     for number in range(rounds + 1):  # the first one warms up
         for case, events in EVENTS_BY_CASE.items():
+            # A paced stream lasts a second: one a connection is enough, tokens are what is counted.
             count = CONNECTIONS if case == "paced" else requests // rounds
             for router in routers:
                 if case not in router.cases:
                     continue
                 print_progress(f"\rround {number}/{rounds}: {case} {router.name}{' ' * 20}")
                 before = read_process_cpu_s(router.pid)
+                # The load runs in this process, whose CPU time is in no figure.
                 uvloop.run(
                     bare_transport.run_client_loop(
                         router.url, build_chat_body(case), events, count, CONNECTIONS
@@ -190,6 +200,7 @@ def measure_cases(rounds: int, requests: int, routers: Sequence[RouterSubject]) 
 
 def build_chat_body(case: str) -> bytes:
     """The request body of a case in compact JSON, as the Rust router writes it in any case."""
+    # `user` names the case for the instance, which looks for "paced" in the bytes.
     document = {"model": "tiny", "messages": CHAT_MESSAGES, "stream": case != "plain", "user": case}
     return json.dumps(document, separators=(",", ":")).encode()
 

@@ -43,6 +43,7 @@ class LoadResult:
 def run_load(url: str, requests: int) -> LoadResult:
     """CONCURRENT_CLIENTS in a closed loop, streamed answers of TOKENS_PER_ANSWER tokens."""
     answers: list[TimedResponse] = []
+    # One iterator for all clients: they end together, whichever of them is faster.
     request_numbers = iter(range(requests))
     lock = threading.Lock()
 
@@ -52,6 +53,7 @@ def run_load(url: str, requests: int) -> LoadResult:
                 number = next(request_numbers, None)
             if number is None:
                 return
+            # Every prompt is another one; ignore_eos makes all answers equally long.
             question = TimedRequest(
                 prompt=f"request {number}", max_tokens=TOKENS_PER_ANSWER, extra={"ignore_eos": True}
             )
@@ -66,11 +68,13 @@ def run_load(url: str, requests: int) -> LoadResult:
     for thread in threads:
         thread.join()
     elapsed_s = time.monotonic() - started
+    # The first event has the role and no token: the gap behind it is no time between tokens.
     gaps = sorted(
         later.at_us - earlier.at_us
         for answer in answers
         for earlier, later in zip(answer.events[1:], answer.events[2:], strict=False)
     )
+    # A server that fails fast would have the best throughput.
     if any(answer.status != 200 for answer in answers):
         raise SystemExit("a request failed; see the servers' logs")
     return LoadResult(
@@ -84,8 +88,10 @@ def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResu
         sink = local_deployment.build_receiver_command(Path(scratch) / "spans.db")
         endpoint = f"http://{sink.host}:{sink.port}"
         base = server_commands.VllmOptions(model=tiny_models.build_model(tiny_models.TEXT_RECIPE))
+        # vLLM's own spans, as the alternative that a reader has in mind.
         own_tracing_flags = ("--otlp-traces-endpoint", f"{endpoint}/v1/traces")
         env = {names.ENV_ON: "1", names.ENV_ENDPOINT: endpoint}
+        # The receiver's HTTP port: vLLM exports by gRPC unless it is told.
         protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
         plans = {
             "off": base,
@@ -102,8 +108,10 @@ def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResu
         ) as servers:
             urls = dict(zip(plans, (server.url for server in servers[1:]), strict=True))
             for url in urls.values():
+                # Warm-up: first requests import and compile.
                 run_load(url, CONCURRENT_CLIENTS * 4)
             for number in range(rounds):
+                # In turn within a round: a slow minute of the machine meets all three.
                 for name, url in urls.items():
                     results[name].append(run_load(url, requests))
                     report_server_start(

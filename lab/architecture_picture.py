@@ -19,6 +19,7 @@ from lab import room_imports
 from lab.room_imports import RoomImports
 
 PICTURE: Final = Path(__file__).resolve().parents[1] / "docs" / "img" / "architecture.svg"
+# Units of the SVG's viewBox; the docs scale the picture to their width.
 WIDTH: Final = 1080
 IMPORTS_TOP: Final = 420  # where the lower half begins
 ROOM_HEIGHT, ROOM_STEP, ROOM_WIDTH = 26, 38, 150
@@ -54,6 +55,7 @@ class DataFlow:
     label_at: tuple[int, int] | None = None
 
 
+# By hand: processes and what they exchange cannot be read from imports, as rooms can.
 PROCESSES: Final = (
     ProcessBox("client", 20, 60, "client", "or ttft-otel bench", width=130),
     ProcessBox("router", 225, 60, "router", "ttft-otel router", True, 140),
@@ -68,6 +70,7 @@ PROCESSES: Final = (
     ProcessBox("prometheus", 765, 350, "Prometheus", "metrics", width=110, height=44),
     ProcessBox("grafana", 950, 317, "Grafana", "dashboards", width=110, height=44),
 )
+# Labels that would lie on a line or on another label have a place of their own.
 FLOWS: Final = (
     DataFlow("client", "router", "HTTP", "answer"),
     DataFlow("router", "api", "HTTP, x-ttft-timing", "Server-Timing"),
@@ -89,6 +92,7 @@ SERVER_FRAME: Final = (510, 20, 562, 104)  # x, y, width, height around a vLLM s
 
 def draw_text(x: float, y: float, text: str, style: str = "") -> str:
     """One line of text; `style` is a class of the style sheet."""
+    # Escaped: "<" in a label would end the picture.
     return f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(text)}</text>'
 
 
@@ -107,10 +111,12 @@ def draw_box(box: ProcessBox) -> Iterator[str]:
 def find_border(box: ProcessBox, other: ProcessBox) -> tuple[float, float]:
     """The middle of the side of `box` that faces `other`."""
     if box.x + box.width <= other.x or other.x + other.width <= box.x:
+        # Boxes of one row are joined side by side, others from below to above.
         if abs(box.y - other.y) < 100:
             side = box.width if box.x < other.x else 0
             return box.x + side, box.y + box.height / 2
     below = box.height if box.y < other.y else 0
+    # Off the middle, so that two arrows from one box do not begin at the same point.
     shift = 20 if other.x > box.x + box.width else -20 if other.x + other.width < box.x else 0
     return box.x + box.width / 2 + shift, box.y + below
 
@@ -142,6 +148,7 @@ def draw_processes() -> Iterator[str]:
     yield draw_text(
         x + width / 2, y + 22, "vLLM server (one, or several: encode, prefill, decode)", "s"
     )
+    # Arrows first: boxes are drawn over their ends.
     for flow in FLOWS:
         yield from draw_flow(flow, boxes)
     for box in PROCESSES:
@@ -151,8 +158,10 @@ def draw_processes() -> Iterator[str]:
 
 def draw_arc(x: float, top: float, bottom: float, files: int, upward: bool) -> str:
     """One import arrow beside the column of rooms: right of it, or left if it is against the order."""
+    # Longer arcs reach further out, so that they do not lie on shorter ones.
     bulge = (20 + abs(bottom - top) * 0.42) * (-1 if upward else 1)
     style = UPWARD if upward else "#4f46e5"
+    # At most 5 units: a room that every file imports would hide its neighbours.
     width = min(1 + files * 0.22, 5)
     return (
         f'<path d="M{x:g},{top:g} C{x + bulge:g},{top:g} {x + bulge:g},{bottom:g} {x:g},{bottom:g}" '
@@ -169,6 +178,7 @@ def draw_rooms(x: int, title: str, rooms: Sequence[str], imports: RoomImports) -
         room: first + place * ROOM_STEP + ROOM_HEIGHT / 2 for place, room in enumerate(rooms)
     }
     left = x + 60  # room for arrows against the order
+    # Sorted: the same imports give the same file, which a test compares.
     for (source, target), files in sorted(imports.items()):
         upward = middles[target] < middles[source]
         side = left if upward else left + ROOM_WIDTH
@@ -205,6 +215,7 @@ def draw_architecture() -> str:
     return "\n".join((f"<svg {HEADER.format(width=WIDTH, height=height)}", *body, "</svg>\n"))
 
 
+# Doubled braces are CSS's: the text goes through str.format().
 HEADER: Final = """xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <title>Processes, rooms and imports of ttft-otel</title>
 <style>text {{ font: 13px sans-serif; fill: #0f172a; text-anchor: middle }}

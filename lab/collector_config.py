@@ -24,6 +24,7 @@ from ttft_otel.metric_labels import (
 )
 
 CONFIG_PATH: Final = Path(__file__).parents[1] / "collector" / "config.yaml"
+# The head line stays as it is: it names the block, and a person may have added to it.
 GENERATED_BLOCK: Final = re.compile(
     r"(?P<head>^ *# generated: (?P<name>\w+)[^\n]*\n).*?(?P<tail>^ *# generated end\n)", re.M | re.S
 )
@@ -49,6 +50,7 @@ SPAN_DURATION: Final = "(span.end_time - span.start_time)"
 
 def list_full_stage_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Full names of all stages: a server's, and a router's (its own, hops, and its legs')."""
+    # A router has no hop to itself.
     hops = (f"router.hop.{role}" for role in stages.ROLES if role != "router")
     legs = (f"{role}.{stage.name}" for stage in stages.STAGES for role in stage.roles)
     own = (name for name in stages.ROUTER_STAGES if name != "router.hop")
@@ -62,11 +64,14 @@ def format_attribute(name: str) -> str:
 
 def generate_derive_statements() -> Iterator[str]:
     """The statements of transform/ttft, for our own spans and for those of other instrumentations."""
+    # Two groups: a router's span has legs with stages, of which a server's statements need not ask.
     for router, summed in zip((False, True), list_full_stage_names(), strict=True):
         yield from _format_group(
+            # Our spans by scope, not by name: anybody may call a span `ttft`.
             f'scope.name == "{names.SCOPE}"'
             f' and (span.name == "{names.TTFT}" or span.name == "{names.ENCODE}")'
             f' and {format_attribute(names.ROLE)} {"==" if router else "!="} "router"'
+            # A clock that went backwards would make a negative length.
             " and span.end_time_unix_nano >= span.start_time_unix_nano",
             [
                 f"set({format_attribute(names.DERIVED_MS)}, Milliseconds{SPAN_DURATION})",
@@ -82,6 +87,7 @@ def generate_derive_statements() -> Iterator[str]:
     yield from _format_group(
         f'scope.name != "{names.SCOPE}"',
         [
+            # Another program's attribute of this name, if no integer: TraceQL could not compare it.
             f'delete_key(span.attributes, "{names.DERIVED_MS}")'
             f" where {ttft_ms} != nil and not IsInt({ttft_ms})",
             *map(_format_seconds_to_ms, TTFT_SECONDS_ATTRIBUTES),
@@ -110,6 +116,7 @@ def _format_seconds_to_ms(name: str) -> str:
     return (
         f"set({ttft_ms}, Int(Double({span_attribute}) * 1000000.0 + 0.5) / 1000) where {ttft_ms} == nil"
         f" and (IsDouble({span_attribute}) or IsInt({span_attribute})) and {span_attribute} >= 0 "
+        # A day at most: what is more is another unit, or nonsense, and would spoil every mean.
         f"and {span_attribute} < 86400"
     )
 
@@ -125,6 +132,7 @@ def _format_group(
 
 def generate_own_keys() -> Iterator[str]:
     """A statement that removes all attributes from our spans that are not in our vocabulary."""
+    # Prefixes tell attributes from headers and variables, which names.py holds too.
     conventions = ("ttft.", "gen_ai.", "http.", "url.", "server.", "error.")
     keys = {
         value
@@ -149,9 +157,11 @@ def generate_connectors() -> Iterator[str]:
     """One span_metrics connector per metric; its labels are listed, so that no ID becomes one."""
     buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S)
     for metric, labels in METRIC_LABELS.items():
+        # Default dimensions of the connector; service.name is a resource attribute already (`job`).
         excluded = ["service.name", "span.name", "span.kind", "collector.instance.id"]
         excluded += [] if metric == names.METRIC_TTFT else [STATUS_LABEL]
         yield f"span_metrics/{metric}:"
+        # The connector appends `.duration` itself.
         yield f"  namespace: {metric.removesuffix('.duration')}"
         yield "  histogram:"
         yield "    unit: s"
@@ -225,6 +235,7 @@ BLOCK_GENERATORS: Final = {
 def rewrite_config(text: str) -> str:
     """The configuration `text` with its generated parts replaced."""
 
+    # Indented like the closing mark, so that a block can be moved in the file.
     def replace_block(found: re.Match[str]) -> str:
         margin = found["tail"][: found["tail"].index("#")]
         lines = "\n".join(BLOCK_GENERATORS[found["name"]]()) + "\n"

@@ -38,9 +38,12 @@ from lab.ttft_client import TimedResponse
 from ttft_otel import names, stages, timing
 from ttft_otel.hooks import target_check
 
+# Sixteen times the tolerance: what shows elsewhere is told from noise.
 DELAY_MS: Final = 80.0  # injected into one place at a time
 TOLERANCE_MS: Final = 5.0  # accepted deviation of a stage's median
+# Alternating, so that a drift of the machine is in both medians.
 SAMPLE_PAIRS: Final = 5  # requests without and with the delay, alternating
+# Levels as vLLM's log prints them, or our own words where another level is used.
 COMPLAINT_PATTERN: Final = re.compile(
     r"(WARNING|ERROR).*ttft.otel|ttft.otel.*(missing|failed|wrong)"
 )
@@ -80,8 +83,10 @@ def run_compat(
     """Report for each vLLM release which stages work, which are unattributed, and why."""
     if source is not None:
         if versions or as_markdown:
+            # Both need servers, which --source does not start.
             raise click.UsageError("--source checks one folder: leave VERSION and --markdown out")
         sys.exit(report_source(source, to))
+    # Progress goes to stderr then, so that the output can be redirected into a file.
     only_results = as_markdown or to == Path("-")
     with progress_screen.open_screen(stderr=only_results) as show, exit_on_sigterm():
         rows = [
@@ -89,6 +94,7 @@ def run_compat(
         ]
         for line in compat_matrix.list_remarks(rows):
             show.print_line(line)
+    # After the screen is closed: its changing line would cut through the table.
     write_results(compat_matrix.format_release_matrix(rows), [asdict(row) for row in rows], to)
     sys.exit(0 if all(row.closed for row in rows) else 1)
 
@@ -108,6 +114,7 @@ def report_source(folder: Path, to: Path | None) -> int:
 def write_results(text: str, results: object, to: Path | None) -> None:
     """Print `text` and write `results` as JSON to `to`; when that is stdout (-), only the JSON."""
     content = json.dumps(results, indent=2) + "\n"
+    # No newline of click's: the content ends with one.
     if to == Path("-"):
         click.echo(content, nl=False)
         return
@@ -121,6 +128,7 @@ def examine_release(show: ProgressScreen, version: str) -> ReleaseRow:
     """Check one release: install it, start a server, inject delays, evaluate."""
     show.begin_step(f"vLLM {version}: environment")
     python = vllm_releases.prepare_environment(version)
+    # Before the server runs: what a release lacks is known from its files alone.
     missing = find_missing_targets(python)
     show.begin_step(f"vLLM {version}: starting a server")
     try:
@@ -138,6 +146,7 @@ def examine_release(show: ProgressScreen, version: str) -> ReleaseRow:
             return ReleaseRow(
                 version, closes, cells, missing, bench.list_complaints(), unattributed_ms
             )
+    # A release whose server does not start is a result; the other releases are still tried.
     except LocalServerError as error:
         why = f"no server: {error}"
         return ReleaseRow(version, dict.fromkeys(compat_matrix.PLACES_BY_KIND, why), {}, missing)
@@ -145,6 +154,7 @@ def examine_release(show: ProgressScreen, version: str) -> ReleaseRow:
 
 def find_missing_targets(python: Path) -> dict[str, str]:
     """Targets that the release in the environment of `python` lacks -> what exactly is missing."""
+    # Its own interpreter is not asked: importing vLLM takes seconds and may fail.
     package = next(python.parents[1].glob("lib/python*/site-packages/vllm"))
     return {name: what for name, what in target_check.check_targets(package).items() if what}
 
@@ -164,6 +174,7 @@ def start_release_server(show: ProgressScreen, python: Path) -> Iterator[Release
             bench = ReleaseProbe(show, fleet, control)
             show.begin_step("warming up")
             for kind in compat_matrix.PLACES_BY_KIND:
+                # The first request of a kind imports and compiles.
                 for _ in range(3):
                     bench.send_probe(kind)
             yield bench
@@ -180,8 +191,11 @@ class ReleaseProbe:
 
     def send_probe(self, kind: str) -> TimedResponse:
         """Send a request that asks for Server-Timing. kind: "text", or "image" (always a new one)."""
+        # A new image each time: one that was seen would come from
+        # the encoder cache, without encoding.
         self.seed += 1
         question: dict[str, Any] = {"pictures": (self.seed,)} if kind == "image" else {}
+        # One token: nothing of TTFT comes after it.
         return ttft_client.send_timed_request(
             self.fleet.front_url, headers={names.ASK: "1"}, max_tokens=1, **question
         )
@@ -204,6 +218,7 @@ class ReleaseProbe:
 
     def sample_stages_us(self, kind: str) -> StageSample:
         """One request's stages and remainder, µs."""
+        # Without a breakdown an empty sample: its stages count as 0, which the judgement shows.
         breakdown = timing.parse_server_timing(self.send_probe(kind).headers.get(names.TIMING, ""))
         return (
             {**breakdown.stages, stages.UNATTRIBUTED: breakdown.unattributed} if breakdown else {}
@@ -223,6 +238,8 @@ class ReleaseProbe:
             plain.append(self.sample_stages_us(kind))
             with self.control.inject_delay(place, DELAY_MS):
                 delayed.append(self.sample_stages_us(kind))
+        # The guest logs each delay that took place: a function
+        # that this release lacks waits nowhere.
         if not any(delay.place == place for delay in self.control.read_delays()):
             return MatrixCell(compat_matrix.STATE_NOT_TRIED, "the delay found nothing to wait in")
         cell = compat_matrix.judge_shift(

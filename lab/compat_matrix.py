@@ -14,6 +14,7 @@ from ttft_otel.stages import UNATTRIBUTED
 StageSample = dict[str, int]
 
 # Kind of request -> place of an injected delay -> stage in which it has to show.
+# Places are those of the `inject` guest; the encoder runs for images only.
 PLACES_BY_KIND: Final[dict[str, dict[str, str]]] = {
     "text": {
         "receive": "receive",
@@ -72,6 +73,7 @@ def compute_stage_shifts(
     plain: Sequence[StageSample], changed: Sequence[StageSample]
 ) -> dict[str, float]:
     """Change of each stage's median from `plain` to `changed`, in ms; a missing stage counts as 0."""
+    # Of all samples: a stage that is in one of them only has moved, too.
     keys = {key for sample in (*plain, *changed) for key in sample}
     return {
         key: (_compute_median(changed, key) - _compute_median(plain, key)) / 1000
@@ -90,9 +92,11 @@ def judge_shift(
 
     shift: result of compute_stage_shifts(). stage: where it should show. missing: see ReleaseRow.
     """
+    # A delay must show in its stage and nowhere else.
     strays = {name: ms for name, ms in shift.items() if name != stage and abs(ms) > tolerance_ms}
     if abs(shift.get(stage, 0.0) - delay_ms) <= tolerance_ms and not strays:
         return MatrixCell(STATE_WORKS, f"{shift[stage]:+.1f} ms", shift)
+    # The second best result: time that is known to be missing, not wrongly named.
     if abs(shift.get(UNATTRIBUTED, 0.0) - delay_ms) <= tolerance_ms:
         return MatrixCell(UNATTRIBUTED, find_responsible_targets(stage, missing), shift)
     went = ", ".join(f"{name} {ms:+.1f}" for name, ms in strays.items()) or "nowhere"
@@ -102,6 +106,7 @@ def judge_shift(
 def find_responsible_targets(stage: str, missing: Mapping[str, str]) -> str:
     """The `missing` targets without which `stage` is unattributed, for a cell's note."""
     rows = [row for row in TARGETS if stage in row.lost and missing.get(row.name)]
+    # Without a missing target the cause is elsewhere, and the note must not hide that.
     return "; ".join(f"{row.name}: {missing[row.name]}" for row in rows) or "no target is missing"
 
 
@@ -113,6 +118,7 @@ def format_release_matrix(rows: Sequence[ReleaseRow]) -> str:
         cells = [_format_closing(row, kind) for row in rows]
         lines.append(f"| {kind} request | {' | '.join(cells)} |")
     for place, stage in EXPECTED_STAGES.items():
+        # A kind that did not close was not tried any further, so its cells are missing.
         cells = [_format_state(row.cells.get(place, MatrixCell(STATE_NOT_TRIED))) for row in rows]
         lines.append(f"| `{stage}` ({place}) | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -140,6 +146,7 @@ def _format_closing(row: ReleaseRow, kind: str) -> str:
     if row.closes.get(kind, "?"):
         return "**open**"
     left = row.left.get(kind, 0.0)
+    # Three decimals: a microsecond is the unit of all marks.
     return f"closes, {left:.3f} ms unattributed" if left else "closes"
 
 

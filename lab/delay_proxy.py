@@ -21,7 +21,9 @@ class DelayProxy:
         """Start listening in front of `url`."""
         parts = urlsplit(url)
         self.target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        # Plain attributes: tests change them while connections are open, from the next request on.
         self.delay_s = self.slept_ms = 0.0
+        # Port 0: the kernel chooses a free one, which nobody can take in between.
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         threading.Thread(target=self._accept_connections, daemon=True).start()
@@ -34,6 +36,7 @@ class DelayProxy:
         while True:
             try:
                 client, _ = self.listener.accept()
+            # The listener was closed: the thread ends with it.
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
@@ -43,6 +46,7 @@ class DelayProxy:
             # With Nagle's algorithm a second small write waits for an acknowledgement, up to 40 ms.
             for end in (client, upstream):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Set while the next bytes of the client begin a request.
             fresh = threading.Event()
             fresh.set()
             back = threading.Thread(
@@ -65,6 +69,8 @@ class DelayProxy:
                 if is_request and burst_start.is_set():
                     burst_start.clear()
                     began_ns = time.monotonic_ns()
+                    # What was really slept is noted: a busy machine
+                    # sleeps longer than it is asked to.
                     time.sleep(self.delay_s)
                     self.slept_ms = (time.monotonic_ns() - began_ns) / 1e6
                 elif not is_request:

@@ -39,18 +39,22 @@ def find_missing_spans(trace: StoredTrace | None, legs: int) -> str:
     """
     if trace is None:
         return "no span of it was stored"
+    # The router is a server too, with a server and a `ttft` span of its own.
     expected_servers = 1 + legs
     servers = [span for span in trace.spans if span.kind == SERVER_KIND]
     trunks = [span for span in trace.spans if span.is_ttft_span]
+    # `<`, not `!=`: a leg that was tried twice has one more.
     if len(servers) < expected_servers or len(trunks) < expected_servers:
         return f"{len(servers)} server and {len(trunks)} ttft spans of {expected_servers} each"
     span_ids = {span.span_id for span in trace.spans}
     roots = [span for span in trace.spans if not span.parent_id]
+    # A parent that never arrived: its process lost a record.
     orphans = [
         span.name for span in trace.spans if span.parent_id and span.parent_id not in span_ids
     ]
     if orphans:
         return f"parents are missing of {', '.join(orphans)}"
+    # The demo's client sends no context, so the router's span is the one root.
     return "" if len(roots) == 1 else f"{len(roots)} roots"
 
 
@@ -75,6 +79,7 @@ def _find_sum_faults(span: StoredSpan) -> list[str]:
     attributes = span.attributes
     role = attributes.get(names.ROLE)
     parts = [attributes[key] for key in attributes if names.parse_stage_attribute(key)]
+    # Attributes, not child spans: they hold the sums as the server made them.
     total = attributes[names.TOTAL_US]
     problems = []
     if sum(parts) != total:

@@ -40,6 +40,7 @@ class DemoRequest:
         return encoders + (2 if split else 1)
 
 
+# Every API, streamed or not, and every kind of content: each takes another way through the code.
 SINGLE_REQUESTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("text", {}),
     ("text", {"words": 60}),
@@ -62,6 +63,7 @@ SINGLE_REQUESTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("image, not streamed", {"pictures": (8,), "stream": False}),
     ("image, three chunks", {"pictures": (9,), "words": LONG_PROMPT_WORDS}),
 )
+# At the same moment, so that requests wait for one another: queues and stalls show.
 CONCURRENT_REQUESTS: Final[tuple[tuple[tuple[str, dict[str, Any]], ...], ...]] = (
     (("4 at once: text", {}),) * 4,
     (
@@ -92,12 +94,14 @@ def build_warmup_waves(demo_requests: Sequence[DemoRequest]) -> list[list[TimedR
     """The same waves with other images and words; not sampled, so that no trace is stored."""
     waves: dict[int, list[TimedRequest]] = {}
     for demo_request in demo_requests:
+        # Waves as they are: batches compile and allocate what single requests do not.
         waves.setdefault(demo_request.wave, []).append(make_unsampled(demo_request.request))
     return list(waves.values())
 
 
 def make_unsampled(request: TimedRequest) -> TimedRequest:
     """A warm-up copy of `request`: different text and images, with an unsampled `traceparent`."""
+    # Flags 00 of a W3C traceparent: not sampled.
     parent = f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-00"
     return replace(
         request,

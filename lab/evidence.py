@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+# Fewer would let a lucky start decide.
 MIN_ROUNDS: Final = 5
+# Enough for 0.99 with some values to spare at both ends; a round may take seconds.
 MAX_ROUNDS: Final = 21
+# Many stages are judged in one run: at 0.95 one of twenty would be wrong by chance.
 CONFIDENCE: Final = 0.99
 Errors: TypeAlias = "Mapping[str, float]"  # stage -> measured minus expected, ms
 
@@ -46,6 +49,7 @@ class ErrorTolerance:
     @property
     def margin(self) -> float:
         """How far an interval may reach beyond the limits when its median lies within them."""
+        # Half the resolution: the interval may be as wide as that around a median at the limit.
         return min(self.high - self.low, self.resolution / 2)
 
     def is_settled(self, found: MedianInterval) -> bool:
@@ -58,6 +62,7 @@ class ErrorTolerance:
     def explain_failure(self, found: MedianInterval) -> str:
         """Why the interval `found` is not accepted; "" when it is."""
         limits = f"{self.low:+.2f} to {self.high:+.2f} ms"
+        # The whole interval lies outside: more rounds would not bring it in.
         if found.low > self.high or found.high < self.low:
             return f"{found} ms is outside {limits}"
         inside = self.low <= found.low and found.high <= self.high
@@ -73,6 +78,7 @@ def estimate_median(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     1 - 2 P(B < k), B binomial with n trials of 1/2 (sign test; Conover, Practical Nonparametric
     Statistics, 3.2). With fewer than eight values even the extremes have less than 0.99.
     """
+    # Ranks instead of a normal distribution: times have long tails on one side.
     ordered = sorted(values)
     count = len(ordered)
     rank, tail = 0, 0.5**count  # tail: P(B <= rank)
@@ -116,6 +122,7 @@ def measure_until_decided(
     """
     rounds: list[Errors] = []
     while len(rounds) < max_rounds:
+        # Never fewer than the least: an early stop on a good start would be a choice of results.
         rounds.append(measure_round())
         if len(rounds) >= min_rounds and are_all_settled(rounds, get_tolerance):
             return rounds
@@ -127,4 +134,5 @@ def measure_until_decided(
 
 def _estimate_all(rounds: Sequence[Errors]) -> dict[str, MedianInterval]:
     names = sorted({name for errors in rounds for name in errors})
+    # A stage that a round lacks counts as exact, 0: it was in neither of the two measurements.
     return {name: estimate_median([each.get(name, 0.0) for each in rounds]) for name in names}

@@ -10,12 +10,15 @@ import socket
 # minute after it was chosen, and no connection may take it in between.
 MIN_PORT, MAX_PORT = 18000, 30000
 
+# Of this process: a server that was given a port a moment ago has not bound it yet.
 assigned_ports: set[int] = set()
 
 
 def find_free_port() -> int:
     """A port that is free now and that this process has not returned before. Raises OSError."""
+    # Random, not in order: parallel test processes would else try the same ports at once.
     chooser = random.SystemRandom()
+    # 200 misses mean that the range is full, not bad luck.
     for _ in range(200):
         port = chooser.randrange(MIN_PORT, MAX_PORT)
         if port not in assigned_ports and is_port_free(port):
@@ -28,6 +31,8 @@ def is_port_free(port: int) -> bool:
     """Whether `port` can be bound on the loopback now."""
     with socket.socket() as probe:
         try:
+            # Without SO_REUSEADDR: a port in TIME_WAIT counts as
+            # taken, which a server might refuse, too.
             probe.bind(("127.0.0.1", port))
         except OSError:
             return False

@@ -43,9 +43,11 @@ class InjectionControl:
         """Start with nothing injected and an empty log."""
         self.path = path
         self.log = path.with_name(path.name + ".log")
+        # An earlier server's delays must not be read as ours.
         self.log.unlink(missing_ok=True)
         self.applied = path.with_name(path.name + ".applied")  # a file for each process: its number
         shutil.rmtree(self.applied, ignore_errors=True)
+        # Counts contents: processes note the number that they have applied.
         self.number = 0
         self.set_injections()
 
@@ -70,6 +72,7 @@ class InjectionControl:
         ec_patience_s: how long ECCPUConnector's consumers wait for an encoding (vLLM: 60 s).
         """
         unknown = set(delay_ms or ()) - set(INJECTION_PLACES)
+        # A misspelt place would delay nothing, and the test would blame the hooks.
         if unknown:
             raise ValueError(
                 f"no such place: {', '.join(sorted(unknown))}; known: {INJECTION_PLACES}"
@@ -86,6 +89,8 @@ class InjectionControl:
         self.number += 1
         if ec_patience_s is not None:
             content["ec_patience_s"] = ec_patience_s
+        # Renamed into place: a server that reads meanwhile finds
+        # the old content or the new, never half.
         draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         draft.write_text(json.dumps(content), encoding="utf-8")
         draft.replace(self.path)
@@ -98,6 +103,7 @@ class InjectionControl:
         deadline = time.monotonic() + timeout_s
         while True:
             numbers = self._read_applied_numbers()
+            # No process yet is not the same as all: the server may still be starting.
             if numbers and all(number == self.number for number in numbers.values()):
                 return
             if time.monotonic() > deadline:
@@ -109,6 +115,7 @@ class InjectionControl:
 
     def _read_applied_numbers(self) -> dict[int, int]:
         """Number of the content that each living process has applied, by process id."""
+        # Processes that ended leave their notes behind.
         notes = self.applied.glob("[0-9]*")
         return {int(each.name): int(each.read_text()) for each in notes if _is_running(each.name)}
 
@@ -125,6 +132,7 @@ class InjectionControl:
         """Delays that began at or after `since_ns` (time.monotonic_ns()), oldest first."""
         if not self.log.exists():
             return []
+        # One line for each delay, from all processes; they append in the order in which delays end.
         lines = self.log.read_text(encoding="utf-8").splitlines()
         logged = [InjectedDelay(**json.loads(line)) for line in lines]
         return sorted((d for d in logged if d.start_ns >= since_ns), key=lambda d: d.start_ns)

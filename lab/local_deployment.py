@@ -73,6 +73,7 @@ def start_deployment(
 ) -> Iterator[LocalDeployment]:
     """Start the deployment of `plan`; it is stopped when the block ends, however it ends."""
     with tempfile.TemporaryDirectory(prefix="ttft-otel-") as scratch:
+        # Without a folder of the caller's, everything goes when the block ends.
         folder = plan.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         receiver_command = build_receiver_command(folder / "spans.db")
@@ -81,10 +82,12 @@ def start_deployment(
             endpoint[names.ENV_ON] = "1"
         commands = _build_vllm_commands(plan, folder, endpoint)
         if plan.shape != "mono":
+            # A command's name is its role, by which the router wants to have it.
             legs = {command.name: [_get_command_url(command)] for command in commands}
             commands.append(build_router_command(legs, endpoint, *plan.router_flags))
         # First, so that the servers' exporters find it when they start.
         commands.insert(0, receiver_command)
+        # Up to ten minutes: vLLM starts slowly where other tests use the cores.
         with run_servers(
             *commands, timeout=600, progress=progress, logs=folder / "logs"
         ) as servers:
@@ -95,17 +98,20 @@ def _build_vllm_commands(
     plan: DeploymentPlan, folder: Path, endpoint: dict[str, str]
 ) -> list[ServerCommand]:
     options = plan.options or VllmOptions(model=tiny_models.build_model(tiny_models.VISION_RECIPE))
+    # The caller's variables come last, so that a test can override an endpoint.
     options = replace(
         options,
         max_num_batched_tokens=plan.chunk_tokens,
         env={**endpoint, **plan.env, **options.env},
     )
+    # Before the encoder's folder is made, which a single server does not need.
     if plan.shape == "mono":
         return [server_commands.build_mono_command(options)]
     storage = folder / "encoder-cache"
     storage.mkdir(exist_ok=True)
     # A core each: servers that share one would wait for each other, and stages would contain that.
     first, second = (replace(options, core=core) for core in (0, 1))
+    # NIXL connects P and D by itself; nothing passes through a folder.
     if plan.shape == "pd":
         return [
             server_commands.build_prefill_command(first),
@@ -117,6 +123,7 @@ def _build_vllm_commands(
             server_commands.build_prefill_command(second, storage),
         ]
         return [*parts, server_commands.build_decode_command(first)]
+    # Used only on request: it is the stock connector but for items that come late.
     late = replace(second, connector="WaitingConnector", connector_module=WAITING_CONNECTOR_MODULE)
     return [
         server_commands.build_encoder_command(first, storage),
@@ -129,6 +136,7 @@ def _build_vllm_commands(
 def build_receiver_command(database: Path, port: int = 0) -> ServerCommand:
     """The command of `ttft-otel serve`; port 0 takes a free one."""
     port = port or free_ports.find_free_port()
+    # The gRPC port is chosen too: the default one may belong to a collector on this machine.
     argv = (
         *(sys.executable, "-m", "ttft_otel.cli", "serve", "--db", str(database)),
         *("--http-port", str(port), "--grpc-port", str(free_ports.find_free_port())),
@@ -141,6 +149,7 @@ def build_router_command(
 ) -> ServerCommand:
     """The command of `ttft-otel router` in front of servers, given by role."""
     port = free_ports.find_free_port()
+    # Roles may have several servers: one flag for each.
     flags = [
         word
         for role, urls in urls_by_role.items()

@@ -33,6 +33,7 @@ ORPHAN_GRACE_S = 2.0
 # Called about once a second while waiting: server name, seconds so far, last line of its log.
 ProgressCallback = Callable[[str, float, str], None]
 
+# Weak, so that this set keeps no server alive.
 running_servers: weakref.WeakSet[LocalServer] = weakref.WeakSet()
 
 
@@ -49,6 +50,7 @@ class LocalServer:
     def __init__(self, command: ServerCommand, log: Path | None = None) -> None:
         """Prepare without starting; `log` takes stdout and stderr (default: in the lab's cache)."""
         self.command = command
+        # The port in the name: servers of parallel tests write different files.
         self.log_path = log or get_cache_root() / "logs" / f"{command.name}-{command.port}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
@@ -84,6 +86,7 @@ class LocalServer:
             self.process = subprocess.Popen(
                 self.command.argv,
                 env=env,
+                # No terminal: a program that asks something must fail instead of waiting.
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -151,12 +154,15 @@ class LocalServer:
         if self.process is None:
             return
         leader = self.process.pid
+        # A process that has ended without being collected is a zombie, and poll() collects it.
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
+                # Only the leader: vLLM then ends its engine core and workers in order.
                 os.kill(leader, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
             session_processes.wait_for_session_end(leader, ORPHAN_GRACE_S)
+        # Whatever is left: workers whose leader was killed would hold ports and memory.
         session_processes.kill_processes(session_processes.list_session_pids(leader))
         self.process.wait(60)  # a process that writes to a busy disk dies when that is done
         session_processes.wait_for_session_end(leader, ORPHAN_GRACE_S)
@@ -167,6 +173,7 @@ class LocalServer:
         self.start()
         try:
             return self.wait_until_ready()
+        # Ctrl-C while waiting, too: nobody else would stop the server.
         except BaseException:
             self.stop()
             raise
@@ -189,6 +196,7 @@ def run_servers(
     """
     folder = logs or get_cache_root() / "logs"
     servers = [LocalServer(each, folder / f"{each.name}-{each.port}.log") for each in commands]
+    # Also under `kill`, as a job's time limit sends it.
     with exit_on_sigterm():
         try:
             # All are started before any is waited for: most of a start is one core's work.
@@ -214,9 +222,11 @@ def stop_servers(servers: Sequence[LocalServer], timeout_s: float = 15.0) -> Non
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into SystemExit, so that `finally` blocks run; only the main thread can."""
+    # signal.signal() raises ValueError in any other thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # 143 is what a shell reports of a process that SIGTERM has ended: 128 + 15.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield

@@ -17,6 +17,7 @@ from rich.text import Text
 from ttft_otel import palette, stages
 from ttft_otel.report.terminal import remove_controls
 
+# Wide enough for the table of requests; Rich would assume 80.
 DEFAULT_WIDTH: Final = 144  # columns of output that is not a terminal
 PROGRESS_INTERVAL_S: Final = 10.0  # seconds between two progress lines without a terminal
 # vLLM's "(EngineCore pid=1) INFO 01-31 12:00:00 [core.py:1] ", which is cut off.
@@ -34,6 +35,7 @@ class ProgressScreen:
 
     def print_line(self, text: str | Text = "", style: str = "") -> None:
         """Print a line that stays."""
+        # No markup: brackets in a log line are not Rich's tags.
         self.console.print(text, style=style, highlight=False, markup=False)
 
     def begin_step(self, text: str) -> None:
@@ -43,6 +45,7 @@ class ProgressScreen:
 
     def update_status(self, text: str) -> None:
         """Replace the progress line by `text`."""
+        # Control characters of a log would move the cursor or change colours.
         self.status.update(Text(remove_controls(text), overflow="ellipsis", no_wrap=True))
         if (
             not self.console.is_terminal
@@ -55,6 +58,7 @@ class ProgressScreen:
 
     def report_waiting(self, name: str, seconds: float, line: str) -> None:
         """A local_servers.ProgressCallback: shows the server, the time, and its last log line."""
+        # 70 columns: the line must fit on a narrow terminal, since a wrapped one cannot be redrawn.
         doing = LOG_PREFIX.sub("", "".join(filter(str.isprintable, line)).strip())[:70]
         self.update_status(f"waiting for {name}, {seconds:.0f} s · {doing}")
 
@@ -65,6 +69,7 @@ def open_screen(stderr: bool = False) -> Iterator[ProgressScreen]:
     console = Console(stderr=stderr)
     if not console.is_terminal:
         console = Console(stderr=stderr, width=DEFAULT_WIDTH)
+    # Where there is no terminal Rich draws no spinner; update_status() prints lines instead.
     with console.status("") as status:
         yield ProgressScreen(console, status)
 
@@ -75,6 +80,7 @@ def build_requests_table(rows: list[dict[str, Any]], failed: Collection[str]) ->
     # A minimum for all but the stages, so that a narrow terminal cuts these alone.
     for word, width in (("request", 7), ("kind", 24)):
         table.add_column(word, no_wrap=True, min_width=width)
+    # Right-justified: digits of one place stand below each other.
     for word in ("client", "ttft ms", "differ"):
         table.add_column(word, justify="right", no_wrap=True, min_width=7)
     table.add_column("largest stages, ms", overflow="ellipsis")
@@ -98,6 +104,7 @@ def build_requests_table(rows: list[dict[str, Any]], failed: Collection[str]) ->
 
 def format_largest_stages(parts: Mapping[str, float], count: int = 3) -> Text:
     """The largest stages, in the order in which they happen, each in its colour."""
+    # The largest by time, then shown in the order in which they happen.
     chosen = sorted(parts, key=lambda name: parts[name], reverse=True)[:count]
     text = Text(no_wrap=True, overflow="ellipsis")
     for name in sorted(chosen, key=palette.get_sort_key):

@@ -31,6 +31,7 @@ class ParsedResponse:
         self.headers_ns = 0
         self.body: list[tuple[int, bytes]] = []
         self.reading_ns = 0
+        # The parser of uvicorn: chunked encoding, headers in pieces and the like are solved there.
         self.parser = httptools.HttpResponseParser(self)
 
     @classmethod
@@ -44,6 +45,7 @@ class ParsedResponse:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line."""
+        # Latin-1 decodes any byte, as HTTP/1.1 allows in values; names have no case.
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
@@ -53,6 +55,7 @@ class ParsedResponse:
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body, without chunked encoding."""
+        # The time of the reading that completed it: nothing was known of it before.
         self.body.append((self.reading_ns, data))
 
 
@@ -71,8 +74,10 @@ def split_events(readings: list[tuple[int, bytes]], started_ns: int) -> tuple[Ti
     rest = b""
     for at_ns, piece in readings:
         # A piece may end inside an event; what follows the last empty line waits for the next piece.
+        # Servers may end lines with CR LF, and a pair may be split between two pieces.
         *blocks, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
+            # An event may have several data lines, which the standard joins with line feeds.
             lines = [line[5:].strip() for line in block.split(b"\n") if line[:5] == b"data:"]
             if lines:
                 events.append(TimedEvent((at_ns - started_ns) // 1000, b"\n".join(lines).decode()))
@@ -81,6 +86,7 @@ def split_events(readings: list[tuple[int, bytes]], started_ns: int) -> tuple[Ti
 
 def extract_event_text(event: TimedEvent) -> str:
     """The piece of text in one event of any of the three APIs."""
+    # The end of a stream in OpenAI's chat and completions; the Responses API has none.
     if event.data == "[DONE]":
         return ""
     data = json.loads(event.data)
@@ -93,6 +99,7 @@ def extract_choice_text(choice: dict[str, Any]) -> str:
     """The text of one choice, streamed or plain, chat or completion."""
     # Streamed chats have `delta`, plain ones `message`, completions `text`.
     message = choice.get("delta") or choice.get("message") or {}
+    # `reasoning` is vLLM's, for models that think first.
     return choice.get("text") or message.get("content") or message.get("reasoning") or ""
 
 
@@ -104,6 +111,7 @@ def extract_body_text(body: bytes) -> str:
         return ""
     if not isinstance(data, dict):
         return ""
+    # `output` is the Responses API's; other answers have `choices`.
     parts = [part for item in data.get("output") or () for part in item.get("content") or ()]
     text = "".join(part.get("text", "") for part in parts)
     return text + "".join(map(extract_choice_text, data.get("choices") or ()))
@@ -115,6 +123,7 @@ def parse_timing(header: str) -> dict[str, float]:
     for entry in header.split(","):
         name, *params = (part.strip() for part in entry.split(";"))
         if name:
+            # A value may be quoted, and names of parameters have no case.
             durations = [part[4:] for part in params if part.lower().startswith("dur=")]
             timing[name] = float(durations[0].strip('"')) if durations else 0.0
     return timing

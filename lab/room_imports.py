@@ -65,10 +65,12 @@ RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> fil
 def list_imported_names(path: Path, package: Path) -> Iterator[str]:
     """Dotted names that a file imports; `from a import b` gives a.b. Relative ones are resolved."""
     folder = (package.name, *path.relative_to(package).parts[:-1])
+    # All of the file: imports inside functions count like those at the top.
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            # One dot is the file's own folder, each further one a folder up.
             base = folder[: len(folder) - node.level + 1] if node.level else ()
             module = ".".join((*base, node.module) if node.module else base)
             yield from (f"{module}.{alias.name}" for alias in node.names)
@@ -89,6 +91,8 @@ def count_imports(
     counts: RoomImports = Counter()
     for path in sorted(folder.rglob("*.py")):
         own_room = room_of_unit.get(find_unit(path, folder))
+        # Files are counted, not statements: ten imports of one
+        # file are one reason to draw an arrow.
         imported_rooms = set()
         for name in list_imported_names(path, package):
             parts = name.split(".")
@@ -112,6 +116,7 @@ def list_router_rooms(folder: Path = ROUTER, package: Path = PACKAGE) -> dict[st
     counts = count_imports(folder, {name: (name,) for name in files}, package)
     ordered: list[str] = []
     while files:
+        # Files that no other one imports come first; in a circle the first by name breaks it.
         free = [name for name in files if not any(counts[other, name] for other in files)]
         ordered += free or files[:1]
         files = [name for name in files if name not in ordered]

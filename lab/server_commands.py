@@ -104,14 +104,17 @@ def build_vllm_command(name: str, options: VllmOptions, *arguments: str) -> Serv
         # The `vllm serve` that users type, through the interpreter: a console script names its own.
         *(options.python, "-m", "vllm.entrypoints.cli.main"),
         *("serve", str(options.model)),
+        # One name for all recipes, so that clients need not know the model's folder.
         *("--served-model-name", "tiny"),
         *("--host", HOST),
         *("--port", str(port)),
         *("--max-model-len", str(options.max_model_len)),
         *("--max-num-batched-tokens", str(options.max_num_batched_tokens)),
         *("--max-num-seqs", str(options.max_num_seqs)),
+        # No compilation, which takes minutes on a CPU; answers carry their x-request-id.
         *("--enforce-eager", "--enable-request-id-headers"),
         *arguments,
+        # Last: of a flag given twice vLLM takes the last one.
         *options.extra,
     )
     return ServerCommand(name, argv, build_vllm_environment(options), port)
@@ -120,18 +123,24 @@ def build_vllm_command(name: str, options: VllmOptions, *arguments: str) -> Serv
 def build_vllm_environment(options: VllmOptions) -> dict[str, str]:
     """Environment of a vLLM server: one core, no downloads, no telemetry to vLLM, guests."""
     env = {
+        # One thread on one core: more would wait for each other at every operator.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(options.core),
+        # Else vLLM reserves a core, and one more for NIXL: two servers on two cores have none left.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        # GiB, enough for tiny models: several servers share the machine's memory.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        # Else vLLM looks for the address of a network, which a machine may not have.
         "VLLM_HOST_IP": HOST,
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
     }
+    # Guests are packages on PYTHONPATH with an entry point for vLLM's plugins.
     guests = ["calm"]
     if options.runner == "v2":
+        # The V2 runner's kernels are Triton's, which has no compiler for CPUs.
         env["TRITON_INTERPRET"] = "1"
         guests.append("triton_cpu")
     if options.async_scheduling:
@@ -143,9 +152,11 @@ def build_vllm_environment(options: VllmOptions) -> dict[str, str]:
         guests.append("inject")
     if over_nixl:
         guests.append("ec_cpu")
+        # A port for each server: the default one is the same for all.
         env["VLLM_EC_SIDE_CHANNEL_HOST"] = HOST
         env["VLLM_EC_SIDE_CHANNEL_PORT"] = str(free_ports.find_free_port())
     paths = [options.env.get("PYTHONPATH", ""), join_guest_paths(*guests)]
+    # The caller's last, but for PYTHONPATH, which must still lead to the guests.
     env |= options.env
     env["PYTHONPATH"] = ":".join(filter(None, paths))
     return env
@@ -161,6 +172,7 @@ def build_ec_transfer_flag(options: VllmOptions, storage: Path, role: str) -> tu
         "ec_role": role,
         "ec_connector_extra_config": more,
     }
+    # For a connector that is not among vLLM's own.
     if options.connector_module:
         config["ec_connector_module_path"] = options.connector_module
     return "--ec-transfer-config", json.dumps(config)
@@ -168,6 +180,7 @@ def build_ec_transfer_flag(options: VllmOptions, storage: Path, role: str) -> tu
 
 def build_nixl_command(name: str, options: VllmOptions, *arguments: str) -> ServerCommand:
     """A server with the NIXL connector over host memory and a side channel of its own."""
+    # kv_both: the router decides for each request who produces and who consumes.
     config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     command = build_vllm_command(
         name, options, "--kv-transfer-config", json.dumps(config), *arguments

@@ -12,6 +12,8 @@ from pathlib import Path
 
 def list_session_pids(leader: int) -> list[int]:
     """Living processes whose session was opened by `leader`, which must be ours."""
+    # By session, not by parent: a child whose parent has ended
+    # belongs to init, but keeps its session.
     entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [int(entry.name) for entry in entries if read_session_id(entry) == leader]
 
@@ -20,6 +22,7 @@ def read_session_id(entry: Path) -> int | None:
     """The session of one /proc entry; None if the process is gone or a zombie."""
     try:
         text = (entry / "stat").read_text()
+    # It ended between the listing and the reading.
     except OSError:
         return None
     # The second field is the name in parentheses and may itself hold spaces.
@@ -31,6 +34,7 @@ def wait_for_session_end(leader: int, timeout_s: float) -> None:
     """Wait until the session is empty, `timeout_s` seconds at most."""
     deadline = time.monotonic() + timeout_s
     while list_session_pids(leader) and time.monotonic() < deadline:
+        # Polled: only parents are told of an end, and most of these are not our children.
         time.sleep(0.05)
 
 
@@ -38,4 +42,5 @@ def kill_processes(pids: list[int]) -> None:
     """Send SIGKILL to all `pids`; one that has ended already is no error."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
+            # One by one: a process group would not reach children that opened groups of their own.
             os.kill(pid, signal.SIGKILL)

@@ -25,7 +25,9 @@ CHANGED: Final = "changed"  # present, but without a parameter that we read
 LOST: Final = "lost"
 MAX_CANDIDATES: Final = 5  # addresses named for one lost place
 
+# Development versions do not match: they lie between releases, and are judged as the newest.
 _RELEASE: Final = re.compile(r"\d+\.\d+(\.\d+)*((rc|\.post)\d+)?")
+# As build tools write it: `__version__ = version = "0.32.0"`, at times with annotations.
 _ASSIGNED: Final = re.compile(r"""__version__\b.*?=\s*["']([^"']+)["']""")
 
 
@@ -53,6 +55,7 @@ class TargetResult:
     @property
     def state(self) -> str:
         """PRESENT, PARTLY or LOST."""
+        # CHANGED is not present: a parameter that we read is no longer there.
         present = [place.state == PRESENT for place in self.places]
         if all(present):
             return PRESENT
@@ -94,6 +97,7 @@ def check_source(folder: Path) -> SourceResult:
     tree = SourceTree(package)
     version = read_version(package)
     try:
+        # A target without any address in this version is not looked for, so it is not lost.
         targets = tuple(
             TargetResult(target, places)
             for target in TARGETS
@@ -111,6 +115,7 @@ def check_source(folder: Path) -> SourceResult:
 
 def find_package(folder: Path) -> Path:
     """The `vllm` package in the checkout `folder`, or `folder` itself. Raises SourceError."""
+    # The second: somebody named the package itself.
     for package in (folder / "vllm", folder):
         if (package / "__init__.py").is_file() and (package / "v1").is_dir():
             return package.resolve()
@@ -125,6 +130,7 @@ def read_version(package: Path) -> str:
     """The release to which the tree belongs; "" between releases, or when it cannot be determined."""
     written = package / "_version.py"
     text = ""
+    # Built or unpacked trees carry their version; a plain checkout has only its tags.
     if written.is_file():
         match = _ASSIGNED.search(written.read_text(encoding="utf-8", errors="replace"))
         text = match.group(1) if match else ""
@@ -135,6 +141,7 @@ def read_version(package: Path) -> str:
 
 
 def _read_git_tag(checkout: Path) -> str:
+    # Exactly on a tag: `describe` of a later commit would name the release before it.
     ask = ["git", "-C", str(checkout), "describe", "--tags", "--exact-match", "--match", "v[0-9]*"]
     try:
         answer = subprocess.run(ask, check=True, capture_output=True, text=True)
@@ -148,6 +155,7 @@ class SourceTree:
 
     def __init__(self, package: Path) -> None:
         self.package = package
+        # Once for all searches; sorted, so that candidates come in the same order everywhere.
         self.paths = sorted(package.rglob("*.py"))
 
     def check_places(self, target: PatchTarget, version: str) -> Iterator[PlaceResult]:
@@ -180,6 +188,7 @@ class SourceTree:
         """A connector's method: the base class no longer having it does not matter, if others do."""
         result = self._check_function(place, reads)
         folder = place.module.rsplit(".", 1)[0] + "."
+        # Connectors define the method themselves; the base class only promises it.
         heirs = [address for address in result.candidates if address.startswith(folder)]
         if result.state == LOST and heirs:
             return PlaceResult(place.address, PRESENT, f"only in classes such as {heirs[0]}")
@@ -189,6 +198,7 @@ class SourceTree:
         """Whether instances of a class have one of a field's names, wherever the class is now."""
         if self._has_field(row.module, row.owner, row.names):
             return PlaceResult(row.address, PRESENT)
+        # A class may move to another module: fields are read from objects, wherever their class is.
         homes = [module for module in self.find_classes(row.owner) if module != row.module]
         for module in homes:
             if self._has_field(module, row.owner, row.names):
@@ -206,6 +216,7 @@ class SourceTree:
         defined = syntax.read_module(self.package, module)
         if not defined.fields.get(owner, set()).isdisjoint(names):
             return True
+        # `seen` ends circles: classes are searched by name, and two modules may use the same one.
         bases = set(defined.bases.get(owner, ())) - seen - {owner, ""}
         return any(
             self._has_field(home, base, names, seen | {owner})
@@ -222,6 +233,7 @@ class SourceTree:
             for function, parameters in _read_definitions(path).functions.items():
                 if function.rpartition(".")[2] == name:
                     same_class = function.split(".")[:-1] == owner
+                    # The same class first, then the nearest module: moves are mostly short.
                     likeness = (not same_class, -_count_shared_parts(module, place.module), module)
                     ranked.append((likeness, f"{module}:{function}({', '.join(parameters)})"))
         return tuple(address for _, address in sorted(ranked))
@@ -255,6 +267,7 @@ def _read_definitions(path: Path) -> syntax.Definitions:
     try:
         return syntax.read_definitions(path)
     except (SyntaxError, ValueError):
+        # One file that this Python cannot parse must not end the search through all others.
         return syntax.Definitions()
 
 

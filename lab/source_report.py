@@ -18,6 +18,7 @@ from lab.source_check import (
 def format_source_result(result: SourceResult) -> str:
     """Text with what is lost, where it may be now, which stages are affected, and what to do."""
     lines = [f"{result.folder}: {_describe_version(result)}", _summarize_counts(result)]
+    # Only what is wrong, in the order of the targets; what is present is counted above.
     for target in result.targets:
         if target.state != PRESENT:
             lines += ["", *_describe_target(target)]
@@ -30,6 +31,7 @@ def format_source_result(result: SourceResult) -> str:
     if not result.complete:
         lines += [
             "",
+            # What to do next stands at the end, where a terminal leaves the reader.
             "Add the new address in ttft_otel/hooks/targets/ as a TargetPlace with `since`, or the",
         ]
         lines += ["new name in hooks/; then scripts/compat VERSION once there is a wheel."]
@@ -67,6 +69,7 @@ def _describe_target(target: TargetResult) -> list[str]:
     for place in target.places:
         if place.state != PRESENT:
             lines += _describe_place(place)
+    # Partly lost: which of the addresses vLLM uses depends on its settings.
     where = "" if target.state != PARTLY else " where that is what runs"
     lines.append(f"  unattributed{where}: {_join_stages(target.unattributed)}")
     return lines
@@ -75,6 +78,7 @@ def _describe_target(target: TargetResult) -> list[str]:
 def _describe_place(place: PlaceResult) -> list[str]:
     lines = [f"  {place.state}: {place.address}: {place.why}"]
     lines += [f"    now perhaps: {address}" for address in place.candidates[:MAX_CANDIDATES]]
+    # Common names such as `forward` are defined in many classes.
     more = len(place.candidates) - MAX_CANDIDATES
     if more > 0:
         lines.append(f"    and {more} more functions of that name")
@@ -87,6 +91,7 @@ def _join_stages(names: tuple[str, ...]) -> str:
 
 def _target_to_dict(target: TargetResult) -> dict[str, Any]:
     row = target.target
+    # None: an encoder loses the same stages as any other server.
     encode = row.lost if row.lost_encode is None else row.lost_encode
     return {
         "state": target.state,

@@ -43,6 +43,7 @@ def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
     """Functions and methods of a module, without those whose name Python or a library gives."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # Names such as __enter__ are Python's, not ours.
             if not (node.name.startswith("__") and node.name.endswith("__")):
                 yield node
 
@@ -50,6 +51,7 @@ def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
 def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether `function` is a property, whose name is a noun."""
     names = {node.id for node in function.decorator_list if isinstance(node, ast.Name)}
+    # `@x.setter` is an attribute of a name.
     names |= {node.attr for node in function.decorator_list if isinstance(node, ast.Attribute)}
     return bool(names & {"property", "cached_property", "setter"})
 
@@ -62,11 +64,14 @@ def count_comments(source: str) -> tuple[int, int]:
         tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
         tokenize.ENCODING,
     }  # fmt: skip
+    # Tokens, not lines: a # inside a string is no comment, and a comment behind code counts, too.
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
+            # The licence's line is in every file: it says nothing about the code.
             if "SPDX" not in token.string and not token.string.startswith("#!"):
                 comments.add(token.start[0])
         elif token.type not in skipped:
+            # A token may span lines: docstrings and other long strings count as code.
             code.update(range(token.start[0], token.end[0] + 1))
     return len(comments), len(code)
 
@@ -74,6 +79,7 @@ def count_comments(source: str) -> tuple[int, int]:
 def documents_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether the docstring of `function` names one of its arguments."""
     text = ast.get_docstring(function) or ""
+    # Without *args and **kwargs, which say nothing by their names.
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     return any(
         f"`{argument.arg}`" in text or f"{argument.arg}:" in text
@@ -107,6 +113,7 @@ def measure_style() -> tuple[dict[str, Any], dict[str, list[str]]]:
             if not function.name.startswith("_") and ast.get_docstring(function):
                 documented += 1
                 naming += documents_argument(function)
+    # One word cannot be verb and object, as CONTRIBUTING.md wants it.
     single = [(name, place) for name, place in functions if "_" not in name]
     shared_classes = {name: places for name, places in classes.items() if len(set(places)) > 1}
     shared_modules = {name: places for name, places in modules.items() if len(places) > 1}

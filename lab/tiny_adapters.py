@@ -16,6 +16,7 @@ TARGET_MODULES = ("q_proj", "o_proj")  # square: hidden x hidden
 
 def write_adapter(folder: Path, recipe: ModelRecipe) -> Path:
     """Write the adapter for the text model of `recipe` into `folder`; the same weights every time."""
+    # Only here: it takes seconds to import.
     import torch
     from safetensors.torch import save_file
 
@@ -26,16 +27,19 @@ def write_adapter(folder: Path, recipe: ModelRecipe) -> Path:
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": RANK,
+            # alpha / r scales the adapter: by 2.
             "lora_alpha": 2 * RANK,
             "lora_dropout": 0.0,
             "bias": "none",
             "target_modules": list(TARGET_MODULES),
         },
     )
+    # Another seed than the model's: equal numbers would hide a mix-up of the two.
     torch.manual_seed(1)
     weights = {}
     for layer in range(recipe.layers):
         for module in TARGET_MODULES:
+            # PEFT's names of weights, by which vLLM finds the layer.
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             weights[f"{name}.lora_A.weight"] = torch.randn(RANK, recipe.hidden)
             weights[f"{name}.lora_B.weight"] = torch.randn(recipe.hidden, RANK)

@@ -17,6 +17,7 @@ from typing import Any
 # Raise it whenever the files made from the same ModelRecipe change.
 MODEL_REVISION = 1
 
+# Qwen2-VL's, by which vLLM's processor finds where an image's embeddings go.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -27,8 +28,10 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+# The words of our prompts: each becomes one or two tokens.
 TOKENIZER_CORPUS = "the quick brown fox jumps over the lazy dog and asks what is in the picture "
 
+# Takes strings and lists of parts; vLLM chooses the form by how a template reads `content`.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -72,6 +75,7 @@ def get_cache_root() -> Path:
 
 def get_model_dir(recipe: ModelRecipe) -> Path:
     """The folder of the model of `recipe`, which may not exist yet."""
+    # All that the files depend on: a changed recipe or template is another folder.
     text = json.dumps(
         [MODEL_REVISION, asdict(recipe), TOKENIZER_CORPUS, CHAT_TEMPLATE, SPECIAL_TOKENS],
         sort_keys=True,
@@ -110,6 +114,7 @@ def publish_folder(draft: Path, target: Path) -> None:
     """Rename `draft` to `target`; if another process has created it meanwhile, keep that one."""
     draft.chmod(0o755)
     try:
+        # Renaming onto a folder that is not empty fails: the one that is there stays.
         draft.rename(target)
     except OSError:
         if not target.is_dir():
@@ -123,14 +128,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_tokenizer(folder: Path, recipe: ModelRecipe) -> dict[str, int]:
     """Train a byte-level BPE on one sentence; return the ids of the special tokens."""
+    # Imported where it is used: callers that only want a path need no tokenizers.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
+        # 256 bytes, the corpus's merges, and room to spare: embeddings stay small.
         vocab_size=384,
         show_progress=False,
+        # All bytes, so that any text can be encoded, whatever it was trained on.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator([TOKENIZER_CORPUS], trainer)
@@ -182,6 +190,7 @@ def write_weights(folder: Path, recipe: ModelRecipe, ids: dict[str, int]) -> Non
     import torch
     from transformers import GenerationConfig
 
+    # The same weights everywhere: answers, and block hashes of prompts, can be compared.
     torch.manual_seed(0)
     model = build_vision_model(recipe, ids) if recipe.vision else build_text_model(recipe, ids)
     model = model.to(torch.float32)
@@ -196,6 +205,7 @@ def write_weights(folder: Path, recipe: ModelRecipe, ids: dict[str, int]) -> Non
 
 def build_text_config(recipe: ModelRecipe, ids: dict[str, int]) -> dict[str, Any]:
     """Keyword arguments shared by the language part of both models."""
+    # The least head size that vLLM's attention on CPUs takes.
     heads = recipe.hidden // 32
     return {
         "vocab_size": max(ids.values()) + 1,
@@ -231,6 +241,7 @@ def build_vision_model(recipe: ModelRecipe, ids: dict[str, int]) -> Any:
         "patch_size": 14,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
+        # In pixels: 8 patches of 14. Only the layers below see the whole image.
         "window_size": 112,
         "fullatt_block_indexes": [recipe.vision_depth // 2 - 1, recipe.vision_depth - 1],
     }
@@ -258,6 +269,7 @@ def write_processor(folder: Path, recipe: ModelRecipe) -> None:
             "image_processor_type": "Qwen2VLImageProcessorFast",
             "processor_class": "Qwen2_5_VLProcessor",
             "min_pixels": 56 * 56,
+            # At most 448 x 448: 256 tokens an image, so that several fit into a prompt.
             "max_pixels": 448 * 448,
             "patch_size": 14,
             "temporal_patch_size": 2,

@@ -33,6 +33,7 @@ from lab.response_parser import (
 from ttft_otel.bench import noise_images
 from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
+# Words of tiny_models.TOKENIZER_CORPUS: one or two tokens each.
 FILLER_WORDS = ("quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog")
 
 
@@ -104,13 +105,16 @@ def send_timed_request(
 
 def send_timed_requests(url: str, requests: Sequence[TimedRequest]) -> list[TimedResponse]:
     """Send all `requests` at the same moment, each from its own thread; responses in their order."""
+    # Filled by place: threads end in any order.
     answers: list[TimedResponse | BaseException] = [TimeoutError("no answer")] * len(requests)
+    # Threads take milliseconds to start: the barrier lets all requests leave together.
     barrier = threading.Barrier(len(requests))
 
     def send_at_barrier(place: int, question: TimedRequest) -> None:
         try:
             barrier.wait()
             answers[place] = send_timed_request(url, question)
+        # A thread's exception would only be printed: the caller raises it.
         except (OSError, httptools.HttpParserError, ValueError) as error:
             answers[place] = error
 
@@ -148,14 +152,17 @@ class TimedCall:
 
     def run(self) -> TimedResponse:
         """Connect, send, read to the end or to the abort, then parse."""
+        # Before the clock: encoding a picture takes milliseconds.
         message = self.build_message()
         began_ns = monotonic_ns()
         address = (self.host, self.port)
         with socket.create_connection(address, timeout=self.request.timeout_s) as sock:
+            # No delay by Nagle's algorithm, should the kernel split the write.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.connect_us = (monotonic_ns() - began_ns) // 1000
             try:
                 self.send_and_read(sock, message)
+            # Without abort_s it is a fault of the server, and of the test.
             except TimeoutError:
                 if self.request.abort_s is None:
                     raise
@@ -168,6 +175,8 @@ class TimedCall:
         body = json.dumps(build_payload(self.request)).encode()
         headers = {
             "host": f"{self.host}:{self.port}",
+            # The server closes after its answer, so that reading ends
+            # without looking for the answer's end.
             "connection": "close",
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -180,9 +189,11 @@ class TimedCall:
 
     def send_and_read(self, sock: socket.socket, message: bytes) -> None:
         """Write the request, then note every piece of the answer with its time."""
+        # Last thing before the write: connecting and encoding are over.
         self.started_ns = monotonic_ns()
         self.limit_timeout(sock)
         sock.sendall(message)
+        # Time first, then the list: parsing here would delay the readings of other threads.
         while piece := sock.recv(65536):
             self.readings.append((monotonic_ns(), piece))
             self.limit_timeout(sock)
@@ -191,6 +202,7 @@ class TimedCall:
         """Shorten the socket's timeout to what is left until the abort."""
         if self.request.abort_s is None:
             return
+        # A socket's timeout is for one read: the deadline is for all of them.
         left_s = self.request.abort_s - (monotonic_ns() - self.started_ns) / 1e9
         if left_s <= 0:
             raise TimeoutError
@@ -199,6 +211,7 @@ class TimedCall:
     def build_response(self, ended_ns: int) -> TimedResponse:
         """Parse what was noted."""
         reply = ParsedResponse.from_readings(self.readings)
+        # By the answer, not the request: an error to a streamed request is a plain answer.
         streamed = reply.headers.get("content-type", "").startswith("text/event-stream")
         events = split_events(reply.body, self.started_ns) if streamed else ()
         body = b"".join(piece for _, piece in reply.body)
@@ -229,6 +242,7 @@ def build_payload(request: TimedRequest) -> dict[str, Any]:
     else:
         # Without ignore_eos a random model may stop at any token.
         body |= {"max_tokens": request.max_tokens, "n": request.n, "ignore_eos": True}
+        # Greedy, but for n > 1, of which vLLM wants sampling.
         body |= {"temperature": 1.0 if request.n > 1 else 0.0}
     if request.path == COMPLETIONS_PATH:
         body["prompt"] = prompt

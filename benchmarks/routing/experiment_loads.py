@@ -8,6 +8,7 @@ from typing import Final
 
 PREFIX_INDEX_FLAGS: Final = ("--prefix-index", "kv-events")  # of every router that looks at prompts
 ROUTER_FLAGS_BY_POLICY: Final[dict[str, tuple[str, ...]]] = {
+    # The prefix index is the same for all: policies are compared, not what they know.
     "trapezoid": ("--routing-logic", "ttft", "--ttft-model", "trapezoid", *PREFIX_INDEX_FLAGS),
     "calibrated": ("--routing-logic", "ttft", "--ttft-model", "calibrated", *PREFIX_INDEX_FLAGS),
     "kvaware": ("--routing-logic", "kvaware", *PREFIX_INDEX_FLAGS),
@@ -20,6 +21,7 @@ ROUTER_FLAGS_BY_POLICY: Final[dict[str, tuple[str, ...]]] = {
         *("--kv-aware-threshold", "1000000"),
     ),
 }
+# The others on demand only: each policy adds a run to every round.
 MEASURED_POLICIES: Final = ("trapezoid", "calibrated", "kvaware", "qps", "round_robin")
 
 
@@ -40,6 +42,8 @@ class Experiment:
         """Flags of one run."""
         paced = (
             ("--qps", f"{self.rate:g}", "--time", f"{self.seconds:g}")
+            # Conversations go on until the time is over; single
+            # requests are counted out beforehand.
             if "multi-round" in self.flags
             else ("--rate", f"{self.rate:g}", "--requests", str(round(self.rate * self.seconds)))
         )
@@ -47,6 +51,8 @@ class Experiment:
 
     def build_saturation_flags(self, seed: int) -> list[str]:
         """Flags of a run in which both servers always have something to do."""
+        # Four times as many requests as clients: compute_capacity()
+        # cuts the first and last of them off.
         closed = (
             "--concurrency",
             str(SATURATION_CONCURRENCY),
@@ -56,6 +62,7 @@ class Experiment:
         return [*self.flags, "--seed", str(seed), *closed]
 
 
+# Four a server: more only wait, since one core computes one prefill at a time.
 SATURATION_CONCURRENCY: Final = 8
 MULTI_ROUND_FLAGS: Final = (
     *("--dataset", "multi-round", "--num-users", "5", "--num-rounds", "10"),
@@ -69,6 +76,7 @@ EXPERIMENTS: Final = {
         ),
         Experiment(
             "multi-round-long",
+            # A history ten times as long makes each request dearer, hence the lower rate.
             (*MULTI_ROUND_FLAGS, "--user-history-prompt", "2000"),
             22.0,
             rate=1.5,
@@ -80,6 +88,8 @@ EXPERIMENTS: Final = {
                 *("--input-len", "2600", "--spread", "0.95", "--output-len", "8"),
             ),
             36.0,
+            # By share: capacity depends on the machine, and unequal
+            # lengths make a rate hard to guess.
             share=0.75,
         ),
     )
@@ -100,6 +110,7 @@ SINGLE_PROMPT_FLAGS: Final = (
 
 def order_policies(policies: tuple[str, ...], number: int) -> list[str]:
     """The order of the policies in round `number`: forwards, then backwards, rotated by two per pair."""
+    # Forwards and backwards: a drift of the machine during a pair of rounds cancels in their sum.
     start = number // 2 * 2 % len(policies)
     turned = [*policies[start:], *policies[:start]]
     return turned if number % 2 == 0 else turned[::-1]

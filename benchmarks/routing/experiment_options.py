@@ -31,6 +31,7 @@ def parse_experiment_options(description: str | None = None) -> argparse.Namespa
 
     `description` is what --help says first.
     """
+    # Raw, because the examples' lines must stay as they are.
     parser = argparse.ArgumentParser(
         description=description,
         epilog=EXAMPLES,
@@ -41,6 +42,7 @@ def parse_experiment_options(description: str | None = None) -> argparse.Namespa
         "--policies", nargs="+", choices=ROUTER_FLAGS_BY_POLICY, default=list(MEASURED_POLICIES)
     )
     parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
+    # A round that has begun is finished: a round in which a policy is missing counts for nothing.
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="for everything; begins no round later"
     )
@@ -54,10 +56,12 @@ def parse_experiment_options(description: str | None = None) -> argparse.Namespa
         "--rate", type=float, nargs="+", help="requests per second: one for all, or one for each"
     )
     parser.add_argument("--seed", type=int, default=1)
+    # Two, because the loads above are sized for that.
     parser.add_argument(
         "--servers", nargs=2, default=(), metavar="URL", help="two that run already"
     )
     parser.add_argument(
+        # With `=`, because argparse takes a value that begins with -- for a flag of its own.
         "--router",
         action="append",
         default=[],
@@ -74,8 +78,10 @@ def parse_experiment_options(description: str | None = None) -> argparse.Namespa
         parser.error(
             f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}"
         )
+    # Without names old results are read: tables and pictures anew, nothing is measured.
     if not arguments.names and not (arguments.json and arguments.json.exists()):
         parser.error("name an experiment, or with --json FILE results that are there")
+    # `or`: 0 would be no load, so it cannot be meant.
     arguments.experiments = [
         replace(
             EXPERIMENTS[name],

@@ -14,6 +14,7 @@ from benchmarks.routing.experiment_statistics import (
     list_mapes,
 )
 
+# Mean and tail in the hues of prefill.compute and prefill.stall (ttft_otel/palette.py).
 MEAN_COLOR, TAIL_COLOR, ROUND_COLOR, TEXT_COLOR, LINE_COLOR = (
     "#5b5bf0",
     "#ea6a12",
@@ -21,6 +22,7 @@ MEAN_COLOR, TAIL_COLOR, ROUND_COLOR, TEXT_COLOR, LINE_COLOR = (
     "#1f2937",
     "#e5e7eb",
 )
+# Units of the SVG's viewBox; the page scales it.
 WIDTH, LEFT_MARGIN, TOP_MARGIN, ROW_HEIGHT, PANEL_WIDTH, PANEL_GAP = 860, 130, 58, 38, 320, 60
 
 OUTCOME_TEXT = {True: "met", False: "**missed**", None: "not decided"}
@@ -47,6 +49,7 @@ def format_experiment_table(results: Mapping[str, Any], experiment: str) -> str:
         "| | mean TTFT | p99 | mean in each round | goal for the mean | |",
         "|---|---|---|---|---|---|",
     ]
+    # Judged over the draws by experiment_statistics.py: this only prints it.
     judged = results["figures"]
     for each in comparison["against"]:
         name = f"{experiment.replace('-', '_')}_{each['policy']}_to_{each['other']}"
@@ -62,6 +65,7 @@ def format_experiment_table(results: Mapping[str, Any], experiment: str) -> str:
         lines += ["", f"Error (MAPE) of the TTFTs that `calibrated` predicted, by round: {each}."]
     if load := results.get("loads", {}).get(experiment):
         lines += ["", f"Load: `{' '.join(load)}`, another seed each round."]
+    # Said on the page itself: tables are quoted without the run that they come from.
     if comparison["rounds"] < MIN_ROUNDS:
         lines += ["", "Fewer than three rounds: a rehearsal, from which nothing follows."]
     if count := count_late_runs(results, experiment):
@@ -85,6 +89,7 @@ def format_interference(results: Mapping[str, Any]) -> str:
 
 def replace_in_page(page: str, experiment: str, content: str) -> str:
     """A page with this between the experiment's marks. Raises ValueError where it has none."""
+    # Comments of HTML: no reader sees them, and an editor keeps them.
     before, mark, rest = page.partition(f"<!-- {experiment} -->\n")
     _, end, after = rest.partition(f"<!-- end of {experiment} -->\n")
     if not mark or not end:
@@ -96,6 +101,7 @@ def draw_experiment(results: Mapping[str, Any], experiment: str) -> str:
     """Mean and p99 side by side, a row for each policy: bar of 95 %, dot, and small dots for rounds."""
     comparison = compare_policies(results["runs"], experiment)
     policies = _order_by_mean(comparison["policies"])
+    # Grows with the number of policies; 44 is for the numbers below the axis.
     height = TOP_MARGIN + ROW_HEIGHT * len(policies) + 44
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -120,9 +126,11 @@ def draw_experiment(results: Mapping[str, Any], experiment: str) -> str:
 def _draw_panel(
     policies: Sequence[tuple[str, Any]], key: str, color: str, panel_left: int
 ) -> list[str]:
+    # The widest of interval and rounds: no dot may fall outside.
     highest = max(
         max(*each[key], *(each["rounds"] if key == "mean" else ())) for _, each in policies
     )
+    # The smallest round step with six lines at most.
     step = next(unit for unit in _choose_steps() if highest / unit <= 6)
     axis_max = step * (int(highest / step) + 1)
     bottom = _get_row_offset(len(policies)) - ROW_HEIGHT // 2
@@ -175,6 +183,7 @@ def _format_svg_text(x: float, y: float, text: str, **more: Any) -> str:
 
 
 def _order_by_mean(policies: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    # In the order of ROUTER_FLAGS_BY_POLICY, so that rows keep their places from page to page.
     return [(policy, policies[policy]) for policy in ROUTER_FLAGS_BY_POLICY if policy in policies]
 
 

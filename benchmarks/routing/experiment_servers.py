@@ -26,6 +26,7 @@ REALTIME_PREFIX: Final = ("chrt", "--rr", "1") if os.geteuid() == 0 and shutil.w
 EXPERIMENT_MODEL: Final = tiny_models.ModelRecipe(
     vision=False, hidden=512, layers=8
 )  # 4k tokens take over a second
+# Port 9 (discard), where nobody listens: a receiver would compete for the two cores.
 NO_EXPORT_ENV: Final = {names.ENV_ENDPOINT: "http://127.0.0.1:9"}
 
 
@@ -45,6 +46,7 @@ class ExperimentServers:
 
     def reset_caches(self) -> bool:
         """Reset the servers' prefix caches; False if they do not offer that."""
+        # A list, not a generator: all servers are reset even when the first one cannot.
         return all([self._reset_cache(url) and self._trigger_step(url) for url in self.backends])
 
     def read_instances(self, policy: str) -> Any:
@@ -56,6 +58,7 @@ class ExperimentServers:
 
     def read_server_cpu_s(self) -> list[float]:
         """Seconds of processor time that each server has used."""
+        # With all children: the engine core, which does the work, is a process of its own.
         return [
             sum(map(_read_process_cpu_s, session_processes.list_session_pids(server.pid)))
             for server in self.servers
@@ -64,6 +67,7 @@ class ExperimentServers:
     @staticmethod
     def _trigger_step(url: str) -> bool:
         """Make an idle engine step, with which it publishes the reset of its cache to the routers."""
+        # One token, whose prompt is no full block: nothing of it stays in the cache.
         body = json.dumps({"model": "tiny", "prompt": [11], "max_tokens": 1}).encode()
         asked = urllib.request.Request(f"{url}{COMPLETIONS_PATH}", method="POST", data=body)
         asked.add_header("Content-Type", "application/json")
@@ -78,6 +82,7 @@ class ExperimentServers:
                 with urllib.request.urlopen(asked, timeout=10) as answer:
                     if json.load(answer)["success"]:
                         return True
+            # The server has no such path: it was started without VLLM_SERVER_DEV_MODE.
             except urllib.error.HTTPError:
                 return False
             time.sleep(0.1)  # the last request's blocks are still held
@@ -95,6 +100,7 @@ def start_experiment_servers(
     with contextlib.ExitStack() as stack:
         servers: list[LocalServer] = []
         if not urls:
+            # A core each: a prefill of one must not slow the other one down.
             commands = [_build_server_command(folder, core) for core in (0, 1)]
             up = run_servers(*commands, timeout=600, progress=progress, logs=folder)
             servers = stack.enter_context(up)
@@ -104,6 +110,7 @@ def start_experiment_servers(
             _build_policy_router_command(policy, urls, port, policies[policy])
             for policy, port in admin.items()
         ]
+        # All routers run all the time: what one has learnt stays with it from round to round.
         before = run_servers(*routers, timeout=120, progress=progress, logs=folder)
         named = dict(zip(admin, stack.enter_context(before), strict=True))
         yield ExperimentServers(urls, servers, named, admin)
@@ -113,6 +120,7 @@ def _build_server_command(folder: Path, core: int) -> ServerCommand:
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
+        # Sockets of files, since routers and servers are on one host: no ports to choose.
         "endpoint": f"ipc://{folder}/{core}.ipc",
         "replay_endpoint": f"ipc://{folder}/{core}-replay.ipc",
         "topic": "kv",
@@ -121,6 +129,7 @@ def _build_server_command(folder: Path, core: int) -> ServerCommand:
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
         *("--kv-events-config", json.dumps(events)),
     )
+    # Traced, because routers learn prefill times from Server-Timing.
     env = {names.ENV_ON: "1", "VLLM_SERVER_DEV_MODE": "1", **NO_EXPORT_ENV}
     model = tiny_models.build_model(EXPERIMENT_MODEL)
     command = server_commands.build_mono_command(
@@ -133,6 +142,7 @@ def _build_policy_router_command(
     policy: str, urls: Sequence[str], admin: int, more: Sequence[str]
 ) -> ServerCommand:
     flags = ("--admin-port", str(admin), *more)
+    # Not traced: records of the router itself would be work without a use here.
     made = local_deployment.build_router_command(
         {"mono": urls}, {names.ENV_ON: "0", **NO_EXPORT_ENV}, *flags
     )
@@ -141,6 +151,7 @@ def _build_policy_router_command(
 
 def _read_process_cpu_s(pid: int) -> float:
     with contextlib.suppress(OSError):  # it has ended since it was found
+        # Fields 14 and 15 of the line, user and system time; the name before may hold spaces.
         told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+# Longer than queues last below saturation: windows are nearly independent, their requests are not.
 WINDOW_MS: Final = 10_000.0
 BOOTSTRAP_DRAWS: Final = 2000
 WEIGHT_DECAY: Final = 0.99  # router/routing/policies/prefill_model.py's Quality
@@ -40,6 +41,7 @@ def select_complete_rounds(
     rounds: dict[int, dict[str, Any]] = {}
     for run in experiment_runs:
         rounds.setdefault(run["round"], {})[run["policy"]] = run
+    # An incomplete round would compare policies under different loads.
     complete_rounds = [
         rounds[number] for number in sorted(rounds) if len(rounds[number]) == len(policies)
     ]
@@ -54,6 +56,7 @@ def split_into_windows(runs_by_policy: Mapping[str, Sequence[Any]]) -> Windows:
     """TTFTs in seconds by policy, round and window."""
     ttfts: Windows = {policy: [] for policy in runs_by_policy}
     for each in zip(*runs_by_policy.values(), strict=True):  # the runs of one round
+        # The same windows for all: late requests of one policy must not add a window to it alone.
         last = max(row[0] for run in each for row in run["requests"])
         count = int(last // WINDOW_MS) + 1
         for policy, run in zip(runs_by_policy, each, strict=True):
@@ -71,6 +74,7 @@ def draw_bootstrap_samples(
     chance = np.random.default_rng(seed)
     rounds = next(iter(ttft_windows.values()))
     samples: dict[str, list[Values]] = {policy: [] for policy in ttft_windows}
+    # A draw in which a policy has no request has no mean; it is drawn again, for all policies.
     while len(next(iter(samples.values()))) < count:
         cells = [
             (number, place)
@@ -78,6 +82,8 @@ def draw_bootstrap_samples(
             for place in chance.integers(0, len(rounds[number]), len(rounds[number]))
         ]
         sample = {
+            # The same cells for every policy: what a window's load
+            # did to all cancels in their ratios.
             policy: np.concatenate([parts[number][place] for number, place in cells])
             for policy, parts in ttft_windows.items()
         }
@@ -119,6 +125,7 @@ def compare_policies(runs: Sequence[Mapping[str, Any]], experiment: str) -> dict
 
 def compute_capacity(requests: Sequence[Sequence[float]], at_once: int) -> float:
     """Requests per second of a closed loop, its beginning and end left out, where not all are busy."""
+    # Sent plus latency: when each one ended, in milliseconds.
     ends = sorted(row[0] + row[4] for row in requests)[at_once : -at_once or None]
     return (len(ends) - 1) / (ends[-1] - ends[0]) * 1e3
 
@@ -134,6 +141,7 @@ def compute_mape(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> 
         if not each.get("predictions"):
             continue
         last_state = old.get(each["url"], {})
+        # The router's average is over all its time: what was known before this run is taken out.
         outcomes_before = _count_outcomes(last_state)
         new_outcomes = _count_outcomes(each) - outcomes_before
         weighted_error = each["predictions"]["mape"] * _compute_decayed_weight(
@@ -141,6 +149,7 @@ def compute_mape(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> 
         )
         if outcomes_before:
             weighted_error -= (
+                # Each new outcome has weighed the old ones down once more.
                 WEIGHT_DECAY**new_outcomes
                 * last_state["predictions"]["mape"]
                 * _compute_decayed_weight(outcomes_before)
@@ -166,6 +175,7 @@ def _count_outcomes(instance: Mapping[str, Any]) -> int:
 
 
 def _compute_decayed_weight(count: int) -> float:
+    # The sum of a geometric series: the weights of `count` outcomes, the latest being 1.
     return (1 - WEIGHT_DECAY**count) / (1 - WEIGHT_DECAY)
 
 
@@ -186,12 +196,14 @@ def compute_experiment_figures(results: Mapping[str, Any], experiment: str) -> d
         and not count_late_runs(results, experiment)
     )
     for each in comparison.get("against", ()):
+        # A goal of 0 means better at all, so that equal is not enough.
         met = each["mean"][0] <= each["goal"] if each["goal"] else each["mean"][0] < 0
         judged[f"{prefix}_{each['policy']}_to_{each['other']}"] = {
             "value": each["mean"][0],
             "interval": each["mean"][1:],
             "rounds": each["rounds"],
             "goal": each["goal"],
+            # None is not a failure: too few rounds, or a load that came late, decide nothing.
             "met": bool(met) if decided else None,
         }
     if errors := list_mapes(results, experiment):
@@ -215,6 +227,7 @@ def _compare_with(
         )
         for each in (policy, baseline)
     )
+    # Draw by draw: an interval of each alone would ignore that both had the same load.
     ratios = samples[policy] / samples[baseline] - 1
     rounds = (
         _compute_round_means(ttft_windows[policy]) / _compute_round_means(ttft_windows[baseline])

@@ -73,6 +73,7 @@ class TimeBudget:
     def record_run(self, experiment: Experiment, seconds: float) -> None:
         """A run did."""
         rest = seconds - experiment.seconds
+        # The longest: the estimate decides whether all policies of a round still fit.
         self.overhead_s[experiment.name] = max(self.overhead_s.get(experiment.name, 0.0), rest)
 
     def report_progress(self, text: str) -> None:
@@ -89,6 +90,7 @@ def measure_experiments(
     results: dict[str, Any],
 ) -> None:
     """Warm up, then round after round of all experiments, while time is left; fills `results`."""
+    # Without resets equal prompts would be cached for the second policy: then each gets its own.
     results["resets"] = stage.reset_caches()
     if not results["resets"]:
         clock.report_progress(
@@ -164,6 +166,7 @@ def _run_round(
     for place, policy in enumerate(order_policies(tuple(arguments.policies), number)):
         started = time.monotonic()
         stage.reset_caches()
+        # Far apart: seeds of rounds and places never meet.
         seed = arguments.seed + 1000 * (number + 1)
         seed += 0 if results["resets"] else place + 1
         before = stage.read_server_cpu_s()
@@ -190,6 +193,7 @@ def _run_bench(url: str, flags: Sequence[str]) -> Any:
             text=True,
             check=False,
         )
+        # bench got the Ctrl-C too; measure nothing more.
         if done.returncode == 130:
             raise KeyboardInterrupt
         if not out.exists():
@@ -202,6 +206,7 @@ def _reduce_run(document: Any) -> dict[str, Any]:
     run = document["targets"][0]["runs"][0]
     keys = ("sent_ms", "ttft_ms", "input_tokens", "cached_tokens", "latency_ms")
     kept = ("valid", "seconds", "lag_ms", "held", "failures", "unfinished")
+    # In milliseconds and tokens; None, for what was not told, becomes 0.
     rows = [[request[key] or 0 for key in keys] for request in run["requests"]]
     return {key: run[key] for key in kept} | {"requests": rows}
 

@@ -51,8 +51,13 @@ class Simulation:
     """The simulation of one case with one policy."""
 
     def __init__(self, case: dict[str, Any], policy: str, seed: int) -> None:
+        # Terms of a case: benchmarks/routing/cases.json.
         size, slow = case["instances"], round(case["instances"] * case["slow"])
+        # Whole microseconds, as in the router: sums of floats
+        # would order events by rounding errors.
         self.lag, self.noise = round(case["lag"] * US_PER_SECOND), case["noise"]
+        # Generators of their own for noise and for ties: how often
+        # a policy has ties must not change the noise.
         self.random = random.Random(f"noise {seed}")
         self.servers = [
             SimulatedInstance(
@@ -66,9 +71,11 @@ class Simulation:
         index = (
             BlockHolders(TRACE_BLOCK_TOKENS)
             if case["index"] == "events"
+            # The size of the instances' own caches: the best case for a router that only remembers.
             else SentHistory(TRACE_BLOCK_TOKENS, case["cache"])
         )
         self.index = index
+        # Peers that need predicted times get them from the same fitted model as `calibrated`.
         score: Literal["trapezoid", "calibrated"] = (
             "trapezoid" if policy == "trapezoid" else "calibrated"
         )
@@ -80,6 +87,7 @@ class Simulation:
         }
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
         self.policy = OraclePolicy(self) if policy == "oracle" else policy_classes[name](self.state)
+        # The counter breaks ties of time in the order of scheduling; functions cannot be compared.
         self.events: list[tuple[int, int, Callable[[int], None]]] = []
         self.event_order = itertools.count()
         self.sent_at_us: dict[str, int] = {}
@@ -94,6 +102,7 @@ class Simulation:
         """From the first arrival to the last first token; arrivals are only looked at when due."""
         for number, row in enumerate(rows):
             when = round(row.arrival_s / speed * US_PER_SECOND)
+            # Up to and including `when`: an instance that is done at this moment counts as free.
             while self.events and self.events[0][0] <= when:
                 self._run_next_event()
             self.handle_arrival(number, row, when)
@@ -106,6 +115,7 @@ class Simulation:
 
     def handle_arrival(self, number: int, row: TraceRow, now_us: int) -> None:
         """The router chooses an instance for a request and sends it there."""
+        # No body: policies decide by tokens and blocks, which the trace already has.
         request = types.RoutingRequest(
             "prefill",
             COMPLETIONS_PATH,
@@ -116,6 +126,7 @@ class Simulation:
             prompt_tokens=row.tokens,
             block_keys=row.blocks,
         )
+        # All instances every time: health, retries and circuit breakers are not simulated.
         choice = self.policy.choose_instance(
             request, [each.instance for each in self.servers], now_us, False
         )
@@ -135,6 +146,7 @@ class Simulation:
         request = server.waiting.popleft()
         cached = self.count_cached_tokens(server, request, ())
         seconds = self.compute_prefill_s(server, request, cached)
+        # Median 1, drawn for each prefill; no policy sees it.
         seconds *= self.random.lognormvariate(0, self.noise)
         server.running, server.prefill_ends_us = request, now_us + round(seconds * US_PER_SECOND)
         server.busy += seconds
@@ -152,8 +164,10 @@ class Simulation:
     ) -> int:
         """Tokens that the instance need not compute, if it gets these blocks before."""
         depth, blocks = server.cache.match_blocks(request.block_keys), request.block_keys
+        # Prompts that wait there will be cached by then, as the real server computes them in order.
         while depth < len(blocks) and blocks[depth] in coming_blocks:
             depth += 1
+        # vLLM computes at least the last token, for its logits: the block with it is never a hit.
         return min(depth, (request.prompt_tokens - 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
 
     def compute_prefill_s(
@@ -173,8 +187,10 @@ class Simulation:
         cached: int,
     ) -> None:
         """The first token; the cache changes now, and the router hears of it later."""
+        # At the end of the prefill: vLLM publishes a block when it is computed.
         new, gone = server.cache.record_use(request.block_keys)
         url = server.instance.url
+        # SentHistory hears nothing: it learns in record_first_token() below.
         if isinstance(self.index, BlockHolders) and not isinstance(self.index, SentHistory):
             self.schedule_event(
                 now_us + self.lag, lambda _: self.report_cache_change(url, new, gone)
@@ -195,11 +211,14 @@ def simulate_case(
 ) -> dict[str, Any]:
     """Simulate one case with one policy; returns its figures, in seconds."""
     simulation = Simulation(case, policy, seed)
+    # Load is relative to what all instances can do with nothing cached (cases.json).
     capacity = sum(each.speed for each in simulation.servers)
     speed = compute_speedup(rows, case["load"], capacity)
+    # The simulation's own cost, most of it the policy's; the trace is read before.
     started = time.process_time()
     simulation.run(rows, speed)
     cpu_s = time.process_time() - started
+    # Nothing lost: a request without a first token would flatter the mean.
     assert len(simulation.ttfts_s) == len(rows) and not len(simulation.state.pending)
     cuts = statistics.quantiles(simulation.ttfts_s, n=100)
     span = (rows[-1].arrival_s - rows[0].arrival_s) / speed
@@ -213,6 +232,7 @@ def simulate_case(
         "cpu": cpu_s,
     }
     if policy == "calibrated":
+        # Fits without a URL are the fleet's common ones.
         fits = [fit for (_, url), fit in simulation.state.models.list_fits().items() if url]
         figures["prefill_mape"] = compute_known_mean(fit.quality.mape for fit in fits)
         figures["prefill_r2"] = compute_known_mean(fit.quality.r2 for fit in fits)

@@ -13,7 +13,9 @@ from pathlib import Path
 from ttft_otel.router.routing.policies.prefill_model import PrefillLine
 from ttft_otel.router.routing.policies.prefill_work import compute_work
 
+# Mooncake published hashes of blocks of 512 tokens; there are no texts.
 TRACE_BLOCK_TOKENS = 512
+# Seconds: 5 ms a prefill, 40 us a token, 1.3 ns an attention pair (about an 8B model on an H100).
 PREFILL_COST = PrefillLine(0.005, 40e-6, 1.3e-9)
 MAX_SESSION_SHIFT_S = 30.0  # seconds that a session drawn anew may begin sooner or later
 COPY_BLOCK_OFFSET = 10**9  # added to the block numbers of a session's further copies
@@ -29,6 +31,7 @@ class TraceRow:
     session: str
 
 
+# A process of the pool simulates many cases of the same trace.
 @lru_cache(maxsize=4)
 def read_trace(path: Path, seed: int) -> tuple[TraceRow, ...]:
     """Read a trace; seed 1: as it is, others: as many sessions, drawn with replacement."""
@@ -36,6 +39,7 @@ def read_trace(path: Path, seed: int) -> tuple[TraceRow, ...]:
     for line in path.read_text("utf-8").splitlines():
         row = json.loads(line)
         ids = row["hash_ids"]
+        # The last hash of a prompt may be of a part of a block, which is never cached.
         full = tuple(ids[: row["input_length"] // TRACE_BLOCK_TOKENS])
         # The second block stands for a session: the first is the same for nearly all.
         rows.append(TraceRow(row["timestamp"] / 1e3, row["input_length"], full, str(ids[:2][-1])))
@@ -47,21 +51,26 @@ def _resample_sessions(rows: list[TraceRow], chance: random.Random) -> list[Trac
     sessions: dict[str, list[TraceRow]] = {}
     for row in rows:
         sessions.setdefault(row.session, []).append(row)
+    # Blocks of several sessions are system prompts and the like: copies share those, too.
     owners = Counter(
         block for each in sessions.values() for block in {b for row in each for b in row.blocks}
     )
     begin, span = rows[0].arrival_s, rows[-1].arrival_s - rows[0].arrival_s
     copies: Counter[str] = Counter()
     resampled = []
+    # Whole sessions are drawn: single requests would lose the prefixes that they come back for.
     for name in chance.choices(list(sessions), k=len(sessions)):
         copy, shift = copies[name], chance.uniform(-MAX_SESSION_SHIFT_S, MAX_SESSION_SHIFT_S)
         copies[name] += 1
         for row in sessions[name]:
             blocks = tuple(b if owners[b] > 1 else b + copy * COPY_BLOCK_OFFSET for b in row.blocks)
+            # Modulo the span: what would fall off the end arrives
+            # at the beginning, so the load stays.
             start_s = begin + (row.arrival_s - begin + shift) % (span or 1)
             resampled.append(
                 replace(row, arrival_s=start_s, blocks=blocks, session=f"{name} {copy}")
             )
+    # The simulation takes arrivals in order.
     return sorted(resampled, key=lambda row: row.arrival_s)
 
 
@@ -81,9 +90,11 @@ def compute_ideal_mean_s(rows: tuple[TraceRow, ...]) -> float:
     seen: set[int] = set()
     total = 0.0
     for row in rows:
+        # Blocks cached behind a missing one are of no use: attention needs the whole prefix.
         depth = next((at for at, block in enumerate(row.blocks) if block not in seen), None)
         found = len(row.blocks) if depth is None else depth
         total += PREFILL_COST.predict_seconds(
+            # The last token is always computed, as in the simulation.
             compute_work(
                 row.tokens, min(found, (row.tokens - 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
             )

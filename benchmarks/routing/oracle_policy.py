@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
 
+# At run time this would be a circle: the simulation imports this module.
 if TYPE_CHECKING:
     from benchmarks.routing.fleet_simulation import SimulatedInstance, Simulation
 
@@ -27,6 +28,7 @@ class OraclePolicy(RoutingPolicy):
         scores = [
             self._predict_ttft_s(world.by_url[each.url], request, now_us) for each in instances
         ]
+        # Ties as the router breaks them, so that the oracle differs by what it knows only.
         position = world.state.choose_least(scores)
         return Decision(instances[position], scores[position], "oracle")
 
@@ -34,6 +36,7 @@ class OraclePolicy(RoutingPolicy):
         self, server: SimulatedInstance, request: RoutingRequest, now_us: int
     ) -> float:
         simulation, wait_s, coming_blocks = self._simulation, 0.0, set[int]()
+        # The true end of the running prefill, noise included: what no router can know.
         if server.running is not None and not server.free:
             wait_s = (server.prefill_ends_us - now_us) / US_PER_SECOND
             coming_blocks.update(server.running.block_keys)
@@ -41,6 +44,7 @@ class OraclePolicy(RoutingPolicy):
             wait_s += simulation.compute_prefill_s(
                 server, each, simulation.count_cached_tokens(server, each, coming_blocks)
             )
+            # What waits there will be cached before this request's turn.
             coming_blocks.update(each.block_keys)
         return wait_s + simulation.compute_prefill_s(
             server, request, simulation.count_cached_tokens(server, request, coming_blocks)

@@ -22,6 +22,7 @@ class TokenLoadPolicy(RoutingPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """The fewest."""
+        # Without `loads`: blocks that pending prompts will add are not counted.
         cached = self.state.estimate_cached(request, instances)
         scores = [
             self.score_instance(
@@ -32,6 +33,7 @@ class TokenLoadPolicy(RoutingPolicy):
             )
             for each, cached_tokens in zip(instances, cached, strict=True)
         ]
+        # Random among equals: the first of the list would get all requests of an idle fleet.
         position = self.state.choose_least(scores)
         return Decision(instances[position], scores[position], self.name, cached[position])
 
@@ -57,11 +59,13 @@ class DecayPolicy(TokenLoadPolicy):
 
     def score_instance(self, url: str, load: InstanceLoad, new_tokens: int, now_us: int) -> float:
         """Tokens left, by the same fitted times that ours has."""
+        # "model" is the name under which the simulation's requests teach the fit.
         running, known = load.estimate_running(now_us), self.state.models.get_line("model")
         done = 0.0
         if running is not None and known is not None:
             (work, elapsed), (line, factors) = running, known
             whole = line.predict_seconds(work) * factors.get(url, 1.0)
+            # Not more than all: a prefill that takes longer than predicted is done, not negative.
             done = work.tokens_to_compute * min(1.0, elapsed / max(whole, 1e-9))
         return load.tokens_to_compute + new_tokens - done
 

@@ -32,6 +32,7 @@ from benchmarks.routing.simulation_tables import (
     format_seeds_table,
 )
 
+# Above it queues grow until the trace ends: a mean then tells the trace's length, not the policy.
 MAX_STABLE_UTILIZATION = 0.95
 ROUTING_FOLDER = Path(__file__).parent
 
@@ -64,6 +65,7 @@ def run_case(case: dict[str, Any], folder: Path, policies: list[str], seed: int)
     """One case with one seed: figures of each policy, and the least mean that there could be."""
     rows = read_trace(folder / f"{case['trace']}_trace.jsonl", seed)
     figures: dict[str, Any] = {name: simulate_case(case, name, rows, seed) for name in policies}
+    # Nothing waits, everything is cached: below this no policy can come.
     return {**figures, "alone": {"mean": round(compute_ideal_mean_s(rows), 5)}}
 
 
@@ -71,8 +73,10 @@ def merge_cases(
     listed: dict[str, Any], previous_cases: list[dict[str, Any]], new_cases: dict[str, Any]
 ) -> list[Any]:
     """The kept cases with what is new, in the order in which they are listed."""
+    # What is in the file stays, so that a list of cases can be worked off over several runs.
     by_name = {each["name"]: each for each in previous_cases}
     case = by_name.setdefault(new_cases["name"], {**new_cases["case"], "results": {}, "seeds": {}})
+    # Full figures of the traces as they are only; of drawn ones the means.
     if new_cases["seed"] == 1:
         found = {**case["results"], **new_cases["found"]}
         case["results"] = {name: found[name] for name in listed["policies"] if name in found}
@@ -80,6 +84,7 @@ def merge_cases(
             case["stable"] = found["trapezoid"]["busy"] < MAX_STABLE_UTILIZATION
     means = {name: each["mean"] for name, each in new_cases["found"].items()}
     seed = str(new_cases["seed"])
+    # JSON has only strings for keys.
     case["seeds"][seed] = {**case["seeds"].get(seed, {}), **means}
     return [by_name[each["name"]] for each in listed["cases"] if each["name"] in by_name]
 
@@ -97,12 +102,14 @@ def main() -> None:
         for each in listed["cases"]
         if arguments.cases is None or each["name"] in arguments.cases
     ]
+    # Processes: the simulation is pure Python, which threads would not speed up.
     with ProcessPoolExecutor(arguments.jobs) as pool:
         jobs = {
             pool.submit(run_case, case, arguments.traces, policies, seed): (case, seed)
             for seed in arguments.seeds
             for case in cases
         }
+        # Written after each case: a run of hours that is stopped keeps what it has.
         for job in as_completed(jobs):
             case, seed = jobs[job]
             new = {"name": case["name"], "case": case, "seed": seed, "found": job.result()}

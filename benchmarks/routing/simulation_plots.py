@@ -24,6 +24,7 @@ RESULTS_FOLDER = ROOT / "benchmarks" / "results"
 IMAGES_FOLDER = ROOT / "docs" / "img"
 PLOT_STYLE: dict[Any, Any] = {  # matplotlib types every key
     "svg.hashsalt": "ttft-otel",  # the same numbers give the same file
+    # Text stays text: smaller files, in the reader's own font.
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9,
@@ -43,6 +44,7 @@ POLICY_COLORS = {
     "oracle": "#111827",
     "alone": "#9ca3af",
 }
+# Marks that stay visible on one another, because policies are often equal.
 POLICY_MARKERS = {"tokens": "|", "decay": "x", "oracle": "D"}
 POLICY_LABELS = {"alone": "no waiting, all cached"}
 PLOTTED_FLEET_SIZES = (4, 8, 64)
@@ -53,9 +55,11 @@ def plot_gains(cases: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 8.6), layout="constrained")
     axes = figure.subplots()
     places = range(len(cases), 0, -1)
+    # Grey from -100 % to the bound: what is faster than no waiting with everything cached.
     bounds = [_get_gain_over_trapezoid(case, "alone") for case in cases]
     axes.barh(places, [-1 - b for b in bounds], left=bounds, height=0.9, color="#f0f1f3", zorder=0)
     for policy, mark in POLICY_MARKERS.items():
+        # A file of results may lack a policy that was added later.
         run = [each for each in zip(cases, places, strict=True) if policy in each[0]["seeds"]["1"]]
         axes.scatter(
             [_get_gain_over_trapezoid(case, policy) for case, _ in run],
@@ -76,6 +80,7 @@ def plot_gains(cases: list[dict[str, Any]]) -> Figure:
     )
     for case, place in zip(cases, places, strict=True):
         values = compute_gains(case, "calibrated")
+        # A single seed has no interval.
         if len(values) > 1:
             middle, most = statistics.fmean(values), compute_half_interval(values)
             axes.plot(
@@ -88,6 +93,7 @@ def plot_gains(cases: list[dict[str, Any]]) -> Figure:
     axes.axvline(0, color=POLICY_COLORS["trapezoid"], linewidth=1.5)
     axes.set_yticks(places, [case["name"] for case in cases])
     axes.set_ylim(0.3, len(cases) + 0.7)
+    # Nothing is below -100 %, and no case is worse than trapezoid by more.
     axes.set_xlim(-1, 0.15)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.set_title(
@@ -132,12 +138,14 @@ def _plot_fleet_curves(axes: Axes, cases: list[dict[str, Any]]) -> None:
             linestyle=":" if policy == "alone" else "-",
             label=POLICY_LABELS.get(policy, policy),
         )
+    # Near saturation waiting grows by powers of ten.
     axes.set_yscale("log")
     axes.set_ylim(0.4, 110)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _is_default_case(case: dict[str, Any]) -> bool:
+    # The defaults of cases.json: the curves vary fleet and load alone.
     usual = {"slow": 0, "cache": 1000, "noise": 0.1, "lag": 0.05, "index": "events"}
     return all(case[name] == value for name, value in usual.items())
 
@@ -156,8 +164,10 @@ def main() -> None:
     with mpl.rc_context(PLOT_STYLE):
         for name, figure in (("gains", plot_gains(cases)), ("load", plot_load_curves(cases))):
             path = folder / f"routing-simulation-{name}.svg"
+            # No date and no version: the same numbers give the same file.
             figure.savefig(path, metadata={"Date": None, "Creator": None})
             text = path.read_text("utf-8")
+            # Matplotlib leaves blanks at the ends of lines.
             path.write_text("\n".join(map(str.rstrip, text.splitlines())) + "\n", "utf-8")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 Case = Mapping[str, Any]
+# A table instead of scipy, for ten seeds at most.
 T_QUANTILES_95: Final = (
     0,
     12.71,
@@ -37,6 +38,7 @@ def format_gains_table(cases: Sequence[Case]) -> str:
     ]
     for case in cases:
         mean_by_policy = {name: found["mean"] for name, found in case["results"].items()}
+        # Compared before rounding, so that only equal means share the bold face.
         least = min(mean_by_policy.values())
         cells = [
             f"**{format_short_seconds(mean_by_policy[name])}**"
@@ -44,6 +46,7 @@ def format_gains_table(cases: Sequence[Case]) -> str:
             else format_short_seconds(mean_by_policy[name])
             for name in policies
         ]
+        # Below 0 is better: the share of trapezoid's mean that calibrated saves.
         gain = f"{mean_by_policy['calibrated'] / mean_by_policy['trapezoid'] - 1:+.0%}"
         stable = "yes" if case["stable"] else "no"
         lines.append(f"| {case['name']} | {stable} | {' | '.join(cells)} | {gain} |")
@@ -60,6 +63,7 @@ def compute_gains(case: Case, policy: str, baseline: str = "trapezoid") -> list[
 
 def compute_half_interval(values: list[float]) -> float:
     """Half of the interval that has the true mean with 95 %."""
+    # Student's, because the spread comes from the same few seeds as the mean.
     return T_QUANTILES_95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -78,6 +82,7 @@ def format_seeds_table(cases: Sequence[Case]) -> str:
     for case in cases:
         cells = [format_interval(compute_gains(case, "calibrated"))]
         for name in ("calibrated", "oracle", "alone"):
+            # Of seed 1 alone, the case as listed: the oracle was not run with the others.
             first = compute_gains({"seeds": {"1": case["seeds"]["1"]}}, name)
             cells.append(format_interval(first) if first else "not run")
         lines.append(
@@ -88,6 +93,7 @@ def format_seeds_table(cases: Sequence[Case]) -> str:
 
 def is_equal_speed_case(case: Case) -> bool:
     """A stable case of the conversation trace with instances of one speed."""
+    # Goals were written down for stable cases: in others queues grow as long as the trace lasts.
     return bool(case["stable"] and case["trace"] == "conversation" and not case["slow"])
 
 
@@ -99,6 +105,7 @@ def is_mixed_speed_case(case: Case) -> bool:
 def format_goals_table(cases: Sequence[Case]) -> str:
     """What comes of each goal, in the one run of each case as listed."""
     lines = ["| goal, mean TTFT of `calibrated` | outcome |", "|---|---|"]
+    # The words and numbers of cases.json, which was written before the first run.
     for says, which, goal in (
         (
             "20 % below `trapezoid` on average, stable conversation cases, equal speeds",

@@ -10,6 +10,8 @@ from grafana.build.all_dashboards import render_dashboards
 
 DASHBOARDS_FOLDER = Path(__file__).parents[1] / "dashboards"
 
+# The uid is the file's name too: a uid that changes leaves
+# the old file behind, to be deleted by hand.
 for uid, text in render_dashboards().items():
     (DASHBOARDS_FOLDER / f"{uid}.json").write_text(text, "utf-8")
     sys.stdout.write(f"{uid}.json\n")

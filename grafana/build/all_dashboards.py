@@ -28,6 +28,7 @@ def build_dashboards() -> dict[str, Dashboard]:
 
 def _number_panels(board: Dashboard) -> None:
     """Give every panel an id, folded ones included: links and tests need one."""
+    # One count for both levels: an id must be unique in its dashboard, not in its row.
     ids = itertools.count(1)
     for panel in board.panels or []:
         panel.id_val = next(ids)
@@ -38,6 +39,8 @@ def _number_panels(board: Dashboard) -> None:
 def render_dashboards() -> dict[str, str]:
     """Every dashboard's JSON, stable: the same code gives the same bytes."""
     return {
+        # Sorted keys and one value a line: a change of the code shows
+        # as a small diff of the committed file.
         uid: json.dumps(board, cls=JSONEncoder, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         for uid, board in build_dashboards().items()
     }

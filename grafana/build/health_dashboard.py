@@ -12,6 +12,7 @@ from grafana.build import health_rows, panel_kinds, pipeline_queries, series_col
 from grafana.build.ttft_queries import RANGE, RATE
 
 HEALTH_UID: Final = "ttft-health"
+# increase() extrapolates, so that one loss may read 0.9 or 1.2: half of one tells it from none.
 _NONE_LOST: Final = [(None, series_colors.GOOD_COLOR), (0.5, series_colors.LIMIT_COLOR)]
 
 
@@ -26,8 +27,10 @@ def build_health_dashboard() -> Any:
     dashboard_builder.with_variable(
         panel_kinds.build_datasource_variable("prometheus", "prometheus", "Prometheus")
     )
+    # Services that sent a TTFT: the job of a scraped target may be another one.
     job = f"label_values({ttft_queries.DURATION_METRIC}, job)"
     dashboard_builder.with_variable(panel_kinds.build_label_variable("job", "Service", job))
+    # Rows that are open have data in every deployment; the folded ones at the end need more.
     _add_current_state(dashboard_builder.with_row(panel_kinds.build_row("Is anything lost?")))
     _add_losses_by_hop(dashboard_builder)
     _add_load(dashboard_builder.with_row(panel_kinds.build_row("Does the collector keep up?")))
@@ -42,16 +45,19 @@ def build_health_dashboard() -> Any:
 
 
 def _add_current_state(dashboard_builder: Any) -> None:
+    # Red from where the alert on unattributed time fires (grafana/prometheus/alerts).
     share = [
         (None, series_colors.GOOD_COLOR),
         (0.02, series_colors.LOUD_COLOR),
         (0.05, series_colors.LIMIT_COLOR),
     ]
+    # Colours begin long before the queue is full: from then on spans are lost (enqueue_failed).
     full = [
         (None, series_colors.GOOD_COLOR),
         (0.5, series_colors.LOUD_COLOR),
         (0.8, series_colors.LIMIT_COLOR),
     ]
+    # Six panels of span 4 fill a line of Grafana's 24 columns.
     for title, says, query, unit, steps in (
         (
             "Lost",
@@ -70,6 +76,7 @@ def _add_current_state(dashboard_builder: Any) -> None:
         (
             "Queue",
             "How full the collector's fullest queue is. It grows while Tempo or Prometheus is away.",
+            # One number: without labels there is nothing to group by.
             pipeline_queries.share_of_queue_used("").replace("max by ()", "max"),
             "percentunit",
             full,
@@ -92,6 +99,8 @@ def _add_current_state(dashboard_builder: Any) -> None:
         (
             "Collectors",
             "Collectors that report.",
+            # Pushed, not scraped: a collector that died stays until
+            # Prometheus' lookback of five minutes ends.
             f"count ({pipeline_queries.UPTIME})",
             "none",
             None,
@@ -103,6 +112,7 @@ def _add_current_state(dashboard_builder: Any) -> None:
 
 
 def _add_losses_by_hop(dashboard_builder: Any) -> None:
+    # Refs must be unique in a panel, and hops have names that are no refs: hence h0, h1, ...
     targets = [
         panel_kinds.build_range_target(
             pipeline_queries.rate_or_zero(counter, base, RATE), hop, f"h{number}"
@@ -124,6 +134,7 @@ def _add_losses_by_hop(dashboard_builder: Any) -> None:
             "Share of TTFT that no stage accounts for, by outermost service. `ttft-otel doctor` "
             "names the mark that is missing.",
             "percentunit",
+            # The recorded ratio is by job and instance: the worst instance stands for its service.
             panel_kinds.build_range_target(
                 f'max by (job) ({pipeline_queries.RATIO}{{job=~"$job"}})', "{{job}}"
             ),
@@ -142,6 +153,8 @@ def _add_load(dashboard_builder: Any) -> None:
                 pipeline_queries.rate_of_counter(pipeline_queries.ACCEPTED, RATE), "accepted", "in"
             ),
             panel_kinds.build_range_target(
+                # Sent spans are 0, not missing, while Tempo has been
+                # away since the collector's start.
                 pipeline_queries.rate_or_zero(
                     pipeline_queries.TO_TEMPO, pipeline_queries.ACCEPTED, RATE
                 ),
@@ -163,6 +176,7 @@ def _add_load(dashboard_builder: Any) -> None:
             "Collector CPU",
             "Cores that each collector uses.",
             "none",
+            # Not summed: the collector that is at its core's limit would hide among idle ones.
             panel_kinds.build_range_target(f"rate({pipeline_queries.CPU}[{RATE}])", "{{instance}}"),
         ),
         (
@@ -172,6 +186,7 @@ def _add_load(dashboard_builder: Any) -> None:
             panel_kinds.build_range_target(pipeline_queries.MEMORY, "{{instance}}"),
         ),
     ):
+        # Shares are drawn against 100 %, else a queue that is 1 % full would fill the panel.
         panel = panel_kinds.build_lines_panel(title, says, unit, *targets).height(7)
         dashboard_builder.with_panel(panel.axis_soft_max(1) if unit == "percentunit" else panel)
     dashboard_builder.with_panel(
@@ -219,6 +234,7 @@ def _add_instances(dashboard_builder: Any) -> None:
             "Requests per second that routers gave to each instance of a leg: even lines are an "
             "even load.",
             "reqps",
+            # Of stages, not of the routers' own counters: those need scrape targets.
             panel_kinds.build_range_target(
                 pipeline_queries.rate_of_routed_requests(RATE), "{{ttft_leg}} {{ttft_instance}}"
             ),

@@ -23,11 +23,14 @@ def build_scraped_row() -> Any:
             "what they dropped, and errors of the hooks, caught.",
             "cps",
             panel_kinds.build_range_target(
+                # By job: drops of one service must not vanish among the records of another.
                 pipeline_queries.rate_of_counter(pipeline_queries.RECORDS_TOTAL, RATE, "job"),
                 "records {{job}}",
                 "records",
             ),
             panel_kinds.build_range_target(
+                # A labelled counter has no series before its first count:
+                # 0 is drawn where records are counted.
                 pipeline_queries.rate_or_zero(
                     pipeline_queries.DROPPED_TOTAL, pipeline_queries.RECORDS_TOTAL, RATE, "job"
                 ),
@@ -67,6 +70,8 @@ def build_scraped_row() -> Any:
             (
                 "Is",
                 "none",
+                # A series for each state, 1 for the one that it is in:
+                # `== 1` keeps that, and `state` names it.
                 f"max by ({pipeline_queries.INSTANCE_LABELS}, state) ({pipeline_queries.STATE} == 1)",
             ),
             (
@@ -98,12 +103,16 @@ def build_scraped_row() -> Any:
 def build_sampling_row() -> Any:
     """Folded away: it has data only with collector/sampling.yaml."""
     row = panel_kinds.build_row("What does sampling keep?")
+    # How full the sampler's memory is beside what it keeps:
+    # too small a memory evicts undecided traces.
     for title, says, unit, target in (
         (
             "Traces by policy",
             "Traces per second that each policy of collector/sampling.yaml keeps.",
             "cps",
             panel_kinds.build_range_target(
+                # The policies' counters count both outcomes; only kept
+                # ones say which policy fills Tempo.
                 pipeline_queries.rate_of_counter(
                     f'{pipeline_queries.POLICIES}{{sampled="true"}}', RATE, "policy"
                 ),

@@ -31,8 +31,10 @@ from grafana_foundation_sdk.models import tempo as tables
 
 from grafana.build import series_colors
 
+# Variables, not uids: a Grafana that is there already may hold its data sources under other uids.
 PROMETHEUS: Final = shapes.DataSourceRef("prometheus", "${prometheus}")
 TEMPO: Final = shapes.DataSourceRef("tempo", "${tempo}")
+# Filled by require_newer_grafana() while dashboards are built, so it is empty before that.
 REQUIRED_GRAFANA_VERSION: Final[dict[str, str]] = {}  # title of a panel: the Grafana that it needs
 
 # No red in an idle system: an empty answer reads "–".
@@ -44,12 +46,14 @@ def build_instant_target(
 ) -> Any:
     """A number now, over the dashboard's whole range."""
     made = prometheus.Dataquery().expr(query).ref_id(ref).instant().datasource(PROMETHEUS)
+    # As time series Grafana would make a column per series; tables are joined row by row.
     shape = formats.PromQueryFormat.TABLE if as_table else formats.PromQueryFormat.TIME_SERIES
     return made.legend_format(legend or "__auto").format(shape)
 
 
 def build_range_target(query: str, legend: str, ref: str = "A", exemplars: bool = False) -> Any:
     """A series over time, with points of single requests where they are wanted."""
+    # Exemplars are off unless asked for: each query for them is a second request to Prometheus.
     made = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(ref)
     return made.range().exemplar(exemplars).datasource(PROMETHEUS)
 
@@ -57,6 +61,7 @@ def build_range_target(query: str, legend: str, ref: str = "A", exemplars: bool 
 def build_traceql_target(query: str, limit: int = 100) -> Any:
     """A TraceQL search, or one trace where the query is an id."""
     made = tempo.Dataquery().query(query).query_type("traceql").ref_id("A").limit(limit)
+    # Rows of spans, because `ttft` is one: a row per trace would show the root span's times.
     return made.table_type(tables.SearchTableType.SPANS).datasource(TEMPO)
 
 
@@ -81,11 +86,13 @@ def build_number_panel(
 
 def build_lines_panel(title: str, says: str, unit: str, *targets: Any, legend: bool = True) -> Any:
     """Lines over time, with the last and the highest value in the legend."""
+    # Durations and rates: an axis that does not begin at 0 makes noise look like a change.
     made = timeseries.Panel().title(title).description(says).unit(unit).min(0)
     made.targets(list(targets)).datasource(PROMETHEUS).line_width(2).fill_opacity(0)
     made.show_points(shapes.VisibilityMode.AUTO).height(9).span(12).no_value(EMPTY_TEXT)
     shown = common.VizLegendOptions().placement(shapes.LegendPlacement.BOTTOM)
     shown.display_mode(shapes.LegendDisplayMode.LIST).show_legend(legend)
+    # All series at once, largest first, so that the tooltip reads like the stack.
     tip = common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI)
     return made.legend(shown).tooltip(tip.sort(shapes.SortOrder.DESCENDING))
 
@@ -105,6 +112,7 @@ def rank_series(panel: Any, by: str) -> Any:
     """Many series: a table beside them, highest first."""
     shown = common.VizLegendOptions().placement(shapes.LegendPlacement.RIGHT).show_legend(True)
     shown.display_mode(shapes.LegendDisplayMode.TABLE).calcs([by])
+    # Grafana sorts by the column's title, which is the calculation's name with a capital.
     return panel.legend(shown.sort_by(by.capitalize()).sort_desc(True))
 
 
@@ -123,11 +131,13 @@ def build_heatmap_panel(title: str, says: str, query: str, hue: str) -> Any:
     """A histogram's buckets over time."""
     target = build_range_target(query, "{{le}}").format(formats.PromQueryFormat.HEATMAP)
     made = heatmap.Panel().title(title).description(says).unit("s").with_target(target)
+    # Prometheus has counted already: with `calculate` Grafana would make buckets of the counts.
     made.datasource(PROMETHEUS).calculate(False).cell_gap(1).hide_legend().height(9).span(12)
     made.y_axis(heatmap.YAxisConfig().unit("s").axis_placement(shapes.AxisPlacement.LEFT))
     # Empty buckets are not drawn: they would colour the whole panel.
     made.filter_values(heatmap.FilterValueRange().le(1e-9)).no_value(EMPTY_TEXT)
     shade = heatmap.HeatmapColorOptions().mode(shades.HeatmapColorMode.OPACITY).fill(hue).steps(64)
+    # The exponent of a square root: single slow requests stay visible beside a thousand fast ones.
     return made.color(shade.scale(shades.HeatmapColorScale.EXPONENTIAL).exponent(0.5))
 
 
@@ -159,6 +169,7 @@ def build_joined_table(
     for name, shown in labels.items():
         made.override_by_name(name, [models.DynamicConfigValue("displayName", shown)])
     for ref, (shown, unit, _) in zip(refs, columns, strict=True):
+        # The unit belongs to a column; the panel's own unit is that of the first one.
         properties = {"displayName": shown, "unit": unit}
         named = [models.DynamicConfigValue(*pair) for pair in properties.items()]
         made.override_by_name(f"Value #{ref}", named)
@@ -168,6 +179,7 @@ def build_joined_table(
 def build_plugin_panel(kind: str, title: str, says: str, target: Any) -> Any:
     """A panel that the SDK has no builder for; `kind` is its plug-in's id."""
     made = dashboard.Panel().type(kind).title(title).description(says).with_target(target)
+    # Tempo's spans are in nanoseconds.
     return made.unit("ns").height(18).span(24)
 
 
@@ -211,9 +223,11 @@ def build_datasource_variable(name: str, plugin: str, label: str) -> Any:
 def build_label_variable(name: str, label: str, query: str) -> Any:
     """A variable with the values of a label; All is the default."""
     made = dashboard.QueryVariable(name).label(label).datasource(PROMETHEUS)
+    # `definition` is what Grafana's settings show; `query` is what it runs.
     made.query({"query": query, "refId": name}).definition(query)
     # Values of the visible range only: instances that are long gone are not offered.
     made.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    # All is `.*`, not a list: series without the label, or of new instances, match too.
     made.sort(models.VariableSort.ALPHABETICAL_ASC).multi(True).include_all(True).all_value(".*")
     return made.current(models.VariableOption(text="All", value="$__all", selected=True))
 
@@ -221,7 +235,9 @@ def build_label_variable(name: str, label: str, query: str) -> Any:
 def build_empty_dashboard(title: str, uid: str, says: str, other: tuple[str, str]) -> Any:
     """An empty dashboard with what both have: time, refresh, and a link to the other."""
     made = dashboard.Dashboard(title).uid(uid).description(says).tags(["ttft-otel"]).readonly()
+    # 30 s: metrics are pushed every 15 s and scraped every 15 s, so more often shows nothing new.
     made.time("now-1h", "now").refresh("30s").timezone("browser")
+    # One time under the cursor in all panels: a peak of TTFT is compared with the stages below it.
     made.tooltip(models.DashboardCursorSync.CROSSHAIR)
     link = dashboard.DashboardLink(other[0]).type(models.DashboardLinkType.LINK)
     return made.link(link.url(f"/d/{other[1]}").keep_time(True).icon("dashboard"))

@@ -26,6 +26,8 @@ def add_slow_requests(dashboard_builder: Any) -> None:
         panel_kinds.build_traceql_target(ttft_queries.find_slow_requests()),
     )
     requests.datasource(panel_kinds.TEMPO)
+    # Grafana 10 lists traces, whose ID is in the cell; newer
+    # ones list spans, with it in a hidden column.
     for field, value in (
         ("traceID", "${__value.raw}"),
         ("spanID", "${__data.fields.traceIdHidden}"),
@@ -33,6 +35,8 @@ def add_slow_requests(dashboard_builder: Any) -> None:
         requests.override_by_name(
             field, [series_colors.set_property("links", [_link_to_trace(value)])]
         )
+    # Overrides of columns that an answer lacks do nothing, so the
+    # names of both kinds of table may stand here.
     named = (
         ("duration", "TTFT"),
         (names.MODEL, "Model"),
@@ -52,6 +56,7 @@ def add_slow_requests(dashboard_builder: Any) -> None:
 
 def _link_to_trace(trace: str) -> dict[str, object]:
     """A link to this dashboard with a trace in it, filters and time kept."""
+    # Variables are not kept by a link by itself: without these the filters would be reset.
     kept = "${prometheus:queryparam}&${tempo:queryparam}&${model:queryparam}&${role:queryparam}"
     kept += "&${instance:queryparam}&${slo:queryparam}&${__url_time_range}"
     return {"title": "Show this request", "url": f"/d/{TTFT_UID}?var-trace={trace}&{kept}"}
@@ -64,6 +69,7 @@ def add_request_trace(dashboard_builder: Any) -> None:
             "Trace",
             "The spans of the request in the variable Trace: click a request above, or paste a "
             "trace id there. The stages are the children of the span `ttft`.",
+            # A bare trace id in place of a query fetches that whole trace.
             panel_kinds.build_traceql_target("$trace", limit=1),
         ).datasource(panel_kinds.TEMPO)
     )
@@ -78,6 +84,7 @@ def add_request_trace(dashboard_builder: Any) -> None:
 
 def build_common_stages_row() -> Any:
     """What older Grafanas cannot draw, folded away."""
+    # Means of all requests hide why the slow ones are slow: these come from their traces alone.
     common_stages = panel_kinds.build_lines_panel(
         "Stages of the slow requests",
         "Time per stage in the traces of requests over the SLO only, from Tempo: what the slow ones "

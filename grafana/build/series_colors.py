@@ -20,6 +20,8 @@ GOOD_COLOR: Final = palette.STAGE_COLORS["output"]
 NEUTRAL_COLOR: Final = palette.STAGE_COLORS["dispatch"]
 
 
+# Kept in field overrides: Grafana's palette goes by a series'
+# position, which changes with the filter.
 def fix_color(hue: str) -> DynamicConfigValue:
     """One colour, whatever the value."""
     return DynamicConfigValue("color", {"mode": "fixed", "fixedColor": hue})
@@ -45,9 +47,12 @@ def list_role_colors() -> list[Override]:
 def _build_name_pattern(word: str) -> str:
     """A regular expression (JavaScript's) for a word's full names."""
     name = word.replace(".", "\\.")
+    # A hop is always to somebody: router.hop.<role>.
     if word == "router.hop":
         return f"^{name}\\..+$"
+    # The router's own stages never have the prefix of a leg.
     if word in stages.ROUTER_STAGES:
         return f"^{name}$"
+    # Behind a router a server's stages are <role>.<stage>; of a server without one, <stage> alone.
     legs = "|".join(role for role in stages.ROLES if role != "router")
     return f"^(({legs})\\.)?{name}$"

@@ -48,11 +48,14 @@ def add_stages(dashboard_builder: Any) -> None:
             12,
         ),
     ):
+        # A query for each kind: series are stacked in the order of
+        # the queries, so that kinds stay together.
         targets = [
             panel_kinds.build_range_target(query(RATE, kind), "{{ttft_stage}}", kind or "rest")
             for kind in ttft_queries.STAGE_KINDS
         ]
         panel = panel_kinds.build_stacked_panel(title, says, unit, *targets).height(11).span(width)
+        # The stack ends at 100 %: an axis that Grafana chooses would go beyond.
         if unit == "percentunit":
             panel.max(1)
         dashboard_builder.with_panel(
@@ -63,6 +66,7 @@ def add_stages(dashboard_builder: Any) -> None:
         "The slowest hundredth of every stage's spans; a stage in several pieces counts several "
         "times. Percentiles of stages do not add up to a percentile of TTFT.",
         "s",
+        # Exemplars lead from a stage's tail to a trace that was slow there.
         panel_kinds.build_range_target(
             ttft_queries.stage_quantile(0.99, RATE), "{{ttft_stage}}", exemplars=True
         ),

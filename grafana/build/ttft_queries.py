@@ -15,13 +15,16 @@ from ttft_otel import metric_labels, names, palette, stages
 
 def format_label(name: str) -> str:
     """An attribute's or metric's name as Prometheus writes it."""
+    # Prometheus takes OTLP names with dots turned into underscores, and appends unit and type.
     return name.replace(".", "_")
 
 
+# Native histograms: one series without suffix, to which histogram_quantile() and the like apply.
 DURATION_METRIC: Final = f"{format_label(names.METRIC_TTFT)}_seconds"
 STAGE_METRIC: Final = f"{format_label(names.METRIC_STAGE)}_seconds"
 REASON_METRIC: Final = f"{format_label(names.METRIC_REASON)}_seconds"
 RECOMPUTED_METRIC: Final = f"{format_label(names.METRIC_RECOMPUTED)}_total"
+# The convention fixes bounds, so this is a classic histogram: one series per bucket, with `le`.
 CONVENTION_METRIC: Final = f"{format_label(names.METRIC_CONVENTION)}_seconds_bucket"
 
 MODEL_LABEL: Final = format_label(names.MODEL)
@@ -35,6 +38,7 @@ NAMESPACE_LABEL: Final = format_label(metric_labels.K8S_NAMESPACE)
 POD_LABEL: Final = format_label(metric_labels.K8S_POD)
 
 RANGE: Final = "$__range"
+# At least four scrape intervals, by Grafana's promise: rate() needs two samples.
 RATE: Final = "$__rate_interval"
 
 # Encoders answer no client; their own histogram would mix image encoding into TTFT.
@@ -47,10 +51,12 @@ CHOSEN_SELECTOR: Final = (
 # A request that failed has no first token; its span says how long it lived.
 ANSWERED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=""'
 # The others by whose doing it was. A client that left, or sent what was refused, says nothing of servers.
+# Prometheus anchors patterns at both ends: `4..` is a status, not any text with a 4 in it.
 LEFT_ERRORS: Final = f"{names.ERROR_CANCELLED}|{names.ERROR_DISCONNECTED}"
 REFUSED_ERRORS: Final = "4.."
 LEFT_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"{LEFT_ERRORS}"'
 REFUSED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"{REFUSED_ERRORS}"'
+# The empty alternative stands for requests without an error.
 FAILED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}!~"|{LEFT_ERRORS}|{REFUSED_ERRORS}"'
 # What the SLO judges by time; what failed has missed it at any time.
 WAITED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"|{LEFT_ERRORS}"'
@@ -62,6 +68,7 @@ STAGE_KINDS: Final = ("wait", "work", "move", "host", "")
 
 def escape_alternatives(words: list[str]) -> str:
     """An alternation of words as a regular expression inside a PromQL string."""
+    # [.] instead of an escaped dot: in a PromQL string each backslash would have to be doubled.
     return "|".join(word.replace(".", "[.]") for word in words)
 
 
@@ -75,6 +82,7 @@ def match_stage_kind(name: str) -> str:
     """A regular expression for the full names of all stages of one kind."""
     if not name:
         return match_legs([stages.UNATTRIBUTED])
+    # A kind can have stages of servers and of routers; a hop's full name ends with its leg.
     own = [stage.name for stage in stages.STAGES if stage.kind == name]
     router = [word for word, its in palette.ROUTER_KINDS.items() if its == name]
     alone = [word for word in router if word != "router.hop"]
@@ -94,6 +102,7 @@ def drop_nan(query: str) -> str:
 
 def per_request(query: str, window: str) -> str:
     """Seconds per second of time as seconds per answered request."""
+    # `> 0` leaves nothing where nothing was answered, instead of dividing by zero.
     return f"{query} / on () group_left () ({request_rate(window, ANSWERED_SELECTOR)} > 0)"
 
 
@@ -113,6 +122,7 @@ def share_over_slo(window: str, by: str = "") -> str:
     """
     over = f" by ({by})" if by else ""
     waited = f"sum{over} ({histogram_rate(DURATION_METRIC, WAITED_SELECTOR, window)})"
+    # histogram_fraction() interpolates inside a bucket: the SLO need not be a bucket's bound.
     late = f"histogram_fraction($slo / 1000, +Inf, {waited}) * histogram_count({waited})"
     failed = request_rate(window, FAILED_SELECTOR, by)
     # Apart by a label, so that either may be missing.
@@ -137,6 +147,7 @@ def share_ended(chosen: str, window: str, by: str = "") -> str:
 
 def stage_time(window: str, chosen: str = "", by: str = STAGE_LABEL) -> str:
     """Seconds that answered requests spent in stages, per second."""
+    # Stages of failed requests are left out, since the mean is per answered request.
     found = f"{ANSWERED_SELECTOR},{chosen}" if chosen else ANSWERED_SELECTOR
     return f"sum by ({by}) (histogram_sum({histogram_rate(STAGE_METRIC, found, window)}))"
 
@@ -150,6 +161,7 @@ def stage_mean(window: str, name: str | None = None) -> str:
 def stage_share(window: str, name: str) -> str:
     """Each stage's share of the mean TTFT; the shares add up to one."""
     own = f'{STAGE_LABEL}=~"{match_stage_kind(name)}"'
+    # Of stages, not of TTFT: whole and parts come from the same metric, so shares add up to one.
     whole = f"sum (histogram_sum({histogram_rate(STAGE_METRIC, ANSWERED_SELECTOR, window)}))"
     return f"{stage_time(window, own)} / on () group_left () ({whole} > 0)"
 
@@ -165,6 +177,7 @@ def stage_quantile(part: float, window: str) -> str:
 def _sum_by_place(place: str, inner: str, outer: str, window: str, what: str, chosen: str) -> str:
     """A label `place`: the leg's own label where there is one, else the outermost server's."""
     parts = []
+    # PromQL cannot rename a label: label_join() of a single one copies it under the new name.
     for test, label_ in ((f'{inner}!=""', inner), (f'{inner}=""', outer)):
         value = f"{what}({histogram_rate(STAGE_METRIC, f'{chosen},{test}', window)})"
         parts.append(f'label_join({value}, "{place}", "", "{label_}")')
@@ -181,6 +194,8 @@ def mean_by_role(window: str) -> str:
 
 def mean_by_instance(window: str) -> str:
     """Mean time that each instance took per request that it served."""
+    # Each server has `receive` once per request, so its count
+    # is the requests that this server served.
     first = f'{ANSWERED_SELECTOR},{STAGE_LABEL}=~"{match_legs(["receive"])}|router[.]receive"'
     place = ("server", INSTANCE_LABEL, "instance", window)
     time = _sum_by_place(*place, "histogram_sum", ANSWERED_SELECTOR)
@@ -234,6 +249,7 @@ def select_outermost_spans(*conditions: str) -> str:
 
 def find_slow_requests() -> str:
     """The requests over the SLO, with what a reader asks next."""
+    # A TraceQL search returns only attributes that it compares: select() adds these as columns.
     shown = (
         f"span.{names.MODEL}",
         f"span.{names.ROLE}",
@@ -241,6 +257,7 @@ def find_slow_requests() -> str:
         f"span.{names.ERROR_TYPE}",
         f"span.{names.REQUEST_ID}",
     )
+    # Whole milliseconds: TraceQL aggregates and compares integers (collector/README.md).
     return select_outermost_spans("span.ttft_ms >= $slo") + f" | select({', '.join(shown)})"
 
 

@@ -19,10 +19,12 @@ class BackendQueryError(RuntimeError):
 
 def fetch_json(url: str, **parameters: object) -> Any:
     """GET `url`; returns the JSON, or the text if it is not JSON. Raises BackendQueryError."""
+    # None is a parameter left out, so that callers can pass on what they were not given.
     asked = {name: str(value) for name, value in parameters.items() if value is not None}
     full = f"{url}?{urllib.parse.urlencode(asked)}" if asked else url
     body = _read_response(urllib.request.Request(full, headers={"accept": "application/json"}))
     try:
+        # Health checks answer with text ("ready"), all else with JSON.
         return json.loads(body)
     except ValueError:
         return body.decode()
@@ -44,7 +46,9 @@ def _read_response(request: urllib.request.Request) -> bytes:
             body: bytes = answer.read()
     except urllib.error.HTTPError as error:
         with error:
+            # The body has the reason, and may be a whole page of HTML.
             detail = error.read(300).decode(errors="replace")
+        # URLError wraps the socket's error, which says more.
         raise BackendQueryError(f"{url} answered {error.code}: {detail}") from error
     except OSError as error:
         raise BackendQueryError(
@@ -55,10 +59,12 @@ def _read_response(request: urllib.request.Request) -> bytes:
 
 def _add_basic_auth(request: urllib.request.Request) -> None:
     """Turn NAME:PASSWORD in a URL into an Authorization header, as browsers do."""
+    # urllib itself would take NAME:PASSWORD for a part of the host.
     parts = urllib.parse.urlsplit(request.full_url)
     credentials, _, host = parts.netloc.rpartition("@")
     if credentials:
         request.full_url = parts._replace(netloc=host).geturl()
+        # Quoted in the URL, so that a password may hold @ or a colon.
         token = base64.b64encode(urllib.parse.unquote(credentials).encode()).decode()
         request.add_header("authorization", f"Basic {token}")
 
@@ -95,6 +101,7 @@ def fetch_trace_spans(tempo: str, trace_id: str) -> list[dict[str, Any]]:
     try:
         document = fetch_json(f"{tempo}/api/traces/{trace_id}")
     except BackendQueryError as error:
+        # Not yet is no error: a trace is found only after Tempo has flushed or indexed it.
         if "answered 404" in str(error):
             return []
         raise
@@ -115,6 +122,7 @@ def query_instant(prometheus: str, query: str, time: float | None = None) -> lis
 
 def sum_instant_query(prometheus: str, query: str, time: float | None = None) -> float | None:
     """The sum of the values of a PromQL `query`; None when there are none."""
+    # No series is not 0: a counter that nobody has counted is missing.
     samples = query_instant(prometheus, query, time)
     return sum(float(each["value"][1]) for each in samples) if samples else None
 

@@ -26,12 +26,15 @@ class StackBinaries:
 
 def find_named_program(program: StackProgram) -> Path | None:
     """The path in the program's environment variable. Raises LookupError if there is no such file."""
+    # A program that somebody names is used as it is, never replaced by ours.
     text = os.environ.get(program.variable)
     if not text:
         return None
     found = shutil.which(text)
     if not found:
+        # Not silently the built one: a misspelt path would test another program.
         raise LookupError(f"{program.variable}={text} is not a program; name one, or unset it")
+    # Programs are started from other folders.
     return Path(found).absolute()
 
 
@@ -39,8 +42,10 @@ def locate_program(tool: GoTool, program: StackProgram) -> Path | None:
     """One program, without building anything: its variable, the cache, PATH, in this order."""
     if found := find_named_program(program):
         return found
+    # Built from our pins: before anything on PATH, which may be of any version.
     if (tool.build_folder / program.name).is_file():
         return tool.build_folder / program.name
+    # Distributions rename it: otelcol-contrib is the stock build.
     for name in (program.name, *program.aliases):
         if path := shutil.which(name):
             return Path(path)
@@ -57,9 +62,11 @@ def obtain_program(role: str, say: LineCallback) -> Path:
     tool, program = PROGRAMS_BY_ROLE[role]
     if program_path := find_named_program(program):
         return program_path
+    # Go is asked for only when it is needed.
     if not go_builds.is_built(tool):
         try:
             go_builds.check_go_version()
+        # Without Go a program on PATH is better than none.
         except go_builds.GoMissingError as error:
             if program_path := locate_program(tool, program):
                 return program_path
@@ -68,6 +75,7 @@ def obtain_program(role: str, say: LineCallback) -> Path:
     return go_builds.build_tool(tool, say) / program.name
 
 
+# By role: of a tool several programs may be built, as Prometheus and promtool.
 PROGRAMS_BY_ROLE = {
     role: (tool, program)
     for role, program in (

@@ -34,6 +34,7 @@ from lab.stack.go_builds import GoBuildError
 from lab.stack.stack_parts import StackAddresses
 
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
+# The same folder for all subcommands: it has the state file by which they find a running stack.
 DATA_OPTION = click.option(
     "--data",
     type=click.Path(path_type=Path, file_okay=False),
@@ -48,6 +49,7 @@ def report_errors() -> Iterator[None]:
     """Print errors as one message with a remedy, instead of a traceback."""
     try:
         yield
+    # Only errors whose text is for users; a fault of ours keeps its traceback.
     except (BackendQueryError, GoBuildError, DockerError, LocalServerError, LookupError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -84,6 +86,7 @@ def build(resolve: bool, quiet: bool) -> None:
             progress.begin_step("resolving what collector/builder.yaml names")
             go_builds.resolve_modules(program_pins.COLLECTOR_TOOL, progress.update_status)
         for role, (tool, program) in binaries.PROGRAMS_BY_ROLE.items():
+            # Asked before, because obtain_program() builds what is missing.
             is_present = go_builds.is_built(tool) or binaries.find_named_program(program)
             if not is_present:
                 progress.begin_step(f"building {role}")
@@ -127,9 +130,12 @@ def up(natively: bool, profiles: tuple[str, ...], free_ports: bool, data: Path) 
 
 def run_native(profiles: tuple[str, ...], addresses: StackAddresses, data: Path) -> None:
     """Build and run a native stack until Ctrl-C."""
+    # Other profiles of docker-compose.yml start containers that have no native counterpart.
     if odd := set(profiles) - {"sampling"}:
         raise LookupError(f"no profile {', '.join(sorted(odd))} without containers; only sampling")
+    # Before anything is built, which may take minutes.
     refuse_second_stack(addresses, data)
+    # Its line must be gone before the table of parts is drawn.
     with exit_on_sigterm(), progress_screen.open_screen() as progress:
         commands = native_stack.build_native_commands(
             addresses, data, "sampling" in profiles, progress.update_status
@@ -138,6 +144,7 @@ def run_native(profiles: tuple[str, ...], addresses: StackAddresses, data: Path)
         with native_stack.run_native_parts(commands, addresses, data) as servers:
             with stack_screen.show_live_table() as look:
                 native_stack.wait_for_parts(servers, look)
+            # Once all parts are up: dashboards over a stack that is not there show errors.
             named = os.environ.get("GRAFANA_URL", "")
             stack_screen.print_next_steps(
                 native_stack.get_dashboards_url(servers),
@@ -150,10 +157,12 @@ def run_native(profiles: tuple[str, ...], addresses: StackAddresses, data: Path)
 
 def refuse_second_stack(addresses: StackAddresses, data: Path) -> None:
     """Refuse to start while another stack uses the same data folder or ports."""
+    # A crashed stack's programs may still run, and hold ports and the data folder's locks.
     if running_stack := native_state.read_state(data):
         if running_stack.is_alive:
             raise LookupError(f"a stack runs on {data} already; scripts/stack down stops it")
         running_stack.stop()
+    # All of them at once, before the first program fails on one.
     if taken := addresses.find_taken():
         busy_ports = ", ".join(f"{port} ({name})" for name, port in taken.items())
         raise LookupError(
@@ -172,6 +181,7 @@ def down(data: Path) -> None:
             native_state.remove_state(data)
             click.echo("The native stack is down.")
         elif docker_compose.is_docker_available():
+            # All profiles: compose leaves alone what belongs to a profile that is not named.
             docker_compose.run_compose("--profile", "*", "down")
         else:
             click.echo("Nothing to stop: no native stack on these data, and no docker compose.")
@@ -188,6 +198,7 @@ def report_status(as_json: bool, data: Path) -> None:
         click.echo(json.dumps(asdict(found) | {"ready": found.is_ready}, indent=2))
     else:
         stack_screen.print_stack_status(found)
+    # For scripts that wait until the stack is up.
     sys.exit(0 if found.is_ready else 1)
 
 
@@ -213,11 +224,13 @@ def run_smoke_check(timeout: float, as_json: bool, data: Path) -> None:
     doors = (
         smoke_check.get_native_endpoints(running_stack.addresses, running_stack.grafana)
         if running_stack
+        # Without a native stack's state file: containers, at their default ports.
         else smoke_check.get_container_endpoints(StackAddresses())
     )
     verdicts = []
     for verdict in smoke_check.check_hops(doors, timeout):
         verdicts.append(verdict)
+        # Line by line: a hop may take a minute, and a reader should see which one.
         if not as_json:
             stack_screen.print_hop_verdict(verdict)
     if as_json:

@@ -26,7 +26,9 @@ def run_compose(*arguments: str, profiles: Sequence[str] = (), capture: bool = F
     """Run one `docker compose` command; returns its output when captured. Raises DockerError."""
     require_docker()
     chosen = [word for profile in profiles for word in ("--profile", profile)]
+    # The file by its path: the command may be run from any folder.
     command = ["docker", "compose", "--file", str(COMPOSE_FILE), *chosen, *arguments]
+    # Not captured, compose draws its progress on the terminal itself.
     done = subprocess.run(command, text=True, capture_output=capture, check=False)
     if done.returncode:
         said = (done.stderr or "").strip() if capture else "its own words are above"
@@ -36,6 +38,7 @@ def run_compose(*arguments: str, profiles: Sequence[str] = (), capture: bool = F
 
 def require_docker() -> None:
     """Raise DockerError unless there are a client with the compose plugin and a daemon."""
+    # The plugin can be there without a daemon; each has another remedy.
     for words, missing in (
         (("docker", "compose", "version"), "docker compose is missing"),
         (("docker", "info"), "the Docker daemon does not answer"),
@@ -57,5 +60,6 @@ def is_docker_available() -> bool:
 
 def list_services() -> list[dict[str, Any]]:
     """The state of our containers, as `docker compose ps` gives it: Service, State, Health ..."""
+    # --all, because the one-shot service has ended. One JSON document a line since compose 2.21.
     lines = run_compose("ps", "--all", "--format", "json", capture=True).splitlines()
     return [json.loads(line) for line in lines if line.strip()]

@@ -41,6 +41,7 @@ def check_go_version() -> tuple[int, int]:
         output = subprocess.run(["go", "version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise GoMissingError(f"Go is missing; {GO_REMEDY}") from error
+    # "go version go1.25.1 linux/amd64", or "devel go1.26-..." of a build from source.
     match = re.search(r"\bgo(\d+)\.(\d+)", output.stdout)
     if not match:
         raise GoMissingError(f"no version in {output.stdout.strip()!r}; {GO_REMEDY}")
@@ -133,14 +134,17 @@ def run_build_command(
     # Without cgo no C compiler is needed; a go.work or GOFLAGS of the user must not matter.
     env = {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": "", "GOSUMDB": "off"}
     started, count = time.monotonic(), 0
+    # With -v there is a line for each package: the errors are among the last.
     last: deque[str] = deque(maxlen=25)
     with subprocess.Popen(
         command,
         cwd=folder,
         env=env,
         text=True,
+        # A module proxy that asks for a password must fail, not wait.
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        # In one stream: Go's progress (-v) goes to stderr, and order matters for the story.
         stderr=subprocess.STDOUT,
     ) as process:
         assert process.stdout is not None

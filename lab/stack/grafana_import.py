@@ -26,6 +26,7 @@ def import_dashboards(base: str, addresses: StackAddresses) -> bool:
         put_or_create(base, "datasources", f"datasources/uid/{source['uid']}", source)
     for path in sorted(DASHBOARDS.glob("*.json")):
         board = json.loads(path.read_text("utf-8"))
+        # overwrite: by uid, also over a version that somebody has edited there.
         body = json.dumps({"dashboard": board, "overwrite": True}).encode()
         backend_queries.send_body(f"{base}/api/dashboards/db", body, JSON_CONTENT_TYPE)
     return True
@@ -37,6 +38,7 @@ def load_data_sources(addresses: StackAddresses) -> list[dict[str, Any]]:
 
     data_sources = []
     for path in sorted((PROVISIONING / "datasources").glob("*.yaml")):
+        # $VARIABLES of others stay as they are, as Grafana leaves them.
         document = yaml.safe_load(
             Template(path.read_text("utf-8")).safe_substitute(addresses.build_env())
         )
@@ -46,6 +48,7 @@ def load_data_sources(addresses: StackAddresses) -> list[dict[str, Any]]:
 
 def put_or_create(base: str, collection: str, item: str, body: dict[str, Any]) -> None:
     """Replace the object of this name, or create it."""
+    # Grafana's API has no "create or replace" for data sources: PUT fails for one that is missing.
     text = json.dumps(body).encode()
     try:
         backend_queries.send_body(f"{base}/api/{item}", text, JSON_CONTENT_TYPE, "PUT")

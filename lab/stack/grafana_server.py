@@ -67,17 +67,20 @@ def find_grafana_home() -> Path | None:
     named = os.environ.get("GRAFANA_HOME")
     if named:
         return Path(named)
+    # The last by name: the newest, while versions have equally many digits.
     archives = sorted(SHARED_ARCHIVES.glob("grafana-*.tar.xz"))
     return unpack_archive(archives[-1]) if archives else None
 
 
 def unpack_archive(archive: Path) -> Path:
     """Unpack an archive into the user's cache, once; takes some seconds."""
+    # Name and size stand for the content, so that a large archive is not read at every start.
     digest = hashlib.sha256(f"{archive.name} {archive.stat().st_size}".encode()).hexdigest()
     target = get_cache_root() / "stack" / f"grafana-{digest[:16]}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
+            # Beside the target: a rename is atomic on one file system only.
             tempfile.TemporaryDirectory(dir=target.parent) as scratch,
             tarfile.open(archive) as tar,
         ):
@@ -99,6 +102,7 @@ def build_grafana_command(home: Path, addresses: StackAddresses, folder: Path) -
     )
     settings.write_text(text, "utf-8")
     words = ("server", "--homepath", str(home), "--config", str(settings))
+    # Provisioning files name addresses and the dashboards' folder by variables.
     env = addresses.build_env() | {"TTFT_DASHBOARDS": str(DASHBOARDS)}
     return ServerCommand(
         "grafana", (str(home / "bin" / "grafana"), *words), env, addresses.grafana, "/api/health"

@@ -20,6 +20,7 @@ from lab.stack.program_pins import CHECKOUT
 from lab.stack.stack_parts import StackAddresses
 
 DEFAULT_DATA_FOLDER: Final = CHECKOUT / "out" / "stack"
+# Longer than native_stack's own: all parts get STOP_TIMEOUT_S, and children some seconds more.
 DOWN_TIMEOUT_S: Final = 60.0
 
 
@@ -38,10 +39,12 @@ class NativeState:
     @property
     def is_alive(self) -> bool:
         """Whether the process that runs it is there; the kernel tells its command line."""
+        # A process id may belong to another program by now; ours has this word in its command line.
         return b"lab.stack" in _read_command_line(self.pid)
 
     def write(self, data: Path) -> None:
         """Write the state file atomically."""
+        # Renamed into place: `status` in another terminal reads it at any time.
         fresh = get_state_path(data).with_suffix(".new")
         fresh.write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
         fresh.replace(get_state_path(data))
@@ -49,11 +52,13 @@ class NativeState:
     def stop(self) -> None:
         """Stop it by signalling its process, then kill programs that are left after a crash."""
         if self.is_alive:
+            # The process stops its programs itself, in order; only a crash leaves some.
             os.kill(self.pid, signal.SIGTERM)
             deadline = time.monotonic() + DOWN_TIMEOUT_S
             while self.is_alive and time.monotonic() < deadline:
                 time.sleep(0.1)
         for pid, executable in self.programs.values():
+            # The same program under the same id: nobody else's process is killed.
             if _read_command_line(pid)[:1] == [os.fsencode(executable)]:
                 session_processes.kill_processes(session_processes.list_session_pids(pid))
 
@@ -73,6 +78,7 @@ def read_state(data: Path) -> NativeState | None:
         return NativeState(
             document["pid"], StackAddresses(**document["addresses"]), programs, document["grafana"]
         )
+    # A file of another version, or half of one, is no stack: the caller starts afresh.
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

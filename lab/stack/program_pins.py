@@ -17,6 +17,8 @@ from lab.tiny_models import get_cache_root
 CHECKOUT: Final = Path(__file__).parents[2]
 GO_MODULES: Final = CHECKOUT / "tests" / "stack" / "tools"
 COLLECTOR_MANIFEST: Final = CHECKOUT / "collector" / "builder.yaml"
+# Reproducible and small: no paths, no commit, no symbols;
+# readonly, so that go.mod is never changed.
 GO_BUILD_FLAGS: Final = ("-trimpath", "-buildvcs=false", "-mod=readonly", "-ldflags=-s -w")
 
 
@@ -54,12 +56,14 @@ class GoTool:
     @property
     def pinned_files(self) -> list[Path]:
         """All files that determine what is built."""
+        # The builder writes the collector's sources, so its version is part of the result.
         found = sorted(self.module_folder.glob("*"))
         return [*found, self.generated, *BUILDER_TOOL.pinned_files] if self.generated else found
 
     @property
     def build_folder(self) -> Path:
         """Where in the user's cache its programs lie, built or not; another pin is another folder."""
+        # Flags and tags change the program without changing a file.
         digest = hashlib.sha256(repr((GO_BUILD_FLAGS, self.tags)).encode())
         for path in self.pinned_files:
             digest.update(path.read_bytes())
@@ -80,6 +84,8 @@ OCB: Final = StackProgram(
 )
 
 BUILDER_TOOL: Final = GoTool("builder", (OCB,))
+# grpcnotrace leaves out golang.org/x/net/trace, which keeps
+# the linker from dropping unused methods.
 COLLECTOR_TOOL: Final = GoTool("collector", (OTELCOL,), "grpcnotrace", COLLECTOR_MANIFEST)
 GO_TOOLS: Final = (
     COLLECTOR_TOOL,

@@ -22,6 +22,7 @@ from ttft_otel import names, record
 from ttft_otel.exporter import span_builder
 
 SMOKE_SERVICE: Final = "ttft-smoke"
+# Almost three seconds, above sampling's limit of one; a sum that no other span has by chance.
 SMOKE_STAGES_US: Final = {"receive": 500, "preprocess": 1_999_067, "encoder.compute": 1_000_000}
 SMOKE_TTFT_MS: Final = sum(SMOKE_STAGES_US.values()) // 1000
 # Seconds: a tail sampler waits for late spans, Tempo's search for its first block.
@@ -81,6 +82,7 @@ def check_hops(
     endpoints: StackEndpoints, timeout_s: float = ARRIVAL_TIMEOUT_S
 ) -> Iterator[HopVerdict]:
     """Check all hops in order; the first failure is where to look, later hops are checked all the same."""
+    # A new id each time: an earlier smoke test's trace must not pass for this one.
     trace_id, started = secrets.token_hex(16), time.time()
     yield check_hop(
         "collector takes OTLP",
@@ -94,9 +96,11 @@ def check_hops(
         traces = backend_queries.search_traces(
             endpoints.tempo, query, start=started - 60, end=time.time() + 60
         )
+        # Tempo leaves out leading zeros. A minute on both sides allows for clocks that differ.
         return trace_id in {trace["traceID"].zfill(32) for trace in traces}
 
     def is_ttft_counted() -> bool:
+        # By exemplar: the count alone would also be an earlier test's.
         series = f'ttft_duration_seconds{{job="{SMOKE_SERVICE}"}}'
         seen = backend_queries.query_exemplars(
             endpoints.prometheus, series, started - 60, time.time() + 60
@@ -104,10 +108,12 @@ def check_hops(
         return trace_id in {each["labels"].get("trace_id") for each in seen}
 
     yield check_hop("Tempo finds it by TraceQL", is_trace_found, timeout_s, TEMPO_HOP_REMEDY)
+    # The same trace by the other way, which does not lead through Tempo.
     yield check_hop("Prometheus has its TTFT", is_ttft_counted, timeout_s, PROMETHEUS_HOP_REMEDY)
     if endpoints.grafana:
         health = f"{endpoints.grafana}/api/health"
         yield check_hop(
+            # 0 seconds: it answers now or not, as nothing has to arrive there.
             "Grafana answers",
             lambda: bool(backend_queries.fetch_json(health)),
             0.0,
@@ -135,6 +141,7 @@ def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) 
         try:
             if check():
                 return HopVerdict(hop, True, time.monotonic() - started)
+        # The last reason is told: an early one may have passed while parts were starting.
         except backend_queries.BackendQueryError as error:
             why = str(error)
         spent = time.monotonic() - started
@@ -146,6 +153,7 @@ def check_hop(hop: str, check: Callable[[], bool], seconds: float, remedy: str) 
 def send_smoke_trace(endpoints: StackEndpoints, trace_id: str) -> bool:
     """The trace, as the exporter would send it."""
     resource = Resource({SERVICE_NAME: SMOKE_SERVICE, SERVICE_INSTANCE_ID: SMOKE_SERVICE})
+    # With the exporter's own code: what passes here is what servers send.
     body = encode_spans(
         span_builder.build_spans(build_smoke_record(trace_id), resource)
     ).SerializeToString()
@@ -170,6 +178,7 @@ def build_smoke_record(trace_id: str) -> record.Record:
         parent_id="",
         flags=1,
         state="",
+        # In the past by its own length, so that it ends now.
         start_ns=time.time_ns() - total * 1000,
         role="encode",
         outermost=True,

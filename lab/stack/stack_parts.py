@@ -86,11 +86,13 @@ def build_collector_command(
 
     folder: where its queue is kept.
     """
+    # With its scheme: the collector takes what stands before a colon for one.
     words = [
         f"--config={config}" if isinstance(config, str) else f"--config=file:{config}"
         for config in configs
     ]
     folder.mkdir(parents=True, exist_ok=True)
+    # The caller's last: benchmarks limit memory and cores.
     own_env = {**addresses.build_env(), "TTFT_COLLECTOR_STORAGE": str(folder), **(env or {})}
     return ServerCommand(
         "collector", (str(binary), *words), own_env, addresses.collector_health, "/"
@@ -99,6 +101,7 @@ def build_collector_command(
 
 def build_tempo_command(binary: Path, addresses: StackAddresses, folder: Path) -> ServerCommand:
     """Tempo 2.8, all of it in one process."""
+    # Tempo expands variables only when it is told to.
     words = (f"-config.file={TEMPO_CONFIG}", "-config.expand-env=true")
     env = addresses.build_env() | {"TTFT_TEMPO_DATA": str(folder)}
     return ServerCommand("tempo", (str(binary), *words), env, addresses.tempo, "/ready")
@@ -111,6 +114,7 @@ def build_prometheus_command(
     words = (
         f"--config.file={link_config_folder(config, folder / 'config', addresses)}",
         f"--storage.tsdb.path={folder}/data",
+        # As TTFT_METRICS_RETENTION and TTFT_METRICS_SIZE in docker-compose.yml.
         "--storage.tsdb.retention.time=30d",
         "--storage.tsdb.retention.size=5GB",
         f"--web.listen-address={HOST}:{addresses.prometheus}",
@@ -127,6 +131,7 @@ def link_config_folder(config: Path, folder: Path, addresses: StackAddresses) ->
 
     Prometheus expands no variables: Tempo's address comes from that file.
     """
+    # Anew each time: links of files that are gone would keep old rules alive.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for path in config.parent.iterdir():

@@ -26,6 +26,7 @@ NOT_READY_TEXT: Final = Text("not yet", "yellow")
 def make_console() -> Console:
     """A console on stdout; wide when that is not a terminal."""
     output = Console(highlight=False)
+    # Rich takes 80 columns where it finds no terminal, and would break URLs.
     return output if output.is_terminal else Console(highlight=False, width=DEFAULT_WIDTH)
 
 
@@ -33,6 +34,7 @@ def make_console() -> Console:
 def show_live_table() -> Iterator[StatusCallback]:
     """A table that changes in place on a terminal; elsewhere a line for each part that gets ready."""
     out = make_console()
+    # A live table in a log would be a copy of itself four times a second.
     if not out.is_terminal:
         yield print_ready_lines(out)
         return
@@ -42,6 +44,7 @@ def show_live_table() -> Iterator[StatusCallback]:
 
 def print_ready_lines(out: Console) -> StatusCallback:
     """Each part once, when it is ready."""
+    # Called with all rows several times a second: each part is told once.
     printed: set[str] = set()
 
     def look(rows: list[PartStatus]) -> None:
@@ -57,6 +60,7 @@ def build_parts_table(rows: Sequence[PartStatus]) -> Table:
     """One line for each part."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for word in ("part", "", "where", ""):
+        # A wrapped URL cannot be clicked.
         made.add_column(word, no_wrap=True)
     for row in rows:
         made.add_row(
@@ -91,4 +95,5 @@ def print_hop_verdict(hop_verdict: HopVerdict) -> None:
     mark = Text("ok  ", "green") if hop_verdict.passed else Text("FAIL", "bold red")
     line = Text.assemble(mark, f"  {hop_verdict.hop}, {hop_verdict.seconds:.1f} s")
     said = line if hop_verdict.passed else Text.assemble(line, f": {hop_verdict.why}")
+    # Soft: remedies are copied from the terminal, and line breaks would be copied, too.
     make_console().print(said, soft_wrap=True)

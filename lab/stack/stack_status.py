@@ -27,6 +27,7 @@ class StackStatus:
 
 def read_stack_status(data: Path) -> StackStatus:
     """The status of the native stack on this data folder, else of the containers."""
+    # The native one first: its state file says that it was started on this data folder.
     if running_stack := native_state.read_state(data):
         return StackStatus("native", check_native_parts(running_stack))
     if docker_compose.is_docker_available() and (
@@ -59,11 +60,14 @@ def check_native_parts(running_stack: NativeState) -> list[PartStatus]:
     }
     rows = []
     for name, (base, path, url) in health.items():
+        # No Grafana in this stack, which is no fault.
         if not base:
             continue
+        # Health, not the process: a program may run and still replay its log.
         ready = backend_queries.is_reachable(base + path)
         note = (
             f"pid {running_stack.programs[name][0]}"
+            # A Grafana of the user's has no process of ours.
             if name in running_stack.programs
             else "not ours"
         )

@@ -18,12 +18,16 @@ OptionDecorator = Callable[[Any], Any]
 
 POSITIVE_INT: Final = click.IntRange(min=1)
 NON_NEGATIVE_INT: Final = click.IntRange(min=0)
+# Open at 0: no requests per second, or no seconds at all, would be no load.
 POSITIVE_FLOAT: Final = click.FloatRange(min=0, min_open=True)
+# Existence is not checked here: the same type names files to write and to read.
 RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 def _require_block_divisor(_context: click.Context, _option: click.Parameter, value: int) -> int:
     """Check that `value` divides a trace's blocks. Raises BadParameter."""
+    # Else a shrunk block would not be a whole number of tokens,
+    # and shared prefixes would end elsewhere.
     if BLOCK_TOKENS % value:
         raise click.BadParameter(
             f"{value} does not divide blocks of {BLOCK_TOKENS} tokens. Give a power of two, 1 to "
@@ -38,12 +42,14 @@ def list_misplaced_flags(context: click.Context, dataset: str) -> list[str]:
 
     A flag belongs to the dataset with whose name its help begins ("replay: ...").
     """
+    # The help texts say what belongs where: a second list could go out of step with them.
     other_datasets = {f"{candidate}:" for candidate in DATASETS} - {f"{dataset}:"}
     return [
         candidate.opts[0]
         for candidate in context.command.params
         if isinstance(candidate, click.Option)
         and (candidate.help or "").split(" ")[0] in other_datasets
+        # Defaults are always there; only what was written can be a mistake.
         and context.get_parameter_source(candidate.name or "") is ParameterSource.COMMANDLINE
     ]
 
@@ -56,12 +62,15 @@ def _make_number_option(name: str, kind: Any, default: Any, help_text: str) -> O
 TARGET_OPTIONS: Final = (
     click.option("--url", metavar="URL", help="The server or router to measure: http://host:port"),
     click.option(
+        # Two URLs of one flag and not two flags: sides are
+        # measured in the same rounds or not at all.
         "--ab",
         nargs=2,
         metavar="URL_A URL_B",
         help="Compare two servers or routers, in alternating rounds.",
     ),
     click.option(
+        # The second side would else find the first one's prompts in the cache that both share.
         "--apart",
         is_flag=True,
         help="With --ab: different prompts for B, for two routers that share a prefix cache.",
@@ -74,12 +83,14 @@ TARGET_OPTIONS: Final = (
         metavar="'NAME: VALUE'",
         help="Add this header to every request.",
     ),
+    # As long as the router's --first-byte-timeout: a queue of minutes is a result, too.
     _make_number_option(
         "--timeout", POSITIVE_FLOAT, 600.0, "Seconds until a request counts as failed."
     ),
 )
 DATASET_OPTIONS: Final = (
     click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
+    # An argument, because only `replay` reads one; command.py refuses it elsewhere.
     click.argument("file", required=False, type=click.Path(path_type=Path)),
     click.option("--api", type=click.Choice(("completions", "chat")), help="API to use."),
     click.option(
@@ -98,14 +109,17 @@ DATASET_OPTIONS: Final = (
         "--prefix-len", NON_NEGATIVE_INT, 256, "shared-prefix: tokens of each prefix."
     ),
     _make_number_option("--prefixes", POSITIVE_INT, 1, "shared-prefix: number of prefixes."),
+    # Images differ in all requests, so no cache of encodings spares an encoder its work.
     _make_number_option("--images", POSITIVE_INT, 1, "images: images per request."),
     _make_number_option("--image-size", POSITIVE_INT, 224, "images: width and height in pixels."),
     click.option(
         "--vocab",
+        # IDs below 100 are left out as special tokens, so fewer would leave hardly any to draw.
         type=click.IntRange(min=200),
         help="Draw token IDs from 100 to this number.  [default: IDs of common words, asked of the "
         "server]",
     ),
+    # Published traces are those of a cluster: below 1 they become bearable for one server.
     _make_number_option(
         "--speed", POSITIVE_FLOAT, 1.0, "replay: divide the trace's times by this."
     ),
@@ -123,6 +137,7 @@ DATASET_OPTIONS: Final = (
     ),
 )
 MULTI_ROUND_OPTIONS: Final = (
+    # Names as in production-stack's multi-round-qa.py, so that its settings can be taken over.
     _make_number_option("--num-users", POSITIVE_INT, 5, "multi-round: concurrent users."),
     _make_number_option("--num-rounds", POSITIVE_INT, 10, "multi-round: questions per user."),
     _make_number_option(
@@ -139,10 +154,12 @@ MULTI_ROUND_OPTIONS: Final = (
     _make_number_option("--time", POSITIVE_FLOAT, 60.0, "multi-round: duration in seconds."),
 )
 LOAD_OPTIONS: Final = (
+    # Without a default: open and closed loop answer different questions.
     click.option("--rate", type=POSITIVE_FLOAT, help="Open loop: requests per second."),
     click.option(
         "--arrivals",
         type=click.Choice(("poisson", "constant")),
+        # As independent users arrive: constant gaps hide the queues that bursts make.
         default="poisson",
         show_default=True,
     ),
@@ -154,7 +171,9 @@ LOAD_OPTIONS: Final = (
         type=POSITIVE_INT,
         help="Delay requests while this many are unfinished.",
     ),
+    # The first requests of a server can take seconds longer: compilation, empty caches.
     _make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
+    # One round gives figures; comparison.py needs three for an interval.
     _make_number_option("--repeat", POSITIVE_INT, 1, "Number of rounds."),
     _make_number_option(
         "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
@@ -178,6 +197,7 @@ def add_options(*groups: tuple[OptionDecorator, ...]) -> Callable[[Command], Com
     """A decorator that adds the options of all `groups` to a command, in their order."""
 
     def apply_options(command: Command) -> Command:
+        # Decorators apply from the innermost out: reversed, --help lists the options in this order.
         for option in reversed([group_option for group in groups for group_option in group]):
             command = option(command)
         return command

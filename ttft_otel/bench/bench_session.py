@@ -64,6 +64,7 @@ class InterruptCounter:
     @contextmanager
     def count_interrupts(self) -> Iterator[None]:
         """Replace the handler of SIGINT while the block runs."""
+        # asyncio.run() installs its own handler only over Python's default one, so this one stays.
         before = signal.signal(signal.SIGINT, self._record_interrupt)
         try:
             yield
@@ -82,6 +83,7 @@ class InterruptCounter:
 def check_plan(plan: LoadPlan, sides: Sequence[BenchSide]) -> None:
     """Check `plan` before anything is sent. Raises ContextTooSmallError and TraceFormatError."""
     for target_index, side in enumerate(sides):
+        # Both targets before either is loaded: half of a comparison is worth nothing.
         plan.check_context(side.factory, target_index)
 
 
@@ -102,6 +104,7 @@ async def _run_until_stopped(
     interrupts: InterruptCounter,
 ) -> None:
     stop = asyncio.Event()
+    # A signal handler runs between any two bytecodes; only this call may wake the loop from there.
     interrupts.on_interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
     try:
         await _run_rounds(plan, sides, reporter, stop)
@@ -132,6 +135,7 @@ async def _run_round(
 ) -> None:
     """A warm-up and a run on one side."""
     if plan.warmup:
+        # A driver of its own: its results are in no figure.
         warmup_driver = LoadDriver(side.target, plan.timeout_s, plan.max_unfinished)
         await _run_load(plan.build_warmup(side.factory, seed), warmup_driver, stop)
     requests = await _prepare_requests(
@@ -140,6 +144,7 @@ async def _run_round(
     if stop.is_set():
         return
     driver = LoadDriver(side.target, plan.timeout_s, plan.max_unfinished)
+    # Before the load, so that an interrupted run is in the results as far as it got.
     side.runs.append(driver.run)
     await _run_load(
         plan.build_load(side.factory, seed, requests),
@@ -147,6 +152,7 @@ async def _run_round(
         stop,
         partial(reporter.report_sent, title),
     )
+    # Breakdowns are an extra: a router that is slow to tell them must not cost the measured times.
     with suppress(asyncio.TimeoutError):
         lookups = report_lookup.fetch_missing_breakdowns(side.target, driver.run.results)
         await asyncio.wait_for(
@@ -168,6 +174,7 @@ async def _prepare_requests(
         requests.append(request)
         if monotonic() >= next_report:
             show_progress(len(requests), total)
+            # Making prompts never awaits: without this a Ctrl-C would wait for the last one.
             await asyncio.sleep(STOP_POLL_S)
             if stop.is_set():
                 break
@@ -183,6 +190,7 @@ async def _run_load(
 ) -> None:
     """Send one run's load; a stop cancels it."""
     with _pause_garbage_collection(), kernel_timestamps.keep_timestamps_enabled():
+        # Around the whole load: a stall between two sends delays the reading of answers as well.
         async with driver.measure_loop_lag():
             load_task = asyncio.ensure_future(load(driver))
             stop_task = asyncio.create_task(stop.wait())
@@ -195,6 +203,7 @@ async def _run_load(
                 if show_progress:
                     show_progress(driver.run)
             stop_task.cancel()
+            # False if the load had ended by itself: then an exception of it is raised below.
             driver.run.stopped = load_task.cancel()
             await asyncio.gather(load_task, return_exceptions=driver.run.stopped)
 
@@ -202,6 +211,7 @@ async def _run_load(
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while times are measured: a full one stops the process for long."""
+    # Garbage that is there now would else be frozen and kept for the whole run.
     gc.collect()
     gc.freeze()  # objects that exist now, such as all prompts, are not scanned until unfreeze()
     gc.disable()

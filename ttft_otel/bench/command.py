@@ -42,8 +42,11 @@ from ttft_otel.bench.request_factory import RequestFactory
 from ttft_otel.bench.result_document import build_document
 
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
+# RFC 9110: a token, then visible characters; a line feed in it would begin another header.
 HEADER_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
+# Said a second time, they would contradict how http_exchange.py frames a request.
 RESERVED_HEADERS: Final = ("content-length", "transfer-encoding", "connection")
+# Not 2, which click uses for wrong flags.
 EXIT_INVALID: Final = 3
 EXIT_INTERRUPTED: Final = 130
 
@@ -83,7 +86,9 @@ def bench(**given: Any) -> None:
     """Send load to a server, and break each request's time to first token down into stages."""
     slo_ms = _parse_slo_limits(given["slos"])
     plan = _build_plan(given)
+    # Before the load: an hour of it should not end in a file that cannot be written.
     _check_writable(given)
+    # Sends the first requests to the servers, so the other flags are judged before it.
     sides = _build_sides(given)
     progress = terminal_report.ProgressLine(Console(stderr=True))
     interrupts = InterruptCounter()

@@ -24,9 +24,11 @@ from ttft_otel.bench.request_statistics import (
 )
 
 MIN_ROUNDS: Final = 3  # with fewer the differences between rounds are unknown
+# These need no breakdown, so they compare servers without ttft-otel, too.
 CLIENT_METRICS: Final = ("ttft", "tpot", "itl", "latency")
 STAGE_SUMS: Final = {QUEUE_WAIT: sum_queue_wait, PREFILL_TO_FIRST_TOKEN: sum_prefill}
 MONO_PREFIX: Final = "mono."  # of stages of the only server behind a router
+# Of the TTFT only: percentiles of stages do not add up to one of it.
 TTFT_PERCENTILES: Final = (50, 95, 99)
 
 Table: TypeAlias = NDArray[np.float64]
@@ -38,6 +40,7 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
     a, b: targets of result documents. paired: round i of A was measured right beside round i of B.
     Raises ValueError when there is nothing to compare.
     """
+    # Both tables get the same columns, so that they can be subtracted.
     names = _list_quantities(a, b)
     tables_a, tables_b = _build_tables(a, names), _build_tables(b, names)
     for name, tables in (("A", tables_a), ("B", tables_b)):
@@ -54,12 +57,14 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
     )
     if not tables_a or not tables_b:
         raise ValueError("A and B have no round in which both have a successful request")
+    # Rounds weigh alike from here on, however many requests each of them had.
     figures_a, figures_b = (_estimate_rounds(tables, names) for tables in (tables_a, tables_b))
     averages_a, averages_b, margins = compute_margins(figures_a, figures_b, paired)
     titles = [f"{name} mean" for name in names] + [f"ttft p{q}" for q in TTFT_PERCENTILES]
     return {
         "a": a["url"],
         "b": b["url"],
+        # One late generator spoils the difference, whichever side it was on.
         "valid": bool(a["valid"] and b["valid"]),
         "rounds": min(len(tables_a), len(tables_b)),
         "paired": paired,
@@ -72,6 +77,7 @@ def compare_targets(a: Mapping[str, Any], b: Mapping[str, Any], paired: bool) ->
 
 def list_load_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The flags in which the loads of two documents differ; slos, repeat and model may differ."""
+    # slos and repeat change nothing of what is sent; the model may be what is compared.
     ignored = ("slos", "repeat", "model")
     names = dict.fromkeys((*a["load"], *b["load"]))
     return [
@@ -87,6 +93,8 @@ def compute_margins(figures_a: Table, figures_b: Table, paired: bool) -> tuple[T
     variances of A and B may differ (Welch). The margin is NaN with fewer than MIN_ROUNDS rounds.
     """
     if paired:
+        # A pair with one unknown side must drop out of both averages,
+        # or they would be of different rounds.
         unknown = np.isnan(figures_a) | np.isnan(figures_b)
         figures_a, figures_b = (np.where(unknown, np.nan, each) for each in (figures_a, figures_b))
         _, variance, rounds = _describe_rounds(figures_b - figures_a)
@@ -96,8 +104,10 @@ def compute_margins(figures_a: Table, figures_b: Table, paired: bool) -> tuple[T
         averages_a, variance_a, rounds_a = _describe_rounds(figures_a)
         averages_b, variance_b, rounds_b = _describe_rounds(figures_b)
         rounds, variance = np.minimum(rounds_a, rounds_b), variance_a + variance_b
+        # Welch-Satterthwaite: degrees of freedom of a difference with two variances.
         spread = variance_a**2 / np.maximum(1, rounds_a - 1)
         spread += variance_b**2 / np.maximum(1, rounds_b - 1)
+        # Without spread, rounds were equal: the margin is 0 whatever the degrees are.
         degrees = np.divide(variance**2, spread, out=np.ones_like(variance), where=spread > 0)
         # Welch's degrees are too many by up to 2 % of marks where three rounds meet many.
         degrees = np.where(rounds_a == rounds_b, degrees, rounds - 1)
@@ -112,6 +122,7 @@ def _describe_rounds(figures: Table) -> tuple[Table, Table, Table]:
     rounds = known.sum(axis=0)
     mean = np.where(known, figures, 0.0).sum(axis=0) / np.maximum(1, rounds)
     squares = (np.where(known, figures - mean, 0.0) ** 2).sum(axis=0)
+    # Bessel's correction, then the variance of a mean; one round has neither and is masked later.
     return mean, squares / np.maximum(1, rounds - 1) / np.maximum(1, rounds), rounds
 
 
@@ -123,6 +134,7 @@ def compute_t_quantile(degrees: float) -> float:
     bounded and has a finite range: the trapezoidal rule is off by less than 0.0001.
     """
     angles = np.linspace(0.0, math.pi / 2, 2001)
+    # No scipy for one quantile: numpy is enough.
     density = np.cos(angles) ** (degrees - 1)
     areas = np.concatenate(([0.0], np.cumsum(density[1:] + density[:-1])))
     return math.sqrt(degrees) * math.tan(np.interp(0.95 * areas[-1], areas, angles))
@@ -136,6 +148,7 @@ def _build_row(name: str, a: float, b: float, margin: float) -> dict[str, Any]:
         None if math.isnan(margin) else round(float(b - a + sign * margin), 3) for sign in (-1, 1)
     ]
     low, high = interval
+    # Strictly beyond 0: an interval that touches it does not exclude it.
     clear = low is not None and high is not None and bool(low > 0 or high < 0)
     return {"name": name, **row, "low": low, "high": high, "clear": clear}
 
@@ -152,9 +165,11 @@ def _list_quantities(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     stage_names = [
         [_strip_mono_prefix(name) for name in target["summary"]["stages_ms"]] for target in (a, b)
     ]
+    # Without breakdowns on one side the difference of every stage would be unknown.
     if not all(stage_names):
         return client_metrics
     return [
+        # TTFT first, then its two sums, as in the terminal's table.
         *client_metrics[:1],
         *STAGE_SUMS,
         *client_metrics[1:],

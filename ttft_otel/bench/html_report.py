@@ -77,7 +77,9 @@ def render_page(document: Mapping[str, Any]) -> str:
 def _create_environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("ttft_otel.bench"),
+        # Request IDs, models and URLs come from elsewhere.
         autoescape=True,
+        # A misspelt name should end in an error and not in an empty cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -98,6 +100,7 @@ def _build_charts(target: Mapping[str, Any]) -> dict[str, Chart]:
             [row["ttft_ms"] for row in rows], summary["figures_ms"]["ttft"]
         )
         charts["time"] = _build_timeline(target["runs"])
+    # Empty below MIN_EXPLAINED_REQUESTS: too few to call any of them the slowest hundredth.
     if summary["ends_ms"]:
         charts["ends"] = _build_stage_bars(summary["ends_ms"])
     return charts
@@ -105,6 +108,7 @@ def _build_charts(target: Mapping[str, Any]) -> dict[str, Chart]:
 
 def _build_histogram(ttfts_ms: Sequence[float], distribution: Mapping[str, float]) -> Chart:
     """Histogram of the TTFT."""
+    # Not 0, by which positions are divided.
     max_ttft_ms = max(ttfts_ms) or 1.0
     counts, edges = np.histogram(ttfts_ms, bins=HISTOGRAM_BINS, range=(0.0, max_ttft_ms))
     max_count = float(counts.max())
@@ -138,11 +142,13 @@ def _build_timeline(runs: Sequence[Mapping[str, Any]]) -> Chart:
         if number > 1:
             marks.append(ChartTick(start_s, f"round {number}"))
         for row in run["requests"]:
+            # Rounds are drawn one after another; the time between them is not part of the axis.
             sent_s = start_s + row["sent_ms"] / 1000
             says = f"{row['request_id']}, trace {row['trace_id']}"
             dots.append((sent_s, row["ttft_ms"], says))
         start_s += run["seconds"]
     duration_s, max_ttft_ms = max(start_s, 1e-3), max(ttft for _, ttft, _ in dots) or 1.0
+    # Every step-th in order of sending: a drift or a burst keeps its shape.
     step = math.ceil(len(dots) / MAX_POINTS)  # draw every step-th point
     boxes = [
         ChartBox(
@@ -179,9 +185,11 @@ def _build_stage_bars(stages_by_percentile: Mapping[str, Mapping[str, float]]) -
 
 def _compute_ticks(maximum: float, vertical: bool = False) -> list[ChartTick]:
     """Round numbers from 0 to `maximum`, at distances of 1, 2, 5 or 10 times a power of ten."""
+    # Rounded up to the next round number below, so there are at most MAX_TICKS steps.
     raw_step = maximum / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(raw_step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw_step)
+    # The tiny addend keeps a last tick that division put just below a whole number.
     values = [place * step for place in range(math.floor(maximum / step + 1e-9) + 1)]
     return [
         ChartTick(100 - 100 * value / maximum if vertical else 100 * value / maximum, f"{value:g}")

@@ -48,6 +48,7 @@ class BenchTarget:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http:// or https:// URL")
         uses_tls = parts.scheme == "https"
+        # Clients of OpenAI are configured with /v1 at the end: both forms are accepted.
         base_path = parts.path.rstrip("/").removesuffix("/v1")
         port = parts.port or (443 if uses_tls else 80)
         public_url = f"{parts.scheme}://{parts.netloc}{base_path}"
@@ -65,6 +66,7 @@ class BenchTarget:
             "connection": "close",  # one request per connection
             "content-type": "application/json",
             "content-length": str(len(body)),
+            # After ours, so that --header can replace Host where a gateway routes by it.
             **self.headers,
             **headers,
         }
@@ -72,6 +74,8 @@ class BenchTarget:
             f"{method} {self.base_path}{path} HTTP/1.1",
             *(f"{k}: {v}" for k, v in all_headers.items()),
         ]
+        # Head and body in one write: the TTFT begins right before
+        # it, with nothing left to hand over.
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
@@ -106,9 +110,11 @@ class ResponseProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`, which arrived at the time of the socket's last read."""
+        # Of TLS only whole records can be read: then it is the time of the read that completed one.
         self.last_byte_ns = self.sock.last_byte_ns
         try:
             self.parser.feed_data(data)
+        # Not raised: asyncio would log it, and the request would only seem to be cut off.
         except httptools.HttpParserError:
             self.finish_response("no HTTP")
 
@@ -131,6 +137,8 @@ class ResponseProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed: an error, unless only closing marks the end of the body."""
         self.last_byte_ns = monotonic_ns()
+        # RFC 9112: without either, the body ends with the
+        # connection, and nobody can tell if it is whole.
         framing_headers = {"content-length", "transfer-encoding"} & set(self.response.headers)
         self.finish_response(
             "cut off" if exc or framing_headers or not self.response.status else ""
@@ -157,6 +165,7 @@ async def perform_exchange(
         response.end_ns, response.error = monotonic_ns(), "timeout"
     except OSError as error:
         response.end_ns, response.error = monotonic_ns(), f"connection: {type(error).__name__}"
+    # 0 would be a time before the run, and become its start in find_start_ns().
     response.sent_ns = response.sent_ns or response.end_ns
     return response
 
@@ -170,20 +179,25 @@ async def _send_and_receive(target: BenchTarget, message: bytes, response: RawRe
     try:
         transport, protocol = await asyncio.get_running_loop().create_connection(
             lambda: ResponseProtocol(response, sock),
+            # The loop reads through our socket's recv(): that is
+            # where the kernel's timestamp is taken.
             sock=sock,
             ssl=tls_context,
             server_hostname=server_hostname,
         )
+    # A cancelled handshake included, which is how the time-out of perform_exchange() ends one.
     except BaseException:
         sock.close()
         raise
     connected_ns = monotonic_ns()
     try:
+        # The connection is open by now: the TTFT contains neither TCP's nor TLS's handshake.
         await sleep_until(response.due_ns)
         response.sent_ns = monotonic_ns()  # right before the write: the TTFT starts here
         transport.write(message)
         await protocol.completed
     finally:
+        # Not close(), which would wait until what is left to send has been sent.
         transport.abort()
     response.connect_us = (connected_ns - began_ns) // 1000
     # Our own lateness: beginning to connect after the due time, and writing late on a connection that
@@ -197,10 +211,12 @@ async def _connect_socket(target: BenchTarget) -> TimestampedSocket:
     """Connect to the first of the target's addresses that answers. Raises OSError."""
     loop, place = asyncio.get_running_loop(), (target.host, target.port)
     last_error = OSError(f"no address for {target.host}")
+    # One after the other: localhost often has ::1 first, and few servers listen on both.
     for family, kind, protocol, _, address in await _resolve_addresses(loop, *place):
         sock = TimestampedSocket(family, kind, protocol)
         try:
             sock.setblocking(False)
+            # Before connecting, so that no segment arrives without one.
             sock.enable_timestamps()
             await loop.sock_connect(sock, address)
         except OSError as error:
@@ -217,6 +233,8 @@ async def _connect_socket(target: BenchTarget) -> TimestampedSocket:
 async def _resolve_addresses(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[Any]:
     """A host's addresses; a numeric one is parsed here, names are resolved in a thread."""
     try:
+        # No thread for a numeric address: with hundreds of requests
+        # due, waiting for one makes them late.
         flags = socket.AI_NUMERICHOST
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except socket.gaierror:
@@ -225,6 +243,7 @@ async def _resolve_addresses(loop: asyncio.AbstractEventLoop, host: str, port: i
 
 @lru_cache(maxsize=1)
 def _create_tls_context() -> ssl.SSLContext:
+    # Cached: loading the system's certificates takes tens of milliseconds or more.
     return ssl.create_default_context()
 
 

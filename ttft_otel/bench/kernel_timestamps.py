@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SO_TIMESTAMPNS: Final = 35  # of <asm-generic/socket.h>; Python's socket module lacks it
+# Native sizes: the kernel writes its own struct timespec, two longs.
 TIMESPEC: Final = struct.Struct("@ll")
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(TIMESPEC.size)
 
@@ -41,12 +42,14 @@ class TimestampedSocket(socket.socket):
 
     def recv(self, size: int, flags: int = 0, /) -> bytes:
         """As socket.recv(), and note the arrival time."""
+        # asyncio's selector loop reads plain sockets with recv(), so overriding that is enough.
         data, ancillary_data, _, _ = self.recvmsg(size, ANCILLARY_BYTES, flags)
         self.last_byte_ns = read_arrival_ns(ancillary_data)
         return data
 
     def recv_into(self, buffer: Buffer, size: int = 0, flags: int = 0, /) -> int:
         """As socket.recv_into(), and note the arrival time; TLS reads with this one."""
+        # 0 means the whole buffer, as in socket.recv_into().
         room = memoryview(buffer)[: size or None]
         count, ancillary_data, _, _ = self.recvmsg_into([room], ANCILLARY_BYTES, flags)
         self.last_byte_ns = read_arrival_ns(ancillary_data)
@@ -61,6 +64,7 @@ def keep_timestamps_enabled() -> Iterator[None]:
     first one does: without this, each of a series of connections would miss its first pieces.
     """
     with TimestampedSocket() as sock:
+        # Not connected and never read: asking is enough to keep the kernel stamping.
         sock.enable_timestamps()
         yield
 
@@ -70,10 +74,13 @@ def read_arrival_ns(ancillary_data: Iterable[tuple[int, int, bytes]]) -> int:
 
     ancillary_data: of recvmsg(); without a timestamp in it the time is now.
     """
+    # Both clocks right beside each other, since their difference converts the stamp.
     wall_ns = time_ns()
     now_ns = monotonic_ns()
     for level, kind, data in ancillary_data:
         if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) == TIMESPEC.size:
             seconds, nanoseconds = map(int, TIMESPEC.unpack(data))
+            # A step of the wall clock in between may put the stamp into
+            # the future: never later than the read.
             return min(now_ns, now_ns - wall_ns + seconds * 1_000_000_000 + nanoseconds)
     return now_ns

@@ -20,8 +20,10 @@ from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exch
 from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.bench.stream_parser import StreamContent, StreamParser
 
+# Enough for TCP and TLS within a data centre; beyond it the send itself is late.
 CONNECT_LEAD_NS: Final = 20_000_000  # connections are opened this long before their request is due
 START_SPACING_NS: Final = 1_000_000  # between the first requests of a closed loop
+# A stall counts once per interval (docs/bench.md).
 LAG_SAMPLE_INTERVAL_S: Final = 0.01
 HTTP_OK: Final = 200
 # In vLLM's error messages for prompts that are too long.
@@ -97,6 +99,7 @@ class LoadDriver:
         """
         if self.slots is None:
             return due_ns
+        # Only who found no slot waited for one; the others keep their own due time.
         was_full = self.slots.locked()
         await self.slots.acquire()
         if was_full:
@@ -111,12 +114,14 @@ class LoadDriver:
 
     async def send_request(self, request: BenchRequest, due_ns: int) -> RequestResult:
         """Send `request` at `due_ns`, and add its result to the run; call acquire_slot() before."""
+        # Both are ours, so that a result can be found in traces and logs.
         trace_id, request_id = context.new_trace_id(), uuid.uuid4().hex
         headers = {
             **request.headers,
             # Flag 01: sampled, so that the server's spans of every request are exported.
             names.TRACEPARENT: f"00-{trace_id}-{context.new_span_id()}-01",
             names.REQUEST_HEADER: request_id,
+            # Asks for Server-Timing: with it no trace store is needed to see the stages.
             names.ASK: "1",
         }
         self.run.started += 1
@@ -124,6 +129,8 @@ class LoadDriver:
             message = self.target.encode_request(request.path, request.body, headers)
             response = await perform_exchange(self.target, message, due_ns, self.timeout_s)
         finally:
+            # At the last byte and before parsing, which is this
+            # process's work and not the server's.
             self.release_slot()
         content = await _parse_response(response)
         breakdown = timing.parse_server_timing(response.headers.get(names.TIMING, ""))
@@ -151,6 +158,7 @@ class LoadDriver:
 
     async def _sample_loop_lag(self) -> None:
         while True:
+            # Anew for each sample: sleeps that end late must not add up.
             due_ns = monotonic_ns() + int(LAG_SAMPLE_INTERVAL_S * 1e9)
             await asyncio.sleep(LAG_SAMPLE_INTERVAL_S)
             lag_ns = max(0, monotonic_ns() - due_ns)
@@ -169,13 +177,18 @@ async def run_open_loop(driver: LoadDriver, arrivals: Iterable[tuple[float, Benc
 
     arrivals: (seconds after the start, request), in time order.
     """
+    # Twice the lead: the first request is connected in advance as well, with time to spare.
     start_ns = monotonic_ns() + 2 * CONNECT_LEAD_NS
     under_way: set[asyncio.Task[RequestResult]] = set()
     try:
         for offset_s, request in arrivals:
             due_ns = start_ns + int(offset_s * 1e9)
+            # Tasks are created one by one: thousands that sleep
+            # would slow down every turn of the loop.
             await sleep_until(due_ns - CONNECT_LEAD_NS)
             task = asyncio.create_task(
+                # The slot is awaited here and not in the task:
+                # requests are held back in their order.
                 driver.send_request(request, await driver.acquire_slot(due_ns))
             )
             under_way.add(task)
@@ -195,6 +208,7 @@ async def run_closed_loop(
     queue, start_ns = iter(requests), monotonic_ns() + 2 * CONNECT_LEAD_NS
     tasks = {
         asyncio.create_task(_send_in_turn(driver, queue, start_ns + place * START_SPACING_NS))
+        # All take from one iterator, so that a slow answer holds back nobody else's next request.
         for place in range(concurrency)
     }
     try:
@@ -206,6 +220,7 @@ async def run_closed_loop(
 async def cancel_tasks(tasks: Iterable[asyncio.Task[object]]) -> None:
     """Cancel the `tasks` that are not done, and wait until they have ended."""
     pending = list(tasks)
+    # All first, then the waiting: they end side by side.
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
@@ -221,6 +236,7 @@ async def _send_in_turn(driver: LoadDriver, requests: Iterator[BenchRequest], du
 async def _parse_response(response: RawResponse) -> StreamContent:
     """Parse an answer's pieces, a slice at a time."""
     reader = StreamParser()
+    # A refusal is one JSON object and no stream.
     if response.status != HTTP_OK:
         reader.parse_refusal(b"".join(piece for _, piece in response.pieces))
     for place, (received_ns, piece) in enumerate(response.pieces):
@@ -233,8 +249,10 @@ async def _parse_response(response: RawResponse) -> StreamContent:
 
 def classify_failure(response: RawResponse, content: StreamContent) -> str:
     """The kind of a failure; "" for a success."""
+    # How the exchange ended comes first: a body that was cut off explains nothing.
     if response.error:
         return response.error
+    # Before the status, so that these are told apart from other 400s.
     if any(word in content.server_message for word in CONTEXT_EXCEEDED_PHRASES):
         return "longer than the context"
     if response.status != HTTP_OK:

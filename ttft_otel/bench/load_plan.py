@@ -21,6 +21,7 @@ REMEDY_BY_DATASET: Final = {
     "multi-round": "Make --num-rounds, --answer-len or the prompts smaller.",
 }
 TARGET_SEED_STRIDE: Final = 1_000_003  # far from the seeds of other rounds
+# Completions know neither roles nor images.
 CHAT_DATASETS: Final = ("multi-round", "images")  # datasets that only a chat can carry
 
 
@@ -62,12 +63,14 @@ class LoadPlan:
         """A function that sends one run's load: `requests`, or conversations drawn from `seed`."""
         if self.dataset == "multi-round":
             return lambda driver: multi_round.run_conversations(driver, factory, self.rounds, seed)
+        # In a closed loop a trace's own times have no meaning: answers set the pace.
         if self.concurrency:
             concurrency = self.concurrency
             return lambda driver: run_closed_loop(driver, requests, concurrency)
         offsets_s = (
             self._generate_offsets_s(seed) if self.rate else (ask.send_offset_s for ask in requests)
         )
+        # Not strict: the offsets of a rate never end.
         arrivals = list(zip(offsets_s, requests, strict=False))
         return lambda driver: run_open_loop(driver, arrivals)
 
@@ -76,16 +79,19 @@ class LoadPlan:
         requests = list(
             itertools.islice(self._generate_warmup_requests(factory, seed), self.warmup)
         )
+        # A closed loop whatever the plan is: the run begins when the last warm-up is answered.
         return lambda driver: run_closed_loop(driver, requests, min(4, self.warmup))
 
     def compute_seed(self, round_index: int, target_index: int) -> int:
         """The seed of a round on a target, both counted from 0."""
+        # Other prompts in each round, since those of the round before are cached.
         return self.seed + round_index + (TARGET_SEED_STRIDE * target_index if self.apart else 0)
 
     def check_context(self, factory: RequestFactory, target_index: int) -> None:
         """Raise ContextTooSmallError when requests are known to exceed the target's context."""
         # Without --spread all rounds and warm-ups have the lengths of the first.
         for round_index in range(self.repeat if self.shape.length_spread else 1):
+            # Lengths are drawn from the seed, so every round has to be looked at.
             self._require_context(
                 factory,
                 self._count_request_tokens(factory, self.compute_seed(round_index, target_index)),
@@ -95,11 +101,13 @@ class LoadPlan:
         """Tokens of each request of a round; [] where only the server can count them."""
         if self.dataset == "multi-round":
             return [self.rounds.max_conversation_tokens]
+        # A chat template adds tokens that are known to the server only.
         if factory.uses_chat and self.dataset != "replay":
             return []
         if self.dataset == "replay":
             return list(trace_replay.count_row_tokens(factory, self.trace))
         if self.shape.length_spread:
+            # Warm-ups have lengths of their own, and one that is refused warms nothing up.
             warmup_requests = itertools.islice(
                 self._generate_warmup_requests(factory, seed), self.warmup
             )
@@ -114,6 +122,7 @@ class LoadPlan:
 
     def _require_context(self, factory: RequestFactory, token_counts: Sequence[int]) -> None:
         context_tokens = factory.profile.context_tokens
+        # 0: the server did not tell its context; then it refuses by itself.
         oversized = [room for room in token_counts if context_tokens and room > context_tokens]
         if oversized:
             subject = f"{len(oversized)} of {len(token_counts)} requests need"
@@ -158,7 +167,10 @@ class LoadPlan:
     def _generate_offsets_s(self, seed: int) -> Iterator[float]:
         """Send times for `rate`, in seconds from the start: constant gaps, or a Poisson process."""
         rate = self.rate or 1.0
+        # A text as seed, which Python hashes: neighbouring seeds, and
+        # other datasets, have unrelated streams.
         rng = random.Random(f"arrivals/{seed}")
         is_constant = self.arrivals == "constant"
         gaps_s = (1 / rate if is_constant else rng.expovariate(rate) for _ in itertools.count())
+        # From 0 on: else the first gap would be waiting time without any load.
         return itertools.accumulate(gaps_s, initial=0.0)

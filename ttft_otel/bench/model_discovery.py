@@ -20,6 +20,7 @@ from ttft_otel.bench.stream_parser import sanitize_text
 from ttft_otel.endpoints import COMPLETIONS_PATH, MODELS_PATH
 
 COMPLETION_TIMEOUT_S: Final = 60.0  # long, because the first request to a server may be slow
+# The remedy differs: a server that wants a key is up.
 AUTH_STATUSES: Final = (401, 403)
 RESPONSE_ERRORS: Final = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
@@ -42,6 +43,7 @@ def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[st
         card = next(candidate for candidate in cards if requested_model in (None, candidate["id"]))
         return str(card["id"]), int(card.get("max_model_len") or 0)
     except (*RESPONSE_ERRORS, AttributeError, StopIteration) as error:
+        # Some gateways list no models; with a name the load can be sent all the same.
         if requested_model:
             return requested_model, 0
         message = (
@@ -60,13 +62,16 @@ def discover_profile(
     vocabulary_size: value of --vocab, which replaces the token IDs.
     """
     profile = ModelProfile(context_tokens=context_tokens)
+    # All words in one prompt, as they are joined in chats: a blank often belongs to the next token.
     question = {"model": model, "prompt": " ".join(PROMPT_WORDS), "max_tokens": 1, "temperature": 0}
+    # Without special tokens: one would be counted as part of a word, and drawn into prompts.
     token_id_options = {"return_token_ids": True, "add_special_tokens": False}
     try:
         response = _fetch_json(target, COMPLETIONS_PATH, {**question, **token_id_options})
         if (count := response["usage"]["prompt_tokens"]) > 0:
             profile = replace(profile, tokens_per_word=count / len(PROMPT_WORDS))
         ids = response["choices"][0].get("prompt_token_ids")
+        # Each once and in order: a seed must give the same prompt in the next run.
         profile = (
             replace(profile, token_ids=tuple(dict.fromkeys(map(int, ids)))) if ids else profile
         )

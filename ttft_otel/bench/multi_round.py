@@ -47,6 +47,7 @@ class MultiRoundOptions:
     def max_conversation_tokens(self) -> int:
         """About the number of tokens of the last question and its answer, with the whole history."""
         return (
+            # Answers are part of later prompts, so they count in each round.
             self.system_tokens
             + self.history_tokens
             + self.rounds_per_user * (self.question_tokens + self.answer_tokens)
@@ -60,10 +61,12 @@ class MultiRoundOptions:
     @property
     def arrival_interval_s(self) -> float:
         """Seconds between the arrivals of two users."""
+        # Little's law: users stay for (rounds - 1) intervals, so this many are there at any time.
         return self.question_interval_s * max(1, self.rounds_per_user - 1) / self.user_count
 
     def list_start_offsets_s(self) -> list[float]:
         """When each user asks its first question, in seconds; negative for those who began before."""
+        # As if the load had been running for long: no wave of first questions at the start.
         before = [-place * self.arrival_interval_s for place in range(self.user_count)]
         after = math.ceil(self.duration_s / self.arrival_interval_s)
         return before + [place * self.arrival_interval_s for place in range(1, after)]
@@ -77,6 +80,7 @@ async def run_conversations(
     seed: of all prompts.
     """
     start_ns = monotonic_ns() + 2 * CONNECT_LEAD_NS
+    # Drawn once and shared, so that prefix caches can find it in every conversation.
     system_prompt = factory.draw_prompt(random.Random(f"rounds/{seed}"), options.system_tokens)
     budget = _RequestBudget(options.max_requests)
     users = [
@@ -86,6 +90,7 @@ async def run_conversations(
             options,
             join_words(system_prompt),
             place,
+            # A stream for each user: what it says must not depend on when others get their answers.
             random.Random(f"user/{seed}/{place}"),
         )
         for place in range(len(options.list_start_offsets_s()))
@@ -111,6 +116,7 @@ def generate_first_questions(
         question = _compose_question(
             factory, options, random.Random(f"user/{seed}/{number}"), system_prompt
         )
+        # Names that no user of the run has: sessions of the warm-up must not bind those of the run.
         headers = {USER_HEADER: f"warmup-{number}"}
         yield factory.build_chat_request(
             [{"role": "user", "content": question}], options.answer_tokens, headers=headers
@@ -141,7 +147,9 @@ class _RequestBudget:
 
     def take_request(self) -> bool:
         """Take one request; False when none is left."""
+        # Nothing is awaited between this and the answer: no two users take the same request.
         self.remaining -= 1
+        # At once, and not when the next one asks: that may be minutes later.
         if self.remaining <= 0:
             self.exhausted.set()
         return self.remaining >= 0
@@ -150,6 +158,7 @@ class _RequestBudget:
         """Sleep until `due_ns` of CLOCK_MONOTONIC; returns False as soon as no request is left."""
         with suppress(asyncio.TimeoutError):
             timeout_s = max(0.0, (due_ns - monotonic_ns()) / 1e9)
+            # One wait for both, time and budget; its time-out is the usual end.
             await asyncio.wait_for(self.exhausted.wait(), timeout_s)
         return not self.exhausted.is_set()
 
@@ -170,12 +179,15 @@ class _SimulatedUser:
         self, start_ns: int, start_offset_s: float, budget: _RequestBudget
     ) -> None:
         """Ask all questions of the conversation that are due after `start_ns`, the run's start."""
+        # Rounds before the run are skipped with their history:
+        # such a user starts with a short prompt.
         first_round = max(0, math.ceil(-start_offset_s / self.options.question_interval_s))
         due_ns = start_ns + int(
             (start_offset_s + first_round * self.options.question_interval_s) * 1e9
         )
         end_ns = start_ns + int(self.options.duration_s * 1e9)
         for _ in range(first_round, self.options.rounds_per_user):
+            # Questions are not asked after the end, answers are awaited.
             if due_ns >= end_ns or not await budget.wait_until(due_ns - CONNECT_LEAD_NS):
                 return
             due_ns = await self.driver.acquire_slot(due_ns)
@@ -184,10 +196,13 @@ class _SimulatedUser:
                 self.driver.release_slot()
                 return
             answered_ns = await self._ask_question(due_ns)
+            # From the due time, not from the send: lateness of this
+            # process must not slow the users down.
             due_ns = max(due_ns + int(self.options.question_interval_s * 1e9), answered_ns)
 
     async def _ask_question(self, due_ns: int) -> int:
         """Ask one question; returns when the answer ended. A failed one stays out of the history."""
+        # Also after a failed first question, which has left no messages.
         system_prompt = None if self.messages else self.system_prompt
         question = _compose_question(self.factory, self.options, self.rng, system_prompt)
         messages = [*self.messages, {"role": "user", "content": question}]

@@ -16,13 +16,16 @@ def draw_png(seed: int, width: int = 112, height: int = 112) -> bytes:
 
     width, height: pixels.
     """
+    # The size is part of the seed: another size is another picture.
     rng = random.Random(f"{seed}/{width}x{height}")
     # Each row begins with its filter byte; 0 is "no filter".
     rows = b"".join(b"\0" + rng.randbytes(3 * width) for _ in range(height))
+    # 8 bits, colour type 2 (RGB); then the only compression and filter there are, not interlaced.
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
         PNG_SIGNATURE
         + encode_chunk(b"IHDR", header)
+        # Level 1: noise does not become smaller, and higher levels only take longer.
         + encode_chunk(b"IDAT", zlib.compress(rows, 1))
         + encode_chunk(b"IEND", b"")
     )

@@ -20,6 +20,7 @@ from ttft_otel.ttft_report import STAGES_KEY, TTFT_MS_KEY, UNATTRIBUTED_MS_KEY
 REPORT_PATH: Final = "/ttft_report/"
 # A server that does not know this many of its newest requests has no reports: stop asking.
 MAX_UNKNOWN_REPORTS: Final = 3
+# Few: the router may be serving others.
 MAX_CONCURRENT_LOOKUPS: Final = 8
 LOOKUP_TIMEOUT_S: Final = 5.0
 
@@ -30,6 +31,7 @@ async def fetch_missing_breakdowns(target: BenchTarget, results: Iterable[Reques
     # The newest first: a router keeps only its newest reports.
     missing.reverse()
     for result in missing[:MAX_UNKNOWN_REPORTS]:
+        # One by one, to stop early where there is no such endpoint.
         result.timing = await _fetch_breakdown(target, result.request_id)
     if not any(result.timing for result in missing[:MAX_UNKNOWN_REPORTS]):
         return
@@ -62,6 +64,7 @@ def _parse_report(response: RawResponse) -> ServerTiming | None:
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     return (
+        # Must add up to the microsecond, as in every other answer; else it is of something else.
         ServerTiming(parts, unattributed_us, ttft_us)
         if sum(parts.values()) + unattributed_us == ttft_us
         else None
@@ -69,4 +72,5 @@ def _parse_report(response: RawResponse) -> ServerTiming | None:
 
 
 def _to_microseconds(ms: float) -> int:
+    # Reports have milliseconds with three decimals: rounding gives the exact microseconds back.
     return round(ms * 1000)

@@ -16,6 +16,7 @@ from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
 MIN_TOKEN_ID: Final = 100  # smaller IDs are often special tokens
 UNIVERSAL_TOKEN_IDS: Final = range(MIN_TOKEN_ID, 256)  # in every vocabulary
+# Common English nouns, mostly one token each, so that lengths can be met closely.
 PROMPT_WORDS: Final = tuple(
     (
         "time year people way day man thing woman life child world school state family student "
@@ -69,10 +70,12 @@ class RequestFactory:
         """Number of units of a prompt with about `tokens` tokens."""
         if not self.uses_chat:
             return tokens
+        # Never empty where tokens were asked for: servers refuse an empty prompt.
         return max(1, round(tokens / self.profile.tokens_per_word)) if tokens else 0
 
     def draw_prompt(self, rng: random.Random, tokens: int) -> list[int]:
         """Random units of about `tokens` tokens."""
+        # With replacement, so that prompts may be longer than the pool.
         pool = range(len(PROMPT_WORDS)) if self.uses_chat else self.profile.token_ids
         return rng.choices(pool, k=self.count_units(tokens))
 
@@ -88,6 +91,7 @@ class RequestFactory:
             COMPLETIONS_PATH,
             self._encode_body({"prompt": list(units)}, answer_tokens),
             send_offset_s,
+            # Exact, because units are the token IDs themselves; chats leave it at 0.
             len(units) + answer_tokens,
         )
 
@@ -110,9 +114,12 @@ class RequestFactory:
         defaults = {
             "model": self.model,
             "max_tokens": answer_tokens,
+            # Greedy, so that repeated runs do the same work.
             "temperature": 0.0,
+            # Answers of the length asked for, whatever the model would say to noise.
             "ignore_eos": True,
             "stream": True,
+            # The server's own counts: an event may hold several tokens.
             "stream_options": {"include_usage": True},
         }
         return json.dumps({**defaults, **body}).encode()

@@ -22,8 +22,10 @@ OUTSIDE_STAGE: Final = "outside"
 QUEUE_WAIT: Final = "queue_wait"
 PREFILL_TO_FIRST_TOKEN: Final = "prefill_to_first_token"
 MAX_GENERATOR_LAG_MS: Final = 5.0  # p99 beyond which a run is not valid
+# Below it the middle tenth is less than two requests.
 MIN_EXPLAINED_REQUESTS: Final = 20
 MAX_FAILURES_PER_KIND: Final = 10  # failures of a kind that are listed with their IDs
+# "": the stages of a server that was asked directly carry no leg.
 PREFILL_ROLES: Final = ("", *PREFILLING_ROLES)
 STAGES_AFTER_QUEUE: Final = stages.STAGE_NAMES[stages.STAGE_NAMES.index("prefill.queue") + 1 :]
 
@@ -112,6 +114,7 @@ def _split_ttft(result: RequestResult) -> dict[str, float]:
     parts = {name: us / 1000 for name, us in breakdown.stages.items()}
     rest = {
         stages.UNATTRIBUTED: breakdown.unattributed / 1000,
+        # A difference of two lengths: no offset between the hosts' clocks is needed.
         OUTSIDE_STAGE: (result.ttft_us - breakdown.ttft) / 1000,
     }
     return {**parts, **rest}
@@ -119,6 +122,7 @@ def _split_ttft(result: RequestResult) -> dict[str, float]:
 
 def collect_samples(run: LoadRun) -> list[RequestSample]:
     """Samples of all successful requests of `run`, in the order in which they were sent."""
+    # The first request is the start of the run, even if it failed.
     start_ns = find_start_ns(run)
     unsorted_samples = [measure_request(each, start_ns) for each in run.results if not each.error]
     return sorted(unsorted_samples, key=lambda each: each.sent_ms)

@@ -13,7 +13,9 @@ from ttft_otel.bench.bench_session import BenchSide
 from ttft_otel.bench.load_driver import LoadRun
 from ttft_otel.bench.request_statistics import MAX_GENERATOR_LAG_MS, Distribution, RequestSample
 
+# To be counted up when a field changes its meaning: `bench compare` refuses other formats.
 RESULT_FORMAT: Final = "ttft-otel-bench/1"
+# The usual reason: the server's threads keep the benchmark from running in time.
 LAG_REMEDY: Final = "run it on a CPU core of its own"
 
 
@@ -27,8 +29,10 @@ def build_document(
     return {
         "format": RESULT_FORMAT,
         "version": __version__,
+        # The flags, so that comparisons can name those that differ.
         "load": dict(load),
         "targets": [describe_target(side, slo_ms) for side in sides],
+        # Set by command.py for --ab; the keys are always there for readers of the schema.
         "comparison": None,
         "uncompared": None,
     }
@@ -39,10 +43,12 @@ def describe_target(side: BenchSide, slo_ms: Mapping[str, float]) -> dict[str, A
     samples_by_run = [request_statistics.collect_samples(run) for run in side.runs]
     rows = [_build_run(run, sample) for run, sample in zip(side.runs, samples_by_run, strict=True)]
     all_samples = [sample for run_samples in samples_by_run for sample in run_samples]
+    # Sum of the runs: pauses and the other side's rounds between them are no load.
     duration_s = sum(request_statistics.compute_duration_s(run) for run in side.runs)
     return {
         "url": side.target.url,
         "model": side.factory.model,
+        # An interrupted benchmark may have no run of this side at all.
         "valid": bool(rows) and all(row["valid"] for row in rows),
         "summary": _build_summary(
             all_samples, duration_s, slo_ms, sum(len(run.results) for run in side.runs)
@@ -57,6 +63,7 @@ def _build_summary(
     slo_ms: Mapping[str, float],
     answered_count: int,
 ) -> dict[str, Any]:
+    # 0 without a result: then there is no rate either.
     per_second = 1 / duration_s if duration_s else 0.0
     good_count = request_statistics.count_good(samples, slo_ms)
     return {
@@ -71,6 +78,7 @@ def _build_summary(
         "throughput": {
             "requests_per_s": _round_value(len(samples) * per_second),
             "input_tokens_per_s": _round_value(
+                # Unknown counts are left out here; `counted` tells that there were some.
                 sum(sample.input_tokens or 0 for sample in samples) * per_second
             ),
             "output_tokens_per_s": _round_value(
@@ -81,6 +89,7 @@ def _build_summary(
         "goodput": {
             "slo_ms": dict(slo_ms),
             "requests_per_s": _round_value(good_count * per_second),
+            # Of all answers, failures included: who fails fast must not look good.
             "share": _round_value(good_count / max(1, answered_count)),
         }
         if slo_ms
@@ -139,8 +148,10 @@ def _build_request_row(sample: RequestSample) -> dict[str, Any]:
         "latency_ms": _round_value(sample.latency_ms),
         "tpot_ms": None if sample.tpot_ms is None else _round_value(sample.tpot_ms),
         "itl_ms": _round_value(sum(sample.gaps_ms) / len(sample.gaps_ms))
+        # None with a single token event: there is no gap then.
         if sample.gaps_ms
         else None,
+        # The weight of `itl_ms` when all gaps of a round are averaged.
         "itl_count": len(sample.gaps_ms),
         "input_tokens": sample.input_tokens,
         "output_tokens": sample.output_tokens,
@@ -160,4 +171,5 @@ def _build_distributions(distributions: Mapping[str, Distribution]) -> dict[str,
 
 
 def _round_value(value: float) -> float:
+    # Microseconds: further digits of the clock are noise.
     return round(value, 3)

@@ -47,10 +47,12 @@ class EventDecoder:
 
     def decode_piece(self, piece: bytes) -> list[bytes]:
         """The data of the events that end in `piece`; lines end with CR, LF or both."""
+        # CR and LF in two pieces: one line end, not an empty line that would end the event.
         if self.ends_with_cr and piece[:1] == b"\n":
             piece = piece[1:]
         if piece:
             self.ends_with_cr = piece[-1:] == b"\r"
+        # Bytes, not text: a piece may end within a character.
         text = (self.incomplete_line + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self.incomplete_line = text.split(b"\n")
         return [event for line in lines if (event := self._decode_line(line)) is not None]
@@ -58,6 +60,7 @@ class EventDecoder:
     def _decode_line(self, line: bytes) -> bytes | None:
         """Decode one line; an empty one ends an event, whose data is returned if it has any."""
         if line:
+            # Comments (": ping") and other fields have no data and end here.
             name, _, value = line.partition(b":")
             if name == b"data":
                 self.data_lines.append(value.removeprefix(b" "))
@@ -94,14 +97,17 @@ class StreamParser:
             return
         try:
             payload = json.loads(data)
+        # The stream is read on: later tokens still have their times.
         except (ValueError, RecursionError):
             self.content.stream_error = self.content.stream_error or "no JSON in the stream"
             return
+        # Valid JSON, but of no API: neither a token nor an error.
         if not isinstance(payload, dict):
             return
         if payload.get("error"):
             self.content.stream_error = "error in the stream"
             self.content.server_message = self.content.server_message or _extract_message(payload)
+        # vLLM's last event has usage and no choices.
         self._record_usage(_coerce_object(payload.get("usage")))
         raw_choices = payload.get("choices")
         choices = (
@@ -110,6 +116,7 @@ class StreamParser:
             else []
         )
         self._record_text(choices)
+        # HTTP has answered 200 by then: only the finish reason tells it.
         if any(choice.get("finish_reason") in SERVER_ENDS for choice in choices):
             self.content.stream_error = self.content.stream_error or "ended by the server"
         self.content.is_finished = self.content.is_finished or _has_finished(choices)
@@ -142,6 +149,7 @@ def _extract_message(payload: Any) -> str:
     """The message of an error in the formats of vLLM, OpenAI and FastAPI."""
     error = payload.get("error", payload) if isinstance(payload, dict) else payload
     if isinstance(error, dict):
+        # FastAPI's own refusals have `detail`.
         error = error.get("message") or error.get("detail") or ""
     return sanitize_text(str(error))
 
@@ -160,13 +168,16 @@ def _coerce_object(value: Any) -> dict[str, Any]:
 
 def _parse_count(value: Any, previous: int | None) -> int | None:
     """`value` if it is a number of tokens, else `previous`."""
+    # type() and not isinstance(): true is an int to Python.
     return value if type(value) is int and value >= 0 else previous
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
     """Whether a choice of an event holds a token, rather than only a role or a finish reason."""
     delta = _coerce_object(choice.get("delta"))
+    # Any other key: reasoning and tool calls are tokens as well.
     has_content = choice.get("text") or any(value for key, value in delta.items() if key != "role")
+    # A token that is only a part of a character has an empty text.
     has_silent_token = "role" not in delta and not choice.get("finish_reason")
     return bool(has_content) or has_silent_token
 

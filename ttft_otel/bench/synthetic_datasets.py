@@ -34,6 +34,7 @@ def generate_random_requests(
     factory: RequestFactory, shape: DatasetShape, seed: int
 ) -> Iterator[BenchRequest]:
     """The dataset `random`: prompts without common prefixes, from `seed`."""
+    # One empty prefix: `random` is `shared-prefix` without anything shared.
     return _generate_requests(factory, shape, random.Random(f"random/{seed}"), [[]])
 
 
@@ -53,6 +54,7 @@ def generate_image_requests(
     rng = random.Random(f"images/{seed}")
     for _ in range(shape.request_count):
         words = factory.draw_prompt(rng, vary_length(rng, shape.input_tokens, shape.length_spread))
+        # 32 bits: among ten thousand images two are equal in one of a hundred runs.
         image_seeds = [rng.getrandbits(32) for _ in range(shape.images_per_request)]
         answer_tokens = vary_length(rng, shape.output_tokens, shape.length_spread)
         yield factory.build_chat_request(
@@ -71,6 +73,7 @@ def _generate_requests(
 ) -> Iterator[BenchRequest]:
     for _ in range(shape.request_count):
         tail = factory.draw_prompt(rng, vary_length(rng, shape.input_tokens, shape.length_spread))
+        # At random and not in turn, which round_robin would always send to the same instance.
         yield factory.build_request(
             rng.choice(prefixes) + tail, vary_length(rng, shape.output_tokens, shape.length_spread)
         )
@@ -86,4 +89,5 @@ def _build_image_content(
         }
         for seed in seeds
     ]
+    # Images first, so that prompts differ from their first block on.
     return [*parts, {"type": "text", "text": join_words(words)}]

@@ -47,8 +47,10 @@ class ProgressLine:
         """Prepare; the line appears with the first report."""
         self.live = Live(
             console=console,
+            # No thread of rich's, which would take the interpreter from the sends.
             auto_refresh=False,
             transient=True,
+            # Results go to stdout, which may be a pipe: rich must not wrap it.
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -60,6 +62,7 @@ class ProgressLine:
     def report_sent(self, title: str, run: LoadRun) -> None:
         """Draw the state of `run`, with the median TTFT of its last 100 requests."""
         done = len(run.results)
+        # Only the last 100, so that each update takes the same time in a long run.
         ttfts_ms = [result.ttft_us / 1000 for result in run.results[-100:] if not result.error]
         failed = sum(bool(result.error) for result in run.results)
         median = f" · TTFT p50 {sorted(ttfts_ms)[len(ttfts_ms) // 2]:.1f} ms" if ttfts_ms else ""
@@ -72,6 +75,7 @@ class ProgressLine:
         self.live.stop()
 
     def _draw_line(self, text: str) -> None:
+        # In a log file each update would be a line.
         if self.live.console.is_terminal:
             self.live.start()
             self.live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
@@ -150,6 +154,7 @@ def _format_ms(value: float, sign: str = "") -> str:
 def _describe_rates(summary: Mapping[str, Any]) -> Text:
     rates = summary["throughput"]
     text = Text(f"{rates['requests_per_s']:.2f} requests/s, ")
+    # Without the server's usage nobody knows how long a chat's prompt was.
     if summary["counted"]:
         text.append(f"{rates['input_tokens_per_s']:.0f} tokens/s in, ")
     text.append(f"{rates['output_tokens_per_s']:.0f} tokens/s out")

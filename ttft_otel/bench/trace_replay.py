@@ -49,12 +49,14 @@ def count_row_tokens(factory: RequestFactory, trace: ReplayTrace) -> Iterator[in
     """Tokens of each prompt and answer of `trace`; 0 where only the server can count them (chat)."""
     for row in _read_rows(trace):
         prompt_tokens, answer_tokens = _compute_lengths(row, trace)
+        # The row is still read: a malformed one must show before the load.
         yield 0 if factory.uses_chat else prompt_tokens + answer_tokens
 
 
 def count_trace_requests(trace: ReplayTrace) -> int:
     """Number of requests that `trace` gives."""
     with trace.path.open("rb") as lines:
+        # Lines only: check_context() has parsed and checked all of them before.
         return sum(1 for _ in itertools.islice(lines, trace.max_requests))
 
 
@@ -68,11 +70,13 @@ def generate_trace_requests(
     block_tokens = BLOCK_TOKENS // trace.shrink
 
     @lru_cache(maxsize=MAX_CACHED_BLOCKS)
+    # By number and not in order: a block dropped from the cache is drawn alike again.
     def draw_block(number: int) -> tuple[int, ...]:
         return tuple(factory.draw_prompt(random.Random(f"replay/{seed}/{number}"), block_tokens))
 
     start_ms: float | None = None
     for row in _read_rows(trace):
+        # Traces may begin at any time; waiting for their first request would be no load.
         start_ms = row["timestamp"] if start_ms is None else start_ms
         prompt_tokens, answer_tokens = _compute_lengths(row, trace)
         # The last block may be partial: draw it whole, so that equal IDs give equal tokens, and cut.
@@ -86,21 +90,25 @@ def generate_trace_requests(
 
 def _compute_lengths(row: dict[str, Any], trace: ReplayTrace) -> tuple[int, int]:
     """Tokens of a row's prompt and of its answer."""
+    # First divided, then cut: --max-input counts tokens that are sent.
     prompt_tokens = _limit_length(row["input_length"] // trace.shrink, trace.max_input_tokens)
     return prompt_tokens, _limit_length(row["output_length"], trace.max_output_tokens)
 
 
 def _limit_length(length: int, max_length: int | None) -> int:
+    # At least 1: servers refuse an empty prompt, and an answer of none has no first token.
     return max(1, length if max_length is None else min(length, max_length))
 
 
 def _read_rows(trace: ReplayTrace) -> Iterator[dict[str, Any]]:
     last_ms = number = 0
+    # No UnicodeDecodeError, which would not name the line.
     with trace.path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if trace.max_requests is not None and number > trace.max_requests:
                 return
             row = _parse_row(line, f"{trace.path}:{number}")
+            # The open loop sends in the order of the lines; an earlier one would be sent late.
             if row["timestamp"] < last_ms:
                 raise TraceFormatError(
                     f"{trace.path}:{number}: earlier than the line before; sort it"
@@ -123,11 +131,13 @@ def _parse_row(line: str, location: str) -> dict[str, Any]:
         blocks = row["hash_ids"]
     except (ValueError, KeyError, TypeError) as error:
         raise TraceFormatError(f"{location}: not a line of a Mooncake trace ({error!r})") from error
+    # type() and not isinstance(): true is an int to Python.
     are_counts = all(type(each) is int and each >= 0 for each in (input_tokens, output_tokens))
     if not are_counts or type(timestamp_ms) not in (int, float) or not 0 <= timestamp_ms < math.inf:
         raise TraceFormatError(
             f"{location}: timestamp and lengths must be numbers from 0, lengths whole ones"
         )
+    # Without enough blocks the prompt would silently be shorter than the trace says.
     if not isinstance(blocks, list) or input_tokens > BLOCK_TOKENS * len(blocks):
         raise TraceFormatError(
             f"{location}: input_length is beyond the blocks of {BLOCK_TOKENS} in hash_ids"

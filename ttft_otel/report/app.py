@@ -25,11 +25,13 @@ from ttft_otel.report.summary import summarize
 PACKAGE_FOLDER: Final = Path(__file__).parent
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 SECURITY_HEADERS: Final = {
+    # Span names and attributes come from anywhere: should one escape the templates, it cannot run.
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    # Requests of a running server: a page from a cache would be out of date within seconds.
     "Cache-Control": "no-store",
 }
 
@@ -45,6 +47,7 @@ def read_filters(
         model=model,
         role=role,
         error=error,
+        # SQLite's integers have 64 bits, Python's have no end.
         min_us=min(int(_parse_number(min_ttft_ms, 0.0) * 1000), 1 << 50),
         last=min(int(_parse_number(last, 200.0)), MAX_REQUESTS),
     )
@@ -52,9 +55,11 @@ def read_filters(
 
 def _parse_number(text: str, default: float) -> float:
     try:
+        # A form sends empty fields, too: no error, the field restricts nothing.
         value = float(text)
     except ValueError:
         return default
+    # NaN fails both comparisons.
     return value if 0.0 <= value <= 1e12 else default
 
 
@@ -67,8 +72,10 @@ def create_app(span_receiver: Receiver, hosts: Sequence[str] = ("*",)) -> FastAP
     span_receiver: stores what is posted; pages read the same database.
     hosts: accepted Host headers, against DNS rebinding.
     """
+    # No /docs: FastAPI's page would load its scripts from another site.
     app = FastAPI(title="ttft-otel", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
     app.include_router(receiver.create_routes(span_receiver))
     app.mount("/static", StaticFiles(directory=PACKAGE_FOLDER / "static"), name="static")
     app.add_exception_handler(StoreError, _answer_store_error)
@@ -80,6 +87,7 @@ def create_app(span_receiver: Receiver, hosts: Sequence[str] = ("*",)) -> FastAP
 
 def _add_health_route(app: FastAPI, span_receiver: Receiver) -> None:
     @app.get("/healthz")
+    # Plain functions, here and below: FastAPI runs them in threads, where SQLite may block.
     def healthz() -> JSONResponse:
         """200 while spans can be stored, else 503; counts of spans, and the last error."""
         trouble = span_receiver.store.last_error
@@ -93,10 +101,12 @@ def _add_health_route(app: FastAPI, span_receiver: Receiver) -> None:
             "store": dict(span_receiver.store.counts),
             "version": __version__,
         }
+        # For probes, which read nothing but the status.
         return JSONResponse(content, 503 if trouble else 200)
 
 
 def _add_api_routes(app: FastAPI, path: Path) -> None:
+    # `path`: clients choose request IDs, which may contain a slash.
     @app.get("/ttft_report/{request_id:path}")
     def ttft_report(request_id: str) -> Response:
         """The TTFT report of one request: by role and combined, in milliseconds."""
@@ -152,6 +162,7 @@ def _add_page_routes(app: FastAPI, path: Path) -> None:
 
 def _find_trace(path: Path, trace_id: str) -> StoredTrace | None:
     with open_reader(path) as db:
+        # As IDs are stored and shown; the search itself takes both cases.
         return db.find_trace(trace_id.lower())
 
 

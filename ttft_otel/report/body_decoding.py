@@ -31,6 +31,7 @@ def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> byte
         if len(data) > limit:
             raise BodyTooLargeError(f"more than {limit} bytes")
         return data
+    # OTLP names gzip only; deflate costs nothing more.
     if coding not in _BITS:
         raise BodyEncodingError(
             f"Content-Encoding {coding!r} is not supported; use gzip, deflate or none"
@@ -43,11 +44,13 @@ def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> byte
             raise BodyEncodingError(f"{coding} has more than {MAX_GZIP_MEMBERS} members")
         stream = zlib.decompressobj(_BITS[coding])
         try:
+            # One byte more than allowed tells that there is more, without unpacking it.
             plain += stream.decompress(data, limit + 1 - len(plain))
         except zlib.error as error:
             raise BodyEncodingError(f"not {coding}: {error}") from error
         if len(plain) > limit:
             raise BodyTooLargeError(f"more than {limit} bytes when unpacked")
+        # Cut off in transit: half of a batch must not be confirmed as all of it.
         if not stream.eof:
             raise BodyEncodingError(f"{coding} ends too early")
         data = stream.unused_data

@@ -16,6 +16,7 @@ NOTABLE_ERROR_US: Final = 200
 
 def find_clock_error(requests: Iterable[Request]) -> int:
     """The greatest clock error of `requests`, in microseconds; 0 when none is worth a word."""
+    # The worst of all: the sentence is about any boundary on the page.
     error_us = max((leg.clock_error_us for each in requests for leg in each.legs), default=0)
     return error_us if error_us > NOTABLE_ERROR_US else 0
 

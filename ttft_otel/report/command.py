@@ -54,11 +54,13 @@ def report(
     db: Path | None,
 ) -> None:
     """Print where the time to first token went: one request, or percentiles over many."""
+    # An empty ID counts as given, too: it is told to be unknown.
     if sum(each is not None for each in (last, trace_id, request_id)) > 1:
         raise click.UsageError("--last, --trace and --request exclude each other")
     if as_json and perfetto:
         raise click.UsageError("--json and --perfetto exclude each other")
     try:
+        # Read-only: a command must not create an empty database where there is none.
         with open_reader(db or database_schema.get_default_path()) as db_reader:
             if perfetto:
                 _write_perfetto(_find_traces(db_reader, last, trace_id, request_id), perfetto)
@@ -71,6 +73,7 @@ def report(
                     as_json,
                 )
             elif trace_id is not None:
+                # All requests of the trace; --request shows the sum of its own only.
                 _print_trace(db_reader.find_trace(trace_id.lower()), None, trace_id, as_json)
             else:
                 _print_requests(
@@ -139,6 +142,7 @@ def _print_requests(requests: list[Request], found: Any, last: int | None, as_js
                 "summary": summary,
             }
         )
+    # Percentiles of one request would be that request four times.
     elif last == 1:
         _print_trace(
             found.find_trace(requests[0].trace_id), requests[0], requests[0].request_id, False

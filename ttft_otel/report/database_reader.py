@@ -73,19 +73,23 @@ class DatabaseReader:
         answer (`chatcmpl-` and the request ID).
         """
         candidates = [request_id, request_id.lower()]  # trace IDs are stored in lower case
+        # The full text first: a client may have chosen an ID that begins like vLLM's.
         candidates += [
             request_id.removeprefix(candidate)
             for candidate in ANSWER_ID_PREFIXES
             if request_id.startswith(candidate)
         ]
         for candidate in candidates:
+            # As the column is cut; the whole ID is compared below.
             searched = candidate[:MAX_SEARCHED_CHARS]
             for request in self._load_requests(
+                # The second term lets SQLite use the partial index.
                 "WHERE (request_id=? AND request_id<>'') OR "
                 "(request_id='' AND trace=(SELECT id FROM traces WHERE trace_id=?))",
                 (searched, _parse_id(candidate)),
                 1,
             ):
+                # Two long IDs may have the same first characters.
                 if request.request_id == candidate:
                     return request
         return None
@@ -131,16 +135,19 @@ class DatabaseReader:
             f"FROM requests {where} ORDER BY start_ns DESC LIMIT ?",
             (*values, limit),
         ).fetchall()
+        # A trace may have several of the requests: it is assembled once.
         built: dict[int, list[Request]] = {}
         for trace, _, trace_id in rows:
             if trace not in built:
                 built[trace] = self._assemble_stored(trace, trace_id.hex())
+        # Rows are of the last commit; the assembly may differ after an upgrade of the code.
         return [built[trace][number] for trace, number, _ in rows if number < len(built[trace])]
 
     def _assemble_stored(self, trace: int, trace_id: str) -> list[Request]:
         parents = select_parents(self._connection, trace)
         trunks = select_trunks(self._connection, trace, trace_id)
         ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
+        # Only what hangs above the trunks: a trace may have thousands of other spans.
         above = _select_spans_by_id(self._connection, trace, trace_id, sorted(ancestors))
         requests = request_assembly.assemble_requests(trace_id, trunks, parents)
         return time_before.add_before(requests, parents, above)
@@ -177,6 +184,7 @@ def _select_spans_by_id(
 
 def _assemble_trace(trace_id: str, spans: Sequence[StoredSpan]) -> list[Request]:
     parents = {span.span_id: span.parent_id for span in spans}
+    # The same limit as when rows are written, so that numbers of requests agree.
     trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]
     requests = request_assembly.assemble_requests(trace_id, trunks, parents)
     return time_before.add_before(requests, parents, {span.span_id: span for span in spans})
@@ -186,6 +194,7 @@ def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:
     parts: list[str] = []
     values: list[str | int] = []
     if wanted.model:
+        # Values always as parameters: they come from a URL.
         parts.append("model=?")
         values.append(wanted.model[:MAX_SEARCHED_CHARS])
     if wanted.role:

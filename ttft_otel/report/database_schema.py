@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from ttft_otel.report import schema_migration
 
+# In SQLite's own user_version, which can be read without knowing any table.
 SCHEMA_VERSION: Final = 2
 DB_OPTION_HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
 BUSY_S: Final = 2.0  # seconds to wait for another process's lock
@@ -55,6 +56,7 @@ class StoreError(Exception):
 def get_default_path(env: Mapping[str, str] | None = None) -> Path:
     """${XDG_STATE_HOME:-~/.local/state}/ttft-otel/spans.db"""
     source = os.environ if env is None else env
+    # State and not cache: nobody should delete it to save space.
     state = source.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "ttft-otel" / "spans.db"
 
@@ -69,15 +71,19 @@ def open_for_writing(path: Path, max_bytes: int) -> sqlite3.Connection:
         # Readable for its owner only: it has request IDs and timings. SQLite's -wal and -shm files
         # take over this mode.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        # Transactions are begun explicitly; opened here, used by the writer thread.
         connection = sqlite3.connect(
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
         try:
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # evictions shrink the file
             connection.execute("PRAGMA journal_mode=WAL")  # commands read while `serve` writes
+            # With WAL a power failure may cost the last commits but not the database.
             connection.execute("PRAGMA synchronous=NORMAL")
+            # After auto_vacuum, which only takes effect before the first table.
             _prepare_schema(connection, path)
             size = connection.execute("PRAGMA page_size").fetchone()[0]
+            # Of the connection and not of the file: it has to be set at each start.
             connection.execute(f"PRAGMA max_page_count={max(1, max_bytes // size)}")
         except BaseException:
             connection.close()
@@ -110,14 +116,17 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new database, or rewrite those of schema 1, in one transaction."""
+    # Takes the write lock before the version is read: two starts cannot both create tables.
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 1:
             schema_migration.set_old_tables_aside(connection)
         if version in (0, 1):
+            # One by one: executescript() would commit first.
             for statement in CREATE_TABLES.split(";"):
                 connection.execute(statement)
+            # Part of the transaction: it is rolled back with the tables.
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         if version == 1:
             schema_migration.copy_old_spans(connection)

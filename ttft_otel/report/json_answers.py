@@ -20,9 +20,11 @@ from ttft_otel.ttft_report import StageSums, build_ttft_report, to_ms
 
 def build_report(request: Request) -> dict[str, Any]:
     """The TTFT report of `request`; of several legs of one role it has the slowest."""
+    # The slowest leg is the one that the first token waited for.
     by_role = {
         role: make_leg_sums(leg) for role in request.roles if (leg := request.find_leg(role))
     }
+    # The router's own sums, which contain what no leg can see.
     combined = StageSums(
         stages=request.stages, unattributed=request.unattributed_us, ttft=request.ttft_us
     )
@@ -45,11 +47,14 @@ def describe_request(assembled: Request) -> dict[str, Any]:
         "ttft_ms": to_ms(assembled.ttft_us),
         "unattributed_ms": to_ms(assembled.unattributed_us),
         "stages": {name: to_ms(value) for name, value in assembled.stages.items()},
+        # Beside the sums, never in them: another process measured it.
         "before": describe_before(assembled),
         "recomputed": list_recomputed(collect_recomputed([assembled])),
         "streaming": assembled.streaming,
+        # null and not "": readers ask whether there is one.
         "error": assembled.error or None,
         "died_in": assembled.died or None,
+        # Legs of it may still arrive: the figures can grow.
         "pending": assembled.pending,
         "closed": assembled.closed,
     }
@@ -123,11 +128,13 @@ def describe_summary(totals: Summary) -> dict[str, Any]:
 
 
 def _list_numbers(line: SummaryLine) -> dict[str, Any]:
+    # The name is the key already.
     return {name: value for name, value in asdict(line).items() if name != "name"}
 
 
 def _describe_span(span: StoredSpan) -> dict[str, Any]:
     return {
         **asdict(span),
+        # Words as in OpenTelemetry's text; numbers differ between its formats.
         "kind": SPAN_KINDS[span.kind] if span.kind < len(SPAN_KINDS) else "unspecified",
     }

@@ -50,6 +50,7 @@ class Segment:
     def word(self) -> str:
         """Its label, the stage without its leg; "" where it is too narrow for the text."""
         word = palette.strip_leg(self.name)
+        # SVG does not clip text to its bar: it would run into the next one.
         return word if self.width >= max(MIN_LABEL_PERCENT, PERCENT_PER_LETTER * len(word)) else ""
 
 
@@ -184,6 +185,7 @@ def _read_static(name: str) -> str:
 
 
 def _format_iso(ns: int) -> str:
+    # UTC: servers, readers and traces may be in different zones.
     return datetime.fromtimestamp(ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -194,7 +196,9 @@ def _format_clock(ns: int) -> str:
 def _create_environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(PACKAGE_FOLDER / "templates"),
+        # Names, IDs and attributes come from whoever sends spans.
         autoescape=True,
+        # A misspelt name should end in an error and not in an empty cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -231,6 +235,7 @@ def _create_environment() -> Environment:
     return environment
 
 
+# At import, so that no request pays for it.
 _ENVIRONMENT: Final = _create_environment()
 
 

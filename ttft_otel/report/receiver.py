@@ -91,12 +91,14 @@ class Receiver:
     async def handle_post(self, request: Request) -> Response:
         """Answer an HTTP `request` POST /v1/traces, in its own encoding (protobuf or JSON)."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Judged before the body is read: nothing else could be made of it.
         if kind not in (PROTOBUF_TYPE, JSON_TYPE):
             self.counts["bad"] += 1
             text = f"Content-Type {kind!r} is not OTLP; send {PROTOBUF_TYPE} or {JSON_TYPE}"
             return _build_error(415, code_pb2.INVALID_ARGUMENT, text, PROTOBUF_TYPE)
         with self._budget.hold_body() as body:
             try:
+                # Not part of MAX_STORE_S: a slow upload is the sender's time.
                 await asyncio.wait_for(self._read_body(request, body), MAX_READ_S)
             except asyncio.TimeoutError:
                 self.counts["bad"] += 1
@@ -124,17 +126,20 @@ class Receiver:
     async def _read_message(self, messages: AsyncIterator[bytes]) -> bytes:
         """The message of a gRPC call. Raises TimeoutError, BodyBudgetError and OtlpDecodeError."""
         if len(self._arriving) >= MAX_ARRIVING_RPCS:
+            # A call that only holds its place would keep all others out.
             next(iter(self._arriving)).cancel()
         reading = asyncio.ensure_future(_take_first(messages))
         self._arriving[reading] = None
         try:
             await asyncio.wait({reading}, timeout=MAX_READ_S)
         finally:
+            # Before cancel(), which would make it look ended.
             has_ended = reading.done()
             reading.cancel()
             del self._arriving[reading]
         if not has_ended:
             raise asyncio.TimeoutError("the message did not arrive in time")
+        # By the line above in another call: this one was the oldest.
         if reading.cancelled():
             raise BodyBudgetError("too many other exports are arriving")
         return reading.result()
@@ -148,6 +153,7 @@ class Receiver:
         size = 0
         async for chunk in request.stream():
             size += len(chunk)
+            # Who sends on after this is no OTLP exporter.
             if size > MAX_DRAINED_BYTES:
                 break
             if size <= body_decoding.MAX_BODY_BYTES:
@@ -157,6 +163,7 @@ class Receiver:
 
     async def _store_body(self, body: HeldBody, encoding: str, as_json: bool) -> Message:
         """Decode and store one body; the answer. Raises BodyTooLargeError, BAD_BODIES or UNAVAILABLE."""
+        # From here on it must not give way: the thread below has its bytes.
         self._budget.complete_body(body)
 
         async def store_body() -> Message:
@@ -164,10 +171,12 @@ class Receiver:
             queued = await run_sync(
                 self._decode_body, data, encoding, as_json, limiter=self._decoding
             )
+            # On disk when this returns: only then may the sender forget the batch.
             full = await asyncio.wrap_future(queued.stored)
             reason = queued.reason or ("a trace with too many spans" if full else "")
             return otlp_decoder.build_export_response(queued.refused + full, reason)
 
+        # Given up, but not undone: the sender's retry finds the spans as duplicates.
         return await asyncio.wait_for(store_body(), MAX_STORE_S)
 
     def _decode_body(self, data: bytes, encoding: str, as_json: bool) -> QueuedExport:
@@ -223,6 +232,7 @@ def _serialize_message(message: Message, kind: str) -> bytes:
 
 def _build_error(status: int, code: Any, text: str, kind: str) -> Response:
     """A google.rpc.Status in the sender's own encoding."""
+    # Only where a retry can help.
     headers = {"Retry-After": RETRY_AFTER_S} if status == 503 else {}
     content = _serialize_message(status_pb2.Status(code=code, message=text), kind)
     return Response(content, status, headers, kind)

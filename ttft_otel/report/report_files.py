@@ -63,6 +63,7 @@ def join_measurements(
     Returns the pairs, and the IDs of requests that are not stored.
     """
     if not client:
+        # Oldest first, as a client would have listed them.
         stored = reversed(db_reader.list_latest(RequestFilter(last=MAX_REQUESTS)))
         return [
             MeasuredRequest(request, ClientMeasurement(request.request_id)) for request in stored
@@ -74,6 +75,7 @@ def join_measurements(
         if request:
             pairs.append(MeasuredRequest(request, measurement))
         else:
+            # Told and not dropped: a request without a trace is a finding.
             missing.append(measurement.request_id)
     return pairs, missing
 
@@ -82,6 +84,7 @@ def build_report_json(
     pairs: Sequence[MeasuredRequest], missing: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The content of report.json. missing: IDs of requests that are not stored. Pure."""
+    # Not a set: the order of the client's list is kept.
     kinds = dict.fromkeys(pair.client.kind for pair in pairs if pair.client.kind)
     return {
         "requests": [_describe_pair(pair) for pair in pairs],
@@ -103,6 +106,7 @@ def build_report_html(
 
     traces: by trace ID; pairs without a trace are left out.
     """
+    # Imported here, because report.json needs no jinja2.
     from ttft_otel.report import pages
 
     entries = [
@@ -119,7 +123,9 @@ def write_report_files(
     """Write report.json and report.html into `folder`, which is created; returns report.json."""
     with open_reader(database) as db_reader:
         pairs, missing = join_measurements(db_reader, client)
+        # Requests of one trace share it: each is read once.
         ids = dict.fromkeys(pair.request.trace_id for pair in pairs)
+        # One reader for all: the snapshot does not change between the queries.
         traces = {each: trace for each in ids if (trace := db_reader.find_trace(each))}
     report = build_report_json(pairs, missing)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +137,7 @@ def write_report_files(
 
 def _describe_pair(pair: MeasuredRequest) -> dict[str, Any]:
     request = pair.request
+    # The router's share is the request's own sums.
     roles = [role for role in request.roles if role != "router"]
     legs = {
         role: json_answers.describe_leg(found)
@@ -148,6 +155,7 @@ def _describe_pair(pair: MeasuredRequest) -> dict[str, Any]:
         "before": json_answers.describe_before(request),
         "recomputed": json_answers.list_recomputed(collect_recomputed([request])),
         "legs": legs,
+        # `legs` has only the slowest encoder; a request with several items has many.
         "encode_all": [
             json_answers.describe_leg(each) for each in request.legs if each.role == "encode"
         ],
@@ -159,12 +167,14 @@ def _describe_pair(pair: MeasuredRequest) -> dict[str, Any]:
 
 def _summarize_pairs(pairs: Sequence[MeasuredRequest]) -> dict[str, Any]:
     """Percentiles of the servers' TTFT, of the client's, and of the client's minus the servers'."""
+    # The same rule as in summary.py, or the two tables would be over different requests.
     complete = [pair for pair in pairs if not pair.request.error and not pair.request.pending]
     both = [
         (pair.client.client_ttft_ms, pair.request.ttft_us)
         for pair in complete
         if pair.client.client_ttft_ms is not None
     ]
+    # Microseconds, as stages are, so that the difference is exact.
     client = [round(theirs * 1000) for theirs, _ in both]
     gap = [round(theirs * 1000) - ours for theirs, ours in both]
     return {

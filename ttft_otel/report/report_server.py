@@ -67,20 +67,24 @@ class ReportServer(uvicorn.Server):
 
     def close(self) -> None:
         """End after requests in progress."""
+        # Read by uvicorn's loop at its next tick, so any thread may set it.
         self.should_exit = True
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Bind (`sockets` as in uvicorn), then call on_started. Raises StoreError for gRPC's port."""
+        # gRPC first: if its port is taken, nothing has begun to listen yet.
         self.grpc_server, port = self.bind_grpc()
         if self.grpc_server:
             await self.grpc_server.start()
         try:
             await super().startup(sockets)  # type: ignore[arg-type]
+        # uvicorn's way to say that it cannot bind; gRPC is listening already.
         except SystemExit:
             await self._stop_grpc()
             raise
         self._waiting = WaitingConnections()
         if self.started:
+            # Asked of the socket: port 0 is known only now.
             self.on_started(self.servers[0].sockets[0].getsockname()[1], port)
 
     async def on_tick(self, counter: int) -> bool:
@@ -90,6 +94,7 @@ class ReportServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """End both servers after requests in progress."""
+        # Side by side, so that both together take no longer than the grace.
         await asyncio.gather(super().shutdown(sockets), self._stop_grpc())  # type: ignore[arg-type]
 
     async def _stop_grpc(self) -> None:
@@ -110,6 +115,7 @@ def run_server(options: ServeOptions, on_started: Callable[[ListeningPorts], Non
     try:
         _run_until_signal(options, Receiver(store), on_started)
     finally:
+        # After both servers: what they have accepted is still written.
         store.close()
 
 
@@ -122,9 +128,11 @@ def _run_until_signal(
         web,
         host=options.host,
         port=options.http_port,
+        # Exports come every few seconds from every server: a line for each would be all there is.
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        # Nobody needs to know which server and version this is.
         server_header=False,
     )
     server = ReportServer(config)

@@ -11,8 +11,11 @@ from typing import Any, Final
 
 from ttft_otel import names
 
+# 0 is unset, 1 is ok.
 STATUS_ERROR: Final = 2  # OTLP status code
+# Both carry a request's stages as attributes; nothing else is read for the sums.
 TTFT_SPAN_NAMES: Final = (names.TTFT, names.ENCODE)
+# In the order of OTLP's numbers.
 SPAN_KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
 

@@ -27,6 +27,7 @@ def read_leg(span: StoredSpan) -> Leg:
     leg_stages = {
         stage: _get_count(attributes, key)
         for key in attributes
+        # `unattributed` has a field of its own: twice it would not add up.
         if (stage := names.parse_stage_attribute(key))
         and stages.split_stage(stage)[1] != stages.UNATTRIBUTED
     }
@@ -68,7 +69,9 @@ def assemble_requests(
 
     trunks: its `ttft` and `encode` spans. parents: span ID -> parent ID of all its spans.
     """
+    # By ID among equal starts, so that the result does not depend on the order of arrival.
     legs = sorted((read_leg(span) for span in trunks), key=lambda leg: (leg.start_ns, leg.span_id))
+    # An inner router's request is part of the outermost one's.
     routers = [leg for leg in legs if leg.role == "router" and leg.outermost]
     owned: dict[str, list[Leg]] = {router.span_id: [] for router in routers}
     unrouted: list[Leg] = []
@@ -94,6 +97,7 @@ def _find_owner(leg: Leg, routers: Sequence[Leg], parents: Mapping[str, str]) ->
             return above[span_id]
         if not span_id:
             return ""
+        # A span of the chain was not sent or has not arrived: only time can tell.
         if span_id not in parents:
             break
         span_id = parents[span_id]
@@ -104,6 +108,7 @@ def _find_owner(leg: Leg, routers: Sequence[Leg], parents: Mapping[str, str]) ->
         for router in routers
         if router.start_ns - MAX_SKEW_NS <= leg.start_ns <= router.end_ns + MAX_SKEW_NS
     ]
+    # The latest to begin: of nested intervals it is the closest.
     return candidates[-1].span_id if candidates else ""
 
 
@@ -136,11 +141,13 @@ def _group_legs(legs: Sequence[Leg]) -> list[list[Leg]]:
     opened: list[Leg] = []
     for leg in legs:
         same = shared[leg.request_id] if leg.request_id else []
+        # One ID on several roles is one request; the same role twice may be a client's reuse.
         if len({other.role for other in same}) > 1:
             if leg is same[0]:
                 groups.append(same)
             continue
         opened.append(leg)
+        # Whoever gives the first token ends a request: the next leg begins another.
         if leg.role in FIRST_TOKEN_ROLES:
             groups.append(opened)
             opened = []
@@ -157,6 +164,7 @@ def _chain_legs(trace_id: str, legs: Sequence[Leg]) -> Request:
         else {f"{each.role}.{name}": us for each in path for name, us in each.stages.items()}
     )
     known = sum(chained_stages.values())
+    # Includes the foreign router's time between the legs, which nobody measured.
     wall = (last.end_ns - path[0].start_ns) // 1000
     # Clocks of two hosts may overlap the legs: the total is never less than their sum.
     ttft = last.ttft_us if len(path) == 1 else max(wall, sum(each.ttft_us for each in path))
@@ -181,6 +189,7 @@ def _find_critical_path(legs: Sequence[Leg]) -> list[Leg]:
     """The critical path: from the last leg backwards, each time the leg that ended last before it."""
     last = max(legs, key=lambda each: (each.role in FIRST_TOKEN_ROLES, each.end_ns))
     path = [last]
+    # One leg of each role: several of one ran side by side.
     rest = [each for each in legs if each is not last and each.role != last.role]
     while rest:
         before = [each for each in rest if each.end_ns <= path[0].start_ns + MAX_SKEW_NS]
@@ -194,6 +203,7 @@ def _find_critical_path(legs: Sequence[Leg]) -> list[Leg]:
 
 def _get_text(attributes: Mapping[str, Any], key: str) -> str:
     value = attributes.get(key, "")
+    # Attributes of a foreign sender may have any type.
     return value if isinstance(value, str) else ""
 
 

@@ -22,9 +22,11 @@ def write_requests(connection: sqlite3.Connection, traces: Mapping[bytes, int]) 
     """Replace the request rows of these traces (number by trace ID)."""
     for trace_id, trace in traces.items():
         trunks = select_trunks(connection, trace, trace_id.hex())
+        # Not yet, or never: spans of others alone make no request.
         if not trunks:
             continue
         parents = select_parents(connection, trace)
+        # All anew: one more leg can change how requests are divided.
         connection.execute("DELETE FROM requests WHERE trace=?", (trace,))
         requests = request_assembly.assemble_requests(trace_id.hex(), trunks, parents)
         connection.executemany(

@@ -13,6 +13,7 @@ from typing import Final
 
 MAX_PURGED_SPANS: Final = 4096  # spans deleted by one call; as many as a transaction stores
 MAX_FREED_PAGES: Final = 512  # pages returned to the file system by one call
+# Without traces everything is below: then all spans are of removed ones.
 _FIRST_KEPT: Final = "(SELECT coalesce(min(id), 1 << 62) FROM traces)"
 
 
@@ -38,9 +39,11 @@ def evict_traces(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms
 def evict_share(connection: sqlite3.Connection, share: float) -> int:
     """Remove the oldest `share` of the traces, at least one, with their spans; returns their number."""
     run = connection.execute
+    # At least one, or the writer would find the file as full as before.
     number = int(run("SELECT count(*) FROM traces").fetchone()[0] * share) + 1
     row = run("SELECT id FROM traces ORDER BY id LIMIT 1 OFFSET ?", (number,)).fetchone()
     evicted = _evict_below(connection, row[0] if row else 1 << 62)
+    # All at once here: only deleted pages can be used for the batch that waits.
     while purge_spans(connection):
         pass
     return evicted
@@ -55,6 +58,7 @@ def purge_spans(connection: sqlite3.Connection) -> int:
         f"SELECT id, resource, scope FROM spans WHERE trace<{_FIRST_KEPT} ORDER BY trace LIMIT ?",
         (MAX_PURGED_SPANS,),
     ).fetchall()
+    # Counted first: one update for each shared row, and not one for each span.
     references = Counter(number for row in rows for number in row[1:])
     connection.executemany("DELETE FROM spans WHERE id=?", [row[:1] for row in rows])
     connection.executemany(
@@ -84,6 +88,7 @@ def count_kept(connection: sqlite3.Connection, table: str) -> int:
 
 def _find_first_kept(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> int:
     run = connection.execute
+    # By number, which is the order of arrival: spans' own times may be wrong.
     newest = "SELECT id FROM traces ORDER BY id DESC LIMIT 1 OFFSET ?"
     by_number = run(newest, (max_traces - 1,)).fetchone()
     oldest_young = "SELECT id FROM traces WHERE seen_ms>=? ORDER BY id LIMIT 1"

@@ -25,6 +25,7 @@ _OLD_COLUMNS: Final = (
 def set_old_tables_aside(connection: sqlite3.Connection) -> None:
     """Rename the tables of schema 1, so that those of schema 2 can be created."""
     for index in _OLD_INDEXES:
+        # Names of indexes are unique in the file: the new tables need them.
         connection.execute(f"DROP INDEX {index}")
     for table in _OLD_TABLES:
         connection.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
@@ -34,11 +35,13 @@ def copy_old_spans(connection: sqlite3.Connection) -> None:
     """Copy all spans, in the order in which their traces arrived, and drop the old tables."""
     traces = connection.execute("SELECT trace_id, seen_ns FROM old_traces ORDER BY seen_ns")
     for trace_id, seen_ns in traces.fetchall():
+        # Trace by trace, so that memory is that of one trace and not of the database.
         rows = connection.execute(
             f"SELECT {_OLD_COLUMNS} FROM old_spans WHERE trace_id=?", (trace_id,)
         )
         values = ((*row[:10], json.loads(row[10]), json.loads(row[11]), row[12]) for row in rows)
         spans = [StoredSpan(trace_id, *each) for each in values]
+        # With the old time of arrival: an upgrade must not make old traces young.
         inserter = SpanInserter(connection, seen_ns // 1_000_000)
         for row in encode_spans(spans):
             inserter.insert_row(row)

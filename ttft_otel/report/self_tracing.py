@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from ttft_otel import settings
 from ttft_otel.otlp_exporter import build_span_exporter, is_endpoint_configured
 
+# Probes and files are asked for all day and say nothing about the page.
 EXCLUDED_URLS: Final = "v1/traces,healthz,static"
 SERVE_SERVICE: Final = "ttft-otel-serve"
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
@@ -37,6 +38,7 @@ def instrument_app(
     if not is_endpoint_configured(source):
         return None
     chosen = settings.read_settings(source)
+    # gRPC endpoints may be written without a scheme; "//" makes it a host.
     target = urlsplit(chosen.endpoint if "://" in chosen.endpoint else f"//{chosen.endpoint}")
     if target.hostname in _LOOPBACK and target.port in own_ports:
         return None  # the endpoint is this server: it is set for vLLM servers on this host

@@ -44,6 +44,8 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
 )
 @click.option(
+    # Three limits, since any of them may be what a disk or a policy
+    # demands; the first one reached counts.
     "--keep-requests",
     default=20_000,
     show_default=True,
@@ -65,6 +67,7 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     help="Size of the database in MiB at which the oldest traces are removed.",
 )
 @click.option(
+    # Its own flag: spans hold request IDs and timings, and whoever reaches the port reads them.
     "--insecure",
     is_flag=True,
     help="Listen on an address that other machines can reach; nobody is asked for a key.",
@@ -98,6 +101,7 @@ def serve(
         allowed_hosts=allow_host,
     )
     try:
+        # Printed when both ports are bound: scripts wait for these lines.
         run_server(
             options, lambda doors: _print_addresses(host, doors.http, doors.grpc, options.path)
         )
@@ -112,7 +116,9 @@ def _print_addresses(host: str, http: int, grpc: int, path: Path) -> None:
     if grpc >= 0:
         lines.append(f"                 OTLP/gRPC on {at}:{grpc}")
     lines.append(f"                 spans in {path}")
+    # 4318 is where servers send unless they are told otherwise (settings.py).
     endpoint_setting = "" if http == 4318 else f"{names.ENV_ENDPOINT}=http://{at}:{http} "
+    # Set already: the line would contradict it.
     if names.ENV_ENDPOINT not in os.environ:
         lines.append(
             f"                 send here: {endpoint_setting}{names.ENV_ON}=1 vllm serve MODEL"

@@ -42,6 +42,7 @@ class SpanRow(NamedTuple):
 
 def encode_spans(spans: Iterable[StoredSpan]) -> list[SpanRow]:
     """Encode spans. A resource that several of them share is encoded once."""
+    # Identity is safe: the spans keep the dicts alive for as long as this runs.
     resources: dict[int, bytes] = {}  # by the identity of the decoder's dict
     rows = []
     for span in spans:
@@ -88,6 +89,7 @@ def select_spans(
 
     rows = connection.execute(
         f"SELECT {SPAN_COLUMNS}, resource, scope FROM spans WHERE trace=? {conditions} "
+        # Of spans that begin together the longer one is the parent.
         "ORDER BY start_ns, end_ns DESC LIMIT ?",
         (trace, *values, limit),
     ).fetchall()
@@ -144,9 +146,11 @@ class SpanInserter:
         """Insert one span; "refused": its trace is full."""
         trace = self._find_trace(row.trace_id)
         if trace:
+            # A client that reuses one trace ID would else make it grow without end.
             if self._sizes[trace] >= MAX_TRACE_SPANS:
                 return "refused"
             known = self._run("SELECT 1 FROM spans WHERE trace=? AND span_id=?", (trace, row[1]))
+            # Exporters retry what they got no answer for, although it may be stored.
             if known.fetchone():
                 return "duplicate"
         else:
@@ -154,6 +158,7 @@ class SpanInserter:
         self._sizes[trace] += 1
         self.touched[row.trace_id] = trace
         shared = (self._find_shared(row.resource), self._find_shared(row.scope))
+        # Written once by finish(), not with each span.
         self._references.update(shared)
         self._run(
             f"INSERT INTO spans (trace, {SPAN_COLUMNS}, trunk, resource, scope) "
@@ -194,6 +199,7 @@ class SpanInserter:
     def _find_shared(self, content: bytes) -> int:
         number = self._shared.get(content)
         if number is None:
+            # Found by digest: an index over whole resources would take a page for each.
             digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
             found = self._run("SELECT id FROM shared WHERE digest=?", (digest,)).fetchone()
             if found is None:

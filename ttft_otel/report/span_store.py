@@ -64,6 +64,7 @@ class SpanStore:
         self._connection = database_schema.open_for_writing(path, max_bytes)
         self._queue: Queue[QueuedBatch | None] = Queue(MAX_WAITING_BATCHES)
         self._closed = False
+        # A daemon: a process that ends without close() must not wait for it.
         self._thread = threading.Thread(
             target=self._run_writer, name="ttft-otel-store", daemon=True
         )
@@ -83,6 +84,7 @@ class SpanStore:
             done.set_result(0)
             return done
         try:
+            # Never waits: the sender is told at once that the queue is full, and retries.
             self._queue.put_nowait((encode_spans(spans), done))
         except Full:
             self.counts["busy"] += 1
@@ -94,6 +96,7 @@ class SpanStore:
         if self._closed:
             return
         self._closed = True
+        # Behind all batches, so that these are written first.
         self._queue.put(None)
         self._thread.join()
         self._connection.close()
@@ -119,6 +122,7 @@ class SpanStore:
         """The batches of one turn, none after `wait_s` seconds; True when close() was called."""
         batches: list[QueuedBatch] = []
         size = 0
+        # Whatever waits is committed together: one transaction for many senders.
         while size < MAX_TRANSACTION_SPANS and not (batches and self._queue.empty()):
             try:
                 queued = self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
@@ -138,9 +142,11 @@ class SpanStore:
                 self._write_slice(work[start : start + MAX_TRANSACTION_SPANS], refused)
         except sqlite3.Error as error:
             self.last_error = f"{type(error).__name__}: {error}"
+            # All of the turn: those that were written already come again as duplicates.
             self.counts["failed_batches"] += len(batches)
             _fail_batches(batches, str(error))
             return
+        # A commit has succeeded: /healthz is well again.
         self.last_error = ""
         for (_, done), count in zip(batches, refused, strict=True):
             done.set_result(count)
@@ -163,6 +169,7 @@ class SpanStore:
         outcomes: list[str] = []
 
         def write_rows() -> int:
+            # Wall clock: ages are compared across restarts.
             inserter = SpanInserter(self._connection, time.time_ns() // 1_000_000)
             outcomes.extend(inserter.insert_row(row) for row in rows)
             inserter.finish()
@@ -205,14 +212,17 @@ class SpanStore:
     def _run_transaction(self, change: Callable[[], int]) -> None:
         """Run `change`, which returns the number of traces that it removed, in one transaction."""
         run = self._connection.execute
+        # The write lock at once: a later upgrade of a read lock could fail half-way.
         run("BEGIN IMMEDIATE")
         try:
             evicted = change()
             run("COMMIT")
         except BaseException:
+            # SQLite rolls back by itself after some errors, a full disk among them.
             if self._connection.in_transaction:
                 run("ROLLBACK")
             raise
+        # Only after COMMIT: what was rolled back is still there.
         self.counts["evicted_traces"] += evicted
 
     def _is_full(self) -> bool:
@@ -220,6 +230,7 @@ class SpanStore:
         run = self._connection.execute
         used, size = (run(f"PRAGMA {word}").fetchone()[0] for word in ("page_count", "page_size"))
         traces: int = run("SELECT count(*) FROM traces").fetchone()[0]
+        # 0.9: the limit is of whole pages, and a batch needs several of them.
         return bool(used * size >= 0.9 * self.max_bytes and traces)
 
 

@@ -66,6 +66,7 @@ def summarize(requests: Sequence[Request]) -> Summary:
         summarize_values(name, lengths[name], len(complete))
         for name in sorted(lengths, key=palette.get_sort_key)
     ]
+    # Always last and always there: a sum without it could not be checked.
     lines.append(
         summarize_values(
             UNATTRIBUTED, [request.unattributed_us for request in complete], len(complete)
@@ -74,6 +75,7 @@ def summarize(requests: Sequence[Request]) -> Summary:
     before = [request.before.us for request in complete if request.before]
     return Summary(
         count=len(complete),
+        # Over all requests, in contrast to the figures.
         failed=sum(bool(request.error) for request in requests),
         left=sum(request.error in names.CLIENT_LEFT_ERRORS for request in requests),
         refused=sum(names.is_refusal(request.error) for request in requests),
@@ -92,6 +94,7 @@ def compute_percentile(ordered: Sequence[int], share: float) -> float:
         return 0.0
     place = (len(ordered) - 1) * share
     low = int(place)
+    # At the last rank there is no next one.
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 

@@ -35,6 +35,7 @@ def print_summary(requests: Sequence[Request], console: Console | None = None) -
     """Print percentiles of every stage over `requests`, and the means of the stages as a bar."""
     out = console or Console()
     summary = summarize(requests)
+    # Percentiles of nothing would be printed as zeros.
     if not summary.count:
         out.print(f"{len(requests)} requests, none of which reached a first token")
         return
@@ -61,6 +62,7 @@ def print_waterfall(
         if request.before:
             out.print(_format_before(request.before))
     start, end = waterfall_rows.find_window(trace.spans)
+    # Room for indented names, but never most of the screen.
     left = min(44, max(24, out.width // 3))
     room = max(10, out.width - left - 12)
     grid = Table.grid(padding=(0, 1))
@@ -68,9 +70,11 @@ def print_waterfall(
     grid.add_column(width=room, no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     rows = waterfall_rows.build_rows(trace.spans)
+    # A trace may have thousands: the terminal would scroll the request away.
     for row in rows[:MAX_SHOWN_ROWS]:
         name = Text("  " * row.depth + remove_controls(row.span.name), style=_choose_style(row))
         place = (
+            # find_window() never returns an empty range.
             (row.span.start_ns - start) / (end - start),
             (row.span.end_ns - start) / (end - start),
         )
@@ -139,6 +143,7 @@ def _build_percentile_table(summary: Summary) -> Table:
         table.add_column(word, justify="right", no_wrap=True)
     for line in (*summary.stages, summary.ttft):
         last = line is summary.ttft
+        # Of means, which add up; percentiles do not.
         share = 100 * line.mean / summary.ttft.mean if summary.ttft.mean else 0.0
         numbers = (f"{value:.3f}" for value in (line.p50, line.p95, line.p99, line.mean))
         name = Text("ttft") if last else _draw_swatch(line.name)
@@ -158,6 +163,7 @@ def _format_verdict(summary: Summary) -> Text:
 
 def _build_sum_panel(request: Request, width: int) -> Panel:
     """One request's stages as a bar, and as a sum that the reader can check."""
+    # The order in which stages happen, not that of the attributes.
     parts = sorted(request.stages.items(), key=lambda part: palette.get_sort_key(part[0]))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column()
@@ -203,7 +209,9 @@ def _draw_track(place: tuple[float, float], room: int, color: str, kind: str) ->
     place: start and end as shares of the window; parts outside of 0 to 1 are cut off.
     """
     low = min(max(place[0], 0.0), 1.0) * room
+    # At least an eighth of a cell: the shortest span is still seen.
     high = max(min(place[1], 1.0) * room, low + 0.125)
+    # Different glyphs: without colours the kinds still differ.
     glyph = {"stage": "█", "trunk": "━", "part": "─"}.get(kind, "─")
     cells = max(1, round(high) - int(low))
     text = Text(" " * min(int(low), room - 1))

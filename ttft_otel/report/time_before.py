@@ -45,6 +45,7 @@ def add_before(
     extended = []
     for request in requests:
         head_leg = _find_head_leg(request)
+        # The leg's own parent: our server span, which the foreign router called.
         server = above.get(parents.get(head_leg.span_id, ""))
         # The TTFT of a failed request ends with its response, which may be after its caller's span.
         sent_ns = head_leg.start_ns if head_leg.error else head_leg.end_ns
@@ -74,7 +75,9 @@ def measure_before(
     else:
         shift, error = _bound_clock_shift(server.start_ns, sent_ns, same_clock)
     return TimeBefore(
+        # Clocks can disagree by more than the time that passed.
         us=max(0, server.start_ns + shift - caller.start_ns) // 1000,
+        # Rounded up: an error bound must not be too small.
         error_us=None if error < 0 else -(-error // 1000),
         caller=caller.service or caller.name,
         span_id=caller.span_id,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, Final
 
+# An exporter sends its head at once; only a stalled or idle client takes longer.
 MAX_WAIT_S: Final = 10.0  # seconds for the head of a request
 MAX_CONNECTIONS: Final = 256  # with more, those that have waited longest are closed
 
@@ -33,8 +34,10 @@ class WaitingConnections:
             request = connection.cycle
             waits = request is None or request.response_complete
             before = self._states.get(connection)
+            # Another request, or its end, starts the wait anew.
             is_same = before is not None and before[0] is request and before[1] == waits
             states[connection] = before if before and is_same else (request, waits, now_s)
+        # Replaced as a whole, so that closed connections are forgotten.
         self._states = states
         # Waiting ones first, each group oldest first.
         ordered = sorted(states.items(), key=lambda item: (not item[1][1], item[1][2]))

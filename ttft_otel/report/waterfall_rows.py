@@ -42,6 +42,7 @@ def build_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
     known = {span.span_id: span for span in spans}
     children: dict[str, list[StoredSpan]] = {}
     roots: list[StoredSpan] = []
+    # The longer one first among those that begin together: usually the parent.
     for span in sorted(spans, key=lambda each: (each.start_ns, -each.end_ns)):
         if span.parent_id in known and span.parent_id != span.span_id:
             children.setdefault(span.parent_id, []).append(span)
@@ -60,6 +61,7 @@ def build_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
         seen.add(span.span_id)
         own_children = children.get(span.span_id, [])
         built.append(_make_row(span, min(depth, MAX_DEPTH), roles, len(own_children)))
+        # Reversed, since the stack gives the last one first.
         stack += [(child, depth + 1) for child in reversed(own_children)]
     return built
 
@@ -70,6 +72,7 @@ def find_window(spans: Sequence[StoredSpan]) -> tuple[int, int]:
     spans: not empty; spans may extend beyond the range.
     """
     start = min(span.start_ns for span in spans)
+    # A generation lasts seconds: on its axis the stages would be too short to see.
     trunks = [span.end_ns for span in spans if span.is_ttft_span]
     end = max(trunks) if trunks else max(span.end_ns for span in spans)
     return start, max(end, start + 1000)
@@ -77,6 +80,7 @@ def find_window(spans: Sequence[StoredSpan]) -> tuple[int, int]:
 
 def _make_row(span: StoredSpan, depth: int, roles: dict[str, str], children: int) -> WaterfallRow:
     attributes = span.attributes
+    # A span without a role has that of its service.
     role = str(attributes.get(names.ROLE) or roles.get(span.service, ""))
     if span.is_ttft_span:
         return WaterfallRow(span, depth, "trunk", role, "", children)

@@ -19,6 +19,7 @@ def add_access_options(
     """Add the flags to a command."""
     declared = (
         declare_option(
+            # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
             "--api-key",
             multiple=True,
             callback=check_keys,
@@ -26,11 +27,14 @@ def add_access_options(
             help="A key that clients may send; repeatable. Without one, Authorization is passed on.",
         ),
         declare_option(
+            # Its own flag: nobody should open a port to the network by forgetting a key.
             "--insecure",
             is_flag=True,
             help="Serve whoever reaches --host, without a key.",
         ),
         declare_option(
+            # One key for all instances; clients' keys never reach an
+            # instance where the router checks them.
             "--upstream-key",
             default="",
             metavar="KEY",
@@ -39,10 +43,12 @@ def add_access_options(
         declare_option(
             "--trust-trace-headers",
             is_flag=True,
+            # The second is the variable that vLLM's processes read: one setting for a deployment.
             envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", names.ENV_TRUST],
             help="Honour the caller's sampled flag; by default only its trace ID is used.",
         ),
         declare_option(
+            # Without it browsers keep answers from pages of other origins.
             "--cors-origin",
             multiple=True,
             metavar="ORIGIN",
@@ -51,6 +57,7 @@ def add_access_options(
     )
 
     def decorate(command: Decorated) -> Decorated:
+        # Decorators apply from the innermost out: reversed, --help lists the flags as above.
         for each in reversed(declared):
             command = each(command)
         return command
@@ -60,6 +67,7 @@ def add_access_options(
 
 def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
     """Return `keys`. Raises BadParameter for an empty one: an unset variable would disable the check."""
+    # Blanks at the ends are lost in an HTTP header, so such a key could never match.
     if not all(key and key == key.strip() for key in keys):
         raise click.BadParameter("a key is empty or has blanks around it; leave it out or set it.")
     return keys

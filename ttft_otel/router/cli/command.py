@@ -97,6 +97,7 @@ Where a request's time went:
     help="Send prefill instances references to encodings, not the media; see docs/router.md.",
 )
 @declare_option(
+    # Loopback, because there is no key by default: check_exposure() guards every other address.
     "--host",
     default="127.0.0.1",
     help="The address to listen on; one that other machines can reach needs --api-key or --insecure.",
@@ -140,6 +141,7 @@ Where a request's time went:
 )
 @process_options.add_process_options(declare_option)
 @declare_option(
+    # A port of its own, so that a firewall can tell operators from clients.
     "--admin-port",
     type=click.IntRange(0, 65535),
     help="Port of the admin API, /instances; without it there is none.",
@@ -182,6 +184,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     Spans go where the OTEL_EXPORTER_OTLP_* variables say; TTFT_OTEL=0 makes none.
     """
     options = RouterOptions.from_flags(given)
+    # vLLM's processes trust their callers by default; a router faces clients and does not.
     settings_read = dataclasses.replace(
         settings.read_settings(), trust_sampled=options.trust_trace_headers
     )
@@ -222,6 +225,7 @@ def _serve_router(
             ConfigReloader(ctx, options, app),
         )
     finally:
+        # Also after an exception: spans of the control plane wait in a batch until this.
         stop_tracing()
 
 
@@ -232,6 +236,7 @@ def build_router(
 ) -> control.RouterApp:
     """Build the application for `options`; without `send_record` nothing is traced. Raises UsageError."""
     configured = options.build_instances()
+    # Before objects with tasks exist: a refused configuration ends at once, with its remedy.
     options.check_exposure()
     options.check_admin()
     pool = instance_pool.InstancePool(

@@ -26,9 +26,11 @@ class ConfigReloader:
     def __call__(self) -> None:
         """Reload the configuration; runs on the event loop and takes milliseconds."""
         try:
+            # All is checked before anything is applied: a wrong file leaves the router as it is.
             new_options = router_options.reread_options(self.ctx)
             self._apply_options(new_options)
         except click.ClickException as error:
+            # Whoever sent the signal gets no answer: the counter and the log line are all there is.
             self.app.metrics.reloads["failed"] += 1
             log.error(
                 "ttft-otel: configuration reload failed, keeping the current one: %s",
@@ -39,11 +41,14 @@ class ConfigReloader:
         upstream = self.app.endpoint.upstream
         instances_by_leg = new_options.build_instances()
         registered = self.app.registrations
+        # Instances that registered themselves must survive the
+        # reload; only `registered` knows them.
         if registered is not None:
             try:
                 added, removed = registered.set_configured(instances_by_leg)
             except ValueError as error:
                 raise click.UsageError(str(error)) from error
+        # Only within the same legs: which flow serves a request depends on the legs there are.
         elif set(instances_by_leg) == set(upstream.pool.list_legs()):
             added, removed = upstream.pool.replace_instances(instances_by_leg)
         else:
@@ -51,6 +56,7 @@ class ConfigReloader:
             raise click.UsageError(
                 f"it would change the legs from {before} to {after}; restart the router for that"
             )
+        # After the instances, which may be refused: then the old keys stay valid, too.
         self.app.admission.set_client_keys(new_options.api_key)
         self.app.metrics.reloads["ok"] += 1
         log.warning(
@@ -58,6 +64,8 @@ class ConfigReloader:
             ", ".join(added) or "nothing",
             ", ".join(removed) or "nothing",
         )
+        # Compared with the options of the start, which are still
+        # in force: every reload repeats this.
         if needs_restart := router_options.list_fixed_changes(self.current_options, new_options):
             log.warning(
                 "ttft-otel: configuration reload: restart the router to apply the new %s",

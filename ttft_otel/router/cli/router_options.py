@@ -27,6 +27,7 @@ ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
 ARGUMENTS_KEY: Final = (
     "ttft_otel.arguments"  # key of the context's `meta` under which the command line is kept
 )
+# What SIGHUP applies; everything else is built into objects that live as long as the router.
 RELOADABLE_FIELDS: Final = ("encoder", "prefill", "decode", "backend", "api_key")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -72,6 +73,7 @@ class RouterOptions(RoutingOptions):
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:
         """The options of a command's parameters."""
+        # Raises TypeError for a flag without a field: a forgotten one shows at the first start.
         limits, others = take_limits(given)
         return cls(limits=limits, **others)
 
@@ -97,14 +99,18 @@ class RouterOptions(RoutingOptions):
         instances are on the leg `prefill_decode` from the start.
         """
         is_disaggregated = self.prefill or self.decode
+        # An instance that prefills may register before one that decodes: half a pair is
+        # allowed.
         if self.takes_newcomers:
             is_contradictory = bool(self.backend and is_disaggregated)
         else:
+            # Exactly one of both forms, and a pair only complete: P alone could never answer.
             is_contradictory = bool(self.prefill) != bool(self.decode) or bool(
                 self.backend
             ) == bool(is_disaggregated)
         if is_contradictory:
             raise click.UsageError("Give either --backend, or --prefill and --decode together.")
+        # Spans and stages are named after the leg, which must not change when an encoder joins.
         backend_leg = PREFILL_DECODE if self.encoder or self.takes_newcomers else MONO
         urls_by_leg = {
             ENCODE: self.encoder,
@@ -119,18 +125,21 @@ class RouterOptions(RoutingOptions):
             }
         except ValueError as error:
             raise click.UsageError(str(error)) from error
+        # A URL given twice is one instance: else it would get twice the share, with two states.
         unique_by_url = {
             leg: {each.url: each for each in several} for leg, several in instances_by_leg.items()
         }
         filled_legs = {
             leg: tuple(several.values()) for leg, several in unique_by_url.items() if several
         }
+        # The empty leg tells the pool which one prefills before any instance has registered.
         if self.takes_newcomers and not is_disaggregated:
             filled_legs.setdefault(backend_leg, ())
         return filled_legs
 
     def check_exposure(self) -> None:
         """Raise UsageError for a port that other machines reach and that asks nobody for a key."""
+        # Names are not resolved: what they point to may change after the check.
         if not (self.api_key or self.insecure or is_loopback(self.host)):
             raise click.UsageError(
                 f"--host {self.host} can be reached from other machines: it needs --api-key KEY, or "
@@ -139,6 +148,7 @@ class RouterOptions(RoutingOptions):
 
     def check_admin(self) -> None:
         """Raise UsageError for an admin API without its port, or reachable from outside without a token."""
+        # Required on loopback, too: whoever registers an instance reads clients' prompts.
         if self.register and (self.admin_port is None or not self.register_token):
             raise click.UsageError(
                 "--register needs --admin-port PORT, on which instances register, and "
@@ -146,6 +156,7 @@ class RouterOptions(RoutingOptions):
             )
         if self.register_token and not self.register:
             raise click.UsageError("--register-token needs --register.")
+        # There is no --insecure for this port: its requests add and drain instances.
         if not (self.admin_token or is_loopback(self.admin_host)):
             raise click.UsageError(
                 f"--admin-host {self.admin_host} can be reached from other machines: "
@@ -158,8 +169,10 @@ class RouterCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse `args` as click does, keep them in `ctx.meta`, and reject flags without effect."""
+        # A copy, before click's parser consumes the list.
         ctx.meta[ARGUMENTS_KEY] = list(args)
         rest = super().parse_args(ctx, args)
+        # Shell completion parses half a command line, which must not be judged.
         if not ctx.resilient_parsing:
             check_unused_options(ctx)
         return rest
@@ -170,8 +183,10 @@ def declare_option(flag: str, **click_arguments: Any) -> Callable[[Decorated], D
 
     flag: with its dashes. click_arguments: passed to `click.option`.
     """
+    # Named explicitly, since it is the key of the YAML file and the field of RouterOptions.
     name = flag.removeprefix("--").replace("-", "_")
     variable = click_arguments.pop("envvar", f"{ENV_PREFIX}{name.upper()}")
+    # An empty string means "not set": --help has no default to show then.
     show_default = click_arguments.get("default", "") != ""
     return click.option(
         flag, name, envvar=variable, show_envvar=True, show_default=show_default, **click_arguments
@@ -183,6 +198,7 @@ def declare_file_option(flag: str, **click_arguments: Any) -> Callable[[Decorate
     return declare_option(
         flag,
         type=click.Path(dir_okay=False),
+        # Else flags that were processed before it would have taken their defaults already.
         is_eager=True,
         expose_value=False,
         callback=_load_file,
@@ -192,6 +208,7 @@ def declare_file_option(flag: str, **click_arguments: Any) -> Callable[[Decorate
 
 def check_token(_: click.Context, __: click.Parameter, token: str) -> str:
     """Return `token`. Raises BadParameter for characters that a header or URL cannot carry."""
+    # vLLM's instances can carry it only in the user information of a URL (announcements.py).
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise click.BadParameter("write the token in visible ASCII characters.")
     return token
@@ -199,9 +216,11 @@ def check_token(_: click.Context, __: click.Parameter, token: str) -> str:
 
 def reread_options(ctx: click.Context) -> RouterOptions:
     """Read flags, environment and file of `ctx` again. Raises ClickException with what is wrong."""
+    # A new context: click's precedence and checks apply anew, `ctx` keeps the old values.
     context = ctx.command.make_context(ctx.info_name, list(ctx.meta[ARGUMENTS_KEY]))
     with context:
         options = RouterOptions.from_flags(context.params)
+        # Called for what they raise, since a reload must not pass what a start would refuse.
         options.build_instances()
         options.check_exposure()
         options.check_admin()
@@ -212,6 +231,7 @@ def list_fixed_changes(old_options: RouterOptions, new_options: RouterOptions) -
     """Flags whose values differ between `old_options` and `new_options` but need a restart."""
     changed = [
         (each.name, old, new)
+        # `limits` is compared by its own fields, so that the flag is named and not the group.
         for old, new in ((old_options.limits, new_options.limits), (old_options, new_options))
         for each in fields(old)
         if each.name not in (*RELOADABLE_FIELDS, "limits")
@@ -232,21 +252,26 @@ def _load_file(ctx: click.Context, _: click.Parameter, path: str | None) -> None
         raise click.UsageError(f"--config {path}: {error}") from error
     except yaml.YAMLError as error:
         raise click.UsageError(f"--config {path} is not valid YAML: {error}") from error
+    # An empty file is None, a file of one word a string.
     if not isinstance(document, Mapping):
         raise click.UsageError(f"--config {path}: write one `flag: value` per line.")
     options_by_name = {
         str(each.name): each
         for each in ctx.command.params
+        # --config exposes no value: a file cannot name another file.
         if isinstance(each, click.Option) and each.expose_value
     }
     values: dict[str, Any] = {}
     for key, value in document.items():
+        # Both spellings, as in the flag and in the environment variable.
         name = str(key).replace("-", "_")
         if name not in options_by_name:
             flags = ", ".join(sorted(each.replace("_", "-") for each in options_by_name))
             raise click.UsageError(f"--config {path}: {key!r} is not one of {flags}.")
+        # click only says "Value must be an iterable", not what to write in the file.
         if options_by_name[name].multiple and not isinstance(value, list):
             raise click.UsageError(f"--config {path}: {key} is a list; write `{key}: [{value}]`.")
+        # click would turn it into its Python text, which some string flag might accept.
         if not options_by_name[name].multiple and isinstance(value, list | dict):
             raise click.UsageError(f"--config {path}: {key} is one value; write `{key}: VALUE`.")
         # click's IntParamType would truncate a float
@@ -257,4 +282,5 @@ def _load_file(ctx: click.Context, _: click.Parameter, path: str | None) -> None
         # YAML 1.1 reads a bare `off` as false
         is_off_word = value is False and isinstance(options_by_name[name].type, click.Choice)
         values[name] = types.MODE_OFF if is_off_word else value
+    # Below flags and environment: click looks here after both and before `default`.
     ctx.default_map = {**(ctx.default_map or {}), **values}

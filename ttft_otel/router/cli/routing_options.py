@@ -29,19 +29,25 @@ from ttft_otel.router.routing.prefixes import (
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
 PREFIX_INDEXES: Final = get_args(PrefixIndexName)
+# The only source that needs nothing of the instances, hence the default.
 HISTORY_INDEX: Final = PREFIX_INDEXES[-1]
+# The first of each is the default.
 TTFT_MODELS: Final = ("calibrated", "trapezoid")
 TOKENIZE_PLACES: Final = ("local", "engine")
 TTFT_POLICY: Final = "ttft"
+# None that follows cached prefixes: an encoder has no prefix cache.
 ENCODER_POLICIES: Final = (types.OTHER_LEGS_POLICY, TTFT_POLICY)
+# Derived from the registry, so that a new policy cannot be forgotten here.
 PROMPT_POLICIES: Final = tuple(name for name, each in POLICIES.items() if each.reads_prompts)
 # Flags that only some policies use, with the values of --routing-logic for which they have an effect.
 POLICIES_BY_OPTION: Final[Mapping[str, tuple[str, ...]]] = {
+    # The other policies never see a prompt: they start neither a reader nor a source.
     **dict.fromkeys(
         ("tokenizer", "tokenize", "prefix_index", "enable_shared_cache"), PROMPT_POLICIES
     ),
     "ttft_model": (TTFT_POLICY,),
     "kv_aware_threshold": ("kvaware",),
+    # kvaware falls back to sessions where no cached prefix is long enough.
     "session_key": ("session", "kvaware"),
     "request_stats_window": tuple(name for name, each in POLICIES.items() if each.tracks_load),
 }
@@ -77,15 +83,18 @@ class RoutingOptions:
         may_encoders_join: encoders may register later, so --encoder-routing-logic needs no --encoder.
         """
         self._check_combinations()
+        # Judged against the pool and not the flags: with --register encoders may come later.
         encoders_policy = self._choose_encoder_policy(may_encoders_join or pool.has_encoders)
         options = states.PolicyOptions(
             session_key=self.session_key,
             kv_aware_threshold=self.kv_aware_threshold,
             ttft_model=self.ttft_model,
             shared_cache=self.enable_shared_cache,
+            # Policies count in seconds; 0 stands for no objective.
             slo_s=(self.slo_ttft_ms or 0) / 1000,
         )
         policy_name, window_s = self.routing_logic, self.request_stats_window
+        # Nothing below is built for the others: no child process, no index, no subscription.
         if not POLICIES[policy_name].reads_prompts:
             return routing_service.RoutingService(
                 pool, policy_name, options, window_s, encoders_policy=encoders_policy
@@ -94,6 +103,7 @@ class RoutingOptions:
             build_reader,  # imported here: other policies need no tokenizer
         )
 
+        # The reader needs the pool: instances name their models' tokenizers, or render themselves.
         prompt_reader = build_reader(self.tokenizer or None, self.tokenize, pool, api_key)
         knowledge = (prompt_reader, self._build_prefix_source(pool))
         return routing_service.RoutingService(
@@ -114,6 +124,7 @@ class RoutingOptions:
     def _build_prefix_source(self, pool: InstancePool) -> PrefixSource:
         names = [each for each in self.lmcache_instances.split(",") if each]
         try:
+            # Checked now, although start() does it again: here the remedy ends the command.
             if self.prefix_index == "lmcache":
                 lmcache_source.check_instance_ids(names, pool.get(pool.prefilling_leg))
             return build_source(
@@ -130,10 +141,12 @@ class RoutingOptions:
         policy_name, index = self.routing_logic, self.prefix_index
         if policy_name == "session" and not self.session_key:
             raise click.UsageError("--routing-logic session needs --session-key NAME.")
+        # The trapezoid compares attention pairs, which cannot be held against milliseconds.
         if self.slo_ttft_ms and (policy_name, self.ttft_model) != (TTFT_POLICY, TTFT_MODELS[0]):
             raise click.UsageError(
                 "--slo-ttft-ms needs predictions: --routing-logic ttft --ttft-model calibrated."
             )
+        # Both ways: a URL that nobody asks would look like a working set-up.
         if (index == "lmcache") != bool(self.lmcache_controller_url):
             raise click.UsageError(
                 "--prefix-index lmcache and --lmcache-controller-url URL go together."
@@ -149,9 +162,11 @@ def check_unused_options(ctx: click.Context) -> None:
 
     ctx: the parsed command line.
     """
+    # A flag is in use if either leg's policy uses it.
     chosen_policies = {ctx.params["routing_logic"], ctx.params["encoder_routing_logic"]}
     for name, policies in POLICIES_BY_OPTION.items():
         value, source = ctx.params[name], ctx.get_parameter_source(name)
+        # False and "" are how a file or an empty variable says that a flag is not wanted.
         is_given = value is not False and value != "" and source is not ParameterSource.DEFAULT
         if is_given and not chosen_policies.intersection(policies):
             flag = f"--{name.replace('_', '-')}"
@@ -160,6 +175,7 @@ def check_unused_options(ctx: click.Context) -> None:
 
 def _check_finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
     """Raise BadParameter for infinity and NaN."""
+    # FloatRange lets both pass: NaN compares false with every limit.
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number of milliseconds.")
     return value
@@ -167,6 +183,7 @@ def _check_finite(_: click.Context, __: click.Parameter, value: float | None) ->
 
 def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     """Raise BadParameter for a name that cannot be a header: with blanks or control characters."""
+    # A header of that name could never arrive, so no request would have a session.
     if value and (value.split() != [value] or not value.isprintable()):
         raise click.BadParameter(f"{value!r} is not a header or key name: leave out its blanks.")
     return value
@@ -199,6 +216,7 @@ def add_routing_options(
             help="What the ttft policy compares: predicted seconds, or attention pairs to compute.",
         ),
         declare_option(
+            # No default: refusing requests is the operator's decision.
             "--slo-ttft-ms",
             type=click.FloatRange(min=0, min_open=True),
             callback=_check_finite,
@@ -215,16 +233,19 @@ def add_routing_options(
         declare_option(
             "--request-stats-window",
             default=pending_load.ARRIVAL_WINDOW_S,
+            # One counter for each second of the window and instance: the limit bounds their memory.
             type=click.IntRange(1, 3600),
             help="Seconds over which the qps policy counts requests.",
         ),
         declare_option(
             "--kv-aware-threshold",
+            # From the dataclass, which simulations use without this flag.
             default=states.PolicyOptions().kv_aware_threshold,
             type=click.IntRange(min=0),
             help="Uncached prompt tokens up to which kvaware follows the longest cached prefix.",
         ),
         declare_option(
+            # Needed where /v1/models names a folder that exists on the instance's machine only.
             "--tokenizer",
             default="",
             metavar="MODEL_OR_DIR",
@@ -261,6 +282,7 @@ def add_routing_options(
             help="LMCache's IDs of the instances, in the order of the instances or as ID=URL.",
         ),
         declare_option(
+            # For instances that load blocks from one store, whoever of them computed these.
             "--enable-shared-cache",
             is_flag=True,
             help="Count a prefix cached at one instance as cached at all of them.",
@@ -268,6 +290,7 @@ def add_routing_options(
     )
 
     def decorate(command: Decorated) -> Decorated:
+        # Decorators apply from the innermost out: reversed, --help lists the flags as above.
         for each in reversed(declared):
             command = each(command)
         return command

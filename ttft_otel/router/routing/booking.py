@@ -21,6 +21,8 @@ from ttft_otel.timing import ServerTiming
 PREFILL_SERVICE_STAGES: Final = ("prefill.compute", "dispatch", "prefill.stall", "sample")
 ENCODER_SERVICE_STAGES: Final = ("encoder.compute", "dispatch", "ec.transfer")
 QUEUE_STAGES: Final = ("encoder.queue", "prefill.queue")  # the same wait under two names
+# Ends the type of every event of /v1/responses that carries output, as in
+# response.output_text.delta.
 DELTA_MARKER: Final = b'.delta"'
 
 
@@ -62,8 +64,10 @@ class Booking:
         )
         self.key = (request.leg, span_id)  # not the request ID: clients choose it and may repeat it
         self.url = decision.instance.url
+        # Before record_sent() below, which adds this request's own entry.
         self.found_idle = not state.pending.get_load(self.url).entries
         self.requested_timing = self.awaits_delta = False
+        # Kept as it was at the decision: the models learn from others meanwhile.
         self.predicted_ttft_s = state.predict_ttft(decision)
         self.prediction_error_s: float | None = None
         state.record_sent(request, decision, now_us, self.key)
@@ -75,6 +79,7 @@ class Booking:
 
         first_token_us: when it was received, microseconds of the monotonic clock.
         """
+        # A server without ttft-otel, or a proxy that took the header away.
         if server_timing is None:
             self._record_unmeasured(first_token_us, is_streaming)
             return
@@ -87,18 +92,23 @@ class Booking:
         has_compute = service_stages[0] in server_timing.stages
         if has_compute:
             queue_us = sum(server_timing.stages.get(name, 0) for name in QUEUE_STAGES)
+            # Network, HTTP, tokenizing: what neither queue nor prefill explains.
             other_us = first_token_us - self.sent_us - service_us - queue_us
+            # Stages are of the server's clock and the rest of ours: rounding can make it negative.
             self.state.record_overhead(self.url, max(other_us, 0) / US_PER_SECOND)
         seconds = service_us / US_PER_SECOND
         cached_tokens, prompt_tokens = (
             self.cached_tokens,
+            # An estimate of the length would teach the model a wrong slope.
             0 if self.request.tokens_estimated else self.request.prompt_tokens,
         )
+        # The engine's own counts are right even where the router guessed what is cached.
         if server_timing.tokens is not None:
             own_tokens, step_tokens = server_timing.tokens.own, server_timing.tokens.step
             cached_tokens, prompt_tokens = server_timing.tokens.cached, server_timing.tokens.prompt
             if 0 < own_tokens < step_tokens:  # other requests shared these engine steps
                 seconds *= own_tokens / step_tokens
+        # No prefill here, or one of unknown length: nothing to learn.
         is_measured = has_compute and prompt_tokens
         measured_s = seconds if is_measured else None
         self.prediction_error_s = self.state.record_first_token(
@@ -107,11 +117,14 @@ class Booking:
 
     def _record_unmeasured(self, first_token_us: int, is_streaming: bool) -> None:
         """Without Server-Timing: a request that had the instance alone measures its prefill by its TTFT."""
+        # The first chunk of these streams is no token, so the prefill still counts as pending.
         if is_streaming and self.request.path.partition("?")[0] == RESPONSES_PATH:
             # these streams begin with events that come before the engine is asked
             self.awaits_delta = True
             return
         had_instance_alone = (
+            # With others before it the TTFT contains their prefills, and
+            # cannot be taken apart without stages.
             self.found_idle
             and is_streaming
             and self.request.prompt_tokens
@@ -124,6 +137,8 @@ class Booking:
             seconds,
             self.cached_tokens,
             self.key,
+            # A whole answer arrives long after its first token: it
+            # ends the entry, but judges nothing.
             is_measured=is_streaming,
         )
 

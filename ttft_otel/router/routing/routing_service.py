@@ -200,6 +200,7 @@ class RoutingService:
         if self.prompt_reader is None or not is_needed:
             return request
         lookup = timeline.begin_prompt_lookup()
+        # An error of ours while reading a prompt must not cost the request.
         with Guard("router.look"):
             request = await self._tokenize_prompt(request, path, lookup, self.prompt_reader)
         if not request.prompt_tokens:
@@ -255,6 +256,7 @@ class RoutingService:
             self.get_leg_policy(ENCODE),
             [each for each in item_requests if not each.tokens_estimated],
         )
+        # Items are encoded side by side: the largest decides when the prefill can begin.
         largest_item = max(counted_items, key=lambda each: each.prompt_tokens, default=None)
         candidates = (
             () if largest_item is None else self.pool.get_candidates(ENCODE, largest_item.model)

@@ -7,6 +7,7 @@ a thread, so that a successor needs milliseconds, not the seconds that imports t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -44,6 +45,13 @@ class WorkerSeat:
     folder: Path
     lifeline_fd: int
     is_successor: bool = False
+
+    def leave_folder(self) -> None:
+        """Remove what is this worker's, and the folder if it was the last: no supervisor does it."""
+        for path in self.folder.glob(f"worker-{self.number}.*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
 
 @dataclass(slots=True)
@@ -119,7 +127,7 @@ class WorkerSupervisor:
         self.run_worker(seat)
 
     def _has_served(self, number: int) -> bool:
-        # The first thing that a worker which serves writes, and it outlives the worker.
+        # Written by a worker that has started; it outlives the worker.
         return (self.folder / f"worker-{number}.metrics").exists()
 
     def _list_running(self) -> list[ForkProcess]:

@@ -75,14 +75,14 @@ class WorkerLink:
         self.pool.change_listeners.add(self.siblings.sync_instances)
         self.app.endpoint.reports.ask_elsewhere = self._find_report
         self.app.metrics.merge_workers = self._merge_metrics
-        # Its file is also the sign for the supervisor that this worker serves.
-        self._write_metrics(self.app.metrics.collect_own())
         # Who joins has missed all that is under way.
         self.socket.send_now([messages.Resync()], self.socket.others)
         if self.seat.is_successor:
             data = await self._ask_others("roster")
             if data:
                 roster.apply_roster(self.app, data)
+        # Last, as its file is also the sign for the supervisor that this worker has started.
+        self._write_metrics(self.app.metrics.collect_own())
         self._tasks.append(asyncio.create_task(self._compare_forever()))
 
     async def close(self) -> None:

@@ -27,17 +27,22 @@ class WorkerServer(DrainingServer):
 
     def __init__(self, *arguments: Any, link: WorkerLink) -> None:
         super().__init__(*arguments)
-        self.link = link
+        self.link, self.is_orphaned = link, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening on `sockets`, then join the others."""
+        """Join the others, then listen on `sockets`: a successor first takes over their instances."""
+        start_app = self.lifespan.startup
+
+        async def start_and_join() -> None:
+            await start_app()
+            if not self.lifespan.should_exit:
+                await self.link.start()
+
+        # Between the application's start and the first connection uvicorn offers no other place.
+        self.lifespan.startup = start_and_join
         await super().startup(sockets)
-        # The application could not start: uvicorn has said why.
-        if self.should_exit:
-            return
         # Nobody writes to it: it is readable when the supervisor is gone.
         asyncio.get_running_loop().add_reader(self.link.seat.lifeline_fd, self._leave_orphaned)
-        await self.link.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, then leave the others."""
@@ -45,10 +50,13 @@ class WorkerServer(DrainingServer):
         # Linked until the last request is over, whose end the others have to hear of.
         await super().shutdown(sockets)
         await self.link.close()
+        if self.is_orphaned:
+            self.link.seat.leave_folder()
 
     def _leave_orphaned(self) -> None:
         # An end of file stays readable: this would be called in every turn of the loop.
         asyncio.get_running_loop().remove_reader(self.link.seat.lifeline_fd)
+        self.is_orphaned = True
         # If it drains already, a second signal would end it at once.
         if not self.stop_requested_s:
             log.error("ttft-otel: the supervisor of the workers is gone: this one drains and ends")

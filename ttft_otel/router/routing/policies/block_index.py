@@ -50,6 +50,7 @@ class BlockHolders:
         self._bits: dict[tuple[str, int], int] = {}
         self._masks: dict[str, int] = {}  # the bits of all caches of an instance
         self._owners: dict[int, tuple[str, int]] = {}  # (URL, bit) by `bit.bit_length()`
+        # Freed late, because clearing a bit in millions of masks would block the event loop.
         self._retired: deque[tuple[int, Iterator[int]]] = (
             deque()
         )  # bits of removed caches, still set in some masks
@@ -61,6 +62,8 @@ class BlockHolders:
     def match_blocks(self, blocks: Sequence[int], urls: Sequence[str]) -> list[int]:
         """For each of `urls`, the number of leading `blocks` that the instance has cached."""
         masks, holders, owners = self._masks, self._holders.parts, self._owners
+        # One integer has the caches of all instances: each block
+        # costs one dict look-up and one AND.
         remaining = reduce(or_, map(masks.get, urls, repeat(0)), 0)
         remaining &= holders[blocks[0] & PART_MASK].get(blocks[0], 0) if blocks else 0
         if not remaining:
@@ -68,11 +71,13 @@ class BlockHolders:
         depths: dict[str, int] = {}
         for depth, block in enumerate(blocks):
             kept = remaining & holders[block & PART_MASK].get(block, 0)
+            # The usual case along a shared prefix: nobody drops out at this block.
             if kept == remaining:
                 continue
             lost, remaining = remaining ^ kept, kept
             # An instance with several caches ends with the depth of the one that lasts longest.
             while lost:
+                # The highest bit first; owners are found by it without a search.
                 url, bit = owners[lost.bit_length()]
                 depths[url] = depth
                 lost ^= bit
@@ -95,6 +100,7 @@ class BlockHolders:
         """Note that the cache of data-parallel `rank` at `url` now holds `blocks`."""
         bit = self._bits.get((url, rank))
         if bit is None:
+            # Bits are distinct powers of two, so their sum is their union.
             used = sum(self._bits.values()) + sum({bit for bit, _ in self._retired})
             # The lowest unused bit. Bits of retired caches count as used until they are cleared.
             bit = ~used & (used + 1)
@@ -117,6 +123,7 @@ class BlockHolders:
         """
         bit = self._bits.pop((url, rank), 0)
         if bit:
+            # No answer names the cache from now on, although masks still have its bit.
             del self._owners[bit.bit_length()]
             self._masks[url] ^= bit
             if not self._masks[url]:
@@ -138,6 +145,8 @@ class BlockHolders:
         for block in blocks:
             holders = parts[block & PART_MASK]
             remaining_holders = holders.get(block, 0) & ~bit
+            # A block that nobody holds leaves the table: else it
+            # would grow with every prompt ever seen.
             if remaining_holders:
                 holders[block] = remaining_holders
             else:
@@ -167,7 +176,9 @@ class RecentBlocks:
         # In reverse, so that the end of a prompt is evicted before its beginning, as vLLM does.
         for block in reversed(blocks):
             self._blocks[block] = None
+            # Assigning to a key that is there does not move it.
             self._blocks.move_to_end(block)
+        # Negative while there is room: range() is empty then.
         excess = min(len(self) - self.max_blocks, len(added) + MAX_EXCESS_FREED)
         evicted = [self._blocks.popitem(last=False)[0] for _ in range(excess)]
         return added, evicted
@@ -191,6 +202,7 @@ class SentHistory(BlockHolders):
 
     def sync_instances(self, urls: Collection[str]) -> None:
         """Track exactly the instances in `urls`; later completions at others are ignored."""
+        # An answer that comes late must not bring a removed instance back: see record_served().
         self._followed_urls = frozenset(urls)
         for url in self._recent_by_url.keys() - self._followed_urls:
             self.forget_instance(url)
@@ -199,6 +211,7 @@ class SentHistory(BlockHolders):
         """Note that the instance at `url` has just computed a prompt of `blocks`."""
         if self._followed_urls is not None and url not in self._followed_urls:
             return
+        # Taken out and put in again: dicts keep the order of insertion, here that of use.
         recent = self._recent_by_url.pop(url, None)
         if recent is None:
             recent = RecentBlocks(self.max_blocks)
@@ -220,6 +233,7 @@ class SentHistory(BlockHolders):
 
     def set_block_size(self, block_size: int) -> None:
         """Use blocks of `block_size` tokens, as an instance reported."""
+        # Keys of the former size stay and match nothing; newer ones push them out.
         self.block_size = block_size
 
     def count_blocks(self, url: str) -> int:

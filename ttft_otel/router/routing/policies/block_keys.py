@@ -26,6 +26,7 @@ def compute_block_key(parent: int, token_ids: Sequence[int], extra_keys: bytes =
     parent: key of the block before, 0 for the first. extra_keys: from `encode_extra_keys`.
     Raises OverflowError or TypeError for values that are not token ids.
     """
+    # Fixed width, 32 bits: no two lists of ids have the same bytes.
     tokens = _pack_tokens(token_ids)
     # The length separates tokens from extra keys: no other block has the same bytes.
     data = (
@@ -43,6 +44,7 @@ def compute_block_keys(
     """
     tokens = _pack_tokens(token_ids)
     keys, parent = [], 0
+    # vLLM caches only full blocks, too.
     for position in range(len(tokens) // block_size):
         parent = compute_block_key(
             parent,
@@ -59,12 +61,14 @@ def encode_extra_keys(keys: Iterable[object] | None) -> bytes:
     That order is: LoRA adapter, (media item, offset) pairs, cache salt.
     """
     listed = list(keys or ())
+    # The same bytes from a prompt and from an event, which tuples and lists both give.
     return msgspec.msgpack.encode(listed) if listed else b""
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> array[int]:
     return (
         token_ids
+        # Most callers have one already: a long prompt need not be copied again.
         if isinstance(token_ids, array) and token_ids.typecode == "I"
         else array("I", token_ids)
     )

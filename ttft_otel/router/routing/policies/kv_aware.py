@@ -26,6 +26,7 @@ class KvAwarePolicy(RoutingPolicy):
         self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """Choose the longest cached prefix, ties by session or rate; the score is uncached tokens."""
+        # Without loads: what is cached now counts, not what is queued.
         cached_tokens = self._state.estimate_cached(request, instances)
         longest = max(cached_tokens)
         if not longest or longest < request.prompt_tokens - self._state.options.kv_aware_threshold:

@@ -27,6 +27,8 @@ class LeastRequestsPolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the fewest requests in flight, ties at random; the score is that number."""
         counts = [
+            # A request counts until its answer has ended: for decoding this is the load that
+            # matters.
             each.all_in_flight + each.owed_answers.measure_overdue_s(now_us) / SECONDS_PER_REQUEST
             for each in instances
         ]

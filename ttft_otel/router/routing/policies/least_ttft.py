@@ -41,11 +41,13 @@ class LeastTtftPolicy(RoutingPolicy):
         """Choose the least score, ties at random. Raises SloUnreachable."""
         state = self._state
         if self.uses_predictions:
+            # None until MIN_SAMPLES prefills of this model were measured.
             model = state.models.get_line(request.model)
             if model is not None:
                 return self._choose_soonest(request, instances, *model, now_us)
         cached_tokens = state.estimate_cached(request, instances)
         scores = [
+            # Pending and own work in the same unit; no time is needed to compare them.
             load.pairs + count_pairs(request.prompt_tokens, cached)
             for load, cached in zip(state.pending.list_loads(instances), cached_tokens, strict=True)
         ]
@@ -77,6 +79,7 @@ class LeastTtftPolicy(RoutingPolicy):
         """
         pending = self._state.pending
         loads = pending.list_loads(instances)
+        # With pending prompts: their blocks are there by the time this one is prefilled.
         cached_tokens = self._state.estimate_cached(request, instances, loads)
         prefills = _predict_prefills(request.prompt_tokens, cached_tokens, line)
         # Usually empty: most instances do not differ significantly from the shared line.
@@ -88,6 +91,8 @@ class LeastTtftPolicy(RoutingPolicy):
         waits = _predict_waits(instances, loads, line, speed_factors, now_us)
         delay_cost = pending.estimate_delay_cost(now_us, len(instances))
         scores = [
+            # Without the last term each request would be served
+            # soonest, at the cost of those after it.
             wait + prefill + delay_cost * prefill * (wait + 0.5 * prefill)
             for wait, prefill in zip(waits, prefills, strict=True)
         ]
@@ -134,6 +139,7 @@ class LeastTtftPolicy(RoutingPolicy):
             self._state.options.slo_s,
             request.encode_wait_s if request.encoders_busy else 0.0,
         )
+        # The policy's own choice first: it is better for the requests to come.
         if ttfts_s[position] <= slo_s:
             return position
         position = self._state.choose_least(ttfts_s)
@@ -151,6 +157,7 @@ class LeastTtftPolicy(RoutingPolicy):
 
         It will evict the oldest blocks to make room for this prompt, those least likely to be reused.
         """
+        # Relative, since prefills differ by a factor of a thousand.
         highest = min(scores) * (1 + TIE_MARGIN)
         positions = [at for at, score in enumerate(scores) if score <= highest]
         if len(positions) == 1:
@@ -166,6 +173,7 @@ def _predict_prefills(
     The time of the whole prompt minus that of its cached part, both by `line`.
     """
     # PrefillLine.predict_seconds and count_pairs written out: calls would dominate the cost of a decision.
+    # (n² + n)/2 pairs for n tokens: d/2 goes into the linear and into the quadratic coefficient.
     a, b, d = line
     half = 0.5 * d
     once = b + half
@@ -191,10 +199,12 @@ def _predict_waits(
             continue
         # Computed once per change of the entries or of the line; only the current time differs.
         busy_until = load.busy_until
+        # By identity: each solution of the model is a new tuple.
         if busy_until is None or busy_until.line is not line:
             busy_until = load.busy_until = _predict_end(
                 load, line, speed_factors.get(instance.url, 1.0), now_us
             )
+        # Never below the minimum: a prefill that overruns its prediction has not ended.
         wait = max(busy_until.end_s - now_s, busy_until.min_wait_s)
         waits.append(wait + instance.owed_answers.measure_overdue_s(now_us))
     return waits
@@ -209,6 +219,7 @@ def _predict_end(load: InstanceLoad, line: PrefillLine, factor: float, now_us: i
         PrefillWork(load.tokens_to_compute, load.pairs), len(load.entries)
     )
     running = load.estimate_running(now_us)
+    # Cannot be with entries; the caller has looked.
     if running is None:
         return BusyUntil(line, 0.0, 0.0)
     running_work, elapsed_s = running

@@ -37,6 +37,7 @@ class PendingRequest:
     predicted_s: float | None
 
 
+# An absolute time, so that it stays right while nothing changes.
 class BusyUntil(NamedTuple):
     """Predicted end of an instance's pending prefills, by one prefill model.
 
@@ -83,10 +84,12 @@ class InstanceLoad:
         if not self.entries:
             return None
         entry = next(iter(self.entries.values()))
+        # It waited for the one before it, or the instance was idle when it came.
         began_us = entry.sent_us if entry.sent_us > self.head_started_us else self.head_started_us
         return entry.work, (now_us - began_us) / US_PER_SECOND if now_us > began_us else 0.0
 
 
+# Shared by all idle instances, so nothing must ever be written to it.
 NO_LOAD: Final = InstanceLoad()
 
 
@@ -148,11 +151,15 @@ class PendingLoads:
         self.remove_pending(key, entry.sent_us)
         self.drop_expired(entry.sent_us)
         load = self._loads.get(entry.url) or self._add_load(entry.url, entry.sent_us)
+        # Before the counts change: the time that has passed belongs to the old ones.
         self._update_averages(entry.sent_us)
+        # With the decay below this is the mean rate over the window, without a list of arrivals.
         self._arrival_rate += 1 / self.window_s
+        # Only if it was idle until now.
         self._busy_count += not load.entries
         load.recent_tokens += entry.work.tokens_to_compute
         load.busy_until = None
+        # Of one object in two dicts: by age for expiry, by instance for its sums.
         self._entries[key] = load.entries[key] = entry
         load.tokens_to_compute += entry.work.tokens_to_compute
         load.pairs += entry.work.pairs
@@ -183,6 +190,7 @@ class PendingLoads:
         load.busy_until = None
         load.tokens_to_compute -= entry.work.tokens_to_compute
         load.pairs -= entry.work.pairs
+        # Counted and not a set: two pending prompts may share a prefix.
         queued = load.queued_blocks
         for block in entry.block_keys:
             copies = queued[block]
@@ -196,12 +204,14 @@ class PendingLoads:
         """Remove entries older than `max_pending_us`, whose end was never recorded."""
         while self._entries:
             key, entry = next(iter(self._entries.items()))
+            # In the order of sending: all that follow are younger.
             if now_us - entry.sent_us < self.max_pending_us:
                 return
             self.remove_pending(key, now_us)
 
     def _update_averages(self, now_us: int) -> None:
         """Decay the averages up to `now_us`, and halve `recent_tokens` once per window."""
+        # Times of different callers may be out of order by microseconds.
         if now_us <= self._averaged_us:
             return
         window_us = self.window_s * US_PER_SECOND
@@ -216,6 +226,7 @@ class PendingLoads:
 
     def _add_load(self, url: str, now_us: int) -> InstanceLoad:
         """Add an instance; those without entries and recent arrivals are removed on this occasion."""
+        # Here and not by a timer: only new instances can make it grow.
         for other, load in list(self._loads.items()):
             if not load.entries and not load.count_arrivals(now_us, self.window_s):
                 del self._loads[other]

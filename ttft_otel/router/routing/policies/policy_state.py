@@ -29,6 +29,7 @@ from ttft_otel.router.routing.policies.prefill_work import PrefillWork, compute_
 from ttft_otel.router.types import Decision, Instance, RoutingRequest
 
 # Weight of the latest sample in the moving average of overheads.
+# About the last ten requests: overheads change with the network, not with prompts.
 LATEST_WEIGHT: Final = 0.1
 
 
@@ -91,12 +92,14 @@ class PolicyState:
         """
         blocks, block_size = request.block_keys, self.index.block_size or 1
         urls = [each.url for each in instances]
+        # Not looked up: the prompt could not be read, or nothing reads prompts (simulations).
         if request.cached_tokens_by_url is None:
             depths = self.index.match_blocks(blocks, urls)
         else:
             depths = [request.cached_tokens_by_url.get(url, 0) // block_size for url in urls]
         _extend_with_queued(depths, blocks, loads)
         if self.options.shared_cache:
+            # After the pending ones, whose blocks will be in the shared cache as well.
             depths = [max(depths)] * len(depths)
         # vLLM always computes the last token, because it needs its logits.
         max_blocks = max(0, request.prompt_tokens - 1) // block_size
@@ -115,6 +118,7 @@ class PolicyState:
 
         key: identifies the request where leg and request ID do not.
         """
+        # By what was cached at the decision; later evictions are not known in time.
         work_to_do = compute_work(request.prompt_tokens, decision.cached_tokens)
         entry = PendingRequest(
             decision.instance.url,
@@ -136,11 +140,13 @@ class PolicyState:
 
         overhead_s: seconds of one request at the instance at `url`.
         """
+        # An answer can come after its instance was removed, and would bring its state back.
         if self._is_unknown(url):
             return
         if url not in self.overheads_s and len(self.overheads_s) >= MAX_TRACKED:
             # dicts keep insertion order: the instance added first is dropped
             del self.overheads_s[next(iter(self.overheads_s))]
+        # The first one counts fully: from 0 the average would take dozens of requests to get there.
         previous_s = self.overheads_s.get(url, overhead_s)
         self.overheads_s[url] = previous_s + LATEST_WEIGHT * (overhead_s - previous_s)
 
@@ -161,12 +167,14 @@ class PolicyState:
         is_measured: whether `now_us` is the time of the first token; if not, the prediction is not judged.
         Returns seconds by which the token was later than predicted, None without a judged prediction.
         """
+        # None if it was ended before: a first token is recorded once.
         entry = self.record_left(request, now_us, key)
         if entry is None or self._is_unknown(entry.url):
             return None
         sample = None
         if prefill_s is not None:
             prompt_tokens = prompt_tokens or request.prompt_tokens
+            # Engines may report more cached than the router's length of the prompt.
             prefill_work = compute_work(prompt_tokens, min(cached_tokens, prompt_tokens))
             sample = PrefillSample(request.model, *prefill_work, prefill_s)
         self._learn_prefill(entry, sample)
@@ -181,6 +189,7 @@ class PolicyState:
         self.outcomes.setdefault(entry.url, PredictionQuality()).add_outcome(
             entry.predicted_s, ttft_s
         )
+        # Positive if it was late, as in ttft.prediction_error_ms.
         return ttft_s - entry.predicted_s
 
     def _learn_prefill(self, entry: PendingRequest, sample: PrefillSample | None) -> None:
@@ -209,6 +218,7 @@ class PolicyState:
 
     def sync_instances(self, urls: Set[str]) -> None:
         """Learn only about the instances in `urls` from now on; drop the state of others."""
+        # Pending entries stay, since their requests still run: each ends by itself.
         for url in (self.urls or frozenset()) - urls:
             self.forget_instance(url)
         self.urls = urls
@@ -225,6 +235,7 @@ class PolicyState:
     def choose_least(self, scores: Sequence[float]) -> int:
         """The position of the least of `scores`, a random one among equals."""
         lowest = min(scores)
+        # The usual case costs no list and no random number.
         if scores.count(lowest) == 1:
             return scores.index(lowest)
         return self.tie_breaker.choice(
@@ -239,6 +250,7 @@ def _extend_with_queued(
     length = len(block_keys)
     for position, load in enumerate(loads):
         depth, queued_blocks = depths[position], load.queued_blocks
+        # From where the cache ends: a prefix that only begins later is of no use.
         while depth < length and block_keys[depth] in queued_blocks:
             depth += 1
         depths[position] = depth

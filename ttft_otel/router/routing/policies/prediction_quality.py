@@ -25,6 +25,7 @@ class PredictionQuality:
         error = predicted_s - actual_s
         forgetting = self._forgetting
         self.outcomes += 1
+        # Sums that fade and no list: constant memory, and old models do not count for ever.
         self._count = self._count * forgetting + 1
         self._relative_error_sum = self._relative_error_sum * forgetting + abs(error) / max(
             actual_s, 1e-6
@@ -47,6 +48,7 @@ class PredictionQuality:
         """Coefficient of determination: 1 - residual sum of squares / total; None without variance."""
         if not self._count:
             return None
+        # Of a difference of two large sums only rounding is left when all outcomes are equal.
         spread = self._actual_square_sum - self._actual_sum * self._actual_sum / self._count
         return (
             1 - self._squared_error_sum / spread

@@ -68,6 +68,7 @@ class PrefillFit:
 
     def add_sample(self, work: PrefillWork, seconds: float) -> None:
         """Learn from one measured prefill of `seconds`."""
+        # The first samples have no prediction to be weighted by.
         expected_s = seconds
         # The prediction is judged before the sample changes the line.
         if self.line is not None:
@@ -85,6 +86,7 @@ class PrefillFit:
             for j in range(3):
                 self._left[i][j] = self._left[i][j] * self._forgetting + weight * row[i] * row[j]
         self.samples += 1
+        # Three unknowns would fit three samples exactly, noise included.
         if self.samples >= MIN_SAMPLES and (
             self.samples < SOLVE_EACH_UNTIL or not self.samples % SOLVE_EVERY
         ):
@@ -101,8 +103,11 @@ class PrefillFit:
             solution = _solve_system(
                 [[self._left[i][j] for j in subset] for i in subset], self._pick_right(subset)
             )
+            # A negative coefficient would make longer prompts look faster.
             if solution is None or min(solution) < 0:
                 continue
+            # At a solution of the normal equations the error falls by
+            # exactly this: no second pass over samples.
             value = -sum(x * y for x, y in zip(solution, self._pick_right(subset), strict=True))
             if value < lowest:
                 coefficients = [0.0, 0.0, 0.0]
@@ -158,6 +163,7 @@ class SharedModel:
         speed, line = self.speeds[url], self.pooled_fit.line
         speed.samples += 1
         expected_s = 0.0 if line is None else line.predict_seconds(work)
+        # Ratios, hence logarithms: twice as slow and twice as fast are equally far from 1.
         if expected_s > 0 and seconds > 0:
             speed.quality.add_outcome(expected_s * speed.factor, seconds)
             self._learn_speed(speed, math.log(seconds / expected_s))
@@ -171,6 +177,7 @@ class SharedModel:
 
     def drop_instance(self, url: str) -> None:
         """Drop what was learned about the instance at `url`."""
+        # The others are compared with the average of those that are left.
         self._mean_sum -= self.speeds.pop(url).mean_log_ratio
         self.speed_factors.pop(url, None)
 
@@ -253,6 +260,7 @@ class PrefillModels:
     def _drop_speed(self, model: str, url: str) -> None:
         del self._speeds[model, url]
         self._shared_models[model].drop_instance(url)
+        # The last instance with this model is gone, and with it what the line was for.
         if not self._shared_models[model].speeds:
             del self._shared_models[model]
 

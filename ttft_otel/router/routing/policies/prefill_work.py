@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+# Integers, so that sums of pending work return to exactly zero.
 class PrefillWork(NamedTuple):
     """Prompt tokens to compute (linear cost), and the (query, key) pairs of their causal attention."""
 
@@ -18,6 +19,7 @@ def count_pairs(prompt_tokens: int, cached_tokens: int) -> int:
 
     Token k attends to k tokens, so this is the sum of cached_tokens + 1 .. `prompt_tokens`, a trapezoid.
     """
+    # Always even, since the factors differ in parity: // only keeps it an integer.
     return (cached_tokens + 1 + prompt_tokens) * (prompt_tokens - cached_tokens) // 2
 
 

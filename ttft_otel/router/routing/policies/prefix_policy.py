@@ -31,6 +31,7 @@ class PrefixPolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the longest cached prefix, ties by requests in flight; the score is uncached tokens."""
         loads = self._state.pending.list_loads(instances)
+        # With pending prompts: a burst with one prefix should go where the first of it went.
         cached_tokens = self._state.estimate_cached(request, instances, loads)
         longest = max(cached_tokens)
         if longest <= MIN_PREFIX_SHARE * request.prompt_tokens:
@@ -40,6 +41,7 @@ class PrefixPolicy(RoutingPolicy):
         position = positions[self._state.choose_least([in_flight[each] for each in positions])]
         lowest = min(in_flight)
         if (
+            # Both: 8 more are little among hundreds, and half as many again is little among two.
             in_flight[position] > lowest + MAX_EXTRA_REQUESTS
             and in_flight[position] > MAX_REQUEST_RATIO * lowest
         ):

@@ -22,8 +22,10 @@ class RequestRatePolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the fewest arrivals, ties in the order of `instances`; the score is that number."""
         window_s = self._pending.window_s
+        # Arrivals, and not requests in flight, which least_requests compares.
         arrivals = [
             self._pending.get_load(each.url).count_arrivals(now_us, window_s) for each in instances
         ]
+        # The first of equals, which the next request then finds one ahead: they take turns.
         position = arrivals.index(min(arrivals))
         return Decision(instances[position], arrivals[position], "qps", candidate_scores=arrivals)

@@ -20,6 +20,9 @@ class RoundRobinPolicy(RoutingPolicy):
     ) -> Decision:
         """Choose the next of `instances`; a retry (`is_retry`) does not advance the turn."""
         turn = self._next_turn.get(request.leg, 0)
+        # A retry's candidates lack the instance that failed:
+        # advancing would skip another one's turn.
         if not is_retry:
             self._next_turn[request.leg] = turn + 1
+        # Modulo here and not in the counter: the number of candidates changes.
         return Decision(instances[turn % len(instances)], 0.0, "round_robin")

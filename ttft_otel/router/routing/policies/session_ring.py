@@ -38,6 +38,7 @@ class HashRing:
 
         At least one of them must have been added, or the search does not end.
         """
+        # May be one beyond the last point: the modulo below closes the ring.
         position = bisect(self._points, _hash_text(key))
         while True:
             owner = self._owners[position % len(self._owners)]
@@ -50,6 +51,8 @@ class HashRing:
         new_urls = urls - self._urls
         if not new_urls:
             return
+        # Sessions of the present ones keep their instance: their
+        # points do not depend on the others.
         if len(self._urls) + len(new_urls) > MAX_RING_INSTANCES:
             new_urls, self._urls, self._points, self._owners = urls, set(), [], []
         points = list(zip(self._points, self._owners, strict=True))
@@ -90,6 +93,7 @@ class SessionPolicy(RoutingPolicy):
         value = request.headers.get(self._session_key.lower())
         if value is None:
             try:
+                # Raw values: only the one that is asked for is decoded, however long the prompt is.
                 fields = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
                 raw = fields.get(self._session_key, _NO_SESSION)
                 if len(memoryview(raw)) > MAX_KEY_BYTES:
@@ -97,8 +101,10 @@ class SessionPolicy(RoutingPolicy):
                 value = msgspec.json.decode(raw)
             except JSON_ERRORS:
                 return ""
+        # Other values are no names; such a request goes by rate, like one without a session.
         return str(value) if isinstance(value, (str, int)) else ""
 
 
 def _hash_text(text: str) -> int:
+    # Not Python's hash(), which differs between processes: all routers must agree.
     return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")

@@ -34,6 +34,7 @@ def build_source(
     instance that reports nothing. kv_endpoints: values of --kv-events-endpoint. lmcache_url,
     lmcache_instances: the controller's URL and its IDs of the instances.
     """
+    # Flags that do nothing would look like a working set-up.
     if kv_endpoints and kind != "kv-events":
         raise ValueError("--kv-events-endpoint needs --prefix-index kv-events.")
     if (lmcache_url or lmcache_instances) and kind != "lmcache":

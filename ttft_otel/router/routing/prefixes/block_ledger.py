@@ -91,9 +91,11 @@ class BlockLedger:
         mark = self._find_medium_mark(event)
         if mark is None:
             return
+        # Offloaded to the CPU: the GPU may or may not hold it still.
         if mark:
             yield from self._store_copies(event, mark)
             return
+        # 0: the block begins a prompt (block_keys.py).
         parent_key = 0 if event.parent_hash is None else self._find_key(event.parent_hash)
         size, ids, keys = event.block_size, event.token_ids, event.extra_keys
         # An orphan follows a block that was never reported: its prefix, hence its key, is unknown.
@@ -126,6 +128,7 @@ class BlockLedger:
             yield
 
     def _add_block(self, key: int, block_key: int) -> None:
+        # Two requests computed it side by side; it is cached until both copies are gone.
         if key in self._keys_by_hash:
             self._extra_copies[key] = self._extra_copies.get(key, 0) + 1
         elif self._size >= self.max_blocks or self.index.is_full_for(self.url):
@@ -136,6 +139,8 @@ class BlockLedger:
             self.index.reported_blocks += 1
             self.index.blocks_by_url[self.url] += 1
             self.counts["stored"] += 1
+            # Two engine hashes with one key of ours, or GPU and CPU:
+            # the index keeps one bit for both.
             if self.index.has_block(self.url, block_key, self.rank):
                 self._extra_hashes[block_key] = self._extra_hashes.get(block_key, 0) + 1
             else:
@@ -143,6 +148,7 @@ class BlockLedger:
 
     def _remove_blocks(self, event: BlocksRemoved) -> Iterator[None]:
         mark = MEDIUM_MARKS.get(event.medium)
+        # What was not counted when it was stored must not be taken away.
         if mark is None or event.cache_group != self.cache_group:
             return
         for block_hash in event.hashes:
@@ -173,6 +179,7 @@ class BlockLedger:
         return mark
 
     def _find_key(self, block_hash: int) -> int | None:
+        # The GPU first: a block is usually there.
         for mark in MEDIUM_MARKS.values():
             block_key = self._keys_by_hash.get(block_hash | mark)
             if block_key is not None:

@@ -39,6 +39,7 @@ def parse_configured(values: Sequence[str]) -> dict[str, list[EventEndpoint]]:
     for value in values:
         url, separator, rest = value.partition("=")
         events, _, replay = rest.partition(",")
+        # Checked before: urlsplit() takes almost any text for a path.
         host = urlsplit(url).hostname if url.startswith(("http://", "https://")) else None
         if not separator or not host:
             raise ValueError(
@@ -62,6 +63,7 @@ def parse_announced(answer: Any, url: str) -> dict[int, EventEndpoint]:
     """
     if not isinstance(answer, Mapping):
         raise ValueError("/kv_event_sources did not return an object by rank")
+    # The answer comes from an instance: it must not make the router open thousands of sockets.
     if len(answer) > MAX_RANKS:
         raise ValueError(f"/kv_event_sources returned more than {MAX_RANKS} ranks")
     host = urlsplit(url).hostname or ""
@@ -69,6 +71,7 @@ def parse_announced(answer: Any, url: str) -> dict[int, EventEndpoint]:
     for rank, config in answer.items():
         if not isinstance(config, Mapping) or not str(rank).isdigit():
             raise ValueError(f"/kv_event_sources has no valid configuration for rank {rank!r:.20}")
+        # The other publisher, "null", sends nothing.
         if config.get("publisher") == "zmq" and config.get("enable_kv_cache_events", True):
             replay = config.get("replay_endpoint") or ""
             endpoints[int(rank)] = EventEndpoint(
@@ -87,11 +90,13 @@ def resolve_address(address: str, host: str) -> str:
     scheme, _, rest = address.partition("://")
     if len(address) > MAX_ADDRESS_CHARS or not address.isprintable():
         raise ValueError(f"{address[:50]!r}... is not a ZMQ address of a publisher")
+    # Only on this host, in a file system that both see.
     if scheme == "ipc" and rest:
         return address
     host_part, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host_part or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r:.200} is not a ZMQ address of a publisher")
     if host_part in WILDCARD_HOSTS:
+        # An IPv6 address needs its brackets before a port.
         host_part = f"[{host}]" if ":" in host else host
     return f"tcp://{host_part}:{port}"

@@ -50,6 +50,7 @@ class EventFeed:
 
     def handle_disconnected(self) -> None:
         """The connection is down: the next message may be of a restarted engine."""
+        # Nothing is cleared yet: after a short interruption the replay fills the gap.
         self._is_disconnected = True
         self.counts["disconnects"] += 1
 
@@ -58,11 +59,13 @@ class EventFeed:
 
         number: counted by the engine from 0. payload: msgpack, see kv_event_parser.py.
         """
+        # A message can overtake the monitor's event that says the connection is back.
         if self._is_disconnected:
             await self.handle_connected()
         elif number <= self._last_heard:
             # The engine restarted, or the message arrived twice: the replay tells.
             await self._replay_missed()
+        # What was heard, not what was applied: a replay may have run ahead of it.
         self._last_heard = number
         if self.last_applied is not None and number > self.last_applied + 1:
             self.counts["gaps"] += 1
@@ -80,6 +83,7 @@ class EventFeed:
             return
         self.counts["replays"] += 1
         try:
+            # Closed at once when the rest is of no use, so that its socket is free.
             async with aclosing(self.replay(max(0, self.last_applied or 0))) as missed:
                 is_same_engine = await self._apply_missed(missed)
         except ReplayFailed:
@@ -90,6 +94,8 @@ class EventFeed:
             self.counts["restarts"] += 1
             self._last_heard = NO_MESSAGE
             self.clear_state()
+            # From 0 now, since clear_state() has forgotten the
+            # number: all that the new engine keeps.
             await self._replay_missed()
         elif self.last_applied is None:
             self.last_applied = NO_MESSAGE  # the engine has published nothing yet
@@ -118,6 +124,7 @@ class EventFeed:
             self.counts["malformed"] += 1
             self.clear_state()
         self.last_applied, self._last_payload = number, payload
+        # Between messages, so that memory of cleared caches does not pile up.
         await run_sliced(self.ledger.index.free_retired())
 
     def _apply_events(self, payload: bytes) -> Iterator[None]:

@@ -118,6 +118,7 @@ def iterate_kv_events(payload: bytes) -> Iterator[KvEvent]:
     """
     try:
         batch = _decode_batch(payload)
+        # As a map, or in the order (timestamp, events, rank).
         events = _decode_events(batch["events"] if isinstance(batch, dict) else batch[1])
         for raw in events:
             yield _parse_event(_decode_event(raw))
@@ -154,6 +155,7 @@ def _parse_event(raw: RawEvent) -> KvEvent:
         )
     if tag == "BlockStored":
         return _parse_stored(_decode_fields(raw, STORED_FIELDS))
+    # None, for events of later releases: counted as unknown.
     return CacheCleared() if tag == "AllBlocksCleared" else None
 
 
@@ -165,6 +167,7 @@ def _decode_fields(raw: RawEvent, names: Sequence[str]) -> Mapping[str, Any]:
 
 def _parse_stored(fields: Mapping[str, Any]) -> BlocksStored:
     hashes, parent = _read_hashes(fields), fields.get("parent_block_hash")
+    # Older releases tell only the adapter's number.
     adapter = fields.get("lora_name") or fields.get("lora_id")
     # Releases without `extra_keys` only report the adapter.
     extra = fields.get("extra_keys") or (
@@ -189,4 +192,5 @@ def _read_hashes(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _shorten_hash(value: int | bytes) -> int:
+    # 64 bits are plenty for one cache, and an int takes less memory than bytes.
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & _HASH_MASK

@@ -47,6 +47,7 @@ class KvEventsSource(SentPrefixSource):
     """
 
     def __init__(self, block_size: int, max_blocks: int, endpoints: Sequence[str]) -> None:
+        # One index for reported and estimated blocks: policies compare instances of both kinds.
         self._reported = ReportedIndex(block_size, max_blocks)
         super().__init__(self._reported)
         self.configured_endpoints = parse_configured(endpoints)
@@ -56,6 +57,7 @@ class KvEventsSource(SentPrefixSource):
     async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
         """Subscribe to the instances of `pool` that prefill."""
         self._context = zmq.asyncio.Context()
+        # Before the first socket: later it has no effect.
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         await super().start(session, pool)
         for url in self.configured_endpoints.keys() - self._subscriptions.keys():
@@ -71,6 +73,7 @@ class KvEventsSource(SentPrefixSource):
         self._subscriptions.clear()
         await asyncio.gather(*ending, return_exceptions=True)
         if self._context is not None:
+            # Without waiting for messages that nobody will read.
             self._context.destroy(linger=0)
         await super().close()
 
@@ -84,6 +87,7 @@ class KvEventsSource(SentPrefixSource):
                 self._subscriptions[url] = Subscription(
                     url, self._reported, self._context, self._find_endpoints
                 )
+        # After the subscriptions have ended: their blocks are retired then, and freed here.
         super().sync_instances()
 
     async def _find_endpoints(self, url: str) -> dict[int, EventEndpoint]:
@@ -98,6 +102,7 @@ class KvEventsSource(SentPrefixSource):
         async with self._session.get(
             f"{url}/kv_event_sources", timeout=QUERY_TIMEOUT, allow_redirects=False
         ) as response:
+            # A release without this endpoint (0.29 and older): not a failure.
             if response.status == 404:
                 return {}
             body = await read_bounded_body(response, MAX_ANSWER_BYTES)

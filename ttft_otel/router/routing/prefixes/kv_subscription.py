@@ -97,6 +97,7 @@ class Subscription:
     async def _run_forever(self) -> None:
         while True:
             try:
+                # Asked again and again: a restarted instance may name other ports.
                 self._sync_ranks(await self._find_endpoints(self.url))
             except _REFRESH_ERRORS as error:
                 # After other errors the instance may just be starting.
@@ -123,6 +124,7 @@ class Subscription:
                 "sent; start vLLM with --kv-events-config, or name it with --kv-events-endpoint"
             )
         for number, rank in list(self._ranks.items()):
+            # Not on a mere disconnection, which ZMQ repairs by itself.
             if endpoints.get(number) != rank.endpoint or rank.is_lost:
                 self._stop_rank(number)
         for number, endpoint in endpoints.items():
@@ -144,6 +146,7 @@ class Subscription:
 
     def _start_rank(self, rank_number: int, endpoint: EventEndpoint) -> None:
         replay_from = functools.partial(request_replay, self._context, endpoint.replay)
+        # A new one, since another publisher's hashes mean nothing to the old.
         ledger = BlockLedger(self._index, self.url, rank_number)
         feed = EventFeed(ledger, replay_from if endpoint.replay else None)
         listening = receive_events(
@@ -164,6 +167,7 @@ class Subscription:
         rank.feed.ledger.clear_blocks()
 
     def _handle_connection(self, rank_number: int, is_connected: bool) -> None:
+        # May be gone: the monitor's last event comes after _stop_rank().
         rank = self._ranks.get(rank_number)
         if rank is not None:
             rank.is_connected = is_connected
@@ -177,6 +181,7 @@ class Subscription:
     def _warn_misconfigured(self) -> None:
         """Warn once about each configuration that an operator should change."""
         for rank in self._ranks.values():
+            # Never connected: most likely bound to the loopback address of another host.
             if not rank.is_connected and not rank.feed.counts:
                 self._warn_once(
                     f"accepts no KV event subscriber at {rank.endpoint.events}; give vLLM a wildcard "
@@ -196,6 +201,7 @@ class Subscription:
             )
 
     def _warn_once(self, message: str) -> None:
+        # Bounded, because messages contain what instances answered.
         if message not in self._logged and len(self._logged) < 100:
             self._logged.add(message)
             log.warning("ttft-otel: %s %.1000s", self.url, message)

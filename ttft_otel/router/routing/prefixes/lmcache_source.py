@@ -91,6 +91,7 @@ class LMCacheSource(SentPrefixSource):
                 self.instance_ids, [each.url for each in list_prefilling(pool)]
             )
         else:
+            # For what it raises: instances that share an address cannot be told apart.
             await self._resolve_addresses()
         await super().start(session, pool)
         if not self.instance_ids:
@@ -123,6 +124,7 @@ class LMCacheSource(SentPrefixSource):
         ):
             self.counts["skipped"] += 1
             return None
+        # Counted by hand: a semaphore would let requests wait, which they must not.
         self._lookup_count += 1
         try:
             answer = await self._query_controller(
@@ -137,12 +139,14 @@ class LMCacheSource(SentPrefixSource):
         self.counts["answered"] += 1
         size = self.index.block_size
         depths = self.index.match_blocks(prompt.block_keys, urls)
+        # The history's answer is the floor: vLLM's own cache is unknown to the controller.
         tokens_by_url = {url: depth * size for url, depth in zip(urls, depths, strict=True)}
         for name, tokens in tokens_by_id.items():
             url = self._url_by_id.get(name)
             if url is None:
                 self.counts["unknown_instance"] += 1
             elif url in tokens_by_url:
+                # Never more than the prompt has, whatever the controller says.
                 tokens_by_url[url] = max(tokens_by_url[url], min(tokens, prompt.tokens))
         return tokens_by_url
 
@@ -177,6 +181,7 @@ class LMCacheSource(SentPrefixSource):
 
     def _record_failure(self, error: BaseException) -> None:
         self.counts["failed"] += 1
+        # Once: with every request failing, the log would be of nothing else.
         if self.counts["failed"] == 1:
             log.warning(
                 "ttft-otel: LMCache controller %s does not answer /lookup, cached prefixes are estimated "

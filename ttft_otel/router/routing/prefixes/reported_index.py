@@ -37,6 +37,7 @@ class ReportedIndex(SentHistory):
 
     def set_block_size(self, block_size: int) -> None:
         """Use `block_size` from /metrics as long as no instance has reported its own in an event."""
+        # Events are the better source: they tell the size of the very blocks that are reported.
         if block_size and not self.block_sizes:
             self.block_size = block_size
 
@@ -55,6 +56,7 @@ class ReportedIndex(SentHistory):
     def release_blocks(self, blocks: Iterator[int]) -> Iterator[int]:
         """Pass on `blocks` of a cleared ledger, uncounting each when it is consumed."""
         for block in blocks:
+            # Only now is the memory free; the limit is about memory.
             self.reported_blocks -= 1
             yield block
 
@@ -66,6 +68,7 @@ class ReportedIndex(SentHistory):
         if self.block_sizes.get(url) == block_size == self.block_size:
             return True
         self.block_sizes[url] = block_size
+        # As long as one instance has it, its blocks in the index are of use.
         if self.block_size not in self.block_sizes.values():
             self.block_size = block_size
         return block_size == self.block_size
@@ -80,5 +83,6 @@ class ReportedIndex(SentHistory):
         """Mark `url` as not reporting; from now on its blocks are estimated."""
         self.reporting.discard(url)
         self.block_sizes.pop(url, None)
+        # A Counter keeps keys with 0 for ever.
         if not self.blocks_by_url[url]:
             del self.blocks_by_url[url]

@@ -40,6 +40,7 @@ class SentPrefixSource:
     async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
         """Follow the instances of `pool`; they are only asked for their block size."""
         self._pool, self._session = pool, session
+        # A restarted instance has an empty cache, and cannot say so.
         self._remove_listener = pool.return_listeners.add(self._handle_return)
         self._size_task = asyncio.ensure_future(self._learn_block_size(session))
         self.sync_instances()
@@ -58,6 +59,7 @@ class SentPrefixSource:
         urls = {each.url for each in list_prefilling(self._pool)}
         self._urls = urls
         self.index.sync_instances(urls)
+        # A share for each: the limit is of the process, however many instances there are.
         self.index.set_max_blocks(min(self._max_blocks, MAX_TOTAL_BLOCKS // max(1, len(urls))))
         self.free_memory()
 
@@ -68,12 +70,14 @@ class SentPrefixSource:
 
     def free_memory(self) -> None:
         """Free the memory of dropped instances, in the background."""
+        # One at a time: a running one goes on with what is retired meanwhile.
         if self._free_task is None or self._free_task.done():
             self._free_task = asyncio.ensure_future(run_sliced(self.index.free_retired()))
 
     async def _learn_block_size(self, session: aiohttp.ClientSession) -> None:
         """Ask instances for their block size until one reports it; it holds for the index."""
         while True:
+            # A copy, since instances may change while one is asked.
             for url in tuple(self._urls):
                 try:
                     async with session.get(f"{url}/metrics", timeout=QUERY_TIMEOUT) as response:

@@ -17,5 +17,6 @@ async def run_sliced(steps: Iterator[object]) -> None:
     end = perf_counter() + SLICE_S
     for _ in steps:
         if perf_counter() > end:
+            # One turn of the event loop, without a timer.
             await asyncio.sleep(0)
             end = perf_counter() + SLICE_S

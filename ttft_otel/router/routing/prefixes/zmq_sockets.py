@@ -60,8 +60,10 @@ async def receive_events(
         stack.callback(socket.disable_monitor)
         for name, value in HEARTBEAT_MS.items():
             socket.setsockopt(getattr(zmq, f"HEARTBEAT_{name}"), value)
+        # A SUB socket without a subscription receives nothing.
         socket.setsockopt(zmq.SUBSCRIBE, endpoint.topic.encode())
         socket.connect(endpoint.events)
+        # A replay awaits: without the lock the next message would be applied in the middle of it.
         lock = asyncio.Lock()
         tasks = [
             asyncio.ensure_future(_watch_connection(monitor, feed, lock, on_connection)),
@@ -78,6 +80,7 @@ async def _receive_messages(
     for turns in itertools.count(1):
         parts = await _receive_frames(socket)
         async with lock:
+            # Topic, number (8 bytes, big-endian), events.
             if len(parts) == 3 and len(parts[1]) == 8:
                 await feed.receive_message(int.from_bytes(parts[1], "big"), parts[2])
             else:
@@ -101,6 +104,7 @@ async def _watch_connection(
             async with lock:
                 await feed.handle_connected()
         else:
+            # Without the lock: it only sets a flag, and must not wait for a replay.
             feed.handle_disconnected()
 
 
@@ -141,8 +145,10 @@ async def _receive_replay(
     context: zmq.asyncio.Context, address: str, start: int
 ) -> AsyncGenerator[tuple[int, bytes], None]:
     """The messages of one replay request; complete if the last number is END_OF_REPLAY."""
+    # A new socket for each request: late answers to an earlier one cannot mix in.
     with _open_socket(context, zmq.DEALER) as socket:
         socket.connect(address)
+        # The empty frame is what a REQ socket would send; vLLM's ROUTER expects it.
         await socket.send_multipart([b"", start.to_bytes(8, "big")])
         while True:
             try:
@@ -174,6 +180,7 @@ async def _receive_frames(socket: zmq.asyncio.Socket) -> list[bytes]:
 def _open_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     socket: zmq.asyncio.Socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
+    # Before connect(), which is when ZMQ reads these options.
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.IPV6, 1)

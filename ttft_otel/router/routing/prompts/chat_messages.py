@@ -73,6 +73,7 @@ class ChatMessages:
         parts = [] if content is None else content
         if isinstance(content, str):
             parts = [{"type": "text", "text": content}]
+        # vLLM strips it from system messages only.
         if role == "system":
             parts = _strip_billing(parts)
         converted: dict[str, Any] = {"role": role, "content": self._convert_content(parts)}
@@ -100,6 +101,7 @@ class ChatMessages:
         missing: list[str] = []
         for name in dict.fromkeys(placeholders):
             missing_count = placeholders.count(name) - text.count(name)
+            # More placeholders in the text than items: vLLM answers 400.
             if missing_count < 0:
                 raise UnreadablePrompt("refused")
             missing += [name] * missing_count
@@ -110,6 +112,7 @@ class ChatMessages:
         if isinstance(part, str):
             return {"type": "text", "text": part} if self.keeps_parts else part
         part_type = part.get("type")
+        # An item that is named by its uuid may come without content, so the key decides.
         if part_type is None or part.get("uuid") is not None:
             part_type = next(
                 (key for key in (*_MODALITIES, "tool_reference") if key in part), part_type

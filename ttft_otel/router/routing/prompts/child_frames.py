@@ -10,11 +10,13 @@ from typing import Final
 
 import msgspec
 
+# MessagePack does not tell its length in front, and a pipe has no message bounds.
 LENGTH_BYTES: Final = 4  # bytes of a frame's length
 # The `source` of prompts that are token ids already and need no tokenizer; no model has this name.
 NO_TOKENIZER: Final = "\0"
 
 
+# array_like: fields by position, since both ends are of the same version.
 class TokenizeQuestion(msgspec.Struct, array_like=True, frozen=True):
     """A request to load the tokenizer `source`, or with a `path` to read the prompt of `body`.
 

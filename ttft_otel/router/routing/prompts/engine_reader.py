@@ -30,6 +30,7 @@ from ttft_otel.router.upstream.instance_queries import build_authorization
 RENDERED_PATHS: Final = (*PROMPT_KINDS, RESPONSES_PATH, MESSAGES_PATH)
 REFUSAL_PAUSE_S: Final = 60.0  # seconds before an instance that refused is asked again
 FAILURE_PAUSE_S: Final = 5.0  # seconds before one that timed out or was unreachable is asked again
+# Beyond it requests go without tokens: rendering competes with the instances' own work.
 MAX_CONCURRENT_RENDERS: Final = 32  # render requests in flight
 MAX_RENDER_BYTES: Final = 32 << 20  # bytes of a response
 _REFUSAL_STATUSES: Final = (401, 403, 404, 405, 501)  # no such endpoint, or it is disabled
@@ -88,6 +89,7 @@ class EnginePromptReader:
         path, model, body: of the request. block_size: tokens per block of the keys.
         """
         deadline_s = asyncio.get_running_loop().time() + REQUEST_WAIT_S
+        # Ends because each failure pauses the instance that failed.
         while (instance := self._choose_instance(model)) is not None:
             remaining_s = deadline_s - asyncio.get_running_loop().time()
             if remaining_s <= 0:
@@ -98,6 +100,7 @@ class EnginePromptReader:
                     instance, path, body, block_size, model, remaining_s
                 )
             except asyncio.TimeoutError:
+                # The time is used up, so no other instance is asked.
                 self._pause_instance(instance, FAILURE_PAUSE_S)
                 self.counts["failed-late"] += 1
                 return None
@@ -140,6 +143,7 @@ class EnginePromptReader:
         if status in _REFUSAL_STATUSES:
             self._record_refusal(instance, status)
             return None
+        # No other instance is asked: most likely the request is at fault, which all of them refuse.
         if status != 200:
             raise UnreadablePrompt("refused")
         return self._build_prompt(route, model, answer, block_size)
@@ -185,6 +189,7 @@ class EnginePromptReader:
             first_prompt = prompts[0]
             ids = array("I", first_prompt.token_ids)
             source = self._local.find_tokenizer(model)
+            # Part of the block keys, but not of what an instance renders.
             adapter = source.adapter if source else ""
             spans = _list_spans(first_prompt.features)
         except (msgspec.MsgspecError, IndexError, OverflowError) as error:

@@ -18,6 +18,7 @@ def load_processor(source: str, tokenizer: Any, config: dict[str, Any]) -> tuple
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+    # By name: AutoProcessor would load all parts, also those that need torch.
     class_name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
     processor_class = getattr(transformers, class_name, None) if class_name else None
     if processor_class is None or not hasattr(processor_class, "get_processor_dict"):
@@ -36,6 +37,7 @@ def _build_light_processor(
     """The processor without the parts that need torch: it only counts tokens. None if that fails."""
     import transformers
 
+    # transformers refuses parts that are None or of another class than the processor names.
     unchecked = {"check_argument_for_proper_class": lambda *_: None}
     accepted = inspect.signature(processor_class.__init__).parameters
     parts: dict[str, Any] = dict.fromkeys(processor_class.get_attributes())

@@ -44,8 +44,10 @@ class ModelTokenizer(TokenIdsReader):
     def __init__(self, source: str) -> None:
         import transformers
 
+        # Else transformers would take the path for a name of the hub.
         if Path(source).is_absolute() and not Path(source).is_dir():
             raise OSError("no such folder on the router's machine")
+        # Nobody would read its warnings: the child's stderr is /dev/null.
         transformers.utils.logging.set_verbosity_error()
         self._config, _ = transformers.PretrainedConfig.get_config_dict(source)
         # vLLM's default for generation: truncation keeps the end of a prompt

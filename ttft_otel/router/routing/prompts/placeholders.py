@@ -73,6 +73,7 @@ class PlaceholderCounter:
 
     def count_item(self, item: MediaItem) -> tuple[int, str]:
         """The number of placeholder tokens of `item`, and a key of its content."""
+        # A uuid is what vLLM uses as hash as well, so such blocks match KV events.
         key = item.uuid or _digest_text(item.url or "")
         cache_key = _digest_text(key)  # a client's uuid may be of any length
         tokens = self._counts_by_key.get(cache_key)
@@ -144,6 +145,7 @@ def expand_placeholders(
             next_position = ids.index(token, position)
         except ValueError:
             return None
+        # By search and not by offset: templates put text around placeholders.
         expanded += ids[position:next_position]
         spans.append(PlaceholderSpan(len(expanded), count, key))
         expanded += array("I", (token,)) * count

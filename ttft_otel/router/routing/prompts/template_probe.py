@@ -46,6 +46,7 @@ async def request_token_ids(
     if api_key:
         headers["Authorization"] = build_authorization(api_key)
     try:
+        # Rendered and tokenized by the server itself, so both can be compared at once.
         async with session.post(
             f"{url}/tokenize", data=build_probe_body(model), headers=headers, timeout=QUERY_TIMEOUT
         ) as answer:

@@ -51,6 +51,7 @@ class TokenCache:
     def put_ids(self, key: bytes, ids: array[int]) -> None:
         """Cache `ids` under `key`, evicting the least recently used ones."""
         cost = ENTRY_OVERHEAD_BYTES + ids.itemsize * len(ids)
+        # One that is larger than the cache would push out everything and then itself.
         if key in self._ids_by_digest or cost > self.max_bytes:
             return
         self._ids_by_digest[key] = ids
@@ -83,6 +84,7 @@ class TextEncoder:
 
         add_special: add special tokens at the ends; such a text is not cut.
         """
+        # Special tokens stand at the ends of the whole text, not of its pieces.
         if add_special:
             return self._encode_piece(text, True)
         ids, cached_count = array("I"), 0
@@ -114,6 +116,7 @@ class TextEncoder:
     def _tokenize_fast(self, text: str, add_special: bool) -> array[int]:
         if self._fast_backend is None:
             return self._tokenize_slowly(text, add_special)
+        # The batch form only: it computes no offsets, which nobody needs here.
         (encoding,) = self._fast_backend.encode_batch_fast([text], add_special_tokens=add_special)
         return array("I", encoding.ids)
 

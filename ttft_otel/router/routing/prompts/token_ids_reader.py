@@ -66,6 +66,7 @@ class TokenIdsReader:
         """
         add_special = body.get("add_special_tokens", add_special)
         max_tokens, side = body.get("truncate_prompt_tokens"), body.get("truncation_side")
+        # -1 is vLLM's word for "as much as the model takes".
         if max_tokens is not None and max_tokens < 0:
             if not max_prompt_tokens:
                 raise UnreadablePrompt("unsupported")
@@ -80,6 +81,7 @@ class TokenIdsReader:
             raise UnreadablePrompt("refused")
         if max_tokens is None or max_tokens >= len(ids):
             return ids, cached
+        # vLLM keeps the end of a prompt unless it is told otherwise.
         return (ids[:max_tokens] if side == "right" else ids[len(ids) - max_tokens :]), cached
 
     def _tokenize_text(

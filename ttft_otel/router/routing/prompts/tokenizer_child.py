@@ -39,7 +39,9 @@ def main() -> None:
         resource.RLIMIT_AS, (MAX_ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1])
     )
     for name in BLOCKED_MODULES:
+        # With None both find_spec() and import say that there is no such module.
         sys.modules[name] = None  # type: ignore[assignment]
+    # Copies first: 0 and 1 are given to /dev/null below.
     pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -64,6 +66,7 @@ def answer_question(question: TokenizeQuestion, models: dict[str, Any]) -> Token
     try:
         if not question.path:
             return _load_tokenizer(question, models)
+        # Its default action ends the process, also in the middle of a regular expression in C.
         signal.alarm(PROMPT_TIMEOUT_S)
         if question.source not in models:
             return TokenizeAnswer(question.number, "load")  # only an earlier child had loaded it
@@ -89,6 +92,7 @@ def _load_tokenizer(question: TokenizeQuestion, models: dict[str, Any]) -> Token
             missing = f"{error.name} is not installed"
             remedy = "pip install 'ttft-otel[router,tokenize]' or use --tokenize engine"
             return TokenizeAnswer(question.number, "load", f"{missing}; {remedy}")
+        # Only the first line is told: errors of the hub have many.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"cannot load the tokenizer of {question.source!r}: {lines[0][:300]}"
         remedy = "give its folder with --tokenizer DIR or use --tokenize engine"

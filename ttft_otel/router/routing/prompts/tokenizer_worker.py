@@ -93,6 +93,7 @@ class TokenizerWorker:
             or self._waiting_bytes + len(question.body) > MAX_QUESTION_BYTES
         ):
             return True
+        # A load has minutes; and an idle child answers at once.
         if not question.path or not self._sent_questions:
             return False
         is_late = asyncio.get_running_loop().time() - self._prompt_started_s > REQUEST_WAIT_S
@@ -134,6 +135,7 @@ class TokenizerWorker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,  # messages of libraries could contain prompts
+                # One prompt at a time: threads of the tokenizer would take cores from the router.
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             )
         except OSError as error:
@@ -165,6 +167,7 @@ class TokenizerWorker:
             and self._waiting_questions
             and len(self._sent_questions) < MAX_IN_PIPE
         ):
+            # First come, first served: dicts keep the order of insertion.
             number = next(iter(self._waiting_questions))
             self._sent_questions[number] = self._waiting_questions.pop(number)
             stdin.write(frame_message(self._sent_questions[number][0]))
@@ -200,6 +203,7 @@ class TokenizerWorker:
 
     def _handle_stuck(self) -> None:
         self._stuck_timer = None
+        # Taken away first, so that the next question starts a new child at once.
         process, self._process = self._process, None
         self._fail_questions("stuck")
         if process is not None:
