@@ -83,6 +83,7 @@ class Series(ABC):
 
     def take_exemplars(self) -> list[Exemplar]:
         """The traces of the largest values since the last call."""
+        # Cleared with each data point: an exemplar belongs to its interval.
         kept = sorted(self.examples.values(), reverse=True)[:MAX_EXEMPLARS]
         self.examples.clear()
         # Without filtered attributes: the labels are the series' own.

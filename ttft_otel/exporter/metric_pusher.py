@@ -62,6 +62,7 @@ class MetricPusher:
 
     def finish(self) -> None:
         """Push what is there, and end the thread."""
+        # Ends the wait at once; the thread pushes once more, so that the last interval is not lost.
         self._ended.set()
         self._thread.join()
 

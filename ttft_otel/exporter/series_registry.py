@@ -70,6 +70,7 @@ class SeriesRegistry:
         self.resources = resources
         self.is_delta = is_delta
         self.max_series = max_series
+        # By metric, because the limit is for each: many stages must not push the TTFT out.
         self._series: dict[str, dict[_SeriesKey, Series]] = {name: {} for name in _METRICS}
         # ResourceCache keeps its resources for good, so that an id() is never used again.
         self._resources: dict[int, Resource] = {}  # of metrics, by id() of that of spans

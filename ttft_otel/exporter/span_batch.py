@@ -77,6 +77,7 @@ class SpanBatch(Sequence[ReadableSpan]):
     @overload
     def __getitem__(self, index: slice) -> list[ReadableSpan]: ...
     def __getitem__(self, index: int | slice) -> ReadableSpan | list[ReadableSpan]:
+        # Only for exporters that index; it has to be there for a Sequence.
         return list(self)[index]
 
     def split_batch(self) -> Iterator[SpanBatch]:
@@ -118,6 +119,7 @@ class BatchBuilder:
     def take_batches(self) -> Iterator[SpanBatch]:
         """The batches so far, none of them empty; the builder has none afterwards."""
         batches, self._batches = self._batches, []
+        # A refused record, or one without spans in this detail, can leave an empty batch.
         for batch in batches:
             if len(batch):
                 yield from batch.split_batch()
