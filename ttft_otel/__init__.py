@@ -21,4 +21,5 @@ answers       explain/                               what changed between two wi
 entry points  plugin cli doctor doctor_clock doctor_media doctor_metrics size testing
 """
 
+# The only place of the version: pyproject.toml reads it from here when a wheel is built.
 __version__ = "0.1.0"

@@ -125,6 +125,7 @@ class PartitionCursor:
         if not mark or 0 < self.limit < mark:
             self.is_open = True
             return
+        # Times of two processes, or of a device, may overlap a little: the sum stays exact.
         if mark < self.position:
             self.clamped += self.position - mark
             mark = self.position
@@ -134,6 +135,7 @@ class PartitionCursor:
     def _append_piece(self, label: str, end: int) -> None:
         if end > self.position:
             last = self.pieces[-1] if self.pieces else None
+            # One span, not two that touch: neighbouring lost intervals are one of unknown stage.
             if last and last[0] == label:
                 self.pieces[-1] = (label, last[1], end)
             else:
@@ -156,6 +158,7 @@ def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Break
         _add_remote_lengths(cursor, marks)
     else:
         _close_worker_stages(cursor, marks)
+    # From here on the marks are this process's own.
     cursor.limit = 0
     cursor.close_stage("output", marks.output)
     if marks.egress:
@@ -170,12 +173,14 @@ def _close_queue(cursor: PartitionCursor, marks: Marks) -> None:
     """The queue's stage, with the connectors' waits cut out of it."""
     queue_stage = "encoder.queue" if marks.encoder_first else "prefill.queue"
     if marks.scheduled:
+        # Two connectors can wait at once; what the first one took is cut off the second.
         for stage, start, stop in sorted(marks.waits, key=lambda wait: wait[1]):
             low, high = max(start, cursor.position), min(stop, marks.scheduled)
             if high > low:
                 cursor.is_open = cursor.is_open or marks.queue_lost
                 cursor.close_stage(queue_stage, low)
                 cursor.close_stage(stage, high)
+    # It ended while it waited for a connector: that wait has a start and no end.
     elif marks.moving or marks.asking:
         cursor.close_stage(queue_stage, marks.moving or marks.asking)
     cursor.is_open = cursor.is_open or marks.queue_lost
@@ -190,6 +195,7 @@ def _close_worker_stages(cursor: PartitionCursor, marks: Marks) -> None:
             cursor.is_open = True  # steps were dropped before this one
         first = "prefill.stall" if number else "dispatch"
         end, later = 0, "prefill.stall"
+        # Only the last chunk's step gives the first token.
         if number == last and not marks.partial:
             end, later = step.sampled, "sample" if step.sampled else UNATTRIBUTED
         _close_step(cursor, step, (first, later), end, marks.encode_only)
@@ -240,6 +246,7 @@ def _close_step(
 def _flatten_intervals(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Make nested intervals disjoint; the inner one wins (V1's runner saves inside the encoder call)."""
     flat: list[tuple[int, int, int]] = []
+    # Of intervals with the same start the longer one comes first: it is the outer one.
     for code, start, stop in sorted(pairs, key=lambda pair: (pair[1], -pair[2])):
         if flat and start < flat[-1][2]:
             outer, first, end = flat.pop()
@@ -270,6 +277,7 @@ def _build_breakdown(cursor: PartitionCursor, marks: Marks) -> Breakdown:
     totals: dict[str, int] = {}
     for label, low, high in cursor.pieces:
         totals[label] = totals.get(label, 0) + high - low
+    # Apart from the stages: unattributed time is the remainder, no stage that somebody can tune.
     lost = totals.pop(UNATTRIBUTED, 0)
     pieces = _merge_tail_pieces(cursor.pieces)
     reasons = divide_waits(pieces, marks.reasons)

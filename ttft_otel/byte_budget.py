@@ -38,6 +38,7 @@ class ByteBudget(Generic[BodyType]):
         body.held_bytes += number
         self.held_bytes += number
         losers: list[BodyType] = []
+        # Ends with `body` itself at the latest, which is one of the arriving ones.
         while self.held_bytes > self.max_bytes and body not in losers:
             largest = max(
                 self._arriving, key=lambda each: each.held_bytes
@@ -48,5 +49,6 @@ class ByteBudget(Generic[BodyType]):
 
     def release(self, body: BodyType) -> None:
         """The bytes of `body` are held no more. Idempotent."""
+        # By what the body counts, and then 0: a second release takes nothing away.
         self.held_bytes -= body.held_bytes
         body.held_bytes = 0

@@ -17,6 +17,7 @@ from ttft_otel.breakdown import LOST_FORWARD, EngineStep, Marks
 from ttft_otel.stages import STAGES_BY_CODE
 from ttft_otel.timing import ClockNote
 
+# Hosts of one data-parallel deployment may have different releases of this package.
 TIMELINE_VERSION: Final = 6
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
 # tells which clock placed its intervals. Without it they are the host's times.
@@ -104,6 +105,7 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
             # Drop the step before: the latest one holds the first token's sampling.
             self.steps.pop()
             self.truncated = True
+        # Also without a record: a step that is left out would make a stall of its time.
         self.steps.append(record or ())
 
 
@@ -202,10 +204,12 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         timeline = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
+    # An array has no names: another version's fields would be read as this one's.
     if timeline.version != TIMELINE_VERSION or 0 < len(timeline.media) < media_items.HEADER_LENGTH:
         return None
     waits = timeline.waits
     for code, start, end in zip(waits[::3], waits[1::3], waits[2::3], strict=False):
+        # A code of a later version is left out; its time then stays with the queue.
         if code in STAGES_BY_CODE:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
     marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))

@@ -25,6 +25,7 @@ class Subcommand:
     command: str = "command"
 
 
+# Help texts are here once more, because the commands' own would have to be imported.
 SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     "serve": Subcommand(
         "ttft_otel.report.serve", "serve", "Receive, keep and show spans.", "serve"
@@ -59,6 +60,7 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All subcommands, in the order of SUBCOMMANDS."""
+        # click's own order would be the alphabet's.
         return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -68,6 +70,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the subcommands' help, whatever is installed."""
+        # click's own version calls get_command() for each, which would import all of them.
         with formatter.section("Commands"):
             formatter.write_dl([(name, door.help_text) for name, door in SUBCOMMANDS.items()])
 
@@ -80,7 +83,9 @@ def load_subcommand(name: str, subcommand: Subcommand) -> click.Command:
     try:
         module = importlib.import_module(subcommand.module)
     except ModuleNotFoundError as error:
+        # Only a missing package is explained; any other error of an import keeps its traceback.
         missing = error.name or ""
+        # One of our own modules: no extra would install it.
         if missing.partition(".")[0] == "ttft_otel":
             raise click.ClickException(
                 f"ttft-otel {name} is not in this version ({__version__}); "

@@ -31,6 +31,7 @@ def align_marks(marks: Marks, boot: int, rank: int, arrived: int) -> None:
     core's clock has stepped within the request. Sets `clock_offset` and `clock_error` of `marks`.
     boot, rank: identify the engine core. arrived: our time when its output, or the end, was here.
     """
+    # The latest mark before the engine core had it: the later, the narrower is the bound.
     sent = marks.assign or marks.render or marks.arrive
     if boot == clock.get_boot_number() and _is_in_order(marks, sent, arrived):
         return  # one host, and a request with its first token: the usual case costs no more than this

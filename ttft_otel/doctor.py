@@ -96,6 +96,7 @@ def check_plugin() -> Iterator[Check]:
     if not ours:
         remedy = f"install it into vLLM's Python: {sys.executable} -m pip install ttft-otel"
         yield Check("plugin", "fail", "vLLM cannot find the plugin", remedy)
+    # Set and empty is an allowlist without names for vLLM, not "unset" (plugins/__init__.py).
     elif allowed is not None and ours[0] not in allowed.split(","):
         remedy = f"add {ours[0]} to {ENV_PLUGINS}, or unset it"
         yield Check("plugin", "fail", f"{ENV_PLUGINS}={allowed} leaves it out", remedy)
@@ -137,6 +138,7 @@ def check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
     stop_retrying = threading.Event()
     stop_retrying.set()  # a single attempt
     exporter: SpanExporter = batch_exporter.create_span_exporter(chosen)
+    # The exporter's own class and settings: what passes here passes for a server, too.
     sending = batch_exporter.BatchExporter(
         exporter, exporter_counters.ExporterCounters(), chosen.endpoint, stop_retrying
     )

@@ -28,5 +28,6 @@ def describe_clock(note: timing.ClockNote) -> tuple[bool, str, str]:
     sentence = CLOCK_REASONS[note.word].format(error_us=note.error_us)
     if note.word not in ("host", "device"):
         return False, sentence, GAPS_REMEDY
+    # A host clock has no such error; it reads 0.
     late = note.error_us > NOTABLE_ERROR_US
     return not late, sentence, LATE_REMEDY if late else ""

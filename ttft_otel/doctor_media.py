@@ -38,7 +38,9 @@ def read_recomputed_items(base: str, timeout: float) -> dict[str, int] | None:
             page = answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace")
     except (URLError, OSError, ValueError):
         return None
+    # float() first: the page's numbers are floats, and large ones have an exponent.
     items = {instance: int(float(count)) for instance, count in _SAMPLE.findall(page)}
+    # No sample: not a router with encoders. Zeros are an answer, and are told.
     return items or None
 
 

@@ -21,9 +21,11 @@ def describe_metrics(chosen: Settings) -> tuple[bool, str, str]:
             f"{chosen.temporality} metrics to {where}; the collector makes none of its spans",
             "",
         )
+    # endswith(): also parentbased_, whose root requests are all sampled.
     if chosen.sampler.endswith("always_on"):
         return True, "the collector makes them of the spans, of which all are sent", ""
     sampled = f"sampler {chosen.sampler}"
     if chosen.sampler.endswith("traceidratio"):
         sampled += f", ratio {chosen.ratio:g}"
+    # A note, not a failure: shares and quantiles may be right, counts are not.
     return False, f"the collector makes them of sampled requests alone ({sampled})", COUNT_REMEDY

@@ -23,9 +23,11 @@ def find_failed_stage(marks: Marks) -> str:
         return "receive"
     if not marks.assign:
         return "preprocess"
+    # Between handover and input: the mark may be missing because its hook is.
     if not marks.added:
         return ""
     if not marks.scheduled:
+        # A wait that has a start and no end is the one that it ended in.
         if marks.moving:
             return "kv.transfer"
         return "ec.transfer" if marks.asking else "prefill.queue"

@@ -24,6 +24,7 @@ error_counts: Counter[str] = Counter()
 
 
 def _is_strict() -> bool:
+    # Read at each error, not at import: pytest sets its variable per test.
     return "PYTEST_CURRENT_TEST" in os.environ and os.environ.get("TTFT_OTEL_GUARD") != "keep"
 
 
@@ -32,6 +33,7 @@ def record_error(place: str, error: BaseException) -> None:
     if _is_strict():
         raise error
     error_counts[place] += 1
+    # A hook that fails may fail at every token: one traceback must not become millions.
     if error_counts[place] == 1:
         log.warning(
             "ttft-otel: %s failed; its measurement is lost, the server is not affected",
@@ -79,6 +81,7 @@ def wrap_call(
     Our exceptions are caught in line: a separate guarding wrapper would cost 0.2 us per call. `host`
     is called outside every `try`.
     """
+    # Its call only creates the coroutine: `after` would run before vLLM's code had begun.
     if inspect.iscoroutinefunction(host):
         return _wrap_coroutine(place, host, before, after, ready)
     if before is None:
@@ -170,11 +173,13 @@ def wrap_call_finally(
 
 def wrap_result(place: str, host: AnyCall, replace: AnyCall) -> AnyCall:
     """Wrap `host` so that it returns `replace(result)`; its own result where `replace` fails."""
+    # Once per server start, so that the guard's extra call does not matter.
     ours = silence_errors(place, replace)
 
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = host(*args, **kwargs)
+        # Whatever happens, the middleware stack is returned: without it there is no app.
         return ours(result) or result
 
     return wrapper

@@ -15,6 +15,7 @@ from ttft_otel.record import Attributes, Piece
 from ttft_otel.request_trace import RequestTrace
 from ttft_otel.roles import identity
 
+# One call per kind: each is answered when its own data are gone.
 KEPT_QUERIES = (
     (carrier.KEPT_BLOCKS_BIT, carrier.KEPT_BLOCKS_QUERY),
     (carrier.KEPT_ITEMS_BIT, carrier.KEPT_ITEMS_QUERY),
@@ -31,6 +32,7 @@ def list_queries(trace: RequestTrace) -> list[str]:
     request was not an encoder's.
     """
     kept_bits = trace.timeline.kept if trace.timeline is not None else 0
+    # Metrics count nothing of what comes after the answer.
     if not kept_bits or not trace.context.sampled:
         return []
     if trace.leg not in ("", "encode"):  # "": without our router it may be an encoder's request
@@ -72,6 +74,7 @@ def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
         attributes[names.EC_CONNECTOR] = identity.ec_connector
     if kept.ready_at:
         attributes[names.EC_READY_US] = max(0, kept.ready_at - kept.since)
+    # An error: the encodings were made and nobody fetched them.
     if kept.end_reason:
         attributes[names.ERROR_TYPE] = kept.end_reason
     return _make_piece(trace, names.EC_KEPT, kept.since, kept.until, attributes)
@@ -86,11 +89,13 @@ def _make_piece(
     trace: RequestTrace, name: str, since: int, until: int, attributes: Attributes
 ) -> Piece | None:
     """The piece of a time in the engine core; None when it cannot be placed on our clock."""
+    # Both marks are the engine core's; the offset was found with the request's own marks.
     start, end = (
         since - trace.clock_offset - trace.arrive,
         until - trace.clock_offset - trace.arrive,
     )
     known_end = clock.now_us() - trace.arrive  # the engine core has told it, so it is over
+    # Outside of what can be, beyond the clock's error: a wrong span is worse than none.
     if not -trace.clock_error <= start <= end <= known_end + trace.clock_error:
         return None
     return Piece("late", name, max(0, start), min(end, known_end), attributes)

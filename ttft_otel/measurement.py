@@ -15,9 +15,11 @@ from ttft_otel import names
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.record import Record, RecordDecodeError, encode_record
 
+# Host and exporter are one installation, but a restarted exporter may be a newer one.
 MEASUREMENT_VERSION: Final = 1
 # A Record is a MessagePack array; this byte cannot begin one, it is the number 109.
 PREFIX: Final = b"m"
+# Not 0, which says that a consumer of encodings encoded nothing again.
 NOT_MEASURED: Final = -1
 
 
@@ -73,7 +75,9 @@ def measure_record(record: Record) -> Measurement | None:
     if ttft is None:
         return None
     items = ttft.attributes.get(names.EC_RECOMPUTED_ITEMS)
+    # An encoder's own encodings are never "again".
     recomputed = items if isinstance(items, int) and ttft.name == names.TTFT else NOT_MEASURED
+    # The outermost server counts the client's TTFT; every leg would count it once more.
     if not record.outermost and recomputed == NOT_MEASURED:
         return None
     pieces = [piece for piece in ttft.pieces if piece.kind == "stage"] if record.outermost else []
@@ -112,6 +116,7 @@ def decode_measurement(data: bytes) -> RawMeasurement:
         found = _decoder.decode(data[len(PREFIX) :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordDecodeError(str(error)) from error
+    # An array has no names: another version's fields would be read as this one's.
     if found.version != MEASUREMENT_VERSION:
         raise RecordDecodeError(f"measurement version {found.version}, not {MEASUREMENT_VERSION}")
     return found

@@ -34,6 +34,7 @@ _publishers: Final[list[SharedPublisher]] = []
 
 @functools.lru_cache(maxsize=1)
 def _get_records_counter() -> Counter:
+    # Made at the first use: importing this module registers nothing with Prometheus.
     return Counter(names.METRIC_RECORDS, "Records handed to the exporter.")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def is_endpoint_configured(env: Mapping[str, str]) -> bool:
     """Whether the environment variables `env` name an OTLP endpoint for spans."""
+    # By OpenTelemetry's rules an empty variable counts as unset.
     return bool(env.get(names.ENV_TRACES_ENDPOINT) or env.get(names.ENV_ENDPOINT))
 
 

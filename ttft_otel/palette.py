@@ -41,6 +41,7 @@ KIND_LABELS: Final[dict[str, str]] = {
     "move": "moving data",
     "host": "host code",
 }
+# Not in stages.STAGES, whose rows are a server's: the router's stages have no code or process.
 ROUTER_KINDS: Final[dict[str, str]] = {
     "router.receive": "host",
     "router.tokenize": "work",
@@ -68,6 +69,7 @@ ROLE_SHORT: Final[dict[str, str]] = {
     "mono": "mono",
 }
 _ROLE_ORDER: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
+# Those before the first leg; egress comes after the last one, and has a key of its own.
 _ROUTER_ORDER: Final = (
     *("router.receive", "router.tokenize", "router.lookup"),
     *("router.route", "router.retry"),
@@ -116,6 +118,7 @@ def describe_stage(name: str) -> str:
 def get_css_class(name: str) -> str:
     """The stage's class in the style sheet; unknown names share that of "unattributed"."""
     word = strip_leg(name)
+    # A dot in a class name would begin another class in CSS.
     return "s-" + (word if word in STAGE_COLORS else stages.UNATTRIBUTED).replace(".", "-")
 
 
@@ -130,10 +133,12 @@ def get_sort_key(name: str) -> tuple[int, int, int]:
         return (3, 0, 0)
     leg = find_leg(name)
     role_order = _ROLE_ORDER.get(leg, len(_ROLE_ORDER))
+    # Before the leg's own stages, at whose edges it lies.
     if word == "router.hop":
         return (1, role_order, -1)
     if leg == "encode" and word == "ec.transfer":
         word = "encoder.compute"  # on an encoder the transfer is the save that follows the encoding
+    # Doubled, so that an encoder's save fits between two stages.
     place = 2 * stages.STAGE_NAMES.index(word) if word in stages.STAGE_NAMES else 99
     place += strip_leg(name) != word
     return (1, role_order, place)
@@ -145,6 +150,7 @@ def build_style_sheet() -> str:
         f".{get_css_class(word)}{{fill:{hue};background-color:{hue}}}"
         for word, hue in STAGE_COLORS.items()
     ]
+    # Hatched as well: grey alone is hard to tell from a stage's grey.
     lines.append(f"rect.s-{stages.UNATTRIBUTED}{{fill:url(#hatch)}}")
     lines += [
         f".r-{role}{{fill:{hue};background-color:{hue}}}" for role, hue in ROLE_COLORS.items()

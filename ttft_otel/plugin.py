@@ -11,6 +11,7 @@ import os
 
 def register() -> None:
     """Install the hooks if TTFT_OTEL asks for them. Idempotent."""
+    # The words of settings.py once more: importing it would cost every server that is off.
     value = os.environ.get("TTFT_OTEL", "").strip().lower()
     if value in ("", "0", "false", "no", "off"):
         return
@@ -22,6 +23,7 @@ def register() -> None:
             value[:32],
         )
         return
+    # vLLM calls this without a guard: what is raised here would end its process.
     try:
         from ttft_otel.hooks import install
 

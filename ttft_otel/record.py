@@ -11,7 +11,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+# Arrays have no names: a field that is added, removed or moved needs another number.
 RECORD_VERSION: Final = 3
+# What OTLP's AnyValue can hold, as far as our attributes need it.
 Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
 
@@ -45,6 +47,7 @@ class Ttft(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     stages: dict[str, int]
     unattributed: int
     clamped: int
+    # Beside the sums of `stages`: a stage may come in several pieces, with others between.
     pieces: tuple[Piece, ...]
     attributes: Attributes = {}
     error: str = ""
@@ -88,6 +91,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     version: int
     trace_id: str
     span_id: str
+    # Hex text, as headers have it; the exporter checks it and makes bytes.
     parent_id: str
     flags: int
     state: str
@@ -122,8 +126,10 @@ def decode_record(data: bytes) -> Record:
     """Msgpack bytes -> Record. Raises RecordDecodeError for anything else, another version included."""
     try:
         record = _decoder.decode(data)
+    # The bytes come through a socket: whatever they are, the exporter goes on.
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordDecodeError(str(error)) from error
+    # Another version's array may fit these types by chance.
     if record.version != RECORD_VERSION:
         raise RecordDecodeError(f"record version {record.version}, not {RECORD_VERSION}")
     return record

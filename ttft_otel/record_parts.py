@@ -34,6 +34,7 @@ def list_identity_attributes(trace: RequestTrace) -> Attributes:
         names.PROVIDER: names.PROVIDER_VLLM,
         names.STREAM: trace.streamed,
     }
+    # The served name, not the body's `model`: that may be an alias, or any text.
     if identity.model:
         attributes[names.MODEL] = identity.model
         if trace.has_first_token:
@@ -51,6 +52,7 @@ def make_server(trace: RequestTrace) -> Server:
         names.URL_PATH: trace.path,
         names.URL_SCHEME: trace.scheme,
     }
+    # Low cardinality, as HTTP's conventions ask: a path may hold an ID.
     if trace.route:
         attributes[names.HTTP_ROUTE] = trace.route
     name = f"{trace.method} {trace.route}" if trace.route else trace.method
@@ -94,8 +96,10 @@ def _make_stage_pieces(cut: breakdown.Breakdown) -> list[Piece]:
     below: list[Piece] = []
     for name, low, high in cut.pieces:
         inside = []
+        # Slices come in the order of the pieces and fill each one: one pass pairs them.
         while slices and slices[0].stage == name and slices[0].end <= high:
             inside.append(slices.popleft())
+        # The usual case has one reason: an attribute then saves a span.
         attributes = _name_reason(inside[0]) if len(inside) == 1 else {}
         pieces.append(Piece("stage", name, low - base, high - base, attributes))
         if len(inside) > 1:
@@ -103,6 +107,7 @@ def _make_stage_pieces(cut: breakdown.Breakdown) -> list[Piece]:
                 Piece("reason", each.reason, each.start - base, each.end - base, _name_reason(each))
                 for each in inside
             ]
+    # Only these are cut here: breakdown.MAX_PIECES has bounded the stages' pieces.
     return pieces + below[:MAX_REASON_PIECES]
 
 

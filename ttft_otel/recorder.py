@@ -72,6 +72,7 @@ def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> R
         values.get(b"traceparent", ""), values.get(b"tracestate", ""), settings
     )
     leg = values.get(_LEG_HEADER, "")
+    # Anybody can send the header: only known words become span names and labels.
     leg_role = leg if leg in stages.ROLES else ""
     is_counted = settings.metrics and _may_be_counted(leg_role)
     if not (asked or trace_context.sampled or is_counted):
@@ -79,6 +80,7 @@ def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> R
     trace = RequestTrace(arrive, trace_context, asked)
     trace.leg, trace.is_counted = leg_role, is_counted
     trace.encoded_before = values.get(_ENCODED_HEADER) == "1" and leg in _LEGS_AFTER_ENCODERS
+    # The caller's wins over the engine's. Cut, because it goes on spans.
     trace.request_id = values.get(b"x-request-id", "")[:256]
     return trace
 
@@ -86,6 +88,7 @@ def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> R
 def _may_be_counted(leg_role: str) -> bool:
     """Whether metrics may count a request: behind a router they count only what was encoded again."""
     is_inner = bool(leg_role) or identity.role in stages.INTERMEDIATE_ROLES
+    # Only a consumer of encodings can see that an encoder had worked in vain.
     return identity.takes_encodings or not is_inner
 
 
@@ -157,6 +160,7 @@ def close_ttft(trace: RequestTrace, egress: int) -> breakdown.Breakdown:
 def fail_trace(trace: RequestTrace, end: int, marks: str = "") -> breakdown.Breakdown:
     """The breakdown without a first token; `marks` is what the engine core kept of it, or ""."""
     engine = next(iter(trace.engine_requests.values()), None)
+    # What an output carried is newer than what the engine core kept.
     if engine is not None and not engine.marks:
         engine.marks = marks
     failed_marks = collect_marks(trace, 0, end)
@@ -175,6 +179,7 @@ def _add_output_parts(trace: RequestTrace, marks: breakdown.Marks) -> None:
         ("transport", marks.entered, marks.received),
         ("detokenize", marks.received, marks.output),
     ):
+        # Parts are details: one that does not fit is left out, and no stage depends on it.
         if start > trace.arrive and end > start and not marks.foreign:
             trace.parts.append((name, start, end))
 
@@ -184,6 +189,7 @@ def format_timing_header(trace: RequestTrace, now: int) -> str:
     cut = trace.breakdown
     if cut is None:
         return ""
+    # A stream's headers leave before its body: there is no rest to tell yet.
     rest = None if trace.streamed else now - cut.end
     total, tokens = cut.end - cut.start, _make_token_counts(trace.timeline)
     ec = media_items.summarize_items(record_parts.count_trace_items(trace))

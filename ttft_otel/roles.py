@@ -32,9 +32,11 @@ class ServerIdentity:
     kv_connector: str = ""
     ec_connector: str = ""
     takes_encodings: bool = False
+    # Given by the hooks, because this module must not import them.
     can_see_outputs: Callable[[], bool] = lambda: True
 
 
+# One per process and filled in place: modules hold it before the server's start fills it.
 identity: Final = ServerIdentity()
 
 

@@ -77,6 +77,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     """
     source = os.environ if env is None else env
     problems: list[str] = []
+    # Wrong means off: a typing error must not switch tracing on in production.
     on = parse_switch(source.get(names.ENV_ON, ""))
     if on is None:
         problems.append(
@@ -106,6 +107,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+# A list, filled in place: no `global`, and empty until the plugin has run.
 _frozen: list[Settings] = []
 
 
@@ -129,6 +131,7 @@ def _read_protocol(source: Mapping[str, str], problems: list[str]) -> tuple[str,
 
     Without a variable the port does: charts set http://HOST:4317 and no protocol, and mean gRPC.
     """
+    # The signal's own variable first, as OpenTelemetry specifies.
     for name in (names.ENV_TRACES_PROTOCOL, names.ENV_PROTOCOL):
         protocol = source.get(name)
         if protocol in PROTOCOLS:
@@ -165,6 +168,7 @@ def _read_metrics(source: Mapping[str, str], problems: list[str]) -> bool:
     asked = _read_flag(source, names.ENV_METRICS, False, problems)
     disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
     without = source.get(names.ENV_METRICS_EXPORTER, "").strip().lower() == "none"
+    # Standard variables win: an operator who turns telemetry off means all of it.
     return asked and not disabled and not without
 
 
@@ -198,6 +202,7 @@ def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, 
         ratio = float(text)
     except ValueError:
         ratio = -1.0
+    # Also for nan, which compares as false.
     if not 0.0 <= ratio <= 1.0:
         problems.append(
             f"{names.ENV_SAMPLER_ARG}={text!r} is not a ratio; use a number from 0 to 1"
@@ -241,6 +246,7 @@ def _read_bytes(source: Mapping[str, str], name: str, default: int, problems: li
     text = source.get(name)
     if not text:
         return default
+    # A record is one message of the socket: the buffer has to hold at least one.
     if not text.isdigit() or int(text) < 65536:
         problems.append(f"{name}={text!r} is not a size; use a number of bytes from 65536")
         return default

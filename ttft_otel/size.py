@@ -89,9 +89,11 @@ def estimate_sizing(load: Load) -> Sizing:
     deployment = DEPLOYMENTS[load.deployment]
     spans = load.rps * deployment.spans
     is_sampled = load.keep_percent < 100
+    # Before sampling: the collector has to take a trace in before it can drop it.
     received = spans * BYTES_PER_SPAN * SECONDS_PER_DAY
     kept = received * load.keep_percent / 100
     collector_us = SAMPLING_COLLECTOR_US if is_sampled else COLLECTOR_US
+    # Microseconds per span times spans per second: a million of them are one busy core.
     collector_cores = spans * collector_us / 1e6
     # Each process that answers clients has series of its own: servers, or routers with all their servers.
     stages = deployment.router_series + load.instances * deployment.server_series
@@ -112,6 +114,7 @@ def estimate_sizing(load: Load) -> Sizing:
             spans * FIRST_TIER_US / 1e6 if collector_cores > MAX_COLLECTOR_CORES else 0.0
         ),
         sampling_memory_bytes=spans * DECISION_WAIT_S * WAITING_SPAN_BYTES if is_sampled else 0.0,
+        # After sampling: the queue on disk is behind it.
         queue_bytes_per_outage_hour=spans * load.keep_percent / 100 * 3600 * QUEUED_SPAN_BYTES,
         exporter_cores=spans * EXPORTER_US / 1e6,
     )
@@ -162,6 +165,7 @@ def describe_sizing(load: Load, sizing: Sizing) -> str:
 def format_bytes(count: float) -> str:
     """Bytes in the unit that makes the number short: `12.3 GB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
+        # Powers of 1000, as disks and network links are sold and billed.
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000

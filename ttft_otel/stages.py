@@ -46,6 +46,7 @@ class Stage:
     says: str
 
 
+# In the order of a request's critical path, which is also the order of breakdown.py's cursor.
 STAGES: Final[tuple[Stage, ...]] = (
     Stage("receive", "host", "api", _SERVER_ROLES, 1, "Reading the body, JSON, validation."),
     Stage(
@@ -181,6 +182,7 @@ ROUTER_STAGES: Final[dict[str, str]] = {
     "router.egress": "From the leg's first bytes until the client's are given to the server.",
 }
 
+# Built once: each span and each header looks names up.
 STAGE_NAMES: Final[tuple[str, ...]] = tuple(stage.name for stage in STAGES)
 STAGES_BY_NAME: Final[dict[str, Stage]] = {stage.name: stage for stage in STAGES}
 STAGES_BY_CODE: Final[dict[int, Stage]] = {stage.code: stage for stage in STAGES}
@@ -194,6 +196,7 @@ REPORT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "prefill_compute_time_ms": ("prefill.compute",),
 }
 
+# One per role, so that service maps show the instances of a request as nodes of their own.
 SERVICE_NAMES: Final[dict[Role, str]] = {
     "encode": "vllm-encoder",
     "prefill": "vllm-prefill",
@@ -213,11 +216,13 @@ def split_stage(name: str) -> tuple[str, str]:
     if name in ROUTER_STAGES or name.startswith("router.hop."):
         return "", name
     leg, dot, stage = name.partition(".")
+    # Stage names have dots, too: `encoder.compute` is no stage `compute` of a leg.
     if dot and leg in ROLES and stage in (*STAGE_NAMES, UNATTRIBUTED):
         return leg, stage
     return "", name
 
 
+# All names that can be: headers come from other servers, and names become labels.
 _PLAIN_NAMES: Final = (*STAGE_NAMES, UNATTRIBUTED)
 _KNOWN_NAMES: Final = frozenset(
     (

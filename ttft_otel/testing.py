@@ -53,6 +53,7 @@ class MemorySender(handoff.RecordSender):
     """A sender that keeps records in memory and starts no exporter; `full` makes it refuse them."""
 
     def __init__(self) -> None:
+        # No exporter is started: RecordSender starts it with the first send(), which is replaced.
         super().__init__(Settings(on=True))
         self.kept: list[Record] = []
         self.full = False
@@ -62,6 +63,7 @@ class MemorySender(handoff.RecordSender):
         if self.full:
             self.dropped += 1
             return False
+        # Through the decoder, so that what cannot cross the process boundary fails in the test.
         self.kept.append(record.decode_record(data))
         self.sent += 1
         return True
@@ -86,6 +88,7 @@ def frozen_clock(at: int = 1_000_000) -> Iterator[FakeClock]:
 
     at: its first time, in microseconds.
     """
+    # Modules call clock.now_us() by its module, so that replacing it here reaches all of them.
     real, fake = clock.now_us, FakeClock(at)
     clock.now_us = fake
     try:
@@ -109,6 +112,7 @@ def state_sizes() -> dict[str, int]:
     """Sizes of the containers with state of unfinished requests; all zero when there are none."""
     counts = {}
     for place, (module, name) in STATE_CONTAINERS.items():
+        # Only if it is there: a test that uses no hooks need not import them.
         loaded = sys.modules.get(module)
         counts[place] = len(getattr(loaded, name)) if loaded is not None else 0
     return counts

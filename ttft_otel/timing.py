@@ -104,6 +104,7 @@ def format_server_timing(
     clock: appended as `clock;desc="device error=31"`.
     """
     entries = [_format_entry(name, value) for name, value in parts.items()]
+    # Also where it is 0: the reader checks the sum, and must see that nothing is missing.
     entries.append(_format_entry(stages.UNATTRIBUTED, unattributed))
     entries.append(_format_entry(names.TIMING_TTFT, ttft))
     if rest is not None:
@@ -132,6 +133,7 @@ def parse_server_timing(text: str) -> ServerTiming | None:
     None when `text` is too long, has no `ttft`, or its stages do not add up to it. Milliseconds with
     three decimals become the same microseconds again.
     """
+    # From a server that may be anybody's: the bound comes before any pattern.
     if not text or len(text) > MAX_HEADER_CHARS:
         return None
     # Counts first: their quoted text would not pass the fast path below.
@@ -142,6 +144,7 @@ def parse_server_timing(text: str) -> ServerTiming | None:
         name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)
     }
     ttft = values.pop(names.TIMING_TTFT, None)
+    # Not in the sum: it comes after the first token.
     rest = values.pop(names.TIMING_REST, None)
     unattributed = values.pop(stages.UNATTRIBUTED, 0)
     parts = {name: value for name, value in values.items() if stages.is_known_stage(name)}
@@ -204,6 +207,7 @@ def _parse_own_format(text: str) -> dict[str, int]:
     for entry in text.split(", "):
         name, _, value = entry.partition(";dur=")
         digits = value[:-4] + value[-3:]  # "1.234" ms -> "1234" us
+        # isascii() as well: isdigit() and int() take digits of other scripts.
         if value[-4:-3] != "." or len(digits) > 15 or not (digits.isascii() and digits.isdigit()):
             return {}
         values[name] = int(digits)
@@ -211,4 +215,5 @@ def _parse_own_format(text: str) -> dict[str, int]:
 
 
 def _format_entry(name: str, value: int) -> str:
+    # By integers: a float's rounding could break the exact sum.
     return f"{name};dur={value // 1000}.{value % 1000:03d}"

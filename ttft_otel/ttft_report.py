@@ -37,6 +37,7 @@ def build_ttft_report(
     its own share: time that the client waited and that no leg accounts for.
     """
     total = combined if combined is not None else add_up_roles(by_role)
+    # The router's stages are in `combined`; as a role it gets only its share, below.
     roles = {role: build_role_entry(sums) for role, sums in by_role.items() if role != "router"}
     if combined is not None:
         router_share = compute_router_share(
@@ -47,6 +48,7 @@ def build_ttft_report(
     return {
         "request_id": request_id,
         "by_role": roles,
+        # Zeros for missing fields: readers of the original report expect all of them here.
         "combined": {**dict.fromkeys(stages.REPORT_FIELDS, 0.0), **build_role_entry(total)},
     }
 
@@ -61,6 +63,7 @@ def build_role_entry(sums: StageSums) -> dict[str, Any]:
     fields: dict[str, Any] = {
         field: to_ms(sum(sum_by_stage[name] for name in parts if name in sum_by_stage))
         for field, parts in stages.REPORT_FIELDS.items()
+        # Absent, not 0: a decode instance has no encoder whose queue could be empty.
         if any(name in sum_by_stage for name in parts)
     }
     fields[TTFT_MS_KEY] = to_ms(sums["ttft"])
@@ -93,6 +96,7 @@ def add_up_roles(by_role: Mapping[str, StageSums]) -> StageSums:
     parts: dict[str, int] = {}
     for role, sums in by_role.items():
         for name, value in sums["stages"].items():
+            # Prefixed, because two servers have stages of the same name.
             parts[f"{role}.{name}"] = value
     return {
         "stages": parts,

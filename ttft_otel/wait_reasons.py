@@ -39,6 +39,7 @@ def divide_waits(
     for stage, start, end in pieces:
         if stage in WAIT_STAGES:
             cuts = _cut_piece(start, end, changes)
+            # A long wait can change its reason at every step; a span for each would tell no more.
             if len(cuts) > MAX_SLICES:
                 cuts = gather_reasons(cuts)
             position = start
@@ -62,6 +63,7 @@ def _cut_piece(start: int, end: int, changes: Sequence[tuple[int, int]]) -> list
             cuts.append((reason, upto - position))
 
     for since, code in changes:
+        # In time order, so that none of the rest can matter.
         if since >= end:
             break
         if since > position:

@@ -49,15 +49,18 @@ Examples:
 )
 def diff(a: str, b: str, by: str, since: str, model: str, as_json: bool, db: Path | None) -> None:
     """Say which stages changed between A and B, by how much, and what is only a changed mix."""
+    # Without --by both windows have times already: a third one could only contradict them.
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
     path = db or database_schema.get_default_path()
     try:
         if by:
+            # One read for both sides: a request is told apart by its value, not by its time.
             everything = load_window(path, since, model, by)
             first, second = (
                 [each for each in everything if each.group == value] for value in (a, b)
             )
+            # One value without requests is left to compare_windows(), which says how many it needs.
             if not first and not second:
                 raise click.ClickException(describe_values(everything, by))
         else:
@@ -70,6 +73,7 @@ def diff(a: str, b: str, by: str, since: str, model: str, as_json: bool, db: Pat
 
 def load_window(path: Path, window: str, model: str, by: str) -> list[RequestFacts]:
     """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first."""
+    # 0 is "no bound" to the store's filter.
     since_ns = until_ns = 0
     if window:
         try:
@@ -80,6 +84,7 @@ def load_window(path: Path, window: str, model: str, by: str) -> list[RequestFac
     wanted = RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=MAX_REQUESTS)
     with open_reader(path) as db_reader:
         requests = db_reader.list_latest(wanted)
+        # To stderr, as the bar is: stdout may be JSON that a program reads.
         if len(requests) == MAX_REQUESTS:
             click.echo(
                 f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
@@ -92,11 +97,13 @@ def load_window(path: Path, window: str, model: str, by: str) -> list[RequestFac
             requests, label, console=console, transient=True, disable=not console.is_terminal
         )
         facts = list(read_facts(db_reader, bar, by))
+    # The store lists the newest first; a change's start is looked for in the order of time.
     return facts[::-1]
 
 
 def describe_values(requests: Sequence[RequestFacts], by: str) -> str:
     """An error text: which values of the attribute there are."""
+    # Mostly a typing error in the value: those that exist help more than "not found".
     values = sorted({each.group for each in requests if each.group})
     if not values:
         return f"no stored request has the attribute {by}"
@@ -105,6 +112,7 @@ def describe_values(requests: Sequence[RequestFacts], by: str) -> str:
 
 def show_difference(difference: Difference, as_json: bool) -> None:
     """Print `difference`."""
+    # The form is a contract: tests compare it with docs/diff.schema.json.
     if as_json:
         click.echo(json.dumps(difference_text.describe_difference(difference), indent=2))
     else:

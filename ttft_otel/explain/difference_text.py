@@ -25,6 +25,7 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
             "p95": describe_change(difference.p95),
         },
         "mix": describe_change(difference.mix),
+        # Not rounded to a percent, so that a small share does not read as none.
         "unmatched_share": round(difference.unmatched_share, 4),
         "stages": [describe_change(change) for change in difference.stages],
         "named": [change.name for change in difference.named],
@@ -41,6 +42,7 @@ def describe_change(change: Change) -> dict[str, Any]:
         "high_ms": change.high_us,
     }
     told: dict[str, Any] = {"name": change.name}
+    # float() because numpy's scalars are no JSON; three decimals are the marks' microseconds.
     told |= {name: round(float(value) / 1000, 3) for name, value in times.items()}
     told["named"] = change.named
     if change.kind:
@@ -53,6 +55,7 @@ def describe_change(change: Change) -> dict[str, Any]:
 def list_sentences(difference: Difference) -> list[str]:
     """What changed, the largest first; one sentence that says so where nothing did."""
     named = difference.named
+    # Said in words: an empty list could be taken for a comparison that failed.
     if not named:
         return [
             "Nothing changed that chance does not explain "
@@ -69,12 +72,15 @@ def list_sentences(difference: Difference) -> list[str]:
 
 def describe_in_words(change: Change) -> str:
     """A change as a sentence."""
+    # The interval stands beside every figure: a bare mean would claim more than it knows.
     interval = f"{format_signed(change.low_us)} to {format_signed(change.high_us)}"
+    # The mix is no stage: "longer" would blame servers for what clients sent.
     if change.name == MIX:
         return (
             f"{format_signed(change.change_us)} because other requests came, "
             f"not because like requests took longer or shorter ({interval})."
         )
+    # Names come from stored spans, which anybody may have sent: no terminal controls from there.
     sentence = (
         f"{format_signed(change.change_us)} {remove_controls(change.name)} of like requests "
         f"({interval})"
@@ -88,6 +94,7 @@ def describe_in_words(change: Change) -> str:
 
 def print_difference(difference: Difference) -> None:
     """Print sentences, then every stage."""
+    # Rich's highlighting would colour the digits in what is already styled.
     console = Console(highlight=False)
     ttft = difference.ttft
     console.print(
@@ -100,12 +107,14 @@ def print_difference(difference: Difference) -> None:
         )
     )
     for sentence in list_sentences(difference):
+        # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
         console.print(Text(f"• {sentence}"), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("mean", no_wrap=True)
     for word in ("A", "B", "B - A, like requests", f"{LEVEL:.0%} interval of all together"):
         table.add_column(word, justify="right")
     for change in (*difference.stages, difference.mix, ttft):
+        # The mix is a difference only: neither window has a mean of it.
         is_mix = change is difference.mix
         table.add_row(
             remove_controls(change.name),

@@ -61,12 +61,15 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
     """Join `request` with the attributes of its `ttft` and `encode` spans."""
     legs = {leg.span_id for leg in (*request.legs, *([request.router] if request.router else []))}
     spans = [span for span in trunks if span.span_id in legs]
+    # endswith(): behind a router the stage has its leg's prefix, `encode.encoder.compute`.
     has_media = any(name.endswith(ENCODER_STAGE) for name in request.stages) or any(
         read_count(span, names.EC_ITEMS) for span in spans
     )
     return RequestFacts(
+        # A request may have come without an ID; the trace's is always there.
         request_id=request.request_id or request.trace_id,
         start_ns=request.start_ns,
+        # As a stage, so that the stages add up to the TTFT and lost time can be named as a change.
         stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
         # Each leg tells the whole prompt; an encoder's leg may tell less.
         tokens=max((read_count(span, names.INPUT_TOKENS) for span in spans), default=0),
@@ -79,6 +82,7 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
 def find_value(spans: Iterable[StoredSpan], name: str) -> str:
     """The attribute's values on a request's spans or their resources, joined where servers differ."""
     found: dict[str, None] = {}
+    # In order of time, so that the same servers always join to the same text.
     for span in sorted(spans, key=lambda each: each.start_ns):
         value: Any = span.attributes.get(name, span.resource.get(name))
         if value is not None:
@@ -89,4 +93,5 @@ def find_value(spans: Iterable[StoredSpan], name: str) -> str:
 def read_count(span: StoredSpan, name: str) -> int:
     """An attribute that is a count; 0 where it is missing or no integer."""
     value = span.attributes.get(name)
+    # Spans may come from anybody; and True is an int to Python, but no count.
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

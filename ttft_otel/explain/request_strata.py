@@ -28,6 +28,7 @@ def assign_strata(
     found_a: list[Hashable] = [UNMATCHED] * len(a)
     found_b: list[Hashable] = [UNMATCHED] * len(b)
     left_a, left_b = list(range(len(a))), list(range(len(b)))
+    # From fine to coarse: whoever finds enough of its like early is compared most closely.
     for detail in (3, 2, 1):
         labels_a = {index: describe_request(a[index], detail) for index in left_a}
         labels_b = {index: describe_request(b[index], detail) for index in left_b}
@@ -35,6 +36,7 @@ def assign_strata(
         enough = {
             label
             for label in count_a
+            # Both windows need enough: a mean of two or three requests would pass for a change.
             if min(count_a[label], count_b.get(label, 0)) >= MIN_PER_WINDOW
         }
         for labels, found, left in ((labels_a, found_a, left_a), (labels_b, found_b, left_b)):
@@ -42,6 +44,7 @@ def assign_strata(
                 if label in enough:
                     found[index] = label
                     left.remove(index)
+    # Those of A suffice: a stratum is used only if both windows have it.
     used = {label for label in found_a if isinstance(label, tuple)}
     for window, found, left in ((a, found_a, left_a), (b, found_b, left_b)):
         for index in left:

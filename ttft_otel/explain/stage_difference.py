@@ -25,7 +25,9 @@ from ttft_otel.explain.request_strata import UNMATCHED, assign_strata
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
+# With fewer a bootstrap draws the same few values again and its intervals are too narrow.
 MIN_REQUESTS: Final = 20  # of a window
+# Enough for the 97 % quantile: some 30 draws lie beyond it.
 RESAMPLES: Final = 1000
 LEVEL: Final = (
     0.97  # of all intervals together; a bootstrap of skewed times falls short of its level
@@ -96,6 +98,7 @@ class Window:
         """Shares (draw, stratum) and means (draw, stratum, stage) with `weights` (draw, request)."""
         shares, means = [], []
         for key in keys:
+            # Strata are fixed, weights vary: a matrix product does all draws of a stratum at once.
             here = numpy.array([stratum == key for stratum in self.strata])
             weight = weights[:, here].sum(1)
             # A draw may miss a small stratum; its mean is then that of the data.
@@ -115,18 +118,23 @@ def compare_windows(
     seed: of the bootstrap; the same requests and seed give the same intervals.
     """
     for name, window in (("A", a), ("B", b)):
+        # Refused, not answered with wide intervals: "nothing changed" would be read as good news.
         if len(window) < MIN_REQUESTS:
             raise TooFewRequestsError(
                 f"window {name} has {len(window)} requests with a first token; "
                 f"{MIN_REQUESTS} are needed to tell a change from chance"
             )
+    # Of both windows: a stage that only one has is a change, too.
     names = sorted({name for each in (*a, *b) for name in each.stages}, key=palette.get_sort_key)
+    # Once, on the data: draws reweight the requests and do not sort them anew.
     strata_a, strata_b = assign_strata(a, b)
     window_a, window_b = build_window(a, names, strata_a), build_window(b, names, strata_b)
     chance = numpy.random.default_rng(seed)
+    # Each window is drawn by itself: they are independent samples, not pairs.
     weights_a, weights_b = draw_weights(chance, len(a)), draw_weights(chance, len(b))
     like, mix = decompose(window_a, window_b, weights_a, weights_b)
     ttft = like.sum(1) + mix
+    # Together, because an interval holds for all parts at once only if all share one width.
     parts = numpy.column_stack([like, mix, ttft])
     low, high = compute_intervals(parts)
     means_a = [*window_a.lengths.mean(0), window_a.lengths.sum(1).mean()]
@@ -169,6 +177,7 @@ def decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple
     keys = sorted({*a.strata, *b.strata} - {UNMATCHED}, key=str)
     overall_a = weights_a @ a.lengths / weights_a.sum(1)[:, None]
     overall_b = weights_b @ b.lengths / weights_b.sum(1)[:, None]
+    # Without a common stratum nothing is alike, and all of the change is mix.
     like = numpy.zeros_like(overall_a)
     if keys:
         _, means_a = a.sum_strata(weights_a, keys)
@@ -201,6 +210,7 @@ def compare_quantile(
 
 def draw_quantiles(values: Array, weights: Array, share: float) -> Array:
     """The quantile `share` of `values` in each draw: the smallest value that so many do not exceed."""
+    # Sorted once; each draw then only adds up its weights in that order.
     order = numpy.argsort(values)
     reached = numpy.cumsum(weights[:, order], axis=1) >= share * weights.sum(1)[:, None]
     drawn: Array = values[order][numpy.argmax(reached, axis=1)]
@@ -211,12 +221,14 @@ def locate_change(
     change: Change, a: Window, b: Window, requests: Sequence[RequestFacts], stage: int
 ) -> Change:
     """Add to a named change whose requests have it, and since when."""
+    # Where chance explains the change, whose it is would be chance as well.
     if not change.named:
         return change
     expected = {
         key: a.lengths[[stratum == key for stratum in a.strata], stage].mean()
         for key in set(a.strata)
     }
+    # The unmatched have no like in A to be expected from: they count as mix, not here.
     matched = [index for index, key in enumerate(b.strata) if key != UNMATCHED]
     excess = [b.lengths[index, stage] - expected[b.strata[index]] for index in matched]
     kind = ""
@@ -224,6 +236,7 @@ def locate_change(
         own = [requests[index].kind == each for index in matched]
         of_change = sum(value for value, is_own in zip(excess, own, strict=True) if is_own)
         is_most = of_change / sum(excess) >= MAIN_SHARE if sum(excess) else False
+        # A kind that is nearly all of the traffic has nearly every change: that says nothing.
         if is_most and sum(own) / len(own) < MAIN_SHARE:
             kind = each
     timed = [

@@ -30,8 +30,10 @@ def parse_window(text: str, now: datetime) -> TimeWindow:
 
     now: with its time zone, in which clock times are read. Raises ValueError with a sentence.
     """
+    # Two dots, because ISO 8601 moments and clock times already have "-" and ":" in them.
     since_text, dots, until_text = text.partition("..")
     since = parse_moment(since_text, now)
+    # `now` is the same for both ends: 1h..30m is half an hour, however long parsing takes.
     until = parse_moment(until_text, now) if dots and until_text else now
     if since >= until:
         raise ValueError(f"{text!r} ends before it begins")
@@ -54,6 +56,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a time: 15m, 2h, 14:05 or 2026-01-31T14:05") from None
+    # Without a zone it is the reader's own time, as a clock time is.
     return moment if moment.tzinfo else moment.replace(tzinfo=now.tzinfo)
 
 

@@ -56,6 +56,7 @@ class BatchExporter:
         self.endpoint = endpoint
         self.stop_retrying = stop_retrying
         self.failure_log = _FailureLog()
+        # 0.0 stands for "not failing": the monotonic clock is past it on a running machine.
         self._failing_since = 0.0
         self._lost_spans = 0
 
@@ -78,6 +79,7 @@ class BatchExporter:
             if self._try_export(batch):
                 return True
             self._note_failure()
+            # An event, not sleep(): the host's end cuts a pause short, and the drain may go on.
             self.stop_retrying.wait(pause)
         return False
 
@@ -91,6 +93,7 @@ class BatchExporter:
     def _try_export(self, batch: Sequence[ReadableSpan]) -> bool:
         result = SpanExportResult.FAILURE
         self.failure_log.text = ""
+        # Whatever the SDK raises is a failed attempt; the worker's thread has to live on.
         with Guard("exporter.ship"):
             try:
                 result = self.exporter.export(batch)

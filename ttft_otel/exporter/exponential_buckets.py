@@ -56,6 +56,7 @@ class ExponentialBuckets:
         if steps:
             merged: dict[int, int] = {}
             for index, number in self.counts.items():
+                # Scale n - 1 has bucket i >> 1 where scale n has i, below 0 as well.
                 merged[index >> steps] = merged.get(index >> steps, 0) + number
             self.counts, self.scale = merged, self.scale - steps
 

@@ -14,9 +14,11 @@ from typing import Final
 from ttft_otel.handoff import SHARED_COUNTERS, SHARED_LAYOUT
 
 log = logging.getLogger("ttft_otel")
+# The line goes to the server's log, where an outage must not bury the server's own lines.
 LOG_PAUSE_S: Final = 60.0  # seconds between two log lines about losses, at least
 
 _CELL_INDEX: Final = {name: number for number, name in enumerate(SHARED_COUNTERS)}
+# Not `merged`: there a label is lost, and no request.
 _LOSS_NAMES: Final = ("foreign", "overflowed", "failed")
 
 
@@ -30,7 +32,9 @@ class ExporterCounters:
 
     def __init__(self, page: int = -1) -> None:
         self._page = mmap.mmap(page, mmap.PAGESIZE)
+        # 64-bit cells at fixed places: the host reads them without a lock or a message.
         self._cells = memoryview(self._page)[: SHARED_LAYOUT.size].cast("Q")
+        # A restarted exporter finds its predecessor's losses in the page: those are old news.
         self._logged_losses = self._read_losses()
         self._next_log_at = 0.0
 

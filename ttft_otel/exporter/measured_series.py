@@ -27,7 +27,9 @@ try:
 except ImportError:  # the SDK before 1.28 has none
     Exemplar = None  # type: ignore[assignment, misc]
 
+# They make every push larger, and only those of the slowest requests are opened.
 MAX_EXEMPLARS: Final = 10  # of a data point
+# As whole microseconds, so that a value on a bound is not moved by a float's last bit.
 _BOUNDS_US: Final = tuple(round(bound * US_PER_S) for bound in BUCKET_BOUNDS_S)
 
 Labels = Mapping[str, str | bool]
@@ -59,6 +61,7 @@ class Series(ABC):
         """Forget all values, and count from `start_ns` on."""
         self.start_ns = start_ns
         self.has_changed = False
+        # The sum stays an integer: rounding errors of floats would add up for weeks.
         self.count = self.sum_us = 0
         self.min_us, self.max_us = -1, 0
 
@@ -67,6 +70,7 @@ class Series(ABC):
         self.has_changed = True
         self.count += len(values_us)
         self.sum_us += sum(values_us)
+        # -1 stands for "none yet", because 0 is a length that a stage can have.
         least = min(values_us)
         self.min_us = least if self.min_us < 0 else min(self.min_us, least)
         self.max_us = max(self.max_us, max(values_us))
@@ -79,8 +83,10 @@ class Series(ABC):
 
     def take_exemplars(self) -> list[Exemplar]:
         """The traces of the largest values since the last call."""
+        # Cleared with each data point: an exemplar belongs to its interval.
         kept = sorted(self.examples.values(), reverse=True)[:MAX_EXEMPLARS]
         self.examples.clear()
+        # Without filtered attributes: the labels are the series' own.
         return [
             Exemplar({}, value_us / US_PER_S, each.time_ns, each.span_id, each.trace_id)
             for value_us, each in kept
@@ -144,11 +150,13 @@ class BoundedSeries(Series):
     def reset(self, start_ns: int) -> None:
         """As above."""
         super().reset(start_ns)
+        # One more than there are bounds: OTLP's last bucket reaches to infinity.
         self.counts = [0] * (len(_BOUNDS_US) + 1)
 
     def count_values(self, values: Mapping[int, int]) -> None:
         """As above."""
         for value_us, number in values.items():
+            # bisect_left: OTLP's upper bounds belong to their buckets.
             self.counts[bisect_left(_BOUNDS_US, value_us)] += number
 
     def make_point(self, time_ns: int) -> HistogramDataPoint:

@@ -62,6 +62,7 @@ class MetricPusher:
 
     def finish(self) -> None:
         """Push what is there, and end the thread."""
+        # Ends the wait at once; the thread pushes once more, so that the last interval is not lost.
         self._ended.set()
         self._thread.join()
 
@@ -73,6 +74,7 @@ class MetricPusher:
                 if len(self._unsent) == self._unsent.maxlen and self.metrics.registry.is_delta:
                     log.warning("ttft-otel exporter: the metrics of one interval are lost")
                 self._unsent.append(data)
+            # The oldest first, and kept until it is taken: each delta arrives once, in order.
             while self._unsent and self._try_export(self._unsent[0]):
                 self._unsent.popleft()
 
@@ -88,6 +90,7 @@ class MetricPusher:
             result = self.exporter.export(data, timeout_millis=PUSH_TIMEOUT_MS)
         except OSError:  # the SDK before 1.34 lets errors of requests pass
             result = MetricExportResult.FAILURE
+        # One line when it begins to fail and one when it works again, none for what is between.
         if (result is MetricExportResult.SUCCESS) is self.is_failing:
             self.is_failing = not self.is_failing
             state = "fails; the next push has what this one had" if self.is_failing else "works"

@@ -45,8 +45,10 @@ class RequestMetrics:
     def __init__(self, registry: SeriesRegistry, counters: ExporterCounters) -> None:
         self.registry = registry
         self.counters = counters
+        # By the head's bytes: a known head need not be decoded, which is nearly every one.
         self._plans: dict[bytes, _Plan] = {}
         self._pending_rows = 0
+        # The worker counts while the pusher's thread takes data.
         self._lock = threading.Lock()
 
     def add_measurements(self, batch: list[bytes]) -> None:
@@ -67,6 +69,7 @@ class RequestMetrics:
         measured = measurement.measure_record(record)
         if measured is None or record.ttft is None or not record.flags & SAMPLED_FLAG:
             return
+        # Before the lock: broken IDs raise here, and nothing has been counted yet.
         example = TraceExample(
             int(record.trace_id, 16), int(record.ttft.span_id, 16), time.time_ns()
         )
@@ -92,6 +95,7 @@ class RequestMetrics:
         plan = self._plans.get(head)
         if plan is None:
             plan = self._make_plan(head)
+        # The columns are paired with the times by position: one too few would shift all of them.
         if len(times_us) != max(1, len(plan.columns)):
             raise RecordDecodeError("a measurement with more or fewer times than stages")
         if self._pending_rows >= MAX_PENDING_ROWS:
@@ -141,6 +145,7 @@ class RequestMetrics:
             whole.append(self._find_series(names.METRIC_CONVENTION, head, {}))
         columns = [whole]
         for stage, instance in head.stages:
+            # The spans' own attributes, so that metrics of either origin have the same labels.
             own = list_kind_attributes("stage", stage) | {names.INSTANCE: instance}
             columns.append([self._find_series(names.METRIC_STAGE, head, own)])
         return columns
@@ -154,7 +159,9 @@ class RequestMetrics:
             names.OPERATION: head.operation,
             names.PROVIDER: names.PROVIDER_VLLM,
         }
+        # Empty ones are left out: to Prometheus an empty label and a missing one are the same.
         labels = {name: str(values[name]) for name in METRIC_LABELS[metric] if values.get(name)}
+        # The label that the collector derives from a span's status.
         if metric == names.METRIC_TTFT:
             labels[STATUS_LABEL] = STATUS_VALUES[bool(head.error)]
         return self.registry.get(metric, head.service, labels, time.time_ns())

@@ -31,6 +31,7 @@ class ResourceCache:
     def __init__(self, pid: int, counts_requests: bool = False) -> None:
         self.pid = pid
         attributes: dict[str, str | int] = {
+            # Host and process: several servers on one host must not share a series.
             SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{pid}",
             PROCESS_PID: pid,
             DISTRO_NAME: "ttft-otel",
@@ -38,6 +39,7 @@ class ResourceCache:
         }
         if counts_requests:
             attributes[names.METRICS_SOURCE] = names.METRICS_FROM_EXPORTER
+        # Read apart from the rest: what the operator set is merged last, and has to win.
         self._operator = OTELResourceDetector().detect()
         self._base = Resource.create().merge(Resource(attributes)).merge(self._operator)
         self._resources: dict[str, Resource] = {}
@@ -48,6 +50,7 @@ class ResourceCache:
         OTEL_SERVICE_NAME, where set, replaces the name in all of them.
         """
         found = self._resources.get(service)
+        # A name comes from a record; the bound keeps a wrong sender from filling the memory.
         if found is None and len(self._resources) >= MAX_SERVICES:
             found = self._resources.get("")
         if found is None:
@@ -68,6 +71,7 @@ class ResourceCache:
     def _build_resource(self, service: str) -> Resource:
         name = Resource({SERVICE_NAME: service or stages.SERVICE_NAMES["mono"]})
         built = self._base.merge(name).merge(self._operator)
+        # With OTEL_SERVICE_NAME all are equal: one object, because others look it up by id().
         equal = (other for other in self._resources.values() if other == built)
         self._resources[service] = next(equal, built)
         return self._resources[service]

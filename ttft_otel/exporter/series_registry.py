@@ -70,7 +70,9 @@ class SeriesRegistry:
         self.resources = resources
         self.is_delta = is_delta
         self.max_series = max_series
+        # By metric, because the limit is for each: many stages must not push the TTFT out.
         self._series: dict[str, dict[_SeriesKey, Series]] = {name: {} for name in _METRICS}
+        # ResourceCache keeps its resources for good, so that an id() is never used again.
         self._resources: dict[int, Resource] = {}  # of metrics, by id() of that of spans
 
     def __len__(self) -> int:
@@ -84,6 +86,7 @@ class SeriesRegistry:
             self._resources[place] = self.resources.build_metrics_resource(resource)
         known = self._series[metric]
         key = (place, frozenset(labels.items()))
+        # The overflow's own series comes on top of the limit, one for each resource.
         if key not in known and len(known) >= self.max_series:
             labels = {OVERFLOW_LABEL: True}
             key = (place, frozenset(labels.items()))
@@ -95,6 +98,7 @@ class SeriesRegistry:
         """Forget the series without a value for MAX_IDLE_NS; whether there were any."""
         before = len(self)
         for metric, known in self._series.items():
+            # Plans of request_metrics.py may still refer to what is forgotten: it drops them all.
             self._series[metric] = {
                 key: series
                 for key, series in known.items()
@@ -108,6 +112,7 @@ class SeriesRegistry:
         for name, known in self._series.items():
             points: dict[int, list[Any]] = {}
             for (place, _), series in known.items():
+                # Cumulative ones are sent unchanged, too: a gap looks like a target's end.
                 if series.has_changed:
                     series.used_at_ns = time_ns
                 elif self.is_delta:
@@ -118,6 +123,7 @@ class SeriesRegistry:
                     series.reset(time_ns)
             for place, made in points.items():
                 metrics.setdefault(place, []).append(self._make_metric(name, made))
+        # An empty push would still be an HTTP request for each process and interval.
         if not metrics:
             return None
         return MetricsData(
@@ -133,6 +139,7 @@ class SeriesRegistry:
         )
         kind = _METRICS[name]
         data: ExponentialHistogram | Histogram | Sum
+        # Monotonic: without it a backend takes the sum for a gauge and computes no rate.
         if kind.series_class is SumSeries:
             data = Sum(points, temporality, is_monotonic=True)
         elif kind.series_class is BoundedSeries:

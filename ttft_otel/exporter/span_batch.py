@@ -25,6 +25,7 @@ from ttft_otel.exporter.span_builder import SCOPE, read_span
 from ttft_otel.exporter.span_writer import count_spans, write_spans
 from ttft_otel.record import Record
 
+# At some 290 bytes a span 0.3 MB, far below gRPC's usual limit of 4 MB for a message.
 MAX_BATCH_SPANS: Final = 1024  # spans per OTLP message
 
 
@@ -55,6 +56,7 @@ class SpanBatch(Sequence[ReadableSpan]):
             self._add_resource(resource).spans.extend(spans)
 
     def _add_resource(self, resource: Resource) -> ScopeSpans:
+        # protobuf copies on append: the cached encoding stays empty.
         self.request.resource_spans.append(_encode_resource(resource))
         self._resources.append(resource)
         scope = self.request.resource_spans[-1].scope_spans[0]
@@ -65,6 +67,7 @@ class SpanBatch(Sequence[ReadableSpan]):
         return self._count
 
     def __iter__(self) -> Iterator[ReadableSpan]:
+        # Built anew at each call and not kept: exporters that take messages never get here.
         for resource, group in zip(self._resources, self.request.resource_spans, strict=True):
             for span in group.scope_spans[0].spans:
                 yield read_span(span, resource)
@@ -74,6 +77,7 @@ class SpanBatch(Sequence[ReadableSpan]):
     @overload
     def __getitem__(self, index: slice) -> list[ReadableSpan]: ...
     def __getitem__(self, index: int | slice) -> ReadableSpan | list[ReadableSpan]:
+        # Only for exporters that index; it has to be there for a Sequence.
         return list(self)[index]
 
     def split_batch(self) -> Iterator[SpanBatch]:
@@ -84,6 +88,7 @@ class SpanBatch(Sequence[ReadableSpan]):
         for resource in self._resources:
             spans = self._scopes[id(resource)].spans
             for first in range(0, len(spans), MAX_BATCH_SPANS):
+                # Its detail does not matter: the spans are copied, and no record is added to it.
                 part = SpanBatch()
                 scope = part._add_resource(resource)
                 scope.spans.extend(spans[first : first + MAX_BATCH_SPANS])
@@ -104,6 +109,7 @@ class BatchBuilder:
 
     def add_record(self, record: Record) -> None:
         """Add the record's spans. Raises ValueError, and adds none, for a record with broken IDs."""
+        # The most that it can make: with less detail a batch ends smaller than the bound.
         count = count_spans(record)
         if count and (not self._batches or len(self._batches[-1]) + count > MAX_BATCH_SPANS):
             self._batches.append(SpanBatch(self.detail))
@@ -113,6 +119,7 @@ class BatchBuilder:
     def take_batches(self) -> Iterator[SpanBatch]:
         """The batches so far, none of them empty; the builder has none afterwards."""
         batches, self._batches = self._batches, []
+        # A refused record, or one without spans in this detail, can leave an empty batch.
         for batch in batches:
             if len(batch):
                 yield from batch.split_batch()

@@ -43,6 +43,7 @@ def read_span(span: Span, resource: Resource) -> ReadableSpan:
     state = TraceState.from_header([span.trace_state]) if span.trace_state else TraceState()
     is_remote = bool(span.flags & SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK)
 
+    # A span's own context is never remote; its parent's is where another process made it.
     def make_context(span_id: bytes, remote: bool) -> SpanContext:
         return SpanContext(trace_id, int.from_bytes(span_id, "big"), remote, _SAMPLED, state)
 

@@ -22,6 +22,7 @@ def identify_server(app: Any) -> None:
     """Fill roles.identity from vLLM's configuration in the state of `app`; logs the start line."""
     config = vllm_fields.get_vllm_config(app.state)
     role_setting = settings.get_settings().role
+    # The operator's word first: an instance without vLLM's connectors would read as `mono`.
     identity.role = role_setting or (
         vllm_fields.get_instance_role(config) if config is not None else "mono"
     )
@@ -44,6 +45,7 @@ async def query_engine(app: Any, trace: RequestTrace, query: str) -> str:
 
     Returns the first answer that is not empty; "" without one, or where there is no such channel.
     """
+    # AsyncLLM's client to the engine core; an engine in the same process has no such method.
     client = getattr(app.state.engine_client, "engine_core", None)
     call = getattr(client, "call_utility_async", None)
     if call is None:
@@ -58,6 +60,7 @@ async def query_engine(app: Any, trace: RequestTrace, query: str) -> str:
 def stamp_render(*args: Any, **kwargs: Any) -> None:
     """Before the renderer: the body is read, parsed and valid. The first call of a request counts."""
     trace = recorder.current_trace.get()
+    # vLLM may render several prompts of one body; only the first has the body's reading before it.
     if trace is not None and not trace.render:
         trace.render = clock.now_us()
 
@@ -79,12 +82,14 @@ def register_request(processor: Any, request: Any, *args: Any, **kwargs: Any) ->
         # Not traced, answered already (a `background` response goes on in a task with the context of
         # its HTTP request), or a pooling request.
         return
+    # Here, because AsyncLLM.add_request() drops headers without --otlp-traces-endpoint.
     request.trace_headers = {
         names.TRACEPARENT: trace.context.format_traceparent(),
         names.CARRIER: UNMEASURED,
     }
     if trace.context.tracestate:
         request.trace_headers[names.TRACESTATE] = trace.context.tracestate
+    # Cut to 256 characters: the client chooses it, and it goes on spans.
     trace.request_id = (
         trace.request_id or str(getattr(request, "external_req_id", None) or "")[:256]
     )
@@ -101,9 +106,11 @@ def record_outputs(
 ) -> None:
     """After process_outputs(): tokens are detokenized and in the requests' queues."""
     now = clock.now_us()  # the batch is processed in one go, so its requests share both times
+    # Most batches are decode steps: one dictionary lookup for each output is all they pay.
     for output in engine_core_outputs:
         if output.request_id in recorder.awaiting_traces:
             marks = (output.trace_headers or {}).get(names.CARRIER, "")
+            # Our own value came back: the engine core has no hooks, and told nothing.
             if marks == UNMEASURED:
                 marks = ""
             if vllm_fields.lacks_first_token(output):
@@ -135,6 +142,7 @@ def stamp_multimodal_start(renderer: Any, prompt: Any, *args: Any, **kwargs: Any
 
 def build_middleware(stack: Any) -> Any:
     """Put our middleware around `stack`, the app's complete middleware stack."""
+    # vLLM's facts come as functions, because asgi.py must not know vLLM.
     return TracingMiddleware(stack, settings.get_settings(), identify_server, query_engine)
 
 

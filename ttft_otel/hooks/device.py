@@ -129,6 +129,7 @@ class DeviceClock:
         anchor = self.anchor
         if anchor is None or now - anchor.recorded_at > ANCHOR_RENEWAL_US:
             anchor = self._renew_anchor(now)
+        # The step keeps its anchor: the clock's may be renewed before this step is read.
         stamps = DeviceStamps(anchor)
         if idle:
             self.add_stamp(stamps)
@@ -138,6 +139,7 @@ class DeviceClock:
     def _renew_anchor(self, now: int) -> Anchor:
         before = self.anchor
         read = before is not None and before.before is None  # an unread one tells nothing
+        # Not of the pool, whose events are recorded again: steps in flight measure from it.
         self.anchor = anchor = Anchor(self.make_event(), now, before if read else None)
         anchor.event.record()
         return anchor
@@ -145,12 +147,14 @@ class DeviceClock:
     def add_stamp(self, stamps: DeviceStamps) -> None:
         """Record an event (a few us, no synchronization) and the host's time."""
         now = clock.now_us()
+        # Used again, so that a step need not create and destroy events of the device.
         event = self.pool.pop() if self.pool else self.make_event()
         event.record()
         stamps.append((event, now))
 
     def note_pending(self, stamps: DeviceStamps, awaited: int) -> None:
         """One query: all stamps up to `awaited` are complete when the wait is over."""
+        # StepStamps.awaited is -1 for the last stamp.
         awaited %= len(stamps)
         event = stamps[awaited][0]
         now = clock.now_us()  # before the query: if it is false, the event is later than this
@@ -163,6 +167,7 @@ class DeviceClock:
         reached, asked_at = len(stamps), 0
         if reached and not stamps[-1][0].query():
             asked_at = clock.now_us()
+            # The device works in the order of recording: behind the first pending one all are.
             reached = _count_reached(stamps)
         if not reached:
             return Placement([0] * len(stamps), asked_at, 0)

@@ -73,6 +73,7 @@ class Anchor:
         upper bound is off by what the reader took. So the truth is at most READING_US before the
         least upper bound, unless a lower bound says that it is nearer.
         """
+        # Only now: elapsed_time() of two events is defined once both are complete.
         if self.before is not None:  # the first step after a renewal
             shift = self.before.event.elapsed_time(self.event) * 1000.0
             self.inherited = self.before.bounds.shift(shift)
@@ -81,6 +82,7 @@ class Anchor:
         own, old, drift = self.bounds, self.inherited, now * DRIFT_SHARE
         low = (own.low if own.low > old.low else old.low) - drift
         better, other = (own, old) if own.high < old.high else (old, own)
+        # No upper bound yet: the truth is between the lower one and the limit.
         if better.high == UNKNOWN:
             base = min(low, limit)
             return base, round(max(0.0, limit - base))

@@ -23,11 +23,13 @@ def wrap_ec_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> Non
     step without anything to encode they are the only sign that the worker was reached.
     """
     kind = type(connector)
+    # ec_both is both. The engine core and the worker each create a connector, of the same roles.
     model_runners.ec_roles.update(
         name for name in ("producer", "consumer") if getattr(connector, f"is_{name}", False)
     )
     for target, names in WRAPPED_METHODS.items():
         for name in names:
+            # A hook around an empty method would run in every step and see nothing.
             if ec_fields.has_own_method(kind, name) or (
                 target in LOAD_AND_SAVE and hasattr(kind, name)
             ):
@@ -46,8 +48,10 @@ def record_ec_wait(
     timeline = getattr(request, "_ttft", None)
     if timeline is None or timeline.scheduled:
         return
+    # Before the wait is judged: what the connector holds at its first answer is not this request's.
     if not timeline.media and getattr(request, "mm_features", None):
         ec_items.open_items(timeline, request, connector, available)
+    # From the first "not yet" on: later ones must not move the start of the wait.
     if not available:
         timeline.asked = timeline.asked or clock.now_us()
     elif timeline.asked:
@@ -63,6 +67,7 @@ def stamp_move_start(*args: Any, **kwargs: Any) -> int:
 def stamp_flush_start(*args: Any, **kwargs: Any) -> int | None:
     """Before get_finished(), in which ECCPUConnector starts to copy what this step has encoded."""
     step = model_runners.open_steps[0]
+    # vLLM calls get_finished() in steps that encode nothing, too: no event for these.
     return step.take_stamp() if step.encodes and "producer" in model_runners.ec_roles else None
 
 
@@ -79,6 +84,7 @@ WRAPPED_METHODS: Final = {
     "transfer.keep": ("request_finished",),
     "transfer.ready": ("update_connector_output",),
     "transfer.load": ("start_load_caches",),
+    # start_save_caches() (0.32) publishes items of earlier steps, which no save_caches() sees.
     "transfer.save": ("save_caches", "start_save_caches"),
     "transfer.flush": ("get_finished",),
 }

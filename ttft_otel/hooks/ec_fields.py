@@ -21,6 +21,7 @@ _BASE_CLASS: Final = "ECConnectorBase"
 def has_own_method(kind: type, name: str) -> bool:
     """Whether the class `kind` defines the method `name` itself, not only inherits vLLM's empty one."""
     for base in kind.__mro__:
+        # The first class of the MRO that has it is the one whose method is called.
         if name in vars(base):
             return base.__name__ != _BASE_CLASS
     return False
@@ -48,6 +49,7 @@ def list_announced_names(params: dict[str, Any]) -> tuple[set[str], list[int]]:
     params: items by mm_hash (vLLM 0.32), or in a list `ec_items` (0.29, and requests of
     ECMooncakeConnector) whose entries may have no hash. At most MAX_ANNOUNCED of each are read.
     """
+    # Bounded: the parameters come with the request's body, from anybody.
     names = {name for name, item in islice(params.items(), MAX_ANNOUNCED) if isinstance(item, dict)}
     places: list[int] = []
     items = params.get("ec_items")
@@ -98,6 +100,7 @@ def find_item_bytes(connector: Any, request: Any, name: str) -> int:
     """Bytes of the item `name` that was fetched from another instance; 0 where that is unknown."""
     announced = get_announced_params(request).get(name)
     size = announced.get("size_bytes") if isinstance(announced, dict) else None
+    # Without a size in the params: ECMooncakeConnector's scheduler has that of the transfer.
     if size is None:
         sizes = [
             getattr(record.spec, "nbytes", None) for record in list_pushed_items(connector, name)

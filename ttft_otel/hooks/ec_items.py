@@ -38,6 +38,7 @@ def open_items(
     connector: None without one. available: what the connector answered.
     """
     features = request.mm_features
+    # One list of integers, not objects: it travels in the timeline's JSON.
     media = [0] * (HEADER_LENGTH + len(features))
     timeline.media = media
     # `added` is 0 where the hook at the engine core's input is missing: the timeline was then created
@@ -48,6 +49,7 @@ def open_items(
     params = ec_fields.get_announced_params(request)
     if params:
         _mark_named(media, features, params)
+    # A producer's cache says nothing: it holds what it encoded itself, for others.
     is_held = ec_fields.find_held_test(connector)
     if is_held is not None and ec_fields.is_consumer(connector):
         _mark_held(media, features, is_held, available)
@@ -58,6 +60,7 @@ def _mark_named(media: list[int], features: Any, params: dict[str, Any]) -> None
     names, places = ec_fields.list_announced_names(params)
     matched: set[str] = set()
     for at, feature in enumerate(features, HEADER_LENGTH):
+        # The key of vLLM's encoder cache, by which both sides of a transfer name an item.
         if feature.identifier in names:
             media[at] |= BIT_ANNOUNCED
             matched.add(feature.identifier)
@@ -91,6 +94,7 @@ def skip_cached(timeline: EngineTimeline, features: Any, computed: int) -> None:
     """
     for at, feature in enumerate(features, HEADER_LENGTH):
         position = feature.mm_position
+        # All of its tokens: an item that is cached in part is encoded again as a whole.
         is_covered = position.offset + position.length <= computed
         if is_covered and not timeline.media[at] & SOURCE_MASK:
             timeline.media[at] |= SOURCE_SKIPPED
@@ -104,6 +108,7 @@ def note_allocated(
     if timeline is None or timeline.sent:
         return
     media = timeline.media or open_items(timeline, request, connector)
+    # After a preemption space is allocated again; where the item came from first stays.
     if not media[HEADER_LENGTH + index] & SOURCE_MASK:
         media[HEADER_LENGTH + index] |= SOURCE_ALLOCATED
 
@@ -125,6 +130,7 @@ def settle_items(
     media[media_items.INDEX_OWN] += len(encoded)
     media[media_items.INDEX_STEP] += step_items
     for index in encoded:
+        # The other bits stay: an announced item that is encoded here counts as recomputed.
         media[HEADER_LENGTH + index] = media[HEADER_LENGTH + index] & ~SOURCE_MASK | SOURCE_ENCODED
     for at in range(HEADER_LENGTH, len(media)):
         if media[at] & SOURCE_MASK != SOURCE_ALLOCATED:

@@ -65,6 +65,7 @@ class EncodingLease:
 leases: OrderedDict[str, EncodingLease] = OrderedDict()
 leases_by_hash: dict[str, list[EncodingLease]] = {}  # by mm_hash
 unasked_answers: OrderedDict[str, str] = OrderedDict()  # leases that ended before the query came
+# No lock for these dictionaries: hooks and utility calls run on the engine core's main thread.
 fetched_hashes: OrderedDict[str, None] = OrderedDict()  # mm_hashes fetched by a consumer before
 dropped_leases = 0
 
@@ -89,6 +90,7 @@ def record_announced(
     on an ec_both instance announces its encodings, too.
     """
     timeline = getattr(request, "_ttft", None)
+    # An encoder's timeline is sent after this call; one that was sent has had its token.
     if timeline is None or timeline.sent or not timeline.complete:
         return
     if not wrap.is_active("transfer.fetched") or ec_items.is_named(timeline):
@@ -127,6 +129,7 @@ def _add_lease(lease: EncodingLease) -> None:
     ):
         _remove_lease(next(iter(leases.values())), "")
         dropped_leases += 1
+        # Once: under such a load every request would log it.
         if dropped_leases == 1:
             log.warning(
                 "ttft-otel: more than %d requests or %d encodings are waiting to be fetched; "
@@ -175,6 +178,7 @@ def record_saved(_: None, result: Any, connector: Any, output: Any, *args: Any, 
 
 def snapshot_reads(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
     """Before _drain_notifs(): a copy of the fetches in progress; None without any."""
+    # A copy, because the call that follows removes the completed ones from vLLM's dict.
     return dict(session._active_xfers) or None
 
 

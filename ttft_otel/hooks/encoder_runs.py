@@ -74,6 +74,7 @@ def answer_encoder_run(core: Any, request_id: str) -> str:
     step = unfinished_steps.get(request_id)
     if step is None:
         told = told_runs.get(request_id, "")
+        # "Pending" stays: the API server asks again, and the run may be told in between.
         if told != PENDING_ANSWER:
             told_runs.pop(request_id, None)
         return told

@@ -33,6 +33,7 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
     # While it is paused an engine core runs no step that could tell.
     if getattr(getattr(core, "scheduler", None), "_pause_state", 0):
         timeline.reasons += (added, queue_reasons.PAUSED)
+    # A deque, because this is the input thread, and the main thread takes requests out of it.
     waiting.arrived.append([result[0], 0])
     # Once per process: vLLM looks the method of a utility call up by its name on the engine core.
     if not hasattr(type(core), ABORTED_QUERY):

@@ -16,6 +16,7 @@ from ttft_otel.hooks import (
     wrap,
 )
 
+# One table: a target has one hook per process, whichever file it is in.
 HOOKS = {
     **api_server.HOOKS,
     **engine_core.HOOKS,
@@ -28,7 +29,9 @@ HOOKS = {
 
 def install_all() -> None:
     """Patch modules that are imported, and others as they are imported; set up logging."""
+    # First, so that a failing installation is seen in vLLM's log.
     _show_logs()
+    # Before any hook runs, and while the environment is still as the operator set it.
     settings.freeze_settings()
     wrap.install_hooks(HOOKS)
 
@@ -42,4 +45,5 @@ def _show_logs() -> None:
     host = logging.getLogger("vllm")
     for handler in host.handlers or [logging.StreamHandler()]:
         log.addHandler(handler)
+    # vLLM's handlers are on our logger now; the root's would print each line once more.
     log.propagate = False

@@ -130,6 +130,7 @@ def has_expired(output: Any) -> bool:
     """Whether the leases in `output` expired before the blocks were fetched (NIXL reports that)."""
     stats = getattr(getattr(output, "kv_connector_stats", None), "data", None)
     over = stats.get("num_kv_expired_reqs", ()) if isinstance(stats, dict) else ()
+    # The figures are per step: only if all of its leases expired is it known of each.
     return len(over) >= len(output.finished_sending)
 
 

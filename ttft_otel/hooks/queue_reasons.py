@@ -53,6 +53,7 @@ def find_common_reason(scheduler: Any, output: Any) -> int:
         return KV_BLOCKS
     facts = vllm_fields.get_facts(scheduler)
     running = len(getattr(scheduler, "running", ()))
+    # Streaming sessions that pause are not in `running`, but hold a slot of the model runner.
     running += getattr(scheduler, "num_waiting_for_streaming_input", 0)
     if 0 < facts.max_running <= running:
         return MAX_NUM_SEQS
@@ -69,6 +70,7 @@ def find_common_reason(scheduler: Any, output: Any) -> int:
 def _find_head(scheduler: Any) -> Any:
     """The request at which the scheduler stopped: the first that it did not set aside."""
     deferred = get_deferred(scheduler)
+    # schedule() puts what it set aside back at the head: the one it stopped at comes behind.
     for request in islice(getattr(scheduler, "waiting", None) or (), MAX_SKIPPED):
         if request not in deferred:
             return request
@@ -90,6 +92,7 @@ def _find_head_reason(
     tokens = head.num_tokens - head.num_computed_tokens
     if facts.max_tokens and not facts.chunked and tokens > tokens_left:
         return TOKEN_BUDGET
+    # Only the first chunk needs blocks then, and the step's budget bounds it.
     if not facts.reserves_prompt and facts.max_tokens:
         tokens = min(tokens, tokens_left)
     manager = getattr(scheduler, "kv_cache_manager", None)
@@ -100,6 +103,7 @@ def _find_head_reason(
     needed = facts.cache_groups * -(-tokens // facts.block_size)
     if pool.get_num_free_blocks() < needed + getattr(manager, "watermark_blocks", 0):
         return KV_BLOCKS
+    # By exclusion: the budget of the step is a local variable of schedule().
     return ENCODER_BUDGET if getattr(head, "mm_features", None) else OTHER
 
 

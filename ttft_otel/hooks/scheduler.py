@@ -218,6 +218,7 @@ def _attach_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> N
     output.trace_headers = carried
     request = scheduler.requests.get(output.request_id)
     if request is not None:
+        # vLLM copies them onto every output: without this, each later token would carry our string.
         request.trace_headers = remaining
 
 

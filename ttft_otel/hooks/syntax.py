@@ -41,12 +41,14 @@ def read_module(vllm: Path, module: str) -> Definitions:
 
     Raises SyntaxError for a file that this Python cannot parse.
     """
+    # By the file, not by importlib, which would import vLLM's packages, and torch with them.
     path = find_module_file(vllm, module)
     return read_definitions(path) if path is not None else Definitions()
 
 
 def read_definitions(path: Path) -> Definitions:
     """The definitions of a file, cached until it changes. Raises SyntaxError as read_module()."""
+    # Part of the cache's key, so that an upgrade under a running process is seen.
     state = path.stat()
     return _parse_file(path, (state.st_mtime_ns, state.st_size))
 
@@ -54,6 +56,7 @@ def read_definitions(path: Path) -> Definitions:
 @lru_cache(maxsize=128)
 def _parse_file(path: Path, _state: tuple[int, int]) -> Definitions:
     definitions = Definitions()
+    # Bytes, so that the parser honours a file's own coding line.
     for node in ast.parse(path.read_bytes(), str(path)).body:
         if isinstance(node, ast.ClassDef):
             _read_class(node, definitions)
@@ -69,6 +72,7 @@ def _read_class(node: ast.ClassDef, definitions: Definitions) -> None:
         if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
             definitions.functions[f"{node.name}.{item.name}"] = _read_parameters(item)
             names.add(item.name)
+            # In any method, not only __init__: a field may be set in a helper that it calls.
             names.update(_list_names_set_on_self(item))
         elif isinstance(item, (ast.AnnAssign, ast.Assign)):
             targets = item.targets if isinstance(item, ast.Assign) else [item.target]
@@ -89,6 +93,7 @@ def _list_names_set_on_self(function: ast.AST) -> set[str]:
 def _get_base_name(base: ast.expr) -> str:
     while isinstance(base, ast.Subscript):  # Generic[T]
         base = base.value
+    # Other expressions have no name: such a base is taken for one that gives no fields.
     return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
 
 

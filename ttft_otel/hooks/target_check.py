@@ -19,6 +19,7 @@ log = logging.getLogger("ttft_otel")
 
 def find_vllm_folder() -> Path | None:
     """The folder of the installed vllm package; None when it is not installed."""
+    # For a top-level package find_spec() imports nothing.
     spec = importlib.util.find_spec("vllm")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
@@ -28,6 +29,7 @@ def check_targets(vllm: Path) -> dict[str, str]:
 
     vllm: the package's folder. Targets without an address of their own are left out.
     """
+    # Connectors' methods have none: their class is known when vLLM's factory creates it.
     return {target.name: _check_target(vllm, target) for target in TARGETS if target.places}
 
 
@@ -38,6 +40,7 @@ def check_places(vllm: Path, target: PatchTarget) -> dict[str, str]:
 
 def _check_target(vllm: Path, target: PatchTarget) -> str:
     answers = list(check_places(vllm, target).values())
+    # Releases and runners differ in where a function is: one place suffices.
     return "" if "" in answers else answers[0]
 
 
@@ -47,11 +50,13 @@ def check_place(vllm: Path, place: TargetPlace, reads: tuple[str, ...]) -> str:
     vllm: the package's folder. reads: names of the parameters that our hook reads.
     """
     address = place.address
+    # FastAPI's method is public, and not below the folder that is parsed here.
     if not place.module.startswith("vllm."):
         return ""
     parameters = syntax.read_module(vllm, place.module).functions.get(place.name)
     if parameters is None:
         return address
+    # Parameters as well: a hook that reads one by name would fail in every call.
     missing = [word for word in reads if word not in parameters]
     return f"{address}({', '.join(missing)})" if missing else ""
 
@@ -60,6 +65,7 @@ def log_start_line(role: str) -> None:
     """Log version, `role`, active targets and endpoint in one line, and problems of the settings."""
     vllm = find_vllm_folder()
     states = check_targets(vllm) if vllm is not None else {}
+    # Missing ones are named at the start: later nobody can tell why a stage is unattributed.
     lost = [f"{name} ({what})" for name, what in states.items() if what]
     chosen = settings.get_settings()
     log.info(

@@ -33,6 +33,7 @@ class SchedulerFacts:
         self.vllm_traces = bool(getattr(observability, "otlp_traces_endpoint", None))
         self.rank = get_data_parallel_rank(config)
         self.ec_connector = getattr(scheduler, "ec_connector", None)
+        # Without such a method vLLM never sets a request aside for encodings.
         self.ec_may_wait = can_delay_requests(self.ec_connector)
         self.has_kv_connector = getattr(scheduler, "connector", None) is not None
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
@@ -41,20 +42,24 @@ class SchedulerFacts:
     def _read_limits(self, scheduler: Any, config: Any) -> None:
         own = getattr(scheduler, "scheduler_config", None)
         self.by_priority = getattr(own, "policy", "fcfs") == "priority"
+        # vLLM admits by this one; max_num_running_reqs counts the runner's slots (scheduler.py).
         places = getattr(scheduler, "max_num_active_reqs", None)
         self.max_running = int(places or getattr(scheduler, "max_num_running_reqs", 0) or 0)
         self.max_tokens = int(getattr(scheduler, "max_num_scheduled_tokens", 0) or 0)
+        # Drafts are taken out of this budget, not out of max_num_scheduled_tokens.
         self.max_batched = int(getattr(own, "max_num_batched_tokens", 0) or self.max_tokens)
         spec = getattr(config, "speculative_config", None)
         self.draft_slots = int(getattr(spec, "max_num_new_slots_for_drafting", 0) or 0)
         self.chunked = bool(getattr(own, "enable_chunked_prefill", True))
         self.reserves_prompt = bool(getattr(own, "scheduler_reserve_full_isl", False))
+        # Hybrid models have several groups of layers, each with blocks of its own.
         groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
         self.cache_groups = max(1, len(groups))
 
 
 def get_facts(scheduler: Any) -> SchedulerFacts:
     """The SchedulerFacts of `scheduler`, created at the first call."""
+    # Kept on the scheduler itself: it ends with it, and a second engine has its own.
     scheduler_facts = getattr(scheduler, "_ttft", None)
     if scheduler_facts is None:
         scheduler_facts = scheduler._ttft = SchedulerFacts(scheduler)
@@ -73,10 +78,12 @@ def get_instance_role(config: Any) -> str:
     """
     transfer = getattr(config, "ec_transfer_config", None)
     ec_role = getattr(transfer, "ec_role", None) or ""
+    # Before the KV role: an encoder's answer never reaches the client, whatever else it does.
     if ec_role == "ec_producer":
         return "encode"
     cache = getattr(config, "kv_transfer_config", None)
     kv_role = getattr(cache, "kv_role", None) or ""
+    # kv_both is not in it: such an instance prefills for one request and decodes another.
     role_by_kv_role: dict[str, stages.Role] = {"kv_producer": "prefill", "kv_consumer": "decode"}
     if kv_role:
         return role_by_kv_role.get(kv_role, "")
@@ -100,6 +107,7 @@ def get_request_role(request: Any) -> str:
     extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
     if not isinstance(extra, dict):
         return ""
+    # KV first: a prefill instance's request may name encodings as well.
     blocks = extra.get("kv_transfer_params")
     if isinstance(blocks, dict):
         if blocks.get("do_remote_decode"):
@@ -121,6 +129,7 @@ def get_kv_connector_name(config: Any) -> str:
 def get_ec_connector_name(config: Any) -> str:
     """Name of the encoder-cache connector in `config`; "" without one."""
     transfer = getattr(config, "ec_transfer_config", None)
+    # Cut, as all texts of unknown length that go on spans.
     return str(getattr(transfer, "ec_connector", None) or "")[:256]
 
 
@@ -137,6 +146,7 @@ def lacks_first_token(output: Any) -> bool:
     to sleep ("abort"), or when it does not take them ("length"). Only an encoder-only instance stops
     without a token regularly: that output is its whole result.
     """
+    # An IntEnum in v1/engine/__init__.py, whose str() is the word.
     reason = getattr(output, "finish_reason", None)
     if reason is None:
         return False
@@ -162,6 +172,7 @@ def get_model_name(config: Any) -> str:
 def get_data_parallel_rank(config: Any) -> int:
     """Data-parallel rank of this engine core; 0 when `config` does not name one."""
     parallel = getattr(config, "parallel_config", None)
+    # The index first: vLLM overrides the rank for dense models (config/parallel.py).
     for name in ("data_parallel_index", "data_parallel_rank"):
         value = getattr(parallel, name, None)
         if isinstance(value, int):

@@ -53,6 +53,7 @@ _codes: list[int] = []  # to what
 
 def record_queue(scheduler: Any, output: Any, now: int) -> None:
     """After a schedule() that returned at `now` (us): why those whom it left out were left out."""
+    # Before anything returns: an arrival that no step looks at would stay in the deque.
     joined = _take_arrivals(scheduler.requests) if arrived else ()
     if not (waiting_requests or joined):
         if _times:
@@ -66,6 +67,7 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
         _join_queue(request, now)
     if vllm_fields.get_facts(scheduler).by_priority and output.scheduled_new_reqs:
         _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
+    # Without either all waiting requests share the queue's reason: none is looked at.
     if _blocked or queue_reasons.get_deferred(scheduler):
         _follow_blocked(scheduler, now)
 
@@ -169,6 +171,7 @@ def _copy_shared(entry: WaitingRequest, now: int) -> None:
     """Copy what the queue's reasons were while they were this request's, up to `now`."""
     if not entry.since or not _times:
         return
+    # The change before `since`: its reason still held when this request joined.
     first = max(0, bisect_right(_times, entry.since) - 1)
     reasons = entry.request._ttft.reasons
     reasons += (entry.since, _codes[first])

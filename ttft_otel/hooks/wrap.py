@@ -75,6 +75,7 @@ def install_hooks(hooks: dict[str, Hook]) -> None:
             waiting.setdefault(place.module, []).append((target, place, hook))
     for module in list(waiting):
         loaded = sys.modules.get(module)
+        # vLLM loads plugins after some of its own modules: those are in sys.modules already.
         if loaded is not None and getattr(loaded, "__spec__", None) is not None:
             _patch_module(loaded, waiting.pop(module))
     # First in the list, because the search ends with the first finder that finds the module.
@@ -86,12 +87,14 @@ def _patch_module(
     module: ModuleType, entries: Iterable[tuple[PatchTarget, TargetPlace, Hook]]
 ) -> None:
     for target, place, hook in entries:
+        # One by one: a release that breaks one target keeps all the others.
         with guard.Guard(f"install {target.name}"):
             _patch_place(module, target, place, hook)
 
 
 def _patch_place(module: ModuleType, target: PatchTarget, place: TargetPlace, hook: Hook) -> None:
     owner: Any = module
+    # "Class.method" or a function: the owner is a class or the module itself.
     *outer, name = place.name.split(".")
     for part in outer:
         owner = getattr(owner, part, None)
@@ -102,6 +105,7 @@ def _patch_place(module: ModuleType, target: PatchTarget, place: TargetPlace, ho
         _note_missing(target, f"{place.module}:{place.name}")
         return
     call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    # A renamed parameter would only raise at the first request; here the target counts as missing.
     lost = [word for word in target.reads if word not in inspect.signature(call).parameters]
     if lost:
         _note_missing(target, f"{place.module}:{place.name}({', '.join(lost)})")
@@ -110,6 +114,7 @@ def _patch_place(module: ModuleType, target: PatchTarget, place: TargetPlace, ho
 
 
 def _note_missing(target: PatchTarget, what: str) -> None:
+    # Of a target with several places one suffices, in whichever order the modules come.
     if target.name not in installed_patches:
         missing_targets[target.name] = what
 
@@ -118,6 +123,7 @@ def patch_attribute(target: PatchTarget, owner: Any, name: str, hook: Hook) -> N
     """Patch the attribute `name` of `owner` once; static and class methods stay such."""
     raw = inspect.getattr_static(owner, name)
     call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    # Factories hand out the same class for each connector, and plugins may be loaded twice.
     if hasattr(call, "__ttft_otel__"):
         return
     patch = Patch(
@@ -156,6 +162,7 @@ def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
             if name in failing:
                 raw = patch.original
                 call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+                # ALWAYS, so that it fails without a traced request, too.
                 hook = Hook(_raise_error, _raise_error, ALWAYS, patch.hook.runs_after_error)
                 value = _restore_kind(raw, _build_wrapper(name, call, hook))
             setattr(patch.owner, patch.name, value)

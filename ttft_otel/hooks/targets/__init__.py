@@ -16,12 +16,14 @@ from ttft_otel.hooks.targets.engine_core_targets import CORE_TARGETS
 from ttft_otel.hooks.targets.model_runner_targets import WORKER_TARGETS
 from ttft_otel.hooks.targets.patch_target import ALL_STAGES, PatchTarget, TargetPlace
 
+# In the order in which a request passes the processes; connectors, in two of them, last.
 TARGETS: Final[tuple[PatchTarget, ...]] = (
     *FRONTEND_TARGETS,
     *CORE_TARGETS,
     *WORKER_TARGETS,
     *TRANSFER_TARGETS,
 )
+# For connectors' hooks, which patch a class at run time, and for doctor's messages.
 TARGETS_BY_NAME: Final[dict[str, PatchTarget]] = {target.name: target for target in TARGETS}
 
 __all__ = ["TARGETS_BY_NAME", "ALL_STAGES", "TARGETS", "TargetPlace", "PatchTarget"]

@@ -15,6 +15,7 @@ from ttft_otel.hooks.targets.patch_target import (
 
 FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
+        # Starlette builds the stack at the first call, after all add_middleware(): ours is outside.
         "frontend.app",
         "api",
         (TargetPlace("fastapi.applications", "FastAPI.build_middleware_stack"),),
@@ -24,6 +25,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         "a plugin that nobody has to name can add the outermost middleware",
     ),
     PatchTarget(
+        # Each sets arrival_time in its first line (renderers/base.py): no rendering is before.
         "frontend.render",
         "api",
         (
@@ -36,6 +38,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         VLLM_EMITS_IT,
     ),
     PatchTarget(
+        # Once per URL of a message, so that a request has as many parts as it has media.
         "frontend.media",
         "api",
         (TargetPlace("vllm.multimodal.media.connector", "MediaConnector.load_from_url_async"),),
@@ -46,6 +49,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # The plural method: render_cmpl_async() gathers its prompts through it in one call.
         "frontend.tokenize",
         "api",
         (TargetPlace("vllm.renderers.base", "BaseRenderer.tokenize_prompts_async"),),
@@ -56,6 +60,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # Called for text as well: the hook reads `prompt` to leave that out.
         "frontend.multimodal",
         "api",
         (TargetPlace("vllm.renderers.base", "BaseRenderer.process_for_engine_async"),),
@@ -67,6 +72,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # Adds 8 random characters to the client's ID; all paths of AsyncLLM call it.
         "frontend.assign",
         "api",
         (TargetPlace("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id"),),
@@ -77,6 +83,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("request",),
     ),
     PatchTarget(
+        # Late enough: before, AsyncLLM.add_request() drops headers if vLLM's tracing is off.
         "frontend.register",
         "api",
         (TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.add_request"),),
@@ -87,6 +94,7 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("request",),
     ),
     PatchTarget(
+        # Called for slices of a batch (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE), each with its own times.
         "frontend.outputs",
         "api",
         (TargetPlace("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs"),),

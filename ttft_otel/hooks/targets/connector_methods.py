@@ -17,10 +17,12 @@ _SESSION: Final = "vllm.distributed.ec_transfer.ec_connector.cpu.session"
 _KV: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 CONNECTOR_METHODS: Final[dict[str, tuple[TargetPlace, ...]]] = {
+    # Before 0.24 an encoder-cache connector could not make a request wait.
     "transfer.wait": (TargetPlace(_EC, "ECConnectorBase.ensure_cache_available", since="0.24"),),
     "transfer.load": (TargetPlace(_EC, "ECConnectorBase.start_load_caches"),),
     "transfer.save": (
         TargetPlace(_EC, "ECConnectorBase.save_caches"),
+        # Publishes what an earlier step has encoded: save_caches() is never called for that.
         TargetPlace(_EC, "ECConnectorBase.start_save_caches", since="0.32"),
     ),
     "transfer.flush": (TargetPlace(_EC, "ECConnectorBase.get_finished"),),
@@ -32,6 +34,7 @@ CONNECTOR_METHODS: Final[dict[str, tuple[TargetPlace, ...]]] = {
     "kv.match": (TargetPlace(_KV, "KVConnectorBase_V1.get_num_new_matched_tokens"),),
     "kv.keep": (
         TargetPlace(_KV, "KVConnectorBase_V1.request_finished"),
+        # The scheduler calls it instead for all SupportsHMA connectors (hybrid KV caches).
         TargetPlace(_KV, "SupportsHMA.request_finished_all_groups"),
     ),
     "kv.load": (TargetPlace(_KV, "KVConnectorBase_V1.start_load_kv"),),

@@ -16,6 +16,7 @@ _CONNECTORS_REPORT_IT: Final = "connectors report per-request timings"
 
 TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
+        # In both processes: the scheduler's half waits for encodings, the worker's half moves them.
         "transfer.create",
         "core+worker",
         (
@@ -31,6 +32,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         lost_encode=(*QUEUE_STAGES, "dispatch", "ec.transfer", "encoder.compute", "output"),
     ),
     PatchTarget(
+        # An encoder waits for nobody's encodings, hence nothing is lost on one.
         "transfer.wait",
         "core",
         (),
@@ -52,6 +54,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         lost_encode=(),
     ),
     PatchTarget(
+        # V1 saves inside of the encoder's call, whose length would have the save in it.
         "transfer.save",
         "worker",
         (),
@@ -62,6 +65,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         lost_encode=("ec.transfer", "encoder.compute", "output"),
     ),
     PatchTarget(
+        # vLLM calls it after each step, also of connectors that do nothing in it.
         "transfer.flush",
         "worker",
         (),
@@ -104,6 +108,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # A fetch that is gone after _drain_notifs() was read; after _sweep_timeouts() it was not.
         "transfer.fetched",
         "core",
         (),
@@ -138,6 +143,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         _CONNECTORS_REPORT_IT,
     ),
     PatchTarget(
+        # Called again until blocks are allocated; only the last answer before that counts.
         "kv.match",
         "core",
         (),
@@ -148,6 +154,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("request",),
     ),
     PatchTarget(
+        # On the scheduler, not on connectors: one address, whatever the connector's class is.
         "kv.arrive",
         "core",
         (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._update_from_kv_xfer_finished"),),
@@ -169,6 +176,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # V1 and V2 call it inside the step, before the forward or (async loads, newer V2) after it.
         "kv.load",
         "worker",
         (),
@@ -178,6 +186,7 @@ TRANSFER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         _CONNECTORS_REPORT_IT,
     ),
     PatchTarget(
+        # wait_for_save() returns when all is saved: its length is time that the step spends in it.
         "kv.save",
         "worker",
         (),

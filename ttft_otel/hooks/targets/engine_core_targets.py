@@ -14,6 +14,7 @@ from ttft_otel.stages import QUEUE_STAGES
 
 CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
+        # In the input thread (process_input_sockets), while a step may run on the main thread.
         "engine.input",
         "core",
         (TargetPlace("vllm.v1.engine.core", "EngineCore.preprocess_add_request"),),
@@ -24,6 +25,7 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("request",),
     ),
     PatchTarget(
+        # AsyncScheduler and other subclasses inherit it, so that a patch of the base reaches them.
         "scheduler.schedule",
         "core",
         (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),),
@@ -33,6 +35,7 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         "scheduled events carry the step and its encoder inputs",
     ),
     PatchTarget(
+        # Its argument names the step's requests; under async scheduling another step runs already.
         "scheduler.update",
         "core",
         (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),),
@@ -43,6 +46,7 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("scheduler_output", "model_runner_output"),
     ),
     PatchTarget(
+        # Called for a pause and for its end alike; the state is the argument.
         "scheduler.pause",
         "core",
         (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),),
@@ -54,6 +58,7 @@ CORE_TARGETS: Final[tuple[PatchTarget, ...]] = (
         part=True,
     ),
     PatchTarget(
+        # Called by finish_requests() (aborts) and by update_from_output(): hooks tell them apart.
         "scheduler.free",
         "core",
         (TargetPlace("vllm.v1.core.sched.scheduler", "Scheduler._free_request"),),

@@ -12,11 +12,13 @@ from ttft_otel.hooks.targets.patch_target import (
     TargetPlace,
 )
 
+# A release can have both; a server uses one of them.
 _V1: Final = "vllm.v1.worker.gpu_model_runner"
 _V2: Final = "vllm.v1.worker.gpu.model_runner"
 
 WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
     PatchTarget(
+        # MMEncoderModelRunner (0.29) is V2's runner without a language model, with its own method.
         "worker.execute",
         "worker",
         (
@@ -35,6 +37,7 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         reads=("scheduler_output", "intermediate_tensors"),
     ),
     PatchTarget(
+        # V1 calls it in every step with multimodal models, V2 only with something to encode.
         "worker.encoder",
         "worker",
         (
@@ -48,6 +51,7 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         lost_encode=("dispatch", "encoder.compute", "output"),
     ),
     PatchTarget(
+        # V2 has no method around its forward: what runs just before it marks the start.
         "worker.forward",
         "worker",
         (
@@ -75,6 +79,7 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         VLLM_EMITS_IT,
     ),
     PatchTarget(
+        # execute_model() has returned None: the forward is queued, and sampling follows here.
         "worker.tokens",
         "worker",
         (
@@ -88,6 +93,7 @@ WORKER_TARGETS: Final[tuple[PatchTarget, ...]] = (
         lost_encode=(),
     ),
     PatchTarget(
+        # get_output() waits for the copy's event itself (synchronize()), so that our hook need not.
         "worker.output",
         "worker",
         (

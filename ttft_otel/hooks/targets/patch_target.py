@@ -10,8 +10,10 @@ from ttft_otel.stages import QUEUE_STAGES
 
 COMPUTE_STAGES: Final = ("dispatch", "encoder.compute", "prefill.compute", "prefill.stall")
 WORKER_STAGES: Final = (*COMPUTE_STAGES, "ec.transfer", "kv.transfer")
+# Losing a mark also loses its neighbours: the partition cannot tell where one of them ends.
 ENGINE_STAGES: Final = (*QUEUE_STAGES, *WORKER_STAGES, "sample", "output")
 ALL_STAGES: Final = ("receive", "preprocess", "ipc", *ENGINE_STAGES, "egress")
+# For `drop_when`: what has to come upstream before a patch can go.
 VLLM_EMITS_IT: Final = "vLLM emits this time per request itself"
 
 
@@ -44,6 +46,7 @@ class TargetPlace:
 
 def _parse_release(version: str) -> tuple[int, ...]:
     """Major and minor number, for comparing; "" comes before all others."""
+    # Without the patch number: development versions have words in its place.
     return tuple(int(part) for part in version.split(".")[:2]) if version else ()
 
 

@@ -30,12 +30,14 @@ class VllmField:
         return f"{self.module}:{self.owner}.{'|'.join(self.names)}"
 
 
+# Fields of one class whose loss has the same consequence are given in one string.
 def _make_fields(
     module: str, owner: str, names: str, without: str, since: str = ""
 ) -> list[VllmField]:
     return [VllmField(module, owner, tuple(n.split("|")), without, since) for n in names.split()]
 
 
+# Shorthands of modules, and of consequences that several rows have.
 _OUTPUT: Final = "vllm.v1.core.sched.output"
 _EC: Final = "vllm.distributed.ec_transfer.ec_connector"
 _NO_SOURCE: Final = "the sources of media items are wrong or missing"
@@ -64,6 +66,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     *_make_fields(
         "vllm.config.vllm", "VllmConfig", "parallel_config", "data-parallel rank reads 0"
     ),
+    # data_parallel_index first: vLLM overrides the rank of dense models.
     *_make_fields(
         "vllm.config.parallel",
         "ParallelConfig",
@@ -100,6 +103,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     *_make_fields(
         "vllm.v1.core.sched.scheduler",
         "Scheduler",
+        # A bar separates an old name from a new one; `skipped_waiting` was renamed in 0.30.
         "scheduler_config max_num_active_reqs|max_num_running_reqs max_num_scheduled_tokens "
         "kv_cache_config kv_cache_manager running waiting deferred_waiting|skipped_waiting "
         "_pause_state finished_recving_kv_req_ids num_waiting_for_streaming_input",
@@ -127,6 +131,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         "status priority arrival_time lora_request structured_output_request",
         _NO_REASON,
     ),
+    # Private: the public property stores the Future's result, and a hook changes nothing.
     *_make_fields(
         "vllm.v1.structured_output.request", "StructuredOutputRequest", "_grammar", _NO_REASON
     ),
@@ -146,6 +151,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     *_make_fields(
         _OUTPUT,
         "SchedulerOutput",
+        # Without it a load is assumed to come before the forward, as in older releases.
         "has_sync_kv_loads",
         "without `kv.load` more becomes unattributed than has to",
         since="0.29",
@@ -194,6 +200,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         "vllm.multimodal.inputs", "MultiModalFeatureSpec", "identifier mm_position", _NO_SOURCE
     ),
     *_make_fields("vllm.multimodal.inputs", "PlaceholderRange", "offset length", _NO_SOURCE),
+    # From here on fields of single connectors, of which most are private: checked per release.
     *_make_fields(
         f"{_EC}.cpu.connector", "ECCPUConnector", "connector_scheduler", _NO_SOURCE, "0.29"
     ),
@@ -204,6 +211,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     *_make_fields(
         f"{_EC}.cpu.scheduler.embedding_cache", "CacheEntry", "ready", _NO_SOURCE, "0.29"
     ),
+    # Mooncake pushes: whether an item is here is known from the table of its transfers.
     *_make_fields(
         f"{_EC}.mooncake_ec_connector", "ECMooncakeConnector", "_scheduler", _NO_SOURCE, "0.32"
     ),
@@ -226,6 +234,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         f"{_EC}.mooncake.metadata", "ECMooncakeLoadSpec", "local nbytes", _NO_SOURCE, "0.32"
     ),
     *_make_fields(f"{_EC}.cpu.scheduler", "ECCPUScheduler", "_producer_session", _NOT_KEPT, "0.32"),
+    # The pinned reads; _drain_notifs() and _sweep_timeouts() remove them.
     *_make_fields(
         f"{_EC}.cpu.session", "ProducerSession", "_active_xfers _cache", _NOT_KEPT, "0.32"
     ),
@@ -233,6 +242,7 @@ FIELDS: Final[tuple[VllmField, ...]] = (
     *_make_fields(
         "vllm.v1.outputs",
         "ECConnectorOutput",
+        # Tells the scheduler which copies out of the device have ended.
         "ec_connector_worker_meta",
         "`ttft.ec.ready_us` is missing",
         "0.29",
