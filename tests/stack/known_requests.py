@@ -346,6 +346,16 @@ def _get_server_attributes(leg: KnownLeg) -> Attributes:
     return {names.HTTP_METHOD: "POST", names.SERVER_ADDRESS: host, names.SERVER_PORT: int(port)}
 
 
+def sum_reasons_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
+    """Microseconds in queues of all servers by reason; of spare encoders and lone ones, too."""
+    sums: dict[str, int] = {}
+    for leg in (leg for row in rows for leg in (*row.legs, *row.spare)):
+        for stage in QUEUE_STAGES:
+            us = leg.lengths.get(stage, 0)
+            sums[get_reason(us)] = sums.get(get_reason(us), 0) + us
+    return sums
+
+
 def get_reason(us: int) -> str:
     """Why a known request waited for so long; each queue has one reason."""
     return ("max_num_seqs", "token_budget", "in_step")[us % 3]
@@ -550,16 +560,6 @@ class KnownTruth:
             if leg.recomputed is not None:
                 items[leg.instance] = items.get(leg.instance, 0) + leg.recomputed
         return items
-
-    def sum_reasons_us(self) -> dict[str, int]:
-        """Microseconds in queues of all servers by reason; those of spare encoders too."""
-        sums: dict[str, int] = {}
-        for row in self.all:
-            for leg in (*row.legs, *row.spare):
-                for stage in QUEUE_STAGES:
-                    us = leg.lengths.get(stage, 0)
-                    sums[get_reason(us)] = sums.get(get_reason(us), 0) + us
-        return sums
 
     def compute_share_over(self, ms: float = SLO_MS) -> float:
         """Share of requests that had no first token by an objective, or that a server failed."""

@@ -187,7 +187,7 @@ class MetricSink:
 
     def sum_field(self, metric: str, field: str = "count", **only: Any) -> float:
         """Sum over series of a point's field: count or sum of histograms, as_int of counters."""
-        return sum(getattr(point, field) for _, point in self.get_series(metric, **only))
+        return sum(getattr(point, field, 0) for _, point in self.get_series(metric, **only))
 
     def list_exemplars(self) -> list[Any]:
         """All that came, of every histogram."""

@@ -107,7 +107,7 @@ def test_every_name_is_kept() -> None:
     listed = set(re.findall(r'"([^"]+)"', "\n".join(collector_config.generate_own_keys())))
     said = {value for key, value in vars(names).items() if key.isupper() and "." in str(value)}
     metrics = {names.METRIC_TTFT, names.METRIC_STAGE}
-    metrics |= {names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
+    metrics |= {names.METRIC_REASON, names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
 
     assert said - listed <= metrics
     for stage in (
@@ -191,6 +191,23 @@ def test_known_requests(front: CollectorFront, rows: list[known_requests.KnownRe
     assert ours and not any(names.DERIVED_MS in each for each in ours if names.STAGE in each)
 
 
+def sum_stages(front: CollectorFront, job: str, model: str) -> dict[str, float]:
+    """Seconds of each stage of a job and a model, as counted so far."""
+    counted: dict[str, float] = {}
+    for labels, point in list_points(front, names.METRIC_STAGE, job, model):
+        stage = labels[names.STAGE]
+        counted[stage] = counted.get(stage, 0) + point.sum
+    return counted
+
+
+def wait_for_stages(
+    front: CollectorFront, job: str, model: str, seconds: float
+) -> dict[str, float]:
+    """The stages once they have `seconds`: each metric is pushed by itself, this one after TTFTs."""
+    wait_until(lambda: sum(sum_stages(front, job, model).values()) >= seconds - 1e-6)
+    return sum_stages(front, job, model)
+
+
 def test_metrics_are_the_truth(
     front: CollectorFront, rows: list[known_requests.KnownRequest]
 ) -> None:
@@ -206,10 +223,7 @@ def test_metrics_are_the_truth(
         for row in mine:
             for stage, us in (*row.stages.items(), (stages.UNATTRIBUTED, row.unattributed)):
                 lengths[stage] = lengths.get(stage, 0) + us / 1e6
-        counted: dict[str, float] = {}
-        for labels, point in list_points(front, names.METRIC_STAGE, job, model):
-            stage = labels[names.STAGE]
-            counted[stage] = counted.get(stage, 0) + point.sum
+        counted = wait_for_stages(front, job, model, sum(lengths.values()))
         assert counted.keys() == {stage for stage, length in lengths.items() if length}
         assert all(isclose(counted[stage], lengths[stage]) for stage in counted)
         assert isclose(sum(counted.values()), sum(point.sum for _, point in whole))
@@ -282,7 +296,7 @@ def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
 
 def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Each server's queue counts for its reason, though a router is outermost; stages do not change."""
-    wanted = known_requests.KnownTruth(rows).sum_reasons_us()
+    wanted = known_requests.sum_reasons_us(rows)
     metric = names.METRIC_REASON
     wait_until(lambda: front.metrics.sum_field(metric, "sum") >= sum(wanted.values()) / 1e6 - 1e-6)
     told = dict.fromkeys(wanted, 0.0)

@@ -40,7 +40,7 @@ LABELS = {
         for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)
     ),
     *(ttft_queries.format_label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
-    *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL),
+    *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL, ttft_queries.REASON_LABEL),
     *("job", "instance", "exported_instance", "le", "status_code"),
     *("exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop"),
     *("role", "server"),  # made by label_join
@@ -73,6 +73,7 @@ def list_known_metrics() -> set[str]:
     ours = {
         ttft_queries.DURATION_METRIC,
         ttft_queries.STAGE_METRIC,
+        ttft_queries.REASON_METRIC,
         ttft_queries.RECOMPUTED_METRIC,
         ttft_queries.CONVENTION_METRIC,
     }
