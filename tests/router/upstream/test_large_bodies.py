@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies that are sent in pieces: whole over TCP and TLS, and ended by an answer that comes too early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.router import fake_instances
+from ttft_otel.router.timeline import Attempt
+from ttft_otel.router.types import parse_instance_url
+from ttft_otel.router.upstream.connection_pool import ConnectionPool
+from ttft_otel.router.upstream.instance_connection import PIECE_BYTES
+from ttft_otel.stages import MONO
+
+BODY = (b"[", b"z" * (5 * PIECE_BYTES + 17), b"]")
+LENGTH = sum(map(len, BODY))
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+REFUSED = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno"
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    paths = folder / "cert.pem", folder / "key.pem"
+    words = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1")
+    names = ("-addext", "subjectAltName=IP:127.0.0.1")
+    out = ("-out", str(paths[0]), "-keyout", str(paths[1]))
+    subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)
+    return paths
+
+
+@contextlib.asynccontextmanager
+async def run_pool(
+    handler: Handler, certificate: tuple[Path, Path] | None = None
+) -> AsyncIterator[tuple[ConnectionPool, Callable[[], Attempt]]]:
+    """A pool, and a function that makes attempts at a server that `handler` serves."""
+    accepting = trusting = None
+    if certificate:
+        accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        accepting.load_cert_chain(*certificate)
+        trusting = ssl.create_default_context(cafile=certificate[0])
+    server = await asyncio.start_server(handler, "127.0.0.1", 0, ssl=accepting)
+    scheme = "https" if certificate else "http"
+    url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    instance = parse_instance_url(url, MONO)
+    connector = aiohttp.TCPConnector(ssl=trusting or True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        pool = ConnectionPool(session, 4.0, 10.0, 0.0, 1024)
+        try:
+            yield pool, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0)
+        finally:
+            pool.close()
+    server.close()
+
+
+async def serve_bodies(
+    received: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Note each body and answer it, until the connection ends."""
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            received.append(await reader.readexactly(length))
+            writer.write(CHUNKED)
+            await writer.drain()
+    writer.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_whole(is_encrypted: bool, certificate: tuple[Path, Path]) -> None:
+    """Small and large bodies, one after the other on one connection, arrive as they were."""
+    received: list[bytes] = []
+    bodies = ((b"a", b"bc"), BODY, (b"d",))
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        await serve_bodies(received, reader, writer)
+
+    connections: list[asyncio.StreamWriter] = []
+
+    async def run_scenario() -> None:
+        async with run_pool(handle, certificate if is_encrypted else None) as (pool, attempt):
+            for body in bodies:
+                answer = await pool.send_request(attempt(), "/v1/x", {"x-own": "1"}, body)
+                assert (answer.status, await answer.read()) == (200, b"hello")
+
+    fake_instances.run_with_timeout(run_scenario)
+    assert received == [b"".join(body) for body in bodies]
+    assert len(connections) == 1
+
+
+def test_refused_before_it_was_read() -> None:
+    """An instance that answers without reading: its answer counts, and the connection is not used again."""
+    connections: list[asyncio.StreamWriter] = []
+    ended = asyncio.Event()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(REFUSED)
+        await ended.wait()
+        writer.transport.abort()
+
+    async def run_scenario() -> None:
+        async with run_pool(refuse) as (pool, attempt):
+            for _ in range(2):
+                answer = await pool.send_request(attempt(), "/v1/x", {}, BODY)
+                assert (answer.status, await answer.read()) == (413, b"no")
+            ended.set()
+
+    fake_instances.run_with_timeout(run_scenario)
+    assert len(connections) == 2
+
+
+def test_a_client_that_leaves_meanwhile() -> None:
+    """A request that is cancelled while its body is sent closes its connection."""
+    closed = asyncio.Event()
+
+    async def read_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while await reader.read(1 << 16):
+                await asyncio.sleep(0.05)  # 5 MiB take four seconds
+        closed.set()
+        writer.close()
+
+    async def run_scenario() -> None:
+        async with run_pool(read_nothing) as (pool, attempt):
+            sending = asyncio.create_task(pool.send_request(attempt(), "/v1/x", {}, BODY))
+            await asyncio.sleep(0.3)
+            assert not sending.done()
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            await closed.wait()
+
+    fake_instances.run_with_timeout(run_scenario)
