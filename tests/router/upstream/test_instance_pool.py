@@ -38,6 +38,15 @@ def get_state(
     return instance.state, instance.breaker.state
 
 
+def end_pause(
+    router: fake_instances.RunningRouter, fake_instance: fake_instances.FakeInstance
+) -> None:
+    """Do what the timer does at the end of an open period: on a busy machine a short one ends too soon."""
+    (instance,) = (each for each in router.fleet if each.url == fake_instance.url)
+    assert instance.breaker.half_open()
+    router.fleet.reset_candidates()
+
+
 def test_a_failing_probe_takes_an_instance_out_and_a_good_one_back() -> None:
     """While its /health says 503 an instance gets nothing; then again its share."""
 
@@ -276,19 +285,19 @@ def test_breaker_opens_tries_one_and_closes() -> None:
             fake_instances.run_instance(InstancePlan({}, status=503)) as a,
             fake_instances.run_instance(InstancePlan({})) as b,
         ):
-            async with fake_instances.run_router([a.url, b.url], failures=2, pause_s=0.5) as router:
+            async with fake_instances.run_router([a.url, b.url], failures=2, pause_s=30) as router:
                 for _ in range(8):
                     assert (await router.post_chat())[0] == 200
                 assert len(a.received) == 2 and get_state(router, a) == ("healthy", "open")
                 assert f'breaker_open{{instance="{a.url}",leg="mono"}} 1.0' in await fetch_metrics(
                     router
                 )
-                await wait_until(lambda: get_state(router, a)[1] == "half-open")
+                end_pause(router, a)
                 answers = await asyncio.gather(*(router.post_chat() for _ in range(6)))
                 assert {answer[0] for answer in answers} == {200}
                 assert len(a.received) == 3 and get_state(router, a)[1] == "open"
                 a.plan.status = 200
-                await wait_until(lambda: get_state(router, a)[1] == "half-open")
+                end_pause(router, a)
                 await asyncio.gather(*(router.post_chat() for _ in range(4)))
                 assert get_state(router, a)[1] == "closed" and len(a.received) >= 4
 
