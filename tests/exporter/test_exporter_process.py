@@ -69,6 +69,8 @@ def start_host(
 
     def start_process(after: str = "time.sleep(60)", before: str = "", **more: str) -> HostProcess:
         env = {**os.environ, names.ENV_ENDPOINT: collector.url, names.ENV_ON: "1", **more}
+        # Importing vLLM on a CPU preloads torch's libgomp into every process that this one starts.
+        env.pop("LD_PRELOAD", None)
         started.append(HostProcess(data, env, before, after))
         return started[-1]
 

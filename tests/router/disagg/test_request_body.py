@@ -93,3 +93,17 @@ def test_encoder_requests_share_their_fields() -> None:
             "max_tokens": 1,
             "stream": False,
         }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params":{"do_\x88":true},"model":"m"}',
+        b'{"model":"\x88","kv_transfer_params":{},"model":"m"}',
+        b'{"vllm_xargs":{"ec_transfer_params":"\x88"},"model":"m"}',
+    ],
+)
+def test_leaving_something_out_mends_no_body(body: bytes) -> None:
+    """What vLLM refuses, because it is not UTF-8, is not made valid by leaving its bad part out."""
+    parsed = request_body.parse_body(body)
+    assert parsed.problem and parsed.data == body

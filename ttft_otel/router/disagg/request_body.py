@@ -163,6 +163,9 @@ def _parse_leniently(data: bytes) -> RequestBody:
 
 
 def _strip_transfer_params(data: bytes, has_extra_params: bool) -> bytes:
+    # Raw values are not validated, and what is left out would take its bad bytes along: the body that
+    # instances refuse would become one that they take. Raises UnicodeDecodeError.
+    data.decode()
     fields = _drop_transfer_params(data)
     if has_extra_params:
         extra_args = _drop_transfer_params(fields[_EXTRA_ARGS_FIELD])
