@@ -41,7 +41,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @contextlib.asynccontextmanager
 async def run_pool(
-    handler: Handler, certificate: tuple[Path, Path] | None = None
+    handler: Handler, certificate: tuple[Path, Path] | None = None, total_timeout_s: float = 0.0
 ) -> AsyncIterator[tuple[ConnectionPool, Callable[[], Attempt]]]:
     """A pool, and a function that makes attempts at a server that `handler` serves."""
     accepting = trusting = None
@@ -55,7 +55,7 @@ async def run_pool(
     instance = parse_instance_url(url, MONO)
     connector = aiohttp.TCPConnector(ssl=trusting or True)
     async with aiohttp.ClientSession(connector=connector) as session:
-        pool = ConnectionPool(session, 4.0, 10.0, 0.0, 1024)
+        pool = ConnectionPool(session, 4.0, 10.0, total_timeout_s, 1024)
         try:
             yield pool, lambda: Attempt(MONO, "/v1/x", instance, "0" * 16, 0)
         finally:
@@ -144,5 +144,23 @@ def test_a_client_that_leaves_meanwhile() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await sending
             await closed.wait()
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_an_instance_that_does_not_read_times_out() -> None:
+    """The total time-out also ends a request whose body fills every buffer on its way."""
+    ended = asyncio.Event()
+
+    async def read_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await ended.wait()
+        writer.transport.abort()
+
+    async def run_scenario() -> None:
+        async with run_pool(read_head, total_timeout_s=0.3) as (pool, attempt):
+            with pytest.raises(asyncio.TimeoutError):
+                await pool.send_request(attempt(), "/v1/x", {}, (bytes(48 * PIECE_BYTES),))
+            ended.set()
 
     fake_instances.run_with_timeout(run_scenario)

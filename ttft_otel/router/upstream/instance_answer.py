@@ -129,7 +129,12 @@ class InstanceAnswer:
     def limit_time(self, timeout_s: float) -> None:
         """Fail after `timeout_s` seconds, unless it is complete by then."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(timeout_s, self.fail, asyncio.TimeoutError())
+        self._timer = loop.call_later(timeout_s, self._time_out)
+
+    def _time_out(self) -> None:
+        self.fail(asyncio.TimeoutError())
+        # A body that the instance does not read is still being sent: only closing ends that.
+        self._source.close()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
