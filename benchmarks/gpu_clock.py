@@ -5,21 +5,20 @@
 
 Needs torch with CUDA and this checkout, no vLLM; 90 s at most. The truth is an event between two reads
 of the host's clock, taken with the device idle before and after each phase; the clocks' drift follows
-from the two. Goals are for errors, microseconds of cost stand beside them without one.
+from the two. Goals are for errors, calls that wait, and a marked step's cost.
 tests/benchmarks/test_gpu_clock.py runs it on the simulated device.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from benchmarks.figures import Figure, build_figure, report_figures
+from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
+from benchmarks.gpu_device import CudaGpu, Gpu
 from ttft_otel import clock
 from ttft_otel.hooks import device
 
@@ -37,97 +36,9 @@ MAX_IDLE_ERROR_US: Final = 30
 MAX_BUSY_ERROR_US: Final = 200
 MAX_GRAPH_ERROR_US: Final = 100
 CALLS: Final = 2_000
-
-
-class Gpu(Protocol):
-    """A device with one stream, as CudaGpu and the simulated one are."""
-
-    def make_event(self) -> Any:
-        """An event with timing."""
-
-    def is_idle(self) -> bool:
-        """Whether all queued work is done."""
-
-    def queue_work(self, us: float) -> None:
-        """Queue work of about `us` microseconds; returns at once."""
-
-    def queue_copy(self) -> Callable[[], None]:
-        """Queue the copy of an output; returns the call that sleeps until it is complete."""
-
-    def synchronize(self) -> None:
-        """Wait until all queued work is done."""
-
-    def queue_graph(self) -> tuple[Callable[[], None], float]:
-        """A captured graph's replay, and how long it takes by the host's clock, in microseconds."""
-
-
-class CudaGpu:
-    """The current CUDA device. Work is a kernel that spins for a number of cycles."""
-
-    def __init__(self) -> None:
-        import torch  # 3 s, and not installed where the simulated device is measured
-
-        self.torch = torch
-        self.stream = torch.cuda.current_stream()
-        self.copy_stream = torch.cuda.Stream()
-        # Pinned, as vLLM's output buffers: a copy to pageable memory would wait on the host.
-        self.source = torch.zeros(64, device="cuda")
-        self.target = torch.zeros(64, pin_memory=True)
-        # A guess, with which the true rate is measured: it differs from GPU to GPU.
-        self.cycles_per_us = 1000.0
-        self.cycles_per_us *= 20_000 / self._measure_work(20_000)
-
-    def _measure_work(self, us: float) -> float:
-        first, last = self.make_event(), self.make_event()
-        self.queue_work(us)  # warm-up
-        first.record()
-        self.queue_work(us)
-        last.record()
-        self.synchronize()
-        return float(first.elapsed_time(last)) * 1000
-
-    def make_event(self) -> Any:
-        """As choose_clock() makes them."""
-        return self.torch.cuda.Event(enable_timing=True)
-
-    def is_idle(self) -> bool:
-        """As choose_clock() asks."""
-        return bool(self.torch.cuda.current_stream().query())
-
-    def queue_work(self, us: float) -> None:
-        """Spin."""
-        # Spins on the device without using its memory: lengths do not depend on data.
-        self.torch.cuda._sleep(int(us * self.cycles_per_us))
-
-    def queue_copy(self) -> Callable[[], None]:
-        """On a stream of its own, with a blocking event, as vLLM's AsyncOutput."""
-        # Blocking: the host sleeps until it is done, as vLLM's does, instead of spinning.
-        done = self.torch.cuda.Event(blocking=True)
-        self.copy_stream.wait_stream(self.stream)
-        with self.torch.cuda.stream(self.copy_stream):
-            self.target.copy_(self.source, non_blocking=True)
-            done.record()
-        return done.synchronize  # type: ignore[no-any-return]
-
-    def synchronize(self) -> None:
-        """The whole device."""
-        self.torch.cuda.synchronize()
-
-    def queue_graph(self) -> tuple[Callable[[], None], float]:
-        """Ten pieces of work of 1 ms."""
-        graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph):
-            for _ in range(10):
-                self.queue_work(1_000)
-        lengths = []
-        for _ in range(5):
-            self.synchronize()
-            began = clock.now_us()
-            graph.replay()
-            self.synchronize()
-            lengths.append(clock.now_us() - began)
-        # The least: whatever disturbs makes it longer, never shorter.
-        return graph.replay, float(min(lengths))
+WAIT_STEPS: Final = 20
+WARM_UP_STEPS: Final = 20
+MAX_STEP_US: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +121,45 @@ def find_percentile(values: list[float], share: float = 0.99) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
+def count_waits(gpu: Gpu) -> Figure:
+    """Of the calls that a step makes of the clock, with work queued: how many wait for the device."""
+    step_clock = device.DeviceClock(gpu.make_event, gpu.is_idle)
+    waits = 0
+    for _ in range(WAIT_STEPS):
+        gpu.queue_work(IDLE_WORK_US)
+        try:
+            with gpu.forbid_waits():
+                stamps = step_clock.open_step()
+                step_clock.add_stamp(stamps)
+                step_clock.note_pending(stamps, -1)
+                step_clock.place_stamps(stamps)
+        except RuntimeError:
+            waits += 1
+        gpu.synchronize()
+        step_clock.place_stamps(stamps)
+    return build_figure([waits], 0)
+
+
+def measure_step(gpu: Gpu) -> Figure:
+    """What a marked step costs, microseconds: three events, a look before the wait, the reading."""
+    step_clock = device.DeviceClock(gpu.make_event, gpu.is_idle)
+    spent_us = 0
+    for number in range(CALLS // 8 + WARM_UP_STEPS):
+        began = clock.now_us()
+        stamps = step_clock.open_step()
+        for _ in range(3):
+            step_clock.add_stamp(stamps)
+        step_clock.note_pending(stamps, -1)
+        noted = clock.now_us()
+        gpu.synchronize()
+        reading = clock.now_us()
+        step_clock.place_stamps(stamps)
+        step_clock.release_stamps(stamps)
+        if number >= WARM_UP_STEPS:  # from then on no event is made any more
+            spent_us += clock.now_us() - reading + noted - began
+    return build_figure([spent_us / (CALLS // 8)], MAX_STEP_US)
+
+
 def measure_calls(gpu: Gpu) -> dict[str, Figure]:
     """What a stamp and the reading of eight of them cost, and how often a new event is pending."""
     step_clock = device.DeviceClock(gpu.make_event, gpu.is_idle)
@@ -255,6 +205,8 @@ def measure_clock_figures(gpu: Gpu) -> dict[str, Figure]:
         figures[f"place_error_busy_{work_us // 1000}_ms_p99_us"] = build_figure(
             [find_percentile([abs(error) for error in errors])], MAX_BUSY_ERROR_US
         )
+    figures["steps_that_wait"] = count_waits(gpu)
+    figures["marked_step_us"] = measure_step(gpu)
     figures |= measure_calls(gpu)
     replay, length_us = gpu.queue_graph()
     first, last = gpu.make_event(), gpu.make_event()
@@ -269,11 +221,7 @@ def measure_clock_figures(gpu: Gpu) -> dict[str, Figure]:
 
 def main() -> int:
     """Measure, print, and write the file that was asked for; 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
-    options = parser.parse_args()
+    options = build_figure_parser(__doc__).parse_args()
     return report_figures(measure_clock_figures(CudaGpu()), options.json)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -110,7 +111,9 @@ def trace_request(
         recorder.forget_trace(trace)
         return trace, recorder.fail_trace(trace, api.read(at["egress"]), marks)
     recorder.record_first_output("e", marks, api.read(at["received"]), api.read(at["output"]))
-    return trace, recorder.close_ttft(trace, api.read(at["egress"]))
+    cut = recorder.close_ttft(trace, api.read(at["egress"]))
+    recorder.forget_trace(trace)
+    return trace, cut
 
 
 def check_closed(trace: RequestTrace, cut: Breakdown) -> None:
@@ -196,12 +199,28 @@ def test_requests_narrow_the_offset(records: testing.MemorySender) -> None:
     third, cut = trace_request(api, remote, remote, 200_000)
     recorder.send_known_halves(third, records, server=False)
 
-    assert (first.clock_error, second.clock_error, third.clock_error) == (550, 355, 355)
+    # 355, and what the clocks can have drifted apart in the meantime.
+    assert (first.clock_error, second.clock_error, third.clock_error) == (550, 358, 358)
     assert records.kept[0].ttft is not None
-    assert records.kept[0].ttft.attributes[names.CLOCK_ERROR_US] == 355
-    assert abs(cut.stages["ipc"] - 400) <= 355
+    assert records.kept[0].ttft.attributes[names.CLOCK_ERROR_US] == 358
+    assert abs(cut.stages["ipc"] - 400) <= 358
     late, _ = trace_request(api, remote, remote, 300_000 + clock_offsets.MAX_BOUND_AGE_US)
     assert late.clock_error == 550  # older bounds are forgotten, as clocks drift
+
+
+@pytest.mark.parametrize("drift_ppm", [50, -50])
+def test_clocks_that_drift(drift_ppm: int) -> None:
+    """What earlier requests told gets less certain with time: the told error covers the true one."""
+    chance = random.Random(3)
+    for second in range(60):
+        begin = second * 1_000_000
+        remote = ProcessClock(TEN_DAYS_US + second * drift_ppm, boot=7)
+        # Seldom a message is fast; the bounds of such a request are narrow.
+        up, down = (60 if chance.random() < 0.2 else chance.randrange(200, 900) for _ in range(2))
+        with mock.patch.dict(TRUE_TIMES, added=5_000 + up, received=60_000 + down):
+            trace, cut = trace_request(ProcessClock(), remote, remote, begin)
+
+        assert abs(cut.stages["ipc"] - up) <= trace.clock_error + 1, second
 
 
 def test_a_step_between_two_requests() -> None:

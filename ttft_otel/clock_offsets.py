@@ -16,8 +16,10 @@ from ttft_otel import clock
 from ttft_otel.breakdown import EngineStep, Marks
 
 MAX_BOUNDS: Final = 64  # kept per engine core
-# Clocks of two hosts drift apart by some 20 us in a second: older bounds are not used.
-MAX_BOUND_AGE_US: Final = 10_000_000
+# Two quartz clocks drift apart by this share of the time, at most; bounds widen with their age by as much.
+# Where NTP disciplines both it is a hundredth of that.
+DRIFT_SHARE: Final = 50e-6
+MAX_BOUND_AGE_US: Final = 10_000_000  # an older one has widened to what a request alone tells
 MAX_CLOCKS: Final = 1024  # engine cores whose bounds are kept
 
 # (boot number, data-parallel rank) -> (our time, lowest offset, highest offset), oldest first.
@@ -93,15 +95,16 @@ def _narrow_bounds(key: tuple[int, int], now: int, low: int, high: int) -> tuple
         _bounds.popitem(last=False)
     while recent and now - recent[0][0] > MAX_BOUND_AGE_US:
         recent.popleft()
-    narrowed = (
-        max([low, *(bound[1] for bound in recent)]),
-        min([high, *(bound[2] for bound in recent)]),
-    )
-    if narrowed[0] > narrowed[1]:  # the clock has stepped since: what was known is wrong now
+    narrowed_low, narrowed_high = low, high
+    for at, earlier_low, earlier_high in recent:
+        drift = int(abs(now - at) * DRIFT_SHARE) + 1
+        narrowed_low = max(narrowed_low, earlier_low - drift)
+        narrowed_high = min(narrowed_high, earlier_high + drift)
+    if narrowed_low > narrowed_high:  # the clock has stepped since: what was known is wrong now
         recent.clear()
-        narrowed = (low, high)
+        narrowed_low, narrowed_high = low, high
     recent.append((now, low, high))
-    return narrowed
+    return narrowed_low, narrowed_high
 
 
 def _shift_core_marks(marks: Marks, offset: int) -> None:
@@ -111,6 +114,7 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
     )
     marks.waits = [(stage, start - offset, end - offset) for stage, start, end in marks.waits]
     marks.reasons = [(since - offset, code) for since, code in marks.reasons]
+    marks.held = [each - offset for each in marks.held[:1]] + marks.held[1:]
     if marks.foreign:
         return
     marks.steps = [
@@ -125,4 +129,4 @@ def _shift_core_marks(marks: Marks, offset: int) -> None:
 
 def _remove_core_marks(marks: Marks) -> None:
     marks.added = marks.scheduled = marks.entered = marks.moving = marks.asking = 0
-    marks.waits, marks.reasons, marks.steps = [], [], []
+    marks.waits, marks.reasons, marks.held, marks.steps = [], [], [], []

@@ -14,11 +14,12 @@ NOTABLE_ERROR_US: Final = 200  # docs/reference/device-clock.md: at most 150 at 
 CLOCK_REASONS: Final = {
     "host": "host clock: it runs on a CPU, where work is done when a call returns",
     "device": "device clock: CUDA events, places to about {error_us} us",
-    "lengths": "lengths only: only CUDA's events were ever placed, and this is another accelerator",
+    "lengths": "lengths only: no CUDA device, or a worker on another host than its engine core",
     "none": "no clock: this accelerator has no timing events",
 }
 LATE_REMEDY: Final = (
-    "the thread that reads the device's results is late: does the server have enough CPU cores?"
+    "the thread that reads the device's results is late (does the server have enough CPU cores?), "
+    "or NTP is correcting the host's clock"
 )
 GAPS_REMEDY: Final = "what lies between the worker's stages is unattributed: docs/limits.md"
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
-from hooks.accelerator import SimulatedDevice, SimulatedHost, SimulatedStream
+from hooks.accelerator import SimulatedDevice, SimulatedEvent, SimulatedHost, SimulatedStream
 
 from benchmarks import gpu_clock
 from ttft_otel import clock
@@ -42,6 +44,16 @@ class SimulatedGpu:
         """Wait for the stream; a spinning host wakes up at once."""
         self.host.sleep(max(0.0, self.device.main.busy_until - self.host.at) + 3)
 
+    @contextlib.contextmanager
+    def forbid_waits(self) -> Iterator[None]:
+        """Nobody may sleep until an event has happened."""
+
+        def refuse(event: object) -> None:
+            raise RuntimeError("called a synchronizing operation")
+
+        with mock.patch.object(SimulatedEvent, "synchronize", refuse):
+            yield
+
     def queue_graph(self) -> tuple[Callable[[], None], float]:
         """A replay of known length."""
 
@@ -64,10 +76,12 @@ def test_figures(gpu: SimulatedGpu) -> None:
     figures = gpu_clock.measure_clock_figures(gpu)
 
     assert figures["drift_ppm"]["value"] == pytest.approx(20, abs=8)
-    assert {name for name, figure in figures.items() if figure["goal"]} == {
+    assert {name for name, figure in figures.items() if figure["goal"] is not None} == {
         "place_error_idle_p99_us",
         *(f"place_error_busy_{ms}_ms_p99_us" for ms in (1, 10, 40)),
         "graph_length_error_us",
+        "steps_that_wait",
+        "marked_step_us",
     }
     assert all(figure["met"] for figure in figures.values()), figures
     assert figures["stamp_us"]["value"] > 0
@@ -84,3 +98,17 @@ def test_wrong_places(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Non
     figures = gpu_clock.measure_clock_figures(gpu)
 
     assert not figures["place_error_busy_40_ms_p99_us"]["met"]
+
+
+def test_a_clock_that_waits(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that synchronizes is found out."""
+    place = device.DeviceClock.place_stamps
+
+    def wait_and_place(self: device.DeviceClock, stamps: Any) -> device.Placement:
+        stamps[-1][0].synchronize()
+        return place(self, stamps)
+
+    assert gpu_clock.count_waits(gpu)["met"]
+    monkeypatch.setattr(device.DeviceClock, "place_stamps", wait_and_place)
+
+    assert gpu_clock.count_waits(gpu)["value"] == gpu_clock.WAIT_STEPS

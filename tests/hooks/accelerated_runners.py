@@ -15,10 +15,11 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from ttft_otel import breakdown
-from ttft_otel.hooks import ec_connectors, kv, model_runners, wrap
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks import ec_connectors, kv
 
 from .accelerator import SimulatedDevice, SimulatedEvent, SimulatedStream
+from .runners import wrap_runner_methods
+from .wrapping import wrap_methods
 
 HOST_COSTS: Final = ("prepare_us", "launch_us", "bookkeeping_us")
 PREPARE_DEVICE_US: Final = 60.0  # copies and kernels that prepare a step's inputs
@@ -339,23 +340,18 @@ class AcceleratedEcConnector:
 
 def wrap_accelerated_classes() -> dict[str, type[AcceleratedRunner]]:
     """Both runners with the real hooks around them."""
-    hooks = {**model_runners.HOOKS, **kv.HOOKS}
-    for target, owner, name in (
-        ("worker.execute", AcceleratedRunnerV1, "execute_model"),
-        ("worker.encoder", AcceleratedRunnerV1, "_execute_mm_encoder"),
-        ("worker.forward", AcceleratedRunnerV1, "_model_forward"),
-        ("worker.sample", AcceleratedRunnerV1, "_sample"),
-        ("worker.tokens", AcceleratedRunnerV1, "sample_tokens"),
-        ("worker.output", AsyncRunnerOutput, "get_output"),
-        ("worker.execute", AcceleratedRunnerV2, "execute_model"),
-        ("worker.encoder", AcceleratedEncoderRunner, "execute_mm_encoder"),
-        ("worker.forward", AcceleratedStepTiming, "forward_start"),
-        ("worker.sample", AcceleratedRunnerV2, "sample"),
-        ("worker.tokens", AcceleratedRunnerV2, "sample_tokens"),
-        ("kv.load", AcceleratedKvConnector, "start_load_kv"),
-        ("kv.save", AcceleratedKvConnector, "wait_for_save"),
-    ):
-        wrap.patch_attribute(TARGETS_BY_NAME[target], owner, name, hooks[target])
+    wrap_runner_methods(
+        AcceleratedRunnerV1,
+        AcceleratedRunnerV2,
+        AcceleratedEncoderRunner,
+        AcceleratedStepTiming,
+        AsyncRunnerOutput,
+    )
+    wrap_methods(
+        kv.HOOKS,
+        AcceleratedKvConnector,
+        {"kv.load": "start_load_kv", "kv.save": "wait_for_save"},
+    )
     ec_connectors.wrap_ec_connector(None, AcceleratedEcConnector(False))
     return {
         "V1": AcceleratedRunnerV1,

@@ -77,6 +77,15 @@ class StepLoop:
         self.host.work(120)
         return self.host()
 
+    def launch(self, step: Any) -> tuple[int, Any, float]:
+        """Schedule, execute and sample; when it was scheduled, the output, when execute_model answered."""
+        scheduled_at = self.schedule()
+        output = self.runner.execute_model(step, self.runner.receive_tensors())
+        answered_at = self.host.at
+        if output is None:
+            output = self.runner.sample_tokens()
+        return scheduled_at, output, answered_at
+
     def update(self, scheduled_at: int, output: Any, answered_at: float) -> None:
         """The scheduler takes the output, and the API server makes a chunk of it."""
         self.host.work(60)
@@ -102,11 +111,7 @@ class SyncLoop(StepLoop):
     def run(self, steps: list[Any]) -> list[StepOutcome]:
         """Schedule, execute, sample, update."""
         for step in steps:
-            scheduled_at = self.schedule()
-            output = self.runner.execute_model(step, self.runner.receive_tensors())
-            answered_at = self.host.at
-            if output is None:
-                output = self.runner.sample_tokens()
+            scheduled_at, output, answered_at = self.launch(step)
             self.update(scheduled_at, self.read_output(output), answered_at)
         return self.outcomes
 
@@ -118,12 +123,7 @@ class AsyncLoop(StepLoop):
         """The next step is launched before this one's output is read."""
         queue: deque[tuple[int, Any, float]] = deque()
         for step in steps:
-            scheduled_at = self.schedule()
-            output = self.runner.execute_model(step, self.runner.receive_tensors())
-            answered_at = self.host.at
-            if output is None:
-                output = self.runner.sample_tokens()
-            queue.append((scheduled_at, output, answered_at))
+            queue.append(self.launch(step))
             if len(queue) == MAX_QUEUED_STEPS:
                 self._read(*queue.popleft())
         while queue:
@@ -185,6 +185,7 @@ class Judgement:
     told_errors: (greatest error of a step's places, the error that its record tells).
     calls: how often each of the device's calls was made, in virtual_us. encoder_errors: of the length
     and the begin of each encoder that ran on after its answer; told_runs of them by later steps.
+    outcomes: what was judged.
     """
 
     place_errors: list[float] = field(default_factory=list)
@@ -197,6 +198,7 @@ class Judgement:
     virtual_us: float = 0.0
     encoder_errors: list[tuple[float, float]] = field(default_factory=list)
     told_runs: int = 0
+    outcomes: list[StepOutcome] = field(default_factory=list)
 
 
 def judge_outcomes(
@@ -207,7 +209,7 @@ def judge_outcomes(
     chunks: steps per request. encode_only: what the request waited for ends with the answer.
     lost: LOST_* flags that the records have to have.
     """
-    judgement = Judgement()
+    judgement = Judgement(outcomes=outcomes)
     for first in range(0, len(outcomes) - chunks + 1, chunks):
         steps = outcomes[first : first + chunks]
         if any(step.record is None for step in steps):

@@ -10,9 +10,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ttft_otel.hooks import ec_connectors, model_runners, wrap
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks import ec_connectors, model_runners
 from ttft_otel.testing import FakeClock
+
+from .wrapping import wrap_methods
 
 ENCODER_US, SAVE_US, PREPARE_US, FORWARD_US, LOGITS_US, SAMPLER_US = 300, 40, 20, 1000, 5, 7
 EMPTY = SimpleNamespace(req_ids=[])  # vLLM shares one empty output between all its steps
@@ -71,6 +72,13 @@ class FakeRunner:
             if self.connector is not None:
                 self.connector.save_caches()
 
+    def begin_step(self, scheduler_output: Any) -> None:
+        """What both versions do first; the step may fail there."""
+        self.state = scheduler_output
+        self.clock.tick(PREPARE_US)
+        if self.raises:
+            raise RuntimeError("out of memory")
+
     def make_output(self) -> Any:
         """The step's output."""
         held = list(self.state.num_scheduled_tokens) or list(self.state.scheduled_encoder_inputs)
@@ -87,10 +95,7 @@ class RunnerV1(FakeRunner):
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """One step; the output is final only on an encoder instance."""
-        self.state = scheduler_output
-        self.clock.tick(PREPARE_US)
-        if self.raises:
-            raise RuntimeError("out of memory")
+        self.begin_step(scheduler_output)
         if intermediate_tensors is None:
             self._execute_mm_encoder(scheduler_output)
         if self.encode_only or not scheduler_output.num_scheduled_tokens:
@@ -137,10 +142,7 @@ class RunnerV2(FakeRunner):
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """One step."""
-        self.state = scheduler_output
-        self.clock.tick(PREPARE_US)
-        if self.raises:
-            raise RuntimeError("out of memory")
+        self.begin_step(scheduler_output)
         if scheduler_output.scheduled_encoder_inputs and intermediate_tensors is None:
             FakeEncoderRunner(self).execute_mm_encoder(scheduler_output)
         if self.encode_only or not scheduler_output.num_scheduled_tokens:
@@ -160,22 +162,31 @@ class RunnerV2(FakeRunner):
         self.clock.tick(SAMPLER_US)
 
 
+def wrap_runner_methods(
+    v1: type, v2: type, encoder_runner: type, step_timing: type, pending_output: type
+) -> None:
+    """Put the real hooks around both runners' methods, and those of what V2 leaves to others."""
+    steps = {"worker.execute": "execute_model", "worker.tokens": "sample_tokens"}
+    inner = {
+        "worker.encoder": "_execute_mm_encoder",
+        "worker.forward": "_model_forward",
+        "worker.sample": "_sample",
+    }
+    for owner, method_by_target in (
+        (v1, steps | inner),
+        (v2, {**steps, "worker.sample": "sample"}),
+        (encoder_runner, {"worker.encoder": "execute_mm_encoder"}),
+        (step_timing, {"worker.forward": "forward_start"}),
+        (pending_output, {"worker.output": "get_output"}),
+    ):
+        wrap_methods(model_runners.HOOKS, owner, method_by_target)
+
+
 def wrap_runner_classes() -> dict[str, type[FakeRunner]]:
     """Both runners, wrapped; subclasses' methods are never patched twice."""
-    for target, owner, name in (
-        ("worker.execute", RunnerV1, "execute_model"),
-        ("worker.encoder", RunnerV1, "_execute_mm_encoder"),
-        ("worker.forward", RunnerV1, "_model_forward"),
-        ("worker.sample", RunnerV1, "_sample"),
-        ("worker.tokens", RunnerV1, "sample_tokens"),
-        ("worker.output", PendingOutput, "get_output"),
-        ("worker.execute", RunnerV2, "execute_model"),
-        ("worker.encoder", FakeEncoderRunner, "execute_mm_encoder"),
-        ("worker.forward", FakeStepTimingCollector, "forward_start"),
-        ("worker.sample", RunnerV2, "sample"),
-        ("worker.tokens", RunnerV2, "sample_tokens"),
-    ):
-        wrap.patch_attribute(TARGETS_BY_NAME[target], owner, name, model_runners.HOOKS[target])
+    wrap_runner_methods(
+        RunnerV1, RunnerV2, FakeEncoderRunner, FakeStepTimingCollector, PendingOutput
+    )
     return {"V1": RunnerV1, "V2": RunnerV2}
 
 

@@ -3,36 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import device, wrap
+from ttft_otel import clock
+from ttft_otel.hooks import device, model_runners
 
-from .accelerated_runners import wrap_accelerated_classes
+from .accelerated_runners import StepWork
+from .accelerator import SimulatedDevice, SimulatedHost
 from .accelerator_cases import CASES, AcceleratorCase, run_case
-from .accelerator_loops import LOOPS
+from .accelerator_loops import LOOPS, make_step
 from .accelerator_table import DOCS_PAGE, Runs, find_percentile, render_page, run_all_cases
 
 MAX_PLACE_ERROR_US = 150  # at the 99th percentile
 LAUNCH_AND_READ_US = 20  # of the simulation: an event's launch, or the hook's own queries
 MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE = 200, 0.02
 NEVER_US = 10**15
-# Of a device that is never idle and that nobody waits for: drift over an anchor's 5 s, 50 ppm in all.
-MAX_UNAWAITED_ERROR_US = 250
-
-
-@pytest.fixture(scope="module")
-def kinds() -> Iterator[dict[str, Any]]:
-    """Both runners with the hooks around them; the classes are put back afterwards."""
-    before = dict(wrap.installed_patches)
-    yield wrap_accelerated_classes()
-    for patches in wrap.installed_patches.values():
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.original)
-    wrap.installed_patches.clear()
-    wrap.installed_patches.update(before)
+# Of a device that nobody waits for: where it is idle now and then; else it is looked at with each step.
+MAX_UNAWAITED_ERROR_US = 150
+STEP_HOST_US = 5_000  # most that a step without tokens takes on the host, preempted
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +33,10 @@ def runs(kinds: dict[str, Any]) -> Runs:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_places(runs: Runs, case: AcceleratorCase) -> None:
-    """Every mark has a place, at most 150 us from the truth at p99; a late reader's is off by as much."""
+    """Every mark has a place, at most 150 us from the truth at p99; more only where it cannot be known."""
     for run, judgement in runs[case].items():
         errors = [abs(error) for error in judgement.place_errors]
-        limit = MAX_PLACE_ERROR_US + case.late_us
+        limit = MAX_PLACE_ERROR_US + case.unknowable_us
         assert find_percentile(errors, 0.99) <= limit, run
         assert judgement.missing == 0, run
         assert judgement.requests >= case.steps // max(case.chunks, case.marked), run
@@ -58,13 +48,14 @@ def test_stages(runs: Runs, case: AcceleratorCase) -> None:
     for run, judgement in runs[case].items():
         for stage in ("dispatch", "output", "prefill.stall"):
             for error, length in judgement.stage_errors[stage]:
-                limit = max(MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE * length) + case.late_us
+                limit = max(MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE * length) + case.unknowable_us
                 assert abs(error) <= limit, (run, stage, length)
-        assert judgement.unattributed <= MAX_PLACE_ERROR_US * judgement.requests, run
+        unattributed_limit = (MAX_PLACE_ERROR_US + case.unknowable_us) * judgement.requests
+        assert judgement.unattributed <= unattributed_limit, run
 
 
-# Nothing tells a reader that is always late from a device that is.
-TOLD_CASES = [case for case in CASES if case.gap_us or not case.late_us]
+# Nothing tells a reader that is always late from a device that is; slewed: test_device_drift.py.
+TOLD_CASES = [case for case in CASES if not case.unknowable_us]
 
 
 @pytest.mark.parametrize("case", TOLD_CASES, ids=lambda case: case.name)
@@ -117,8 +108,29 @@ def test_calls(
             assert calls["elapsed"] == events * case.steps + first_step, kind
 
 
+@pytest.mark.parametrize("kind", ["V1", "V2"])
+def test_rank_that_nobody_reads(kinds: dict[str, Any], kind: str) -> None:
+    """Of tensor-parallel ranks one is read; the others use their events again, too."""
+    host = SimulatedHost()
+    simulated = SimulatedDevice(host)
+    step_clock = device.DeviceClock(simulated.make_event, simulated.is_idle)
+    true_clock, clock.now_us = clock.now_us, host
+    model_runners._step_clocks[:] = [step_clock]
+    try:
+        runner = kinds[kind](simulated, StepWork(10_000))
+        for number in range(1000):
+            runner.execute_model(make_step(number, marked=True, items=False, kv=False))
+            runner.sample_tokens()
+    finally:
+        clock.now_us = true_clock
+
+    in_use = 4 * (model_runners.MAX_BOUND_STEPS + 1) + 2
+    assert simulated.calls["make"] <= in_use + device.MAX_POOLED_EVENTS
+    assert simulated.calls["record"] >= 3000 and not simulated.calls["query"]
+
+
 def test_probes_are_rare(runs: Runs) -> None:
-    """Whether the stream is idle is asked ten times a second at most, and an anchor lasts 5 s."""
+    """Whether the stream is idle is asked ten times a second at most, and an anchor lasts a second."""
     (case,) = [each for each in CASES if each.name == "host-bound, 0.3 ms"]
     for run, judgement in runs[case].items():
         seconds = judgement.virtual_us / 1e6
@@ -151,7 +163,9 @@ def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
             continue
         assert max(abs(error) for error, _ in judgement.encoder_errors) <= LAUNCH_AND_READ_US, run
         begin_error = max(abs(error) for _, error in judgement.encoder_errors)
-        assert begin_error <= MAX_UNAWAITED_ERROR_US, run
+        is_idle_between = case.gap_us > case.encoder_us
+        limit = MAX_UNAWAITED_ERROR_US if is_idle_between else case.gap_us + STEP_HOST_US
+        assert begin_error <= limit, run
 
 
 def test_table(runs: Runs) -> None:

@@ -23,12 +23,14 @@ VERSIONS = [
 ]
 R1, R2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 KV1, KV2 = "v1/worker/kv_connector_model_runner_mixin.py", "v1/worker/gpu/kv_connector.py"
+EXECUTOR = "v1/executor/multiproc_executor.py"
 SYNC = r"\w*event\.synchronize\("
 # File, class, method: regular expressions that match, each after the one before it.
 ORDERS = {
     (R1, "GPUModelRunner", "execute_model"): (
         r"self\._execute_mm_encoder\(",
         r"return make_empty_encoder_model_runner_output",
+        r"self\._preprocess\(",  # receives what earlier pipeline stages computed
         r"self\.maybe_get_kv_connector_output\(",
         r"= self\._model_forward\(",
         r"compute_logits\(",
@@ -48,7 +50,18 @@ ORDERS = {
         r"yield output",
         r"wait_for_save\(",
     ),
-    (R2, "GPUModelRunner", "execute_model"): (r"pre_forward\(", r"self\.model\("),
+    (R1, "GPUModelRunner", "_preprocess"): (r"sync_and_\w+_intermediate_tensors\(",),
+    (R2, "GPUModelRunner", "execute_model"): (
+        r"copy_\(intermediate_tensors",
+        r"pre_forward\(",
+        r"self\.model\(",
+    ),
+    # Of all ranks the last pipeline stage's first one is read.
+    (EXECUTOR, "MultiprocExecutor", "_get_output_rank"): (
+        r"self\.world_size",
+        r"- self\.parallel_config\.tensor_parallel_size",
+    ),
+    (EXECUTOR, "MultiprocExecutor", "execute_model"): (r"unique_reply_rank=self\.output_rank",),
     (R2, "GPUModelRunner", "sample_tokens"): (
         r"= self\.sample\(",
         r"= AsyncOutput\(",

@@ -159,6 +159,18 @@ def test_async_unread(make_runner: RunnerMaker) -> None:
     assert len(model_runners.bound_steps) == model_runners.MAX_BOUND_STEPS
 
 
+def test_async_read_too_late(make_runner: RunnerMaker) -> None:
+    """An output that is read after so many others tells nothing: its events are others' by then."""
+    runner = make_runner(pending=True)
+    outputs = [
+        run_step(runner, make_scheduler_output({"a": 10}))
+        for _ in range(model_runners.MAX_BOUND_STEPS + 1)
+    ]
+    late, last = outputs[0].get_output(), outputs[-1].get_output()
+
+    assert not hasattr(late, "_ttft") and last._ttft[3] == F
+
+
 def test_empty(make_runner: RunnerMaker) -> None:
     """The empty output that all steps share is never touched."""
     output = run_step(make_runner(), make_scheduler_output({}))
@@ -275,7 +287,7 @@ def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
     runner.execute_model(make_scheduler_output({"a": 10}, {"a": [0]}), object())
     output = runner.sample_tokens()
 
-    assert output._ttft[2] == breakdown.LOST_BEFORE
+    assert output._ttft[2] == breakdown.LOST_EARLIER
     assert output._ttft[3] == F
 
 

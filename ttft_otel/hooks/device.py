@@ -7,6 +7,7 @@ the host time to which a device's events are tied. Never synchronizes with the d
 
 from __future__ import annotations
 
+import bisect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,13 @@ from typing import Any, Final, Protocol
 from ttft_otel import clock
 from ttft_otel.hooks.device_anchor import UNKNOWN, Anchor
 
-ANCHOR_RENEWAL_US: Final = 5_000_000  # elapsed_time() is a float32 of ms: 0.5 us after 5 s
+# What is known of an anchor's host time gets worse with its age, because the clocks drift apart.
+ANCHOR_RENEWAL_US: Final = 1_000_000
+# One that few steps have told something of stays longer: of these one may have been read late.
+MIN_ANCHOR_STEPS: Final = 4
+SPARSE_RENEWAL_US: Final = 5_000_000
+# ... and where no step was read yet; then elapsed_time(), a float32 of ms, is off by 4 us.
+MAX_ANCHOR_AGE_US: Final = 60_000_000
 MAX_POOLED_EVENTS: Final = 64  # once there are so many, a step's events are not added to them
 MAX_STAMPS: Final = 1 << 30  # more than a step can have
 # An event that is recorded on an idle stream happens 4 to 10 us later.
@@ -138,9 +145,13 @@ class DeviceClock:
 
     def _renew_anchor(self, now: int) -> Anchor:
         before = self.anchor
-        read = before is not None and before.before is None  # an unread one tells nothing
+        if before is not None and before.steps < MIN_ANCHOR_STEPS:
+            max_age_us = SPARSE_RENEWAL_US if before.steps else MAX_ANCHOR_AGE_US
+            if now - before.recorded_at <= max_age_us:
+                return before
+            before = before if before.steps else None  # it tells nothing
         # Not of the pool, whose events are recorded again: steps in flight measure from it.
-        self.anchor = anchor = Anchor(self.make_event(), now, before if read else None)
+        self.anchor = anchor = Anchor(self.make_event(), now, before)
         anchor.event.record()
         return anchor
 
@@ -169,6 +180,9 @@ class DeviceClock:
             asked_at = clock.now_us()
             # The device works in the order of recording: behind the first pending one all are.
             reached = _count_reached(stamps)
+            if reached < len(stamps):  # else it was reached just now
+                # Read again later, it is known not to have happened before this.
+                stamps[reached] = (stamps[reached][0], asked_at)
         if not reached:
             return Placement([0] * len(stamps), asked_at, 0)
         now = clock.now_us()
@@ -197,14 +211,11 @@ class DeviceClock:
 
 
 def _count_reached(stamps: DeviceStamps) -> int:
-    reached = len(stamps)
-    while reached and not stamps[reached - 1][0].query():
-        reached -= 1
-    return reached
+    return bisect.bisect_left(stamps, True, key=lambda stamp: not stamp[0].query())
 
 
 class LengthsClock:
-    """For a platform whose events were never placed: lengths are the device's, places mean nothing."""
+    """For a platform whose events are not placed: lengths are the device's, places mean nothing."""
 
     kind = clock.CLOCK_LENGTHS
 
@@ -265,7 +276,7 @@ class NoClock:
 def choose_clock() -> StepClock:
     """The clock for this worker's platform. On CPU torch's events do not time anything.
 
-    Only CUDA's events were ever placed; ROCm's, XPU's and others' give lengths.
+    The rules for places were worked out for CUDA's events; ROCm's, XPU's and others' give lengths.
     """
     platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
     torch = sys.modules.get("torch")

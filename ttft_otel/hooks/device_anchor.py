@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 UNKNOWN: Final = float("inf")
-# How fast the two clocks drift apart, at most; bounds widen with their age by as much.
-DRIFT_SHARE: Final = 30e-6
+# How fast the two clocks drift apart, as a rule; bounds widen with their age by as much. A host whose
+# time is being corrected drifts faster: ntpd slews by 500e-6, chrony by more.
+DRIFT_SHARE: Final = 50e-6
 # From the end of a step's work until a thread that slept for its copy has read it, as a rule.
 READING_US: Final = 100
+ROUNDING_US: Final = 2  # of events' times and the host's
 
 
 class TimeBounds:
@@ -49,10 +51,11 @@ class Anchor:
     """A recorded event, and what is known of its host time.
 
     before: the anchor whose successor this is; what its steps told holds for this one, too. What was
-    inherited is not passed on, so that nothing older than two anchors counts.
+    inherited is not passed on, so that nothing older than two anchors counts. excess: by how much the
+    clocks drifted apart faster than DRIFT_SHARE within the last two anchors. steps: read so far.
     """
 
-    __slots__ = ("before", "bounds", "event", "inherited", "recorded_at")
+    __slots__ = ("before", "bounds", "event", "excess", "inherited", "recorded_at", "steps")
 
     def __init__(self, event: Any, recorded_at: int, before: Anchor | None) -> None:
         self.event = event
@@ -60,6 +63,8 @@ class Anchor:
         self.before = before
         self.bounds = TimeBounds()
         self.inherited = TimeBounds()
+        self.excess = 0.0
+        self.steps = 0
 
     def estimate_time(
         self, now: int, new_low: float, new_high: float, limit: float
@@ -75,20 +80,42 @@ class Anchor:
         """
         # Only now: elapsed_time() of two events is defined once both are complete.
         if self.before is not None:  # the first step after a renewal
-            shift = self.before.event.elapsed_time(self.event) * 1000.0
-            self.inherited = self.before.bounds.shift(shift)
+            self._inherit_bounds(self.before)
             self.before = None
+        self.steps += 1
         self.bounds.add(now, new_low, new_high)
         own, old, drift = self.bounds, self.inherited, now * DRIFT_SHARE
         low = (own.low if own.low > old.low else old.low) - drift
         better, other = (own, old) if own.high < old.high else (old, own)
         # No upper bound yet: the truth is between the lower one and the limit.
         if better.high == UNKNOWN:
+            if low > limit + ROUNDING_US:
+                return self._start_anew(now, new_low, new_high, limit, low - limit)
             base = min(low, limit)
             return base, round(max(0.0, limit - base))
         high = better.high + drift
         base = min(high, max(low, high - READING_US), limit)
+        contradiction = low - min(high, limit)
+        if contradiction > ROUNDING_US:
+            # This step's own bounds are certain; of those the one that is nearest to what was known.
+            return self._start_anew(now, new_low, new_high, max(base, new_low), contradiction)
         # How much later the second-best reader was shows how far the best one may be off.
         second = other.high if other.high < better.second else better.second
         spread = second + drift - high if second != UNKNOWN else 0.0
-        return base, round(min(max(0.0, high - low), READING_US + spread))
+        error = min(max(0.0, high - low), READING_US + spread + 2 * self.excess)
+        return base, round(error)
+
+    def _inherit_bounds(self, before: Anchor) -> None:
+        shift = before.event.elapsed_time(self.event) * 1000.0
+        self.inherited = before.bounds.shift(shift)
+        # Both are the best of their time: what was known before is too early by so much.
+        if before.inherited.high < before.bounds.high < UNKNOWN:
+            self.excess = before.bounds.high - before.inherited.high
+
+    def _start_anew(
+        self, now: int, low: float, high: float, base: float, contradiction: float
+    ) -> tuple[float, int]:
+        """Drop what was known: the clocks have drifted faster than assumed, or one was set."""
+        self.inherited, self.bounds = TimeBounds(), TimeBounds()
+        self.bounds.add(now, low, base if high == UNKNOWN else high)
+        return base, round(contradiction + READING_US)

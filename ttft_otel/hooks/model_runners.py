@@ -109,7 +109,7 @@ class StepStamps(msgspec.Struct, eq=False):
         return self.encoder_interval
 
     def _list_lost_flags(self, seen_codes: set[int]) -> int:
-        lost = breakdown.LOST_BEFORE if self.late_stage else 0
+        lost = breakdown.LOST_EARLIER if self.late_stage else 0
         # V2 does not call the encoder when all items of the step are cached or prompt embeddings.
         if self.encodes and breakdown.CODE_ENCODER not in seen_codes:
             called = any(code == breakdown.CODE_ENCODER for code, _, _ in self.pairs)
@@ -233,26 +233,32 @@ def _attach_step(result: Any, step: StepStamps) -> None:
         result._ttft_step = step
         bound_steps.append(step)
         if len(bound_steps) > MAX_BOUND_STEPS:
-            del bound_steps[0]
+            # vLLM reads the outputs of one tensor-parallel rank; those of the others come here.
+            unread = bound_steps.pop(0)
+            unread.clock.release_stamps(unread.stamps)
     elif getattr(result, "req_ids", None):  # not the shared empty output
         if encoder_runs.unfinished_steps and (runs := encoder_runs.collect_runs()):
             result._ttft_runs = runs  # of earlier steps
         result._ttft = step.resolve()
+    else:  # an earlier pipeline stage's tensors, or nothing: nobody asks for the step
+        step.clock.release_stamps(step.stamps)
 
 
 def observe_step(pending: Any, *args: Any, **kwargs: Any) -> StepStamps | None:
     """Before an async output's get_output(): see what of its step is not complete yet."""
     step: StepStamps | None = getattr(pending, "_ttft_step", None)
-    if step is not None:
-        step.clock.note_pending(step.stamps, step.awaited)
+    if step is None or step not in bound_steps:
+        return None
+    step.clock.note_pending(step.stamps, step.awaited)
     return step
 
 
 def resolve_output(step: StepStamps, result: Any, pending: Any, *args: Any, **kwargs: Any) -> None:
     """After an async output's get_output(): its copy has ended, so the step's work has."""
     pending._ttft_step = None  # its events are used again by others
-    if step in bound_steps:
-        bound_steps.remove(step)
+    if step not in bound_steps:
+        return  # it waited for so long that they are already
+    bound_steps.remove(step)
     if getattr(result, "req_ids", None):
         result._ttft = step.resolve()
 
