@@ -7,6 +7,7 @@ token of each request whose prompt is complete.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.config import (
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -74,6 +76,21 @@ def make_vllm_config(**limits: Any) -> VllmConfig:
     )
 
 
+@dataclass
+class StepInFlight:
+    """A step that was scheduled: the tokens that it samples, the embeddings that it encodes of each.
+
+    resumed: the scheduler had been paused since the step before.
+    """
+
+    output: Any
+    scheduled: int
+    sampled: dict[str, list[int]]
+    embeddings: dict[str, int]
+    end: int = 0
+    resumed: bool = False
+
+
 class SchedulerDriver:
     """A scheduler, its clock, and what its requests' first outputs carried.
 
@@ -101,6 +118,9 @@ class SchedulerDriver:
         )
         self.timelines: dict[str, EngineTimeline] = {}
         self.headers: dict[str, str] = {}
+        self.steps: list[StepInFlight] = []
+        self.last_end = 0
+        self.paused = False  # since the latest schedule()
 
     def limit_encoder(self, embeds: int) -> None:
         """The encoder takes `embeds` embeddings a step."""
@@ -147,30 +167,53 @@ class SchedulerDriver:
             engine_core.attach_timeline(added, (request, 0), self)
         return request
 
+    def pause(self, length_us: int) -> None:
+        """The scheduler is paused for `length_us`, and the engine core blocks meanwhile."""
+        self.paused = True
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.clock.tick(length_us)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def step(self, length_us: int = STEP_US, idle_us: int = 0) -> Any:
         """One step that takes `length_us`; `idle_us` pass before it. Gives the scheduler's output."""
         self.clock.tick(idle_us)
-        output = self.scheduler.schedule()
-        began = self.clock.at
+        step = self.begin_step()
         self.clock.tick(length_us)
-        ids = list(output.num_scheduled_tokens)
+        self.end_step(step)
+        return step.output
+
+    def begin_step(self) -> StepInFlight:
+        """Schedule a step; it may be that an earlier one has not ended."""
+        output = self.scheduler.schedule()
         requests = self.scheduler.requests
-        sampled = [
-            [7] if requests[each].num_computed_tokens >= requests[each].num_tokens else []
-            for each in ids
-        ]
+        sampled = {
+            each: [7] if requests[each].num_computed_tokens >= requests[each].num_tokens else []
+            for each in output.num_scheduled_tokens
+        }
+        embeddings = {
+            each: sum(requests[each].mm_features[item].mm_position.length for item in items)
+            for each, items in output.scheduled_encoder_inputs.items()
+        }
+        step = StepInFlight(output, self.clock.at, sampled, embeddings, resumed=self.paused)
+        self.paused = False
+        self.steps.append(step)
+        return step
+
+    def end_step(self, step: StepInFlight) -> None:
+        """The step's output is there; steps end in the order in which they began."""
+        output, ids = step.output, list(step.sampled)
         result = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={each: at for at, each in enumerate(ids)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[*step.sampled.values()],
         )  # fmt: skip
-        end = self.clock.at
+        began = max(step.scheduled, self.last_end)
+        end = step.end = self.last_end = self.clock.at
         pair = (CODE_FORWARD, began, end - 1) if end - 1 > began else ()
         result._ttft = (clocks.get_boot_number(), end, 0, *pair)  # type: ignore[attr-defined]
         for batch in self.scheduler.update_from_output(output, result).values():
             for each in batch.outputs:
                 if each.trace_headers and names.CARRIER in each.trace_headers:
                     self.headers.setdefault(each.request_id, each.trace_headers[names.CARRIER])
-        return output
 
     def run_until_answered(self, *ids: str, length_us: int = STEP_US, limit: int = 2000) -> None:
         """Steps until all `ids` have their first token."""

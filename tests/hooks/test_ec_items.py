@@ -81,7 +81,7 @@ def test_nobody_encoded(pair: InstancePair) -> None:
 
 
 def test_lost_on_the_way(pair: InstancePair) -> None:
-    """Announced and not to be had any more: it is encoded again, and that is told."""
+    """An item that was announced and can no longer be fetched is encoded again, and counted as that."""
     params = pair.encode_items("a", "cat")
     pair.encoder.connector.connector_scheduler._cache._entries.clear()
     pair.encoder.connector.connector_scheduler._cache._entries_free_list.clear()
@@ -108,7 +108,7 @@ def test_announced_without_address(pair: InstancePair) -> None:
 
 
 def test_named_otherwise(pair: InstancePair) -> None:
-    """Encoder and consumer name the same image differently: encoded again, as often as names miss."""
+    """When encoder and consumer compute different hashes of an image, each miss counts as encoded again."""
     params = {**pair.encode_items("a", "cat"), "scalar": 1}
     one = pair.consume_items("b", ("tac",), params)
     two = pair.consume_items("c", ("act", "tca"), params)
@@ -343,7 +343,7 @@ def test_mooncake_early(core: FakeEngineCore, clock: testing.FakeClock) -> None:
 
 
 def test_nobody_saw(core: FakeEngineCore) -> None:
-    """Without its hook, or without a connector, nothing is claimed of where items came from."""
+    """Without the hook, or without a connector, no origin of items is reported."""
     core.add(make_request("a", 20, items=2))
     out = core.update(core.schedule(("a",), {"a": 20}, encode={"a": [1]}), finish=("a",))
 

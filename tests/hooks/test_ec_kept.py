@@ -43,7 +43,7 @@ def encode_and_keep(pair: InstancePair, name: str, *items: str) -> Any:
 
 
 def test_fetched(pair: InstancePair, clock: testing.FakeClock) -> None:
-    """From the answer until the last encoding was read; who asked before hears of it then."""
+    """From the answer until the last encoding was read; a waiting status request is answered then."""
     params = encode_and_keep(pair, "a", "cat", "dog")
     began = clock.at
     answer_future = query_kept(pair, "a")
@@ -60,7 +60,7 @@ def test_fetched(pair: InstancePair, clock: testing.FakeClock) -> None:
 
 
 def test_asked_late(pair: InstancePair) -> None:
-    """Who asks after they were read hears of it too, once."""
+    """A status request after the last read is answered at once, and only once."""
     pair.consume_items("b", ("cat",), encode_and_keep(pair, "a", "cat"))
     pair.encoder.run_step()
 
@@ -93,7 +93,7 @@ def test_ready_later(pair: InstancePair, clock: testing.FakeClock) -> None:
 def test_read_by_half(
     pair: InstancePair, clock: testing.FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A consumer that begins to read and does not end within vLLM's lease: expired."""
+    """A consumer that starts a read and does not end it within vLLM's lease counts as expired."""
     params = encode_and_keep(pair, "a", "cat")
     pair.wire.reading = True
     pair.consumer.add_request("b", ("cat",), params)
@@ -121,7 +121,7 @@ def test_evicted(pair: InstancePair, clock: testing.FakeClock) -> None:
 
 
 def test_nobody_came(pair: InstancePair, clock: testing.FakeClock) -> None:
-    """After two minutes nobody comes any more: expired."""
+    """Encodings that are not read within two minutes count as expired."""
     encode_and_keep(pair, "a", "cat")
     clock.tick(ec_kept.MAX_KEPT_US)
     pair.encoder.run_step()
@@ -189,7 +189,7 @@ def test_no_encoder(pair: InstancePair, clock: testing.FakeClock) -> None:
 
 
 def test_unseen(pair: InstancePair) -> None:
-    """Where nobody would hear of a read nothing is waited for."""
+    """Where the read itself cannot be observed, the time until then is not measured."""
     wrap.switch(off=["transfer.fetched"])
     pair.encoder.add_request("a", ("cat",))
     timeline = pair.encoder.finish_request("a")

@@ -192,7 +192,7 @@ def test_not_later_after_all(kv_core: Any) -> None:
 
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
 def test_unseen(kv_core: Any, clock: testing.FakeClock, gone: str) -> None:
-    """Without one of its two marks the queue is unattributed, not fattened."""
+    """Without one of the two marks the time is unattributed, and not added to the queue."""
     wrap.switch(off=[gone])
     kv_core.add(make_request("a", 40))
     ask_connector(kv_core, "a", (39, True))
@@ -216,7 +216,7 @@ def test_unseen_without_blocks(kv_core: Any) -> None:
 
 
 def test_figures_of_two(kv_core: Any, clock: testing.FakeClock) -> None:
-    """Two at once: the connector's figures are nobody's, the times everybody's."""
+    """With two loads at once the connector's figures belong to neither request, the times to both."""
     for name in ("a", "b"):
         kv_core.add(make_request(name, 40))
         ask_connector(kv_core, name, (39, True))
@@ -325,7 +325,7 @@ def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_not_ours() -> None:
-    """What is no answer of ours is none."""
+    """An answer of another form than ours is ignored."""
     assert (
         decode_kept_blocks("") is None
         and decode_kept_blocks("[1]") is None
@@ -412,7 +412,7 @@ def test_step_loads_after(runner: Any) -> None:
 
 
 def test_step_of_nothing(runner: Any) -> None:
-    """Most connectors only look whether there is something to do: no stage of their own."""
+    """Most connectors find nothing to do in a step: that makes no stage of its own."""
     runner.kv.slow = False
 
     assert run_step(runner, True) == (0, [FORWARD_LENGTH])

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -14,45 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ttft_otel import testing
-from ttft_otel.hooks import ec_connectors, scheduler, waiting, wrap
+from ttft_otel.hooks import ec_connectors, held_steps, scheduler, waiting, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE
 from ttft_otel.wait_reasons import divide_waits
 
+from .fakes import clear_waiting
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 MakeDriver = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def real_scheduler() -> Any:
-    """The driver's module, which imports vLLM: some 25 s of CPU, and warnings of other people's code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("tests.hooks.real_scheduler")
-
-
-@pytest.fixture
-def drive(
-    real_scheduler: Any, nothing_patched: None, clock: testing.FakeClock
-) -> Iterator[MakeDriver]:
-    """Makes a wrapped scheduler with the limits that the test names."""
-    real_scheduler.wrap_scheduler()
-    yield lambda **limits: real_scheduler.SchedulerDriver(clock, **limits)
-    clear_state()
-
-
-def clear_state() -> None:
-    for kept in (
-        waiting.arrived,
-        waiting.waiting_requests,
-        waiting._blocked,
-        scheduler.awaiting_first_token,
-    ):
-        kept.clear()
-    waiting._times.clear()
-    waiting._codes.clear()
-    scheduler.aborted_timelines.clear()
 
 
 def assert_reason(driver: Any, name: str, reason: str, *stages: str) -> None:
@@ -365,7 +333,7 @@ def test_sums(
     drive: MakeDriver, events: list[tuple[str, int, int]], places: int, tokens: int
 ) -> None:
     """Whatever happens, the reasons of a stage add up to it, to the microsecond."""
-    clear_state()
+    clear_waiting()
     driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=64)
     driver.limit_encoder(48)
     names = []
@@ -383,6 +351,7 @@ def test_sums(
             for stage in (*QUEUE_STAGES, STALL_STAGE):
                 assert sum(driver.sum_reasons(name, stage).values()) == cut.stages.get(stage, 0)
     assert not waiting.waiting_requests and not waiting.arrived
+    assert not held_steps.unanswered and not held_steps.followed and not held_steps._log.edge
 
 
 def perform_event(driver: Any, what: str, name: str, size: int) -> None:

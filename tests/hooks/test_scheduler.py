@@ -83,7 +83,7 @@ def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> No
 
 
 def test_nothing_rides_along(core: FakeEngineCore) -> None:
-    """Where vLLM does not trace, the first output carries our marks and later ones nothing."""
+    """Where vLLM does not trace, the first output carries our marks and later outputs carry no headers."""
     add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
@@ -240,7 +240,7 @@ def test_update_raised(core: FakeEngineCore) -> None:
 
 
 def test_no_record(core: FakeEngineCore) -> None:
-    """A step of which the worker said nothing is told as lost, not as empty."""
+    """A step without a record of the worker is reported as lost, not as empty."""
     add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",))
 
@@ -271,7 +271,7 @@ def test_bounded_running(core: FakeEngineCore) -> None:
 
 
 def test_bounded_dead(core: FakeEngineCore) -> None:
-    """Of those that nobody asks for, the newest few are kept."""
+    """Of aborted requests that are never asked for, the newest few are kept."""
     for number in range(scheduler.MAX_ABORTED_REQUESTS + 5):
         add_requests(core, f"r{number}")
         core.free(f"r{number}")

@@ -58,7 +58,7 @@ def test_priority(features: LiveDeployment) -> None:
     """Who came later and is urgent takes the place: from then on priority is what the other waits for."""
     trace = os.urandom(16).hex()
     with (
-        run_request(features, max_tokens=600),
+        run_request(features, max_tokens=1500),
         run_request(
             features, max_tokens=2, extra={"priority": 5}, headers=make_parent_header(trace)
         ) as patient,

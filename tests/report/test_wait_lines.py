@@ -14,7 +14,7 @@ from ttft_otel import names
 from ttft_otel.report import json_answers, pages, terminal
 from ttft_otel.report.database_reader import RequestFilter, open_reader
 from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.wait_lines import list_wait_reasons
+from ttft_otel.report.wait_lines import list_holding_kinds, list_wait_reasons
 
 REASONS = {
     "ttft.queue.kv_blocks_us": 9_000,
@@ -22,13 +22,14 @@ REASONS = {
     "ttft.stall.token_budget_us": 4_100,
     "ttft.queue.no_reason_us": 7,
 }
+HELD = {"ttft.held.decode_us": 8_500, "ttft.held.idle_us": 900, "ttft.held.other_us": 3}
 
 
 def test_shown(tmp_path: Path) -> None:
     """Behind a router, too: the leg's stage has the leg's reasons, longest first; other words have none."""
     records = sample_records.make_routed_records("r", start_ns=10**18)
     spans = [
-        replace(span, attributes=span.attributes | REASONS)
+        replace(span, attributes=span.attributes | REASONS | HELD)
         if span.is_ttft_span and span.attributes[names.ROLE] == "prefill_decode"
         else span
         for span in sample_records.make_stored_spans(records)
@@ -52,7 +53,12 @@ def test_shown(tmp_path: Path) -> None:
     assert list_wait_reasons(request, "prefill_decode.prefill.stall") == [("token_budget", 4_100)]
     assert list_wait_reasons(request, "prefill_decode.prefill.compute") == []
     assert list_wait_reasons(request, "encode.encoder.queue") == []
-    for word in ("kv_blocks", "in_step", "token_budget"):
+    assert list_holding_kinds(request, "prefill_decode.prefill.queue") == [
+        ("decode", 8_500),
+        ("idle", 900),
+    ]
+    assert list_holding_kinds(request, "prefill_decode.prefill.stall") == []
+    for word in ("kv_blocks", "in_step", "token_budget", "held by: decode"):
         assert word in text and word in page
     leg = request.find_leg("prefill_decode")
     assert leg is not None
@@ -60,3 +66,4 @@ def test_shown(tmp_path: Path) -> None:
         "queue": {"kv_blocks": 9.0, "in_step": 0.4},
         "stall": {"token_budget": 4.1},
     }
+    assert json_answers.describe_leg(leg)["held"] == {"decode": 8.5, "idle": 0.9}

@@ -18,7 +18,16 @@ from ttft_otel.carrier import (
     KEPT_ITEMS_QUERY,
     EngineTimeline,
 )
-from ttft_otel.hooks import ec_kept, encoder_runs, kv, queue_reasons, scheduler, waiting, wrap
+from ttft_otel.hooks import (
+    ec_kept,
+    encoder_runs,
+    held_steps,
+    kv,
+    queue_reasons,
+    scheduler,
+    waiting,
+    wrap,
+)
 
 
 def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
@@ -33,6 +42,9 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
     # While it is paused an engine core runs no step that could tell.
     if getattr(getattr(core, "scheduler", None), "_pause_state", 0):
         timeline.reasons += (added, queue_reasons.PAUSED)
+    # Of a request that is freed its own headers may be gone.
+    result[0]._ttft_parent = result[0].trace_headers.get(names.TRACEPARENT, "")
+    held_steps.follow_request(result[0], timeline)
     # A deque, because this is the input thread, and the main thread takes requests out of it.
     waiting.arrived.append([result[0], 0])
     # Once per process: vLLM looks the method of a utility call up by its name on the engine core.

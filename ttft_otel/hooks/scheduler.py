@@ -16,12 +16,14 @@ from ttft_otel.carrier import EngineTimeline
 from ttft_otel.hooks import (
     ec_items,
     encoder_runs,
+    held_steps,
     kv,
     queue_reasons,
     vllm_fields,
     waiting,
     wrap,
 )
+from ttft_otel.hooks.held_steps import followed, unanswered, unmarked
 from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
@@ -49,6 +51,11 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
     now = clock.now_us()  # one time for all requests of the step
     if awaiting_first_token:
         _record_scheduled(scheduler, output, now)
+    if followed or unmarked:
+        held_steps.note_schedule(scheduler, output, now)
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            if request_id in scheduler.requests:
+                held_steps.note_end(scheduler.requests[request_id])
     if arrived or waiting_requests:
         waiting.record_queue(scheduler, output, now)
 
@@ -82,6 +89,7 @@ def _admit_request(request: Any) -> None:
         if not headers or names.CARRIER not in headers:
             return
         timeline = request._ttft = EngineTimeline()
+        unanswered[request.request_id] = None  # the hook that follows it is missing
     if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
         _drop_oldest()
     awaiting_first_token[request.request_id] = timeline
@@ -105,6 +113,7 @@ def _record_preemptions(ids: Any) -> None:
         if timeline is not None:
             timeline.preempted += 1
             timeline.complete = False  # its prompt has to be scheduled again
+            held_steps.follow_again(request_id)
 
 
 def _record_chunk(
@@ -115,7 +124,8 @@ def _record_chunk(
     own_tokens = output.num_scheduled_tokens.get(request_id, 0)
     end = request.num_computed_tokens
     encoding = output.scheduled_encoder_inputs
-    if not timeline.scheduled:
+    is_first = not timeline.scheduled
+    if is_first:
         _record_first_chunk(timeline, scheduler, request, end - own_tokens, now)
         timeline.encoder_first = request_id in encoding
     # After a preemption tokens below the highest computed one are computed again.
@@ -136,6 +146,8 @@ def _record_chunk(
             sum(map(len, encoding.values())),
         )
     timeline.complete = end >= request.num_tokens
+    if is_first:
+        held_steps.end_wait(scheduler, timeline, request_id, now)
 
 
 def _record_first_chunk(
@@ -175,9 +187,14 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     now = clock.now_us()
     tokens = scheduler_output.num_scheduled_tokens
     encoding = scheduler_output.scheduled_encoder_inputs
+    follows = bool(followed or unmarked)
+    if follows:
+        held_steps.close_step(scheduler, scheduler_output, now)
     held = False
     for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
+            if follows:
+                held_steps.add_own_step(request_id)
             timeline.add_step(record)
             if unfinished:
                 timeline.kept |= carrier.ENCODER_RUN_BIT
@@ -201,6 +218,7 @@ def attach_timelines(
             for output in batch.outputs:
                 timeline = awaiting_first_token.pop(output.request_id, None)
                 if timeline is not None:
+                    held_steps.drop_request(scheduler, output.request_id, 0)
                     _attach_timeline(timeline, output, scheduler)
     # Freed within this call, and no output carried their timelines away: they were aborted.
     for request_id in _freed_requests:
@@ -225,8 +243,11 @@ def _attach_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> N
 def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """Before _free_request(): store the timeline of a request that ends without a first token."""
     timeline = getattr(request, "_ttft", None)
+    if followed:
+        held_steps.note_end(request)
     if timeline is None or timeline.sent:
         return
+    held_steps.drop_request(scheduler, request.request_id, clock.now_us())
     waiting.end_wait(timeline, request.request_id, clock.now_us())
     # A request that was never scheduled is not in there yet.
     awaiting_first_token.setdefault(request.request_id, timeline)
@@ -253,9 +274,9 @@ HOOKS: Final = {
     "scheduler.update": wrap.Hook(
         before=record_step,
         after=attach_timelines,
-        ready=awaiting_first_token,
+        ready=unanswered,
         runs_after_error=True,
     ),
-    "scheduler.pause": wrap.Hook(after=waiting.record_pause, ready=waiting_requests),
+    "scheduler.pause": wrap.Hook(after=waiting.record_pause, ready=unanswered),
     "scheduler.free": wrap.Hook(before=record_freed),
 }

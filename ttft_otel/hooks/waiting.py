@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
-from ttft_otel.hooks import queue_reasons, vllm_fields
+from ttft_otel.hooks import held_steps, queue_reasons, vllm_fields
 from ttft_otel.hooks.queue_reasons import NO_REASON, OTHER, PAUSED, PRIORITY
 from ttft_otel.wait_reasons import gather_reasons
 
@@ -74,7 +74,8 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
 
 def record_pause(_: None, result: Any, scheduler: Any, pause_state: Any) -> None:
     """After set_pause_state(): no step may run, and tell it, until the scheduler goes on."""
-    if pause_state and (not _codes or _codes[-1] != PAUSED):
+    held_steps.note_pause()
+    if pause_state and waiting_requests and (not _codes or _codes[-1] != PAUSED):
         _note_change(PAUSED, clock.now_us())
 
 
@@ -90,6 +91,8 @@ def _take_arrivals(known: Any) -> Sequence[Any]:
         elif entry[1] < MAX_MISSES:  # it came after this step's inputs had been read
             entry[1] += 1
             arrived.append(entry)
+        else:
+            held_steps.drop_request(None, request.request_id, clock.now_us())
     return joined
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn stored traces into a Perfetto trace: processes as tracks, spans as slices, calls as arrows.
+"""Turn stored traces into a Perfetto trace: processes as tracks, spans as slices, calls as arrows, and
+arrows from the requests that held a queue to the one that waited in it.
 
 Input: StoredTraces of the database. Output: a document in the Trace Event format (JSON), which
 `ttft-otel report --perfetto FILE` writes and Perfetto's UI and chrome://tracing open. Pure.
@@ -7,19 +8,23 @@ Input: StoredTraces of the database. Output: a document in the Trace Event forma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ttft_otel import names
-from ttft_otel.report import waterfall_rows
+from ttft_otel.report import engine_steps, stored_holders, waterfall_rows
 from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.report.engine_steps import StoredStep
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.waterfall_rows import WaterfallRow
 
 Event = dict[str, Any]
 # Processes from top to bottom, as a request passes them; others come before them: they call us.
 ROLE_ORDER: Final = ("router", "encode", "prefill", "prefill_decode", "decode")
+
+# Numbers that no request's track reaches.
+STEP_TRACKS: Final = {"encode": 1_000_001, "forward": 1_000_002}
 
 
 @dataclass(slots=True)
@@ -35,12 +40,13 @@ class Track:
 
 @dataclass(slots=True)
 class Process:
-    """The tracks of one `service.instance.id`."""
+    """The tracks of one `service.instance.id`. step_words: kinds of engine steps that it has."""
 
     number: int
     name: str
     role: str = ""
     tracks: list[Track] = field(default_factory=list)
+    step_words: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +91,68 @@ class TraceBuilder:
         if parent and above and above.track is not track:
             self.add_arrow(parent, above, span, DrawnSlice(process, track))
 
+    def add_holders(self, spans: Mapping[tuple[str, str], StoredSpan]) -> None:
+        """Arrows from the requests that held a queue to the end of its slice, where both are drawn.
+
+        spans: all drawn ones, by trace and span ID.
+        """
+        for (trace_id, span_id), span in spans.items():
+            for holder in stored_holders.read_holders(span.attributes):
+                cause = (holder.trace_id, holder.span_id)
+                if cause in self.places:
+                    places = self.places[cause], self.places[trace_id, span_id]
+                    self.add_arrow(
+                        spans[cause], places[0], span, places[1], word="held", at_end=True
+                    )
+
+    def add_steps(self, steps: Iterable[StoredStep]) -> None:
+        """The engine's steps, on a track of their own below each process's requests."""
+        for step in steps:
+            process = self.find_process(step.span, "")
+            self.events.append(
+                {
+                    "ph": "X",
+                    "name": step.word,
+                    "cat": "engine step",
+                    "ts": self.to_us(step.start_ns),
+                    "dur": (step.end_ns - step.start_ns) / 1000,
+                    "pid": process.number,
+                    "tid": STEP_TRACKS[step.word],
+                    "args": {
+                        "traced requests": step.requests,
+                        "request ids": step.request_ids,
+                        "traced prompt tokens": step.prompt_tokens,
+                        "tokens of the step": step.step_tokens,
+                    },
+                }
+            )
+            process.step_words.add(step.word)
+
     def add_arrow(
-        self, cause: StoredSpan, start: DrawnSlice, effect: StoredSpan, end: DrawnSlice
+        self,
+        cause: StoredSpan,
+        start: DrawnSlice,
+        effect: StoredSpan,
+        end: DrawnSlice,
+        word: str = "call",
+        at_end: bool = False,
     ) -> None:
-        """An arrow from the slice of `cause` to the start of the slice of `effect`."""
+        """An arrow from the slice of `cause` to the slice of `effect`: its start, or its end.
+
+        word: what it stands for.
+        """
         number = len(self.events)  # any number that no other arrow has
+        # The last nanosecond that is inside of the slice.
+        until_ns = max(effect.start_ns, effect.end_ns - 1) if at_end else effect.start_ns
         # An arrow must begin inside of its slice, also where two hosts' clocks disagree.
         begin_ns = min(max(effect.start_ns, cause.start_ns), cause.end_ns)
-        for kind, at_ns, place in (("s", begin_ns, start), ("f", effect.start_ns, end)):
+        for kind, at_ns, place in (("s", begin_ns, start), ("f", until_ns, end)):
             self.events.append(
                 {
                     "ph": kind,
                     "id": number,
-                    "name": "call",
-                    "cat": "call",
+                    "name": word,
+                    "cat": word,
                     "ts": self.to_us(at_ns),
                     "pid": place.process.number,
                     "tid": place.track.number,
@@ -130,6 +184,9 @@ class TraceBuilder:
             for track in process.tracks:
                 name = {"name": f"requests {track.number}"}
                 events.append(make_label(process, track.number, "thread_name", name))
+            for word in sorted(process.step_words):
+                name = {"name": f"engine steps: {word}"}
+                events.append(make_label(process, STEP_TRACKS[word], "thread_name", name))
         return events
 
 
@@ -148,6 +205,8 @@ def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
     builder = TraceBuilder(found[0][1].span.start_ns)
     for trace_id, row in found:
         builder.add_row(trace_id, row, spans.get((trace_id, row.span.parent_id)))
+    builder.add_holders(spans)
+    builder.add_steps(engine_steps.find_steps(spans.values()))
     return {
         "displayTimeUnit": "ms",
         "otherData": {"start_unix_ns": str(builder.start_ns), "scope": names.SCOPE},

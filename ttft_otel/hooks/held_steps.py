@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow the engine's steps while a traced request waits, and note what work it was that held it.
+
+engine_core.py hands over what has arrived; scheduler.py tells of each schedule(), of each step's end and
+of the ends of waits. Results go into EngineTimeline.held and .holders. Steps are counted in sums that all
+waiting requests share: a request's part is a difference, so that a step costs the same however many wait.
+Everything is worked out at the end of a step: only then it is known which one ran, and since when.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, Final
+
+from ttft_otel import clock
+from ttft_otel.carrier import EngineTimeline
+from ttft_otel.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_length
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.holders import WaitStart
+from ttft_otel.hooks.step_log import StepLog, Sums
+from ttft_otel.hooks.step_work import StepWork, describe_step
+
+MAX_FOLLOWED: Final = 512  # requests; of more nothing is told
+
+
+class HeldRequest:
+    """A traced request that waits for its first step, or between its prompt's chunks.
+
+    ended: when its first step was scheduled, 0 before. last, sums: up to where, and up to which sums,
+    `timeline.held` has been written; 0 before its wait has ended. since: from when on others can have
+    held it. own: the latest step in which it was itself.
+    """
+
+    __slots__ = ("ended", "last", "own", "request_id", "since", "start", "sums", "timeline")
+
+    def __init__(self, request_id: str, timeline: EngineTimeline) -> None:
+        self.request_id = request_id
+        self.timeline = timeline
+        self.start: WaitStart | None = None
+        self.ended = 0
+        self.last = 0
+        self.since = timeline.added
+        self.own: StepWork | None = None
+        self.sums: Sums = (0, 0, 0)
+
+
+# Request ID -> request, until its first output or its end; None: it is not followed. The input thread adds.
+unanswered: dict[str, HeldRequest | None] = {}
+# Those that came since the last step's end.
+unmarked: deque[HeldRequest] = deque(maxlen=MAX_FOLLOWED)
+followed: dict[str, HeldRequest] = {}  # those that wait
+_ended: list[HeldRequest] = []  # those whose wait has ended since the last step's end
+_log = StepLog()
+_NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+
+
+def follow_request(request: Any, timeline: EngineTimeline) -> None:
+    """In the input thread: a traced request has arrived."""
+    held = None
+    if len(unanswered) < MAX_FOLLOWED:
+        held = HeldRequest(request.request_id, timeline)
+        unmarked.append(held)
+    unanswered[request.request_id] = held
+
+
+def note_schedule(scheduler: Any, output: Any, now: int) -> None:
+    """After a schedule() that returned at `now` (us), while a traced request waits."""
+    work = describe_step(scheduler, output, now)
+    work.resumed, _log.halted = _log.halted, False
+    _log.holders.open_step(work, scheduler.requests)
+    _log.in_flight.append(work)
+
+
+def note_pause() -> None:
+    """The scheduler is paused, or goes on: its next step does not follow at once."""
+    _log.halted = True
+
+
+def end_wait(scheduler: Any, timeline: EngineTimeline, request_id: str, now: int) -> None:
+    """The request's first step was scheduled at `now` (us)."""
+    held = unanswered.get(request_id)
+    if held is None or held.ended:
+        return
+    held.ended = now
+    # The usual case: it came to an engine without a step, and one step takes all of it.
+    if timeline.complete and not (_log.edge or vllm_fields.get_facts(scheduler).overlaps):
+        if unmarked and unmarked[0] is held:
+            unmarked.popleft()
+            timeline.held = [timeline.added]
+            held.last = now
+            return
+    _ended.append(held)
+
+
+def follow_again(request_id: str) -> None:
+    """A request whose prompt was complete has lost its blocks: it waits again."""
+    held = unanswered.get(request_id)
+    if held is not None and held.last and request_id not in followed:
+        if not _log.edge:
+            _log.begin(clock.now_us())
+        # What lies between was not waited for, or nothing ran in it.
+        segments = held.timeline.held
+        gap = _log.edge - segments[0] - sum(segments[1::SEGMENT_SIZE])
+        segments += (max(gap, 0), 0, 0, 0, 0)
+        held.last, held.sums, held.own = max(_log.edge, held.last), _log.sums, None
+        followed[request_id] = held
+
+
+def note_end(request: Any) -> None:
+    """A request, traced or not, is freed or preempted while a traced one waits."""
+    # With overlapping steps one may still run for it.
+    if _is_in_flight(request.request_id):
+        _log.ending.append(request)
+    else:
+        _log.holders.note_end(request)
+
+
+def close_step(scheduler: Any, output: Any, now: int) -> None:
+    """Before update_from_output() at `now` (us), while a traced request waits: a step has ended."""
+    log = _log
+    work = log.take_step(output)
+    if work is None:
+        work = describe_step(scheduler, output, 0)
+        log.holders.open_step(work, scheduler.requests)
+    if not log.edge:
+        _begin_log(now)
+    if log.holders.closing:
+        log.holders.drop_completed(work)
+    _end_turnaround(work, now)
+    length = now - (begin := log.edge)  # since when it has had the engine for itself
+    while unmarked:
+        _mark_start(unmarked.popleft(), work, begin, length)
+    for held in _ended:
+        _name_holders(held, scheduler, work, min(max(held.ended - begin, 0), length))
+    log.add_step(work, now, length)
+    log.step_end = now
+    log.holders.close_step(work, length)
+    if log.ending:
+        ending, log.ending = log.ending, []
+        for request in ending:
+            note_end(request)
+    if _ended:
+        for held in _ended:
+            _write_wait(held)
+        _ended.clear()
+
+
+def _end_turnaround(work: StepWork, now: int) -> None:
+    """Up to the begin of `work` no step ran: this time is that of the step before."""
+    begin, before = min(work.scheduled, now), _log.latest
+    gap = begin - _log.edge
+    if gap <= 0:
+        return
+    if before is None or not before.total or work.resumed:
+        _log.add_edge(begin)
+        _log.edge = begin
+        return
+    _log.add_step(before, begin, gap)
+    _log.holders.extend_step(before, gap)
+    before.turnaround, before.sums = gap, _log.sums
+
+
+def _begin_log(now: int) -> None:
+    # When the first of those that wait came; a list, because the input thread may append meanwhile.
+    _log.begin(min([now, *[each.timeline.added for each in [*unmarked]]]))
+
+
+def _mark_start(held: HeldRequest, work: StepWork, begin: int, length: int) -> None:
+    # A turnaround in which it came is idle to it: whether it is known depends on who else waited.
+    if held.since >= _log.step_end:
+        held.since = max(held.since, begin)
+    elapsed = min(max(held.timeline.added - begin, 0), length)
+    held.start = _log.holders.start_wait(work, elapsed)
+    followed[held.request_id] = held
+
+
+def _name_holders(held: HeldRequest, scheduler: Any, work: StepWork, elapsed: int) -> None:
+    if held.start is None or scheduler is None:
+        return
+    running = getattr(scheduler, "running", ())
+    found = _log.holders.list_holders(held.start, held.request_id, running, work, elapsed)
+    held.timeline.holders = found
+    # A pipeline has several batches: who decodes is in one of them, and its share is too large here.
+    is_pipeline = vllm_fields.get_facts(scheduler).is_pipeline
+    held.timeline.holders_lost = is_pipeline or _log.holders.is_truncated(held.start)
+    held.start = None  # its holders are let go
+
+
+def _write_wait(held: HeldRequest) -> None:
+    """What ran between the request's arrival and the end of the latest step, as segments."""
+    times, all_sums = _log.times, _log.all_sums
+    first = max(0, bisect_right(times, held.since) - 1)
+    edges = range(first, len(times))
+    if len(edges) > MAX_SEGMENTS:
+        # The first and the last ones have the wait's ends in them, these stay as they are.
+        stride = -(-len(edges) // MAX_SEGMENTS)
+        edges = [*edges[:2], *edges[2:-3:stride], *edges[-3:]]  # type: ignore[assignment]
+    held.last, held.sums = times[edges[0]], all_sums[edges[0]]
+    held.timeline.held = [held.last]
+    for index in edges[1:]:
+        _write_segment(held, times[index], all_sums[index])
+
+
+def _write_segment(held: HeldRequest, upto: int, sums: Sums) -> None:
+    before = held.sums
+    held.timeline.held += (
+        upto - held.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
+    )  # fmt: skip
+    held.last, held.sums = upto, sums
+
+
+def add_own_step(request_id: str) -> None:
+    """After close_step() of a step in which the request itself was."""
+    held = followed.get(request_id)
+    if held is None or not held.last:
+        return
+    if (before := held.own) is not None and before.turnaround:
+        _write_segment(held, held.last + before.turnaround, before.sums)
+        _count_own(held.timeline.held, request_id, before)
+    held.own = work = _log.latest
+    if held.last < _log.edge:
+        # The step before it apart: only in its own one it can have held itself.
+        if _log.times[-2] > held.last:
+            _write_segment(held, _log.times[-2], _log.all_sums[-2])
+        _write_segment(held, _log.edge, _log.sums)
+    _count_own(held.timeline.held, request_id, work)
+    if len(held.timeline.held) > SEGMENT_SIZE * 2 * MAX_SEGMENTS:
+        halve_segments(held.timeline.held)
+    if held.timeline.complete and not _is_in_flight(request_id):
+        _release(request_id)
+
+
+def _count_own(segments: list[int], request_id: str, work: StepWork | None) -> None:
+    """Take the request's own work out of the last segment, which is of the step `work`."""
+    if work is None or not work.total or len(segments) < SEGMENT_SIZE:
+        return
+    length = segments[-SEGMENT_SIZE]
+    tokens = work.output.num_scheduled_tokens.get(request_id, 0)
+    embeddings = sum([count for count, each in work.items if each == request_id])
+    # A request with one token counts as one that decodes (step_work.py).
+    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
+        own = min(length * weight // work.total, segments[place])
+        segments[place] -= own
+        segments[-1] += own
+
+
+def _is_in_flight(request_id: str) -> bool:
+    return any(request_id in work.output.num_scheduled_tokens for work in _log.in_flight)
+
+
+def drop_request(scheduler: Any, request_id: str, now: int) -> None:
+    """The request has ended, or has its first token: at `now` (us) nothing of it is waited for."""
+    held = unanswered.pop(request_id, None)
+    # The usual case is the second one: its wait has ended, and nobody else waits.
+    if held is None or (held.ended and not _log.edge):
+        return
+    if not held.ended:
+        _end_early(held, scheduler, now)
+    elif held in _ended:
+        _ended.remove(held)
+    _release(request_id)
+
+
+def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
+    """It ended while it waited: what is known up to `now`, also of the step that runs."""
+    if not _log.edge:
+        _begin_log(held.timeline.added)
+    work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now)
+    if work.total:  # else no step has followed the last one, and the time since then is idle
+        _end_turnaround(work, now)
+    begin = max(work.scheduled, _log.edge)
+    elapsed = max(now - begin, 0)
+    if held.start is None:
+        _mark_start(held, work, begin, elapsed)
+        _forget_arrival(held)
+    held.ended = now
+    _name_holders(held, scheduler, work, elapsed)
+    _write_wait(held)
+    if begin > held.last:
+        _write_segment(held, begin, held.sums)
+    if elapsed and work.total:
+        shares = split_length(elapsed, (work.prefill, work.decode, work.encoder), work.total)
+        held.timeline.held += (elapsed, *shares, 0)
+
+
+def _forget_arrival(held: HeldRequest) -> None:
+    # The input thread may append meanwhile.
+    for _ in range(len(unmarked)):
+        if (each := unmarked.popleft()) is not held:
+            unmarked.append(each)
+
+
+def _release(request_id: str) -> None:
+    followed.pop(request_id, None)
+    # Also what is kept of other requests ends with the last one that waits.
+    if _log.edge and not (followed or unmarked or _ended):
+        _log.reset()

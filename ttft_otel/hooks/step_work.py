@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describe what a scheduled step computes: prompts' tokens, answers' tokens, embeddings, the largest parts.
+
+held_steps.py asks for each step that runs while a traced request waits, with the scheduler's output.
+How long it takes does not depend on how many requests are in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, Final
+
+from ttft_otel.stages import HOLDING_KIND_NAMES
+
+PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
+MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find prompts
+MAX_NAMED: Final = 8  # parts of a step that are told apart, of each kind
+
+
+class StepWork:
+    """The work of one step; its weights are tokens.
+
+    output: the scheduler's, which identifies the step. scheduled: when, 0 if that was not seen.
+    prefill, decode, encoder: tokens of prompts, of answers, embeddings; total: their sum, 0 for a step
+    without work. decoders: requests that decode.
+    chunks, items: (tokens, request ID) of the largest prompts and of media items. unnamed: there were
+    more. parts: the same with their Holder (holders.py). completed: keys of those that end with it.
+    resumed: a pause lay before it. turnaround: from its end to the next one's begin in microseconds, once
+    that is known; sums: those of the log then (step_log.py).
+    """
+
+    # On the class: most steps only decode, and one is made for each.
+    prefill = 0
+    encoder = 0
+    chunks: Sequence[tuple[int, str]] = ()
+    items: Sequence[tuple[int, str]] = ()
+    parts: Sequence[tuple[Any, int]] = ()
+    completed: Sequence[tuple[str, int]] = ()
+    unnamed = False
+    resumed = False
+    turnaround = 0
+    sums = (0, 0, 0)
+
+    def __init__(self, output: Any, scheduled: int) -> None:
+        self.output = output
+        self.scheduled = scheduled
+        # Without other knowledge a request with one token is one that decodes.
+        self.decode: int = output.total_num_scheduled_tokens
+        self.total = self.decode
+        self.decoders = len(output.num_scheduled_tokens)
+
+
+def describe_step(scheduler: Any, output: Any, scheduled: int) -> StepWork:
+    """The work of the step `output`, which was scheduled at `scheduled` (us), 0 if that is not known."""
+    work = StepWork(output, scheduled)
+    if work.decode > work.decoders:  # else nobody has more than one token
+        _find_prompts(work)
+    if output.scheduled_encoder_inputs:
+        _find_items(work, scheduler.requests)
+    return work
+
+
+def _find_prompts(work: StepWork) -> None:
+    """Requests with more than one token, from the end: the scheduler puts those that decode first."""
+    tokens = work.output.num_scheduled_tokens
+    drafts = getattr(work.output, "scheduled_spec_decode_tokens", None) or ()
+    surplus = work.decode - work.decoders  # tokens beyond one for each request
+    found = []
+    for request_id in islice(reversed(tokens), MAX_LOOKED_AT):
+        count = tokens[request_id]
+        if count > 1:
+            surplus -= count - 1
+            if request_id not in drafts:
+                found.append((count, request_id))
+                work.prefill += count
+            if not surplus:
+                break
+    # With drafts those that were not looked at decode; without, they could be prompts.
+    if surplus and not drafts:
+        work.unnamed = True
+        work.prefill += surplus
+    work.decode -= work.prefill
+    work.decoders -= len(found)
+    work.chunks = _name_largest(work, found)
+
+
+def _find_items(work: StepWork, requests: Any) -> None:
+    """The embeddings of each request's media items that the step encodes."""
+    found = []
+    for request_id, indices in work.output.scheduled_encoder_inputs.items():
+        request = requests.get(request_id)
+        features = getattr(request, "mm_features", None)
+        if features:
+            embeddings = sum([features[index].mm_position.length for index in indices])
+            found.append((embeddings, request_id))
+            work.encoder += embeddings
+            work.total += embeddings
+    work.items = _name_largest(work, found)
+
+
+def _name_largest(work: StepWork, found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    if len(found) > MAX_NAMED:
+        found.sort(reverse=True)
+        work.unnamed = True
+        del found[MAX_NAMED:]
+    return found
