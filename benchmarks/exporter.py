@@ -12,7 +12,6 @@ under way than the exporter's queue holds; a lost span ends the benchmark.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -28,7 +27,13 @@ from benchmarks.exporter_records import (
     encode_request,
     encode_unsampled_request,
 )
-from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.figures import (
+    Figure,
+    build_figure,
+    build_figure_parser,
+    divide_rounds,
+    report_figures,
+)
 from ttft_otel import handoff, names
 from ttft_otel.exporter.request_metrics import MAX_PENDING_ROWS
 from ttft_otel.settings import Settings
@@ -278,10 +283,7 @@ def measure_exporter_figures(requests: int, rounds: int) -> dict[str, Figure]:
 
 def main() -> int:
     """Measure, print, and write the file that was asked for; 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    parser = build_figure_parser(__doc__)
     parser.add_argument("--requests", type=int, default=2000, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

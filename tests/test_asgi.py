@@ -54,14 +54,16 @@ def test_stream(client: FakeClient, records: testing.MemorySender) -> None:
 
 
 def test_first_half_survives(client: FakeClient, records: testing.MemorySender) -> None:
-    """A crash while decoding cannot lose the first token's half."""
+    """A crash while decoding cannot lose the first token's half; the request as a whole has failed."""
     client.server.plan = ServerPlan(fail="decode")
     with pytest.raises(RuntimeError, match="the host's own"):
         asyncio.run(client.call_server())
     first, last = records.kept
 
     assert get_closed_stages(first)["prefill.compute"] == 500
-    assert last.server is not None and last.server.error == ""
+    assert first.ttft is not None and first.ttft.error == ""
+    assert last.server is not None and last.server.error == names.ERROR_ENGINE
+    assert names.OUTPUT_TOKENS not in last.server.attributes
 
 
 def test_stream_asked(client: FakeClient, records: testing.MemorySender) -> None:

@@ -12,6 +12,7 @@ from ttft_otel.breakdown import (
     CODE_KV_TRANSFER,
     LOST_AFTER,
     LOST_BEFORE,
+    LOST_EARLIER,
     LOST_ENCODER,
     LOST_FORWARD,
     LOST_LOAD,
@@ -289,6 +290,19 @@ def test_a_lost_load_or_save_of_blocks_hides_what_is_around_it() -> None:
     ]
     breakdown = partition_marks(make_marks(steps=steps))
     assert breakdown.unattributed == 50 and "prefill.stall" not in breakdown.stages
+
+
+def test_earlier_pipeline_stages_hide_what_is_before_the_forward_alone() -> None:
+    """The last stage's forward begins when it has received their results: its length is its own."""
+    steps = [
+        EngineStep([(CODE_FORWARD, 1420, 1450)], 0, LOST_EARLIER),
+        EngineStep([(CODE_FORWARD, 1500, 1600)], 1700, LOST_EARLIER),
+    ]
+    breakdown = partition_marks(make_marks(steps=steps))
+
+    assert (breakdown.stages["prefill.compute"], breakdown.stages["sample"]) == (130, 100)
+    assert not {"dispatch", "prefill.stall"} & set(breakdown.stages)
+    assert breakdown.unattributed == 1420 - 1400 + 50 and is_closed(breakdown)
 
 
 def test_a_save_after_sampling_is_no_sampling() -> None:

@@ -151,6 +151,18 @@ def test_clock_entry() -> None:
     assert names.ENCODER_UNFINISHED not in attributes and not marks.foreign
 
 
+def test_clock_of_a_later_version() -> None:
+    """A worker on another host may have a later release, with a clock that this one does not know."""
+    marks = Marks(1)
+    record = (5, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, len(names.CLOCK_WORDS), 23)
+    timeline = carrier.decode_timeline(
+        carrier.encode_timeline(carrier.EngineTimeline(steps=[record])), marks
+    )
+
+    assert marks.foreign and marks.steps[0].pairs == [(10, 300, 390)]
+    assert carrier.read_clock(timeline) == ("lengths", 0)
+
+
 def test_clock_lengths() -> None:
     """Where events have lengths and no places, the worker counts as one with a foreign clock."""
     marks = Marks(1)

@@ -14,6 +14,9 @@ import pytest
 
 from ttft_otel import carrier, names, recorder, testing
 from ttft_otel.context import start_context
+from ttft_otel.exporter.measured_series import BoundedSeries
+from ttft_otel.exporter.series_registry import METRIC_KINDS
+from ttft_otel.metric_labels import BUCKET_BOUNDS_S, METRIC_LABELS
 from ttft_otel.request_trace import RequestTrace
 from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
@@ -21,7 +24,7 @@ from ttft_otel.settings import Settings
 MODEL: Final = json.loads(
     (Path(__file__).parent / "golden" / "genai_conventions.json").read_text("utf-8")
 )
-TYPES: Final = {"string": str, "boolean": bool, "double": float, "int": int}
+TYPES: Final = {"string": str, "boolean": bool, "double": float, "int": int, "string[]": tuple}
 
 pytestmark = pytest.mark.usefixtures("blank_identity", "no_state_left")
 
@@ -41,10 +44,26 @@ def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
     marks = carrier.encode_timeline(timeline)
     recorder.record_first_output("e", marks, 1900, 2000)
     recorder.close_ttft(trace, 2100 if streamed else 0)
+    recorder.record_end("e", "length", 8)
+    trace.engine_requests["e"].ended = 2700
     trace.end = 3000
     sender = testing.MemorySender()
     recorder.send_known_halves(trace, sender, server=True)
     return {span.name: dict(span.attributes or {}) for span in sender.build_spans()}
+
+
+@pytest.mark.parametrize("metric", MODEL["metrics"])
+def test_metrics(metric: str) -> None:
+    """The model's server metrics are all made, with its unit, buckets and no attribute of another name."""
+    expected = MODEL["metrics"][metric]
+    kind = METRIC_KINDS[metric]
+
+    assert (kind.unit, kind.series_class) == (expected["unit"], BoundedSeries)
+    assert list(BUCKET_BOUNDS_S[metric]) == expected["buckets"]
+    assert set(METRIC_LABELS[metric]) <= set(expected["attributes"])
+    # Required by the model, or by a condition that can be met here.
+    wanted = {names.OPERATION, names.PROVIDER, names.MODEL}
+    assert wanted | ({names.ERROR_TYPE} & set(expected["attributes"])) == set(METRIC_LABELS[metric])
 
 
 def test_names() -> None:
@@ -80,6 +99,23 @@ def test_streams_only(spans: dict[str, Any], expected: bool) -> None:
         assert (name in ttft) is expected
         assert not any(name in each for each in spans.values() if each is not ttft)
     assert names.TOTAL_US in ttft
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        (("mono", True), {names.OUTPUT_TOKENS: 8, names.FINISH_REASONS: ("length",)}),
+        (("encode", False), {}),
+    ],
+    indirect=["spans"],
+)
+def test_end(spans: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What is known only at the end is on the span that ends then, the request's own."""
+    ends = {names.OUTPUT_TOKENS, names.FINISH_REASONS}
+    found = {name: {key: each[key] for key in ends & set(each)} for name, each in spans.items()}
+
+    assert found.pop("POST /v1/chat/completions") == expected
+    assert not any(found.values())
 
 
 @pytest.mark.parametrize("spans", [("mono", True)], indirect=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from full_record import make_short_record
 
 from ttft_otel import measurement, names
 from ttft_otel.measurement import MEASUREMENT_VERSION, NOT_MEASURED, MeasurementHead
 from ttft_otel.record import (
-    RECORD_VERSION,
     Piece,
     Record,
     RecordDecodeError,
@@ -25,16 +25,9 @@ PIECES = (
     Piece("stage", "unattributed", 90, 100),
 )
 TTFT = Ttft("00f067aa0ba902b8", names.TTFT, 0, 100, {"router.receive": 10}, 10, 0, PIECES)
-RECORD = Record(
-    version=RECORD_VERSION,
-    trace_id="0af7651916cd43dd8448eb211c80319c",
-    span_id="00f067aa0ba902b7",
-    parent_id="",
+RECORD = make_short_record(
     flags=0,
-    state="",
-    start_ns=1_700_000_000_000_000_000,
     role="router",
-    outermost=True,
     service="ttft-otel-router",
     request_id="secret",
     attributes={names.MODEL: "m", names.OPERATION: "chat"},
@@ -88,13 +81,54 @@ def test_sampled_is_sent_whole() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        pytest.param(change_record(ttft=None, server=Server("POST", 5, 200)), id="server's half"),
         pytest.param(change_record(outermost=False), id="behind a router"),
+        pytest.param(
+            change_record(ttft=None, outermost=False, server=Server("POST", 5, 200)),
+            id="the end of one behind a router",
+        ),
+        pytest.param(
+            change_record(ttft=None, server=Server("POST", 5, 200, {names.BACKGROUND: True})),
+            id="an answer that says 'queued'",
+        ),
+        pytest.param(
+            change_record(ttft=None, server=Server("POST", 5, 200), attributes={}),
+            id="a request that generates nothing",
+        ),
     ],
 )
 def test_nothing_to_count(record: Record) -> None:
     """What no metric counts is not sent."""
     assert measurement.encode_for_exporter(record) == b""
+
+
+@pytest.mark.parametrize(
+    ("server", "error"),
+    [
+        (Server("POST", 70, 200), ""),
+        (Server("POST", 70, 503, {}, "503"), "503"),
+        (Server("POST", 70, 404), "404"),
+        (Server("POST", 70, 200, {}, "cancelled"), "cancelled"),
+    ],
+)
+@pytest.mark.parametrize("ttft", [None, TTFT])
+def test_end(server: Server, error: str, ttft: Ttft | None) -> None:
+    """The whole request's length comes after what the record has of the TTFT, under its own error."""
+    found = measurement.measure_record(change_record(ttft=ttft, server=server))
+
+    assert found is not None
+    assert found.times_us == (*((100, 10, 80, 10) if ttft else ()), 70)
+    assert (found.head.has_ttft, found.head.end_error) == (ttft is not None, error)
+
+
+@pytest.mark.parametrize("outermost", [True, False])
+def test_token_time(outermost: bool) -> None:
+    """The time per output token is told by whoever decodes, behind a router too; its duration is not."""
+    server = Server("POST", 70, 200, {names.TOKEN_TIME_US: 7})
+    found = measurement.measure_record(change_record(ttft=None, outermost=outermost, server=server))
+
+    assert found is not None and found.head.has_token_time
+    assert found.times_us == ((70, 7) if outermost else (7,))
+    assert found.head.end_error == ("" if outermost else None)
 
 
 def test_items_behind_a_router() -> None:

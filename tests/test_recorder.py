@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from ttft_otel import carrier, measurement, names, recorder, testing, timing
@@ -17,6 +19,13 @@ ON = Settings(on=True)
 UNSAMPLED = (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00")
 
 pytestmark = pytest.mark.usefixtures("blank_identity", "no_state_left")
+
+
+@pytest.fixture(autouse=True)
+def no_ends(no_state_left: None) -> Iterator[None]:
+    """Most tests here look at a request's beginning alone: its end, which vLLM tells, never comes."""
+    yield
+    recorder.unended_requests.clear()
 
 
 def make_trace(asked: bool = False) -> RequestTrace:
@@ -50,11 +59,13 @@ def test_nobody_asked() -> None:
 
 
 def test_counted_but_not_sampled() -> None:
-    """With metrics on an unsampled request is measured where it is outermost, and only there."""
+    """With metrics on an unsampled request is measured where it is outermost, and where it is decoded."""
     counting = Settings(on=True, metrics=True)
     made = recorder.begin_trace([UNSAMPLED], counting)
 
     assert made is not None and made.is_counted and not made.context.sampled
+    decoding = recorder.begin_trace([UNSAMPLED, (b"x-ttft-leg", b"decode")], counting)
+    assert decoding is not None and decoding.is_counted
     inner = [UNSAMPLED, (b"x-ttft-leg", b"prefill")]
     assert recorder.begin_trace(inner, counting) is None
     identity.takes_encodings = True
@@ -62,8 +73,8 @@ def test_counted_but_not_sampled() -> None:
     assert consumer is not None and consumer.is_counted
 
 
-def test_unsampled_sends_its_measurement_once() -> None:
-    """A stream's measurement goes with its first token, and nothing at its end."""
+def test_unsampled_sends_its_measurements() -> None:
+    """A stream's TTFT goes with its first token, and at its end what is known only then."""
     sent: list[bytes] = []
 
     class Sink:
@@ -78,10 +89,15 @@ def test_unsampled_sends_its_measurement_once() -> None:
     recorder.record_first_output("e", "", made.arrive + 900, made.arrive + 1000)
     cut = recorder.close_ttft(made, made.arrive + 1200)
     recorder.send_known_halves(made, Sink(), server=False)
+    recorder.record_end("e", "stop", 5)
+    made.engine_requests["e"].ended = made.arrive + 8600
     made.end = made.arrive + 9000
     recorder.send_known_halves(made, Sink(), server=True)
 
-    (data,) = sent
+    data, end = sent
+    head = measurement.decode_head(bytes(measurement.decode_measurement(end).head))
+    assert (head.has_ttft, head.end_error, head.has_token_time) == (False, "", True)
+    assert measurement.decode_measurement(end).times_us == (9000, (8600 - 1000) // 4)
     found = measurement.decode_measurement(data)
     assert found.times_us[0] == 1200 == sum(found.times_us[1:])
     assert measurement.decode_head(bytes(found.head)).stages == tuple(

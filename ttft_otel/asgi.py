@@ -117,7 +117,12 @@ class TracingMiddleware:
             return  # an endpoint that does not generate, such as /tokenize
         # Its engine core is alive, and may know how far the request got.
         is_ended_by_engine = trace.error == names.ERROR_ENGINE
-        if trace.status >= 500 or (error and trace.breakdown is None):
+        # Starlette ends a stream whose client has left as if it were complete.
+        is_stream = trace.streamed and trace.breakdown is not None
+        if not error and is_stream and trace.is_unended and roles.identity.can_see_ends():
+            error = names.ERROR_INCOMPLETE
+        # One that ends after all was generated has lost nothing.
+        if trace.status >= 500 or (error and (trace.breakdown is None or trace.is_unended)):
             trace.error = str(trace.status) if trace.status >= 400 else error
         if trace.is_background and not error:  # it has no TTFT
             recorder.send_known_halves(trace, handoff.get_sender(), server=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from ttft_otel.held_waits import HeldPiece, divide_held
 from ttft_otel.stages import UNATTRIBUTED
 from ttft_otel.wait_reasons import ReasonSlice, divide_waits
 
@@ -19,13 +20,14 @@ CODE_FORWARD: Final = 10
 CODE_EC_TRANSFER: Final = 8
 CODE_KV_TRANSFER: Final = 6
 
-# Bits: a hook is missing, so that an interval of this kind may exist without having been recorded.
+# Bits: a hook is missing, so that such an interval may not have been recorded.
 LOST_ENCODER: Final = 1  # the step ran the encoder, but has no interval for it
 LOST_FORWARD: Final = 2
 LOST_LOAD: Final = 4
 LOST_SAVE: Final = 8
-LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward, or others computed
+LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward
 LOST_AFTER: Final = 32  # KV blocks may have been loaded or saved after it (on V2: after sampling)
+LOST_EARLIER: Final = 128  # earlier pipeline stages worked before it (64: carrier's)
 
 _STAGE_BY_CODE: Final = {
     CODE_ENCODER: "encoder.compute",
@@ -53,7 +55,7 @@ class Marks:
     """The marks of one request: CLOCK_MONOTONIC in microseconds, 0 for a mark that is missing.
 
     waits: (stage, start, end) intervals inside the queue that belong to connectors.
-    reasons: (since when, code of the reason) for which the scheduler left the request out.
+    reasons, held: why the scheduler left it out (since when, code), and what ran (held_waits.py).
     foreign: the worker's clock is not the engine core's, or it gives lengths only: the places of its
         intervals are not usable.
     clock_offset, clock_error: what was subtracted from the engine core's times because its clock is
@@ -72,6 +74,7 @@ class Marks:
     encoder_first: bool = False
     waits: list[tuple[str, int, int]] = field(default_factory=list)
     reasons: list[tuple[int, int]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     steps: list[EngineStep] = field(default_factory=list)
     entered: int = 0
     received: int = 0
@@ -92,7 +95,7 @@ class Breakdown:
 
     pieces: (stage, start, end) in time order, contiguous from start to end.
     clamped: how far marks lay before their predecessor, in total; such marks are moved forward.
-    reasons: the waiting pieces, divided among the reasons of the scheduler.
+    reasons, held: the waiting pieces, divided by reasons, and by what held the engine.
     """
 
     start: int
@@ -102,6 +105,7 @@ class Breakdown:
     unattributed: int
     clamped: int
     reasons: list[ReasonSlice] = field(default_factory=list)
+    held: list[HeldPiece] = field(default_factory=list)
 
 
 class PartitionCursor:
@@ -125,22 +129,21 @@ class PartitionCursor:
         if not mark or 0 < self.limit < mark:
             self.is_open = True
             return
-        # Times of two processes, or of a device, may overlap a little: the sum stays exact.
-        if mark < self.position:
-            self.clamped += self.position - mark
-            mark = self.position
-        self._append_piece(UNATTRIBUTED if self.is_open else stage, mark)
-        self.is_open = False
-
-    def _append_piece(self, label: str, end: int) -> None:
-        if end > self.position:
-            last = self.pieces[-1] if self.pieces else None
+        if self.is_open:
+            stage = UNATTRIBUTED
+            self.is_open = False
+        position = self.position
+        if mark > position:
+            pieces = self.pieces
             # One span, not two that touch: neighbouring lost intervals are one of unknown stage.
-            if last and last[0] == label:
-                self.pieces[-1] = (label, last[1], end)
+            if pieces and pieces[-1][0] == stage:
+                pieces[-1] = (stage, pieces[-1][1], mark)
             else:
-                self.pieces.append((label, self.position, end))
-        self.position = end
+                pieces.append((stage, position, mark))
+            self.position = mark
+        else:
+            # Times of two processes, or of a device, may overlap a little: the sum stays exact.
+            self.clamped += position - mark
 
 
 def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Breakdown:
@@ -200,9 +203,8 @@ def _close_worker_stages(cursor: PartitionCursor, marks: Marks) -> None:
             end, later = step.sampled, "sample" if step.sampled else UNATTRIBUTED
         _close_step(cursor, step, (first, later), end, marks.encode_only)
         cursor.is_open = cursor.is_open or bool(step.lost & LOST_AFTER)
-    if not marks.steps:
-        cursor.is_open = True
-    elif not marks.encode_only and not marks.partial:
+    cursor.is_open = cursor.is_open or not marks.steps
+    if marks.steps and not marks.encode_only and not marks.partial:
         _close_sampling(cursor, marks.steps[last])
 
 
@@ -220,7 +222,7 @@ def _close_step(
     cursor: PartitionCursor, step: EngineStep, gaps: tuple[str, str], end: int, encode_only: bool
 ) -> None:
     """One step's intervals up to `end` (0: all); a gap that may hide a lost interval is left open."""
-    may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE))
+    may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE | LOST_EARLIER))
     save_lost = bool(step.lost & LOST_SAVE)
     forward = False
     gap, later = gaps  # stage before the step's first interval, and stage of gaps after its forward
@@ -277,17 +279,16 @@ def _build_breakdown(cursor: PartitionCursor, marks: Marks) -> Breakdown:
     totals: dict[str, int] = {}
     for label, low, high in cursor.pieces:
         totals[label] = totals.get(label, 0) + high - low
-    # Apart from the stages: unattributed time is the remainder, no stage that somebody can tune.
+    # It is the remainder, no stage that somebody can tune.
     lost = totals.pop(UNATTRIBUTED, 0)
-    pieces = _merge_tail_pieces(cursor.pieces)
-    reasons = divide_waits(pieces, marks.reasons)
-    return Breakdown(marks.arrive, cursor.position, pieces, totals, lost, cursor.clamped, reasons)
+    many = len(cursor.pieces) > MAX_PIECES
+    pieces = _merge_tail_pieces(cursor.pieces) if many else cursor.pieces
+    waits = divide_waits(pieces, marks.reasons), divide_held(pieces, marks.held)
+    return Breakdown(marks.arrive, cursor.position, pieces, totals, lost, cursor.clamped, *waits)
 
 
 def _merge_tail_pieces(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Bound the number of spans: pieces after MAX_PIECES are merged to one per stage, end to end."""
-    if len(pieces) <= MAX_PIECES:
-        return pieces
     merged, tail = pieces[:MAX_PIECES], pieces[MAX_PIECES:]
     lengths: dict[str, int] = {}
     for label, low, high in tail:

@@ -8,24 +8,25 @@ of them, which msgspec writes in 0.5 us (the standard library's json takes 25-44
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from ttft_otel import clock, media_items, names
 from ttft_otel.breakdown import LOST_FORWARD, EngineStep, Marks
+from ttft_otel.record import Attributes
 from ttft_otel.stages import STAGES_BY_CODE
 from ttft_otel.timing import ClockNote
 
 # Hosts of one data-parallel deployment may have different releases of this package.
-TIMELINE_VERSION: Final = 6
+TIMELINE_VERSION: Final = 7
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
 # tells which clock placed its intervals. Without it they are the host's times.
 CODE_CLOCK: Final = 0
 # Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
 ENCODER_UNFINISHED: Final = 64
-# Names of methods that hooks/engine_core.py adds to the engine core, called through vLLM's utility
-# channel: in which stage an aborted request was; how long KV blocks, or encodings, were kept.
+# Methods that hooks/engine_core.py adds to the engine core, called through vLLM's utility channel: in
+# which stage an aborted request was; how long KV blocks, or encodings, were kept.
 ABORTED_QUERY: Final = "ttft_otel_died"
 KEPT_BLOCKS_QUERY: Final = "ttft_otel_sent"
 KEPT_ITEMS_QUERY: Final = "ttft_otel_fetched"
@@ -35,12 +36,7 @@ KEPT_BLOCKS_BIT: Final = 1  # bits of EngineTimeline.kept
 KEPT_ITEMS_BIT: Final = 2
 ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
 # Span attributes of the numbers in EngineTimeline.blocks, in their order.
-KV_ATTRIBUTES: Final = (
-    names.KV_TOKENS,
-    names.KV_BLOCKS,
-    names.KV_BYTES,
-    names.KV_MOVE,
-)
+KV_ATTRIBUTES: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)
 # Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
 # the time between them becomes unattributed.
 MAX_STEPS: Final = 512
@@ -66,6 +62,9 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     media: its media items and where their encodings came from (media_items.py); empty without any.
     waits: stage code, start, end, repeated.
     reasons: since when, and why (position in stages.WAIT_REASONS), repeated: in the queue and in stalls.
+    held: what ran meanwhile, as held_waits.divide_held() takes it. holders: whose work held the queue
+        longest: microseconds, tokens, kind (position in stages.HOLDING_KINDS), request ID, traceparent
+        ("" without). holders_lost: a larger one may be missing.
     steps: worker records (boot, sampled, lost, code, start, end, code, ...); one tuple is shared by
         all requests of a step. A last entry of code CODE_CLOCK tells which clock placed the others.
     """
@@ -78,6 +77,7 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     encoder_first: bool = False
     wait_lost: bool = False
     truncated: bool = False
+    holders_lost: bool = False
     complete: bool = False
     sent: bool = False
     chunks: int = 0
@@ -97,6 +97,8 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     media: list[int] = []
     waits: list[int] = []
     reasons: list[int] = []
+    held: list[int] = []
+    holders: list[tuple[int, int, int, str, str]] = []
     steps: list[tuple[int, ...]] = []
 
     def add_step(self, record: tuple[int, ...] | None) -> None:
@@ -109,11 +111,19 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
         self.steps.append(record or ())
 
 
-class KeptBlocks(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class CoreAnswer(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """What the engine core answers over vLLM's utility channel, after a request's answer."""
+
+    def to_json(self) -> str:
+        """As a string, for the utility channel."""
+        return _encoder.encode(self).decode()
+
+
+class KeptBlocks(CoreAnswer, frozen=True):
     """KV blocks that were kept for another instance after the answer.
 
-    since, until: from the answer until the blocks were freed, microseconds of CLOCK_MONOTONIC.
-    expired: the lease ran out, no instance fetched them.
+    since, until: from the answer until they were freed, microseconds of CLOCK_MONOTONIC.
+    expired: no instance fetched them.
     """
 
     since: int
@@ -122,12 +132,8 @@ class KeptBlocks(msgspec.Struct, array_like=True, gc=False, frozen=True):
     blocks: int
     expired: bool
 
-    def to_json(self) -> str:
-        """As a string, for the utility channel."""
-        return _encoder.encode(self).decode()
 
-
-class KeptItems(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class KeptItems(CoreAnswer, frozen=True):
     """Encodings that were kept for another instance after the answer.
 
     since, until: from the answer until all were fetched, microseconds of CLOCK_MONOTONIC.
@@ -142,22 +148,15 @@ class KeptItems(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ready_at: int
     end_reason: str
 
-    def to_json(self) -> str:
-        """As a string, for the utility channel."""
-        return _encoder.encode(self).decode()
 
-
-class EncoderRun(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class EncoderRun(CoreAnswer, frozen=True):
     """When an encoder ran that had not ended when the answer left; microseconds of CLOCK_MONOTONIC."""
 
     start: int
     end: int
 
-    def to_json(self) -> str:
-        """As a string, for the utility channel."""
-        return _encoder.encode(self).decode()
 
-
+AnyAnswer = TypeVar("AnyAnswer", bound=CoreAnswer)
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(EngineTimeline)
 _kept_blocks_decoder: Final = msgspec.json.Decoder(KeptBlocks)
@@ -173,24 +172,22 @@ def encode_timeline(timeline: EngineTimeline) -> str:
 
 def decode_kept_blocks(text: str) -> KeptBlocks | None:
     """Parse the engine core's answer about kept KV blocks; None when it is empty or malformed."""
-    try:
-        return _kept_blocks_decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return None
+    return _decode_answer(_kept_blocks_decoder, text)
 
 
 def decode_kept_items(text: str) -> KeptItems | None:
     """Parse the engine core's answer about kept encodings; None when it is empty or malformed."""
-    try:
-        return _kept_items_decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return None
+    return _decode_answer(_kept_items_decoder, text)
 
 
 def decode_encoder_run(text: str) -> EncoderRun | None:
     """Parse the engine core's answer about an encoder; None when it is not known (yet)."""
+    return _decode_answer(_encoder_run_decoder, text)
+
+
+def _decode_answer(decoder: msgspec.json.Decoder[AnyAnswer], text: str) -> AnyAnswer | None:
     try:
-        return _encoder_run_decoder.decode(text)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
 
@@ -204,7 +201,7 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         timeline = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    # An array has no names: another version's fields would be read as this one's.
+    # An array has no names.
     if timeline.version != TIMELINE_VERSION or 0 < len(timeline.media) < media_items.HEADER_LENGTH:
         return None
     waits = timeline.waits
@@ -213,6 +210,7 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         if code in STAGES_BY_CODE:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
     marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))
+    marks.held = timeline.held
     for record in timeline.steps:
         # A worker on another host (multi-node) has another boot: its times are not comparable.
         marks.foreign = marks.foreign or bool(record and record[0] != timeline.boot)
@@ -229,14 +227,12 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
     return timeline
 
 
-def list_timeline_attributes(
-    timeline: EngineTimeline, clock_error: int = 0
-) -> dict[str, int | bool | str]:
+def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> Attributes:
     """Span attributes for everything in `timeline` that is not a time.
 
     clock_error: of the offset between the engine core's clock and ours, in microseconds.
     """
-    attributes: dict[str, int | bool | str] = {}
+    attributes: Attributes = {}
     attributes[names.INPUT_TOKENS] = timeline.prompt
     attributes[names.CACHED_TOKENS] = attributes[names.CACHE_READ_TOKENS] = timeline.cached
     attributes[names.CHUNKS] = timeline.chunks
@@ -256,22 +252,20 @@ def list_timeline_attributes(
 
 
 def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
-    """Which clock placed the worker's marks; of several steps the greatest error counts.
-
-    None without a worker's record.
-    """
+    """Which clock placed the worker's marks, by the step with the greatest error; None without a record."""
     records = timeline.steps if timeline is not None else []
     clocks = [_decode_clock(record) for record in records if len(record) >= 3]
-    if not clocks:
+    if timeline is None or not clocks:
         return None
+    # Of a worker on another host than its engine core only the lengths are used.
+    if any(record[0] != timeline.boot for record in records if len(record) >= 3):
+        clocks.append((clock.CLOCK_LENGTHS, 0))
     used_clock, error_us = max(clocks)
     return ClockNote(names.CLOCK_WORDS[used_clock], error_us)
 
 
-def _list_clock_attributes(
-    timeline: EngineTimeline, clock_error: int
-) -> dict[str, int | bool | str]:
-    attributes: dict[str, int | bool | str] = {}
+def _list_clock_attributes(timeline: EngineTimeline, clock_error: int) -> Attributes:
+    attributes: Attributes = {}
     if clock_error:
         attributes[names.CLOCK_ERROR_US] = clock_error
     if note := read_clock(timeline):
@@ -295,6 +289,8 @@ def _decode_step(record: tuple[int, ...]) -> EngineStep:
 
 def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:
     """Which clock placed the record's intervals, and the estimated error of that."""
-    if len(record) >= 6 and record[-3] == CODE_CLOCK and 0 <= record[-2] < len(names.CLOCK_WORDS):
+    if len(record) < 6 or record[-3] != CODE_CLOCK:
+        return clock.CLOCK_HOST, 0
+    if 0 <= record[-2] < len(names.CLOCK_WORDS):
         return record[-2], record[-1]
-    return clock.CLOCK_HOST, 0
+    return clock.CLOCK_LENGTHS, 0  # a later version's clock: what its places mean is not known

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import json
 import mmap
 import os
 import socket
@@ -33,13 +34,17 @@ MAX_RESTART_PAUSE_S: Final = 300.0
 HEALTHY_LIFETIME_S: Final = 60.0  # an exporter that lived this long resets the pause
 
 # The exporter's counters, unsigned 64 bit in a memory page shared with its host, so that they survive
-# a killed exporter. `exported` and `failed` count spans, `counted` requests in metrics, `merged` values of
-# them that lost their labels, because there were too many series; the others records.
+# a killed exporter. `exported` and `failed` count spans, `counted` what metrics counted (a stream twice),
+# `merged` values of them that lost their labels, because there were too many series; the others records.
 SHARED_COUNTERS: Final = (
     *("received", "foreign", "overflowed", "exported", "failed"),
     *("counted", "merged"),
 )
 SHARED_LAYOUT: Final = struct.Struct(f"={len(SHARED_COUNTERS)}Q")
+
+# names.ENGINE_SETTINGS of this process, which become resource attributes of its spans; hooks fill it
+# before the first request, and the exporter gets it when it is started.
+engine_settings: Final[dict[str, int]] = {}
 
 # Never block the request, and no SIGPIPE in the host when the exporter is gone.
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -181,7 +186,9 @@ class RecordSender:
             page = self._open_shared_page()
             self._starter = subprocess.Popen(
                 build_child_command(
-                    EXPORTER_MODULE, str(exporter_end.fileno()), str(page), str(self.pid)
+                    EXPORTER_MODULE,
+                    *(str(exporter_end.fileno()), str(page), str(self.pid)),
+                    json.dumps(engine_settings),
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,10 +13,10 @@ import msgspec
 
 from ttft_otel import names
 from ttft_otel.context import SAMPLED_FLAG
-from ttft_otel.record import Record, RecordDecodeError, encode_record
+from ttft_otel.record import Piece, Record, RecordDecodeError, Ttft, encode_record
 
 # Host and exporter are one installation, but a restarted exporter may be a newer one.
-MEASUREMENT_VERSION: Final = 1
+MEASUREMENT_VERSION: Final = 2
 # A Record is a MessagePack array; this byte cannot begin one, it is the number 109.
 PREFIX: Final = b"m"
 # Not 0, which says that a consumer of encodings encoded nothing again.
@@ -27,9 +27,12 @@ class MeasurementHead(msgspec.Struct, frozen=True, array_like=True):
     """What the labels of a request's series are made of: few values, which recur.
 
     service: as in Record. model, operation, error: "" without one; `error` is that of the TTFT.
-    is_outermost: whether its TTFT is the client's; of another request only encodings are counted.
+    is_outermost: whether its TTFT is the client's; of another request encodings and decoding are counted.
     is_encoder: its TTFT is an encoder's, which the semantic convention does not count.
     stages: (full name, host:port of the server behind a router or "") of each piece of the TTFT.
+    has_ttft: a stream's TTFT is sent with its first token, and what follows at its end.
+    end_error: of the whole request, "" without one; None where its end is not measured.
+    has_token_time: whether it has a time per output token.
     """
 
     service: str
@@ -40,12 +43,16 @@ class MeasurementHead(msgspec.Struct, frozen=True, array_like=True):
     is_outermost: bool
     is_encoder: bool
     stages: tuple[tuple[str, str], ...]
+    has_ttft: bool = True
+    end_error: str | None = None
+    has_token_time: bool = False
 
 
 class Measurement(msgspec.Struct, frozen=True, array_like=True):
     """The numbers of one request under a head.
 
-    times_us: the TTFT, then each piece's length, as many as the head has stages.
+    times_us: in this order, what the head has of them: the TTFT, then each piece's length, as many as it
+    has stages; the whole request; the time per output token.
     recomputed_items: media items encoded again, NOT_MEASURED where nothing can be.
     """
 
@@ -70,33 +77,62 @@ _head_decoder = msgspec.msgpack.Decoder(MeasurementHead)
 
 
 def measure_record(record: Record) -> Measurement | None:
-    """The measurement of `record`; None for the half without a TTFT, and where nothing is to count."""
-    ttft = record.ttft
-    if ttft is None:
-        return None
-    items = ttft.attributes.get(names.EC_RECOMPUTED_ITEMS)
-    # An encoder's own encodings are never "again".
-    recomputed = items if isinstance(items, int) and ttft.name == names.TTFT else NOT_MEASURED
+    """The measurement of `record`; None where nothing is to count."""
+    ttft, recomputed = record.ttft, _count_recomputed(record.ttft)
     # The outermost server counts the client's TTFT; every leg would count it once more.
-    if not record.outermost and recomputed == NOT_MEASURED:
+    if ttft is not None and not record.outermost and recomputed == NOT_MEASURED:
+        ttft = None
+    end_error, token_time_us = _measure_end(record)
+    if ttft is None and end_error is None and not token_time_us:
         return None
-    pieces = [piece for piece in ttft.pieces if piece.kind == "stage"] if record.outermost else []
+    pieces: list[Piece] = []
+    times_us: list[int] = []
+    if ttft is not None:
+        # A span that ends before it begins is exported with no length.
+        times_us.append(max(0, ttft.end - ttft.start))
+        if record.outermost:
+            pieces = [piece for piece in ttft.pieces if piece.kind == "stage"]
+            times_us += [max(0, piece.end - piece.start) for piece in pieces]
+    if end_error is not None and record.server is not None:
+        times_us.append(max(0, record.server.end))
+    if token_time_us:
+        times_us.append(token_time_us)
     head = MeasurementHead(
         record.service,
         record.role,
         str(record.attributes.get(names.MODEL, "")),
         str(record.attributes.get(names.OPERATION, "")),
-        ttft.error,
+        ttft.error if ttft else "",
         record.outermost,
-        ttft.name != names.TTFT,
+        ttft is not None and ttft.name != names.TTFT,
         tuple([(piece.name, str(piece.attributes.get(names.INSTANCE, ""))) for piece in pieces]),
+        ttft is not None,
+        end_error,
+        token_time_us > 0,
     )
-    # A span that ends before it begins is exported with no length.
-    times_us = (
-        max(0, ttft.end - ttft.start),
-        *[max(0, piece.end - piece.start) for piece in pieces],
-    )
-    return Measurement(MEASUREMENT_VERSION, head, times_us, recomputed)
+    return Measurement(MEASUREMENT_VERSION, head, tuple(times_us), recomputed)
+
+
+def _count_recomputed(ttft: Ttft | None) -> int:
+    items = ttft.attributes.get(names.EC_RECOMPUTED_ITEMS) if ttft else None
+    # An encoder's own encodings are never "again".
+    return items if ttft and isinstance(items, int) and ttft.name == names.TTFT else NOT_MEASURED
+
+
+def _measure_end(record: Record) -> tuple[str | None, int]:
+    """MeasurementHead.end_error, and the time per output token in microseconds, 0 without one."""
+    server = record.server
+    if server is None:
+        return None, 0
+    found = server.attributes.get(names.TOKEN_TIME_US)
+    token_time_us = found if isinstance(found, int) and found > 0 else 0
+    # As the client sees it: once for each request, but for answers that only say "queued".
+    is_whole = record.outermost and names.OPERATION in record.attributes
+    if not is_whole or names.BACKGROUND in server.attributes:
+        return None, token_time_us
+    # Its span has no error for a refusal, which is the client's; a duration without it would be one.
+    error = server.error or (str(server.status) if server.status >= 400 else "")
+    return error, token_time_us
 
 
 def encode_for_exporter(record: Record) -> bytes:

@@ -23,12 +23,24 @@ METRIC_LABELS: Final = {
     names.METRIC_REASON: (names.ROLE, names.MODEL, names.QUEUE_REASON, names.ERROR_TYPE),
     names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
     names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
+    names.METRIC_REQUEST: (names.OPERATION, names.PROVIDER, names.MODEL, names.ERROR_TYPE),
+    names.METRIC_TOKEN_TIME: (names.OPERATION, names.PROVIDER, names.MODEL),
 }
-# Bucket bounds of the semantic convention's gen_ai.server.time_to_first_token, in seconds.
-BUCKET_BOUNDS_S: Final = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0),
-)
+# Bucket bounds of the semantic conventions' histograms, in seconds.
+BUCKET_BOUNDS_S: Final = {
+    names.METRIC_CONVENTION: (
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+        *(1.0, 2.5, 5.0, 7.5, 10.0),
+    ),
+    names.METRIC_REQUEST: (
+        *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),
+        *(2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    ),
+    names.METRIC_TOKEN_TIME: (
+        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+        *(1.0, 2.5),
+    ),
+}
 MAX_HISTOGRAM_BUCKETS: Final = (
     160  # of an exponential histogram: off by 4.4 % at most over a factor of 1,000
 )

@@ -37,6 +37,9 @@ CLAMPED_US: Final = "ttft.clamped_us"
 CLOCK: Final = "ttft.clock"  # which clock placed the worker's marks, one of CLOCK_WORDS
 CLOCK_ERROR_US: Final = "ttft.clock_error_us"  # of a device's marks, and of another host's clock
 STREAMING: Final = "ttft.streaming"
+BACKGROUND: Final = "ttft.background"  # the answer only said that the request is queued
+# Integer microseconds for each token after the first, of an answer with one generation.
+TOKEN_TIME_US: Final = "ttft.time_per_output_token_us"
 DIED_IN: Final = "ttft.died_in"
 # Time before our outermost span: computed and shown by the report, not exported, not in the total.
 BEFORE_US: Final = "ttft.before_us"
@@ -54,6 +57,14 @@ OWN_ITEMS: Final = "ttft.encoder.own_items"
 STEP_ITEMS: Final = "ttft.encoder.step_items"
 QUEUE_REASON: Final = "ttft.queue.reason"  # of a span inside a queue, one of stages.WAIT_REASONS
 STALL_REASON: Final = "ttft.stall.reason"  # of a span between chunks, likewise
+# Of a waiting stage: what the engine worked on meanwhile (name_held_attribute()), and whose work it was: a
+# link to the holder's trace, or an event where it has none, with these attributes.
+HELD_BY: Final = "ttft.held_by"
+HELD_BY_US: Final = "ttft.held_by.us"
+HELD_BY_TOKENS: Final = "ttft.held_by.tokens"
+HELD_BY_KIND: Final = "ttft.held_by.kind"  # one of stages.HOLDING_KINDS
+HELD_BY_REQUEST_ID: Final = "ttft.held_by.request_id"
+HELD_BY_TRUNCATED: Final = "ttft.held_by.truncated"  # too many: a larger one may be missing
 ENCODER_UNFINISHED: Final = "ttft.encoder.unfinished"  # the answer left before the encoder ended
 CACHED_ITEMS: Final = "ttft.encoder.cached_items"
 KV_TOKENS: Final = "ttft.kv.tokens"
@@ -95,6 +106,8 @@ PROVIDER: Final = "gen_ai.provider.name"
 MODEL: Final = "gen_ai.request.model"
 RESPONSE_MODEL: Final = "gen_ai.response.model"
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds, double; of streams only
 STREAM: Final = "gen_ai.request.stream"
@@ -115,6 +128,8 @@ ERROR_DISCONNECTED: Final = "disconnected"
 ERROR_STOPPED: Final = "stopped"
 ERROR_ENGINE: Final = "error"
 ERROR_NO_TOKEN: Final = "no_token"
+# A stream that ended before what was generated for it had: mostly its client left.
+ERROR_INCOMPLETE: Final = "incomplete"
 CLIENT_LEFT_ERRORS: Final = (ERROR_CANCELLED, ERROR_DISCONNECTED)
 
 # Span attributes that the collector derives (collector/config.yaml): integers, searchable in any backend.
@@ -127,12 +142,24 @@ DERIVED_REST_US: Final = "ttft_unattributed_us"
 METRICS_SOURCE: Final = "ttft.metrics"
 METRICS_FROM_EXPORTER: Final = "exporter"
 
+# Resource attributes of a vLLM server: settings of its scheduler, as integers; 0 and 1 for switches.
+ENGINE_MAX_SEQS: Final = "ttft.engine.max_num_seqs"
+ENGINE_MAX_TOKENS: Final = "ttft.engine.max_num_batched_tokens"
+ENGINE_KV_TOKENS: Final = "ttft.engine.kv_tokens"  # that its KV cache holds
+ENGINE_ASYNC: Final = "ttft.engine.async_scheduling"
+ENGINE_CHUNKED: Final = "ttft.engine.chunked_prefill"
+ENGINE_SETTINGS: Final = (
+    *(ENGINE_MAX_SEQS, ENGINE_MAX_TOKENS, ENGINE_KV_TOKENS, ENGINE_ASYNC, ENGINE_CHUNKED),
+)
+
 # Metrics that the collector makes from outermost spans, or the exporter process from records; in seconds.
 METRIC_TTFT: Final = "ttft.duration"
 METRIC_STAGE: Final = "ttft.stage.duration"
 METRIC_REASON: Final = "ttft.queue.reason.duration"
 METRIC_RECOMPUTED: Final = "ttft.ec.recomputed"
 METRIC_CONVENTION: Final = "gen_ai.server.time_to_first_token"
+METRIC_REQUEST: Final = "gen_ai.server.request.duration"
+METRIC_TOKEN_TIME: Final = "gen_ai.server.time_per_output_token"
 
 # Headers.
 ASK: Final = "x-ttft-timing"  # "1": put the breakdown into Server-Timing
@@ -198,6 +225,7 @@ ENV_TRUST: Final = "TTFT_OTEL_TRUST_SAMPLED"
 ENV_ROLE: Final = "TTFT_OTEL_ROLE"
 ENV_DETAIL: Final = "TTFT_OTEL_DETAIL"
 ENV_METRICS: Final = "TTFT_OTEL_METRICS"
+ENV_TEMPO_HEADERS: Final = "TTFT_OTEL_TEMPO_HEADERS"
 ENV_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENV_TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 ENV_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -250,6 +278,17 @@ def parse_reason_attribute(attribute: str) -> tuple[str, str] | None:
     reason = rest.removesuffix("_us")
     known = head in ("queue", "stall") and rest.endswith("_us") and reason in stages.WAIT_REASONS
     return (head, reason) if known else None
+
+
+def name_held_attribute(kind: str) -> str:
+    """The attribute with the microseconds of a waiting stage in which the engine did work of `kind`."""
+    return f"ttft.held.{kind}_us"
+
+
+def parse_held_attribute(attribute: str) -> str | None:
+    """The kind of an attribute of name_held_attribute(); None for others."""
+    kind = attribute.removeprefix("ttft.held.").removesuffix("_us")
+    return kind if kind in stages.HOLDING_KINDS and attribute == name_held_attribute(kind) else None
 
 
 def parse_stage_attribute(attribute: str) -> str | None:

@@ -12,10 +12,25 @@ from typing import Final, TypeAlias
 import msgspec
 
 # Arrays have no names: a field that is added, removed or moved needs another number.
-RECORD_VERSION: Final = 3
+RECORD_VERSION: Final = 4
 # What OTLP's AnyValue can hold, as far as our attributes need it.
 Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
+
+
+class HeldBy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request whose work held the engine while another one waited.
+
+    us, tokens: of its work in that time. kind: one of stages.HOLDING_KINDS. request_id: the engine's.
+    trace_id, span_id: of its server span; "" when it is not exported.
+    """
+
+    us: int
+    tokens: int
+    kind: str
+    request_id: str
+    trace_id: str = ""
+    span_id: str = ""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -24,6 +39,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     kind: "stage" carries `ttft.stage`, "part" `ttft.part`, "reason" one of its own attributes that
     says why a stage waited; "sibling", "late" and "step" none of these.
     name: full name, with the leg's prefix on a router ("encode.preprocess").
+    held_by: of a queue, the largest holders.
     """
 
     kind: str
@@ -31,6 +47,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     start: int
     end: int
     attributes: Attributes = {}
+    held_by: tuple[HeldBy, ...] = ()
 
 
 class Ttft(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

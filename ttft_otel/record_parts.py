@@ -7,14 +7,23 @@ from collections import Counter, deque
 from typing import Final
 
 from ttft_otel import breakdown, carrier, media_items, names, stages
+from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.endpoints import OPERATION_BY_PATH
-from ttft_otel.record import Attributes, Piece, Server, Ttft
-from ttft_otel.request_trace import RequestTrace
+from ttft_otel.held_waits import HeldPiece
+from ttft_otel.record import Attributes, HeldBy, Piece, Server, Ttft
+from ttft_otel.request_trace import EngineRequest, RequestTrace
 from ttft_otel.roles import identity, resolve_role
 from ttft_otel.wait_reasons import ReasonSlice
 
 MAX_PARTS: Final = 64  # parts of stages that are kept of a request
 MAX_REASON_PIECES: Final = 64  # of which the sums on the `ttft` span do not depend
+MAX_FINISH_REASONS: Final = 64  # one for each generation, or none
+# vLLM's finish reasons of generations that did not succeed.
+_FAILED_REASONS: Final = ("abort", "error")
+MAX_ID_CHARS: Final = 256  # of a holder's request ID; a client may have chosen it
+_HELD_ATTRIBUTES: Final = tuple(
+    [names.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES]
+)
 
 
 def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
@@ -52,6 +61,9 @@ def make_server(trace: RequestTrace) -> Server:
         names.URL_PATH: trace.path,
         names.URL_SCHEME: trace.scheme,
     }
+    if trace.is_background:
+        attributes[names.BACKGROUND] = True
+    attributes |= _list_generation_attributes(trace)
     # Low cardinality, as HTTP's conventions ask: a path may hold an ID.
     if trace.route:
         attributes[names.HTTP_ROUTE] = trace.route
@@ -61,10 +73,51 @@ def make_server(trace: RequestTrace) -> Server:
     return Server(name, trace.end - trace.arrive, trace.status, attributes, error)
 
 
+def _list_generation_attributes(trace: RequestTrace) -> Attributes:
+    """What was generated, known at the end; nothing where not all of it is known.
+
+    Of an aborted generation vLLM tells no end, the engine requests of a beam search are not what the
+    client gets, and an encoder's single step generates nothing that anybody reads.
+    """
+    engines = list(trace.engine_requests.values())
+    if trace.is_beam_search or resolve_role(trace) == "encode":
+        return {}
+    if not engines or not all(engine.ended for engine in engines):
+        return {}
+    attributes: Attributes = {}
+    if all(engine.output_tokens >= 0 for engine in engines):
+        attributes[names.OUTPUT_TOKENS] = sum(engine.output_tokens for engine in engines)
+    if len(engines) <= MAX_FINISH_REASONS:
+        attributes[names.FINISH_REASONS] = tuple(engine.finish_reason for engine in engines)
+    token_time_us = _measure_token_time(trace, engines)
+    if token_time_us:
+        attributes[names.TOKEN_TIME_US] = token_time_us
+    return attributes
+
+
+def _measure_token_time(trace: RequestTrace, engines: list[EngineRequest]) -> int:
+    """Microseconds for each output token after the first; 0 where the convention defines none.
+
+    It is of successful answers. Several generations share the steps, so that no length is one's own; a
+    prefill instance's token is the first one.
+    """
+    engine = engines[0]
+    later_tokens, length_us = engine.output_tokens - 1, engine.ended - engine.output
+    is_one = len(engines) == 1 and resolve_role(trace) not in stages.INTERMEDIATE_ROLES
+    succeeded = (
+        trace.status < 400 and not trace.error and engine.finish_reason not in _FAILED_REASONS
+    )
+    # All tokens may come in one step, by speculative decoding: then there is no step after the first.
+    if not (is_one and succeeded and engine.output and later_tokens > 0 and length_us > 0):
+        return 0
+    return max(1, round(length_us / later_tokens))
+
+
 def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     """The `ttft` half of the record of `trace`, whose breakdown is `cut`."""
     base = trace.arrive
-    pieces = _make_stage_pieces(cut)
+    holders = () if trace.timeline is None else list_holders(trace.timeline)
+    pieces = _make_stage_pieces(cut, holders)
     pieces += [
         Piece("part", name, low - base, high - base) for name, low, high in trace.parts[:MAX_PARTS]
     ]
@@ -88,9 +141,34 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     )
 
 
-def _make_stage_pieces(cut: breakdown.Breakdown) -> list[Piece]:
-    """The stages' pieces; of a waiting one with several reasons, a piece for each below it."""
+def list_holders(timeline: carrier.EngineTimeline) -> tuple[HeldBy, ...]:
+    """The largest holders of the request's wait; one that is not sampled has no IDs of a span."""
+    found = []
+    for us, tokens, code, request_id, parent in timeline.holders:
+        # A kind of a later version has no name here.
+        if 0 <= code < len(stages.HOLDING_KIND_NAMES):
+            kind, ids = stages.HOLDING_KIND_NAMES[code], parse_traceparent(parent)
+            found.append(HeldBy(us, tokens, kind, request_id[:MAX_ID_CHARS], *ids))
+    return tuple(found)
+
+
+def parse_traceparent(header: str) -> tuple[str, str]:
+    """Trace and span ID of a traceparent that format_traceparent() made; empty if it is not sampled."""
+    parts = header.split("-")
+    if len(parts) != 4 or not int(parts[3], 16) & SAMPLED_FLAG:
+        return "", ""
+    return parts[1], parts[2]
+
+
+def _make_stage_pieces(cut: breakdown.Breakdown, holders: tuple[HeldBy, ...] = ()) -> list[Piece]:
+    """The stages' pieces; of a waiting one with several reasons, a piece for each below it.
+
+    holders: of the queue; they are told of its longest piece.
+    """
     base = cut.start
+    held = {(part.stage, part.start): part for part in cut.held}
+    queues = [part for part in cut.held if part.stage in stages.QUEUE_STAGES]
+    longest = max(queues, key=lambda part: part.end - part.start, default=None)
     slices = deque(cut.reasons)
     pieces: list[Piece] = []
     below: list[Piece] = []
@@ -101,7 +179,11 @@ def _make_stage_pieces(cut: breakdown.Breakdown) -> list[Piece]:
             inside.append(slices.popleft())
         # The usual case has one reason: an attribute then saves a span.
         attributes = _name_reason(inside[0]) if len(inside) == 1 else {}
-        pieces.append(Piece("stage", name, low - base, high - base, attributes))
+        part = held.get((name, low)) if held else None
+        if part is not None:
+            attributes |= _list_held(part)
+        held_by = holders if part is not None and part is longest else ()
+        pieces.append(Piece("stage", name, low - base, high - base, attributes, held_by))
         if len(inside) > 1:
             below += [
                 Piece("reason", each.reason, each.start - base, each.end - base, _name_reason(each))
@@ -109,6 +191,20 @@ def _make_stage_pieces(cut: breakdown.Breakdown) -> list[Piece]:
             ]
     # Only these are cut here: breakdown.MAX_PIECES has bounded the stages' pieces.
     return pieces + below[:MAX_REASON_PIECES]
+
+
+def _list_held(part: HeldPiece) -> Attributes:
+    """Microseconds of each kind of work; they add up to the piece. Kinds without any are left out."""
+    return {
+        name: length for name, length in zip(_HELD_ATTRIBUTES, part.lengths, strict=True) if length
+    }
+
+
+def _sum_held(cut: breakdown.Breakdown) -> Attributes:
+    """Microseconds of each kind in the queue's pieces: they add up to its stage."""
+    queues = [part.lengths for part in cut.held if part.stage in stages.QUEUE_STAGES]
+    sums = [sum(lengths) for lengths in zip(*queues, strict=True)]
+    return {name: length for name, length in zip(_HELD_ATTRIBUTES, sums, strict=False) if length}
 
 
 def _name_reason(part: ReasonSlice) -> Attributes:
@@ -125,11 +221,17 @@ def _sum_reasons(cut: breakdown.Breakdown) -> Attributes:
 
 
 def _list_ttft_attributes(trace: RequestTrace, cut: breakdown.Breakdown) -> Attributes:
-    attributes: Attributes = {names.STREAMING: trace.streamed, **_sum_reasons(cut)}
+    attributes: Attributes = {
+        names.STREAMING: trace.streamed,
+        **_sum_reasons(cut),
+        **_sum_held(cut),
+    }
     if trace.timeline is None:
         return attributes
     if trace.timeline.blocks and identity.kv_connector:
         attributes[names.KV_CONNECTOR] = identity.kv_connector
+    if trace.timeline.holders_lost and trace.timeline.holders:
+        attributes[names.HELD_BY_TRUNCATED] = True
     attributes |= carrier.list_timeline_attributes(trace.timeline, trace.clock_error)
     if trace.timeline.media:
         attributes |= media_items.list_item_attributes(

@@ -32,6 +32,7 @@ from ttft_otel.roles import identity, is_outermost, resolve_role
 from ttft_otel.settings import Settings
 
 MAX_AWAITING_REQUESTS: Final = 16384
+MAX_UNENDED_REQUESTS: Final = 65536  # they stay for a whole answer
 _TIMING_REQUEST_HEADER: Final = names.ASK.encode()
 _LEG_HEADER: Final = names.LEG_HEADER.encode()
 _ENCODED_HEADER: Final = names.ENCODED_HEADER.encode()
@@ -60,6 +61,8 @@ class RecordSink(Protocol):
 current_trace: ContextVar[RequestTrace | None] = ContextVar("ttft_otel_trip", default=None)
 # Engine request id -> the trace that still lacks this engine request's first output.
 awaiting_traces: dict[str, RequestTrace] = {}
+# Engine request id -> the engine request, until its last output.
+unended_requests: dict[str, EngineRequest] = {}
 
 
 def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> RequestTrace | None:
@@ -86,10 +89,11 @@ def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> R
 
 
 def _may_be_counted(leg_role: str) -> bool:
-    """Whether metrics may count a request: behind a router they count only what was encoded again."""
-    is_inner = bool(leg_role) or identity.role in stages.INTERMEDIATE_ROLES
+    """Whether metrics may count a request: behind a router, what was encoded again, and decode steps."""
+    # Encoders and prefill instances have neither, nor the client's TTFT.
+    decodes = not {leg_role, identity.role} & set(stages.INTERMEDIATE_ROLES)
     # Only a consumer of encodings can see that an encoder had worked in vain.
-    return identity.takes_encodings or not is_inner
+    return identity.takes_encodings or decodes
 
 
 def register_engine_request(trace: RequestTrace, engine_id: str) -> None:
@@ -98,7 +102,10 @@ def register_engine_request(trace: RequestTrace, engine_id: str) -> None:
     assign = trace.assign_times.get(engine_id) or trace.assign_times.get(
         engine_id.partition("_")[2], 0
     )
-    trace.engine_requests[engine_id] = EngineRequest(assign)
+    engine = trace.engine_requests[engine_id] = EngineRequest(assign)
+    # Beyond, what is known only at its end is not told; its TTFT is.
+    if len(unended_requests) < MAX_UNENDED_REQUESTS:
+        unended_requests[engine_id], engine.is_watched = engine, True
     if len(awaiting_traces) >= MAX_AWAITING_REQUESTS:  # drop the oldest: dicts keep their order
         del awaiting_traces[next(iter(awaiting_traces))]
         meter.count_dropped("awaiting")
@@ -114,6 +121,14 @@ def record_first_output(engine_id: str, marks: str, received: int, now: int) -> 
     engine.marks, engine.received, engine.output = marks, received, now
     if trace.first_output is None:  # of several (n > 1) the earliest is the client's first token
         trace.first_output = engine
+
+
+def record_end(engine_id: str, finish_reason: str, output_tokens: int) -> None:
+    """Note that vLLM has ended `engine_id`; called once for each, before its last output is in its queue."""
+    engine = unended_requests.pop(engine_id, None)
+    if engine is not None:
+        engine.ended = clock.now_us()
+        engine.finish_reason, engine.output_tokens = finish_reason, output_tokens
 
 
 def fail_engine_request(engine_id: str, marks: str) -> None:
@@ -208,9 +223,8 @@ def _make_token_counts(timeline: carrier.EngineTimeline | None) -> timing.TokenC
 def send_known_halves(trace: RequestTrace, sender: RecordSink, *, server: bool) -> None:
     """Send the record's `ttft` half if it was not sent yet, and with `server` its server half."""
     # A stream's first half goes when its first token is out, so that a later crash cannot lose it.
-    server = server and trace.context.sampled  # metrics count nothing of it
     cut = None if trace.ttft_sent else trace.breakdown
-    if not (server or (cut is not None and (trace.context.sampled or trace.is_counted))):
+    if not (trace.context.sampled or trace.is_counted) or not (server or cut is not None):
         return
     ttft = None if cut is None else record_parts.make_ttft(trace, cut)
     trace.ttft_sent = trace.ttft_sent or ttft is not None
@@ -260,3 +274,4 @@ def forget_trace(trace: RequestTrace) -> None:
     """Remove all global state of a trace; called however its request ended."""
     for engine_id in trace.engine_requests:
         awaiting_traces.pop(engine_id, None)
+        unended_requests.pop(engine_id, None)

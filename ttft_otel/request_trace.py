@@ -10,16 +10,25 @@ class EngineRequest:
     """One engine request of an HTTP request (there are several for n > 1 or several prompts).
 
     assign: it left the preprocessing; received, output: its first output came, was processed
-    (microseconds, 0: not yet). marks: the engine core's serialized timeline.
+    (microseconds, 0: not yet). marks: the engine core's serialized timeline. ended: when its last output
+    was processed, 0 before, and for good where it was aborted; then also what it made, output_tokens (-1
+    unknown), and vLLM's word for why it ended, finish_reason. is_watched: whether its end will be noticed.
     """
 
-    __slots__ = ("assign", "marks", "output", "received")
+    __slots__ = (
+        *("assign", "ended", "finish_reason", "is_watched", "marks", "output", "output_tokens"),
+        "received",
+    )
 
     def __init__(self, assign: int) -> None:
         self.assign = assign
         self.marks = ""
         self.received = 0
         self.output = 0
+        self.ended = 0
+        self.output_tokens = 0
+        self.finish_reason = ""
+        self.is_watched = False
 
 
 class RequestTrace:
@@ -33,12 +42,14 @@ class RequestTrace:
     leg: the role that a router's header names, "" without one.
     is_counted: the exporter counts it in metrics, also if it is not sampled.
     is_background: the answer only says that the request is queued; its tokens are read by another one.
+    is_beam_search: its engine requests are steps of a search, not generations.
     """
 
     __slots__ = (
         "arrive", "timing_requested", "assign_times", "context", "breakdown", "failed_stage",
         "encoded_before", "end", "clock_error", "clock_offset",
-        "engine_requests", "error", "first_output", "is_background", "is_counted", "timeline", "leg",
+        "engine_requests", "error", "first_output", "is_background", "is_beam_search", "is_counted",
+        "timeline", "leg",
         "method", "parts", "path", "render", "request_id", "request_role", "route", "scheme",
         "server",
         "is_answered", "status", "streamed", "ttft_sent", "ttft_id",
@@ -63,6 +74,7 @@ class RequestTrace:
         self.error = ""
         self.first_output: EngineRequest | None = None
         self.is_background = False
+        self.is_beam_search = False
         self.is_counted = False
         self.leg = ""
         self.method = ""
@@ -79,6 +91,12 @@ class RequestTrace:
         self.streamed = False
         self.ttft_sent = False
         self.ttft_id = context.new_span_id()
+
+    @property
+    def is_unended(self) -> bool:
+        """Whether vLLM has not told the end of one of its engine requests."""
+        engines = self.engine_requests.values()
+        return any(engine.is_watched and not engine.ended for engine in engines)
 
     @property
     def has_first_token(self) -> bool:

@@ -23,7 +23,8 @@ class ServerIdentity:
     default_role: then, the role of a request without transfer parameters.
     kv_connector, ec_connector: names of the KV and encoder-cache connectors, "" without one.
     takes_encodings: whether the encoder-cache connector takes encodings from other instances.
-    can_see_outputs: whether the hooks that notice a request's first output are installed.
+    can_see_outputs: whether the hooks that notice a request's first output are installed; can_see_ends: and
+    the one that notices its last.
     """
 
     role: str = ""
@@ -34,6 +35,7 @@ class ServerIdentity:
     takes_encodings: bool = False
     # Given by the hooks, because this module must not import them.
     can_see_outputs: Callable[[], bool] = lambda: True
+    can_see_ends: Callable[[], bool] = lambda: True
 
 
 # One per process and filled in place: modules hold it before the server's start fills it.

@@ -167,6 +167,16 @@ WAIT_REASONS: Final[dict[str, str]] = {
     "other": "None of these, or this release of vLLM does not tell.",
 }
 WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
+# What the engine worked on while a request waited, in the order of carrier.EngineTimeline's segments. Only
+# append. Time in a queue, and between chunks, is divided among them, too.
+HOLDING_KINDS: Final[dict[str, str]] = {
+    "prefill": "Prompts of other requests.",
+    "decode": "Tokens of other requests' answers.",
+    "encoder": "Media items of other requests.",
+    "own": "Its own earlier chunks, or its own media items.",
+    "idle": "No step ran, nor was it a step's turnaround: nothing could be scheduled, or a pause.",
+}
+HOLDING_KIND_NAMES: Final[tuple[str, ...]] = tuple(HOLDING_KINDS)
 QUEUE_STAGES: Final[tuple[str, ...]] = ("encoder.queue", "prefill.queue")
 STALL_STAGE: Final = "prefill.stall"
 

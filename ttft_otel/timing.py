@@ -17,6 +17,7 @@ _ENTRY: Final = re.compile(
     rf"(?<!{_TOKEN})({_TOKEN}+)\s*;\s*dur\s*=\s*\"?(\d{{1,12}}(?:\.\d+)?)\"?"
 )
 # Counts stand in `desc`, because Server-Timing has no other place for a value that is not a duration.
+_DESCRIPTION: Final = ';desc="'  # in all of the following
 _TOKENS_MARK: Final = f', {names.TIMING_TOKENS};desc="'
 _TOKENS: Final = re.compile(
     r'prompt=(\d{1,9}) cached=(\d{1,9}) own=(\d{1,9}) step=(\d{1,9})"', re.ASCII
@@ -137,9 +138,13 @@ def parse_server_timing(text: str) -> ServerTiming | None:
     if not text or len(text) > MAX_HEADER_CHARS:
         return None
     # Counts first: their quoted text would not pass the fast path below.
-    text, tokens = _cut_counts(text, _TOKENS_MARK, _TOKENS)
-    text, items = _cut_counts(text, _EC_MARK, _EC)
-    text, clock = _cut_clock(text)
+    tokens: list[int] = []
+    items: list[int] = []
+    clock = None
+    if _DESCRIPTION in text:
+        text, tokens = _cut_counts(text, _TOKENS_MARK, _TOKENS)
+        text, items = _cut_counts(text, _EC_MARK, _EC)
+        text, clock = _cut_clock(text)
     values = _parse_own_format(text) or {
         name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)
     }
@@ -206,9 +211,10 @@ def _parse_own_format(text: str) -> dict[str, int]:
     values: dict[str, int] = {}
     for entry in text.split(", "):
         name, _, value = entry.partition(";dur=")
-        digits = value[:-4] + value[-3:]  # "1.234" ms -> "1234" us
+        whole, point, thousandths = value.partition(".")
+        digits = whole + thousandths  # "1.234" ms -> "1234" us
         # isascii() as well: isdigit() and int() take digits of other scripts.
-        if value[-4:-3] != "." or len(digits) > 15 or not (digits.isascii() and digits.isdigit()):
+        if len(thousandths) != 3 or len(digits) > 15 or not (digits.isascii() and digits.isdigit()):
             return {}
         values[name] = int(digits)
     return values

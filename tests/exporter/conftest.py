@@ -4,19 +4,27 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import grpc
 import pytest
+from full_record import make_short_record
 from opentelemetry import context
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
@@ -75,9 +83,7 @@ class OtlpCollector:
 
     def spans(self) -> list[Span]:
         """Everything accepted so far."""
-        return [
-            span for each in self.received for scope in each.scope_spans for span in scope.spans
-        ]
+        return _list_spans(self.received)
 
     def close(self) -> None:
         """Stop listening; what was received stays readable."""
@@ -85,6 +91,49 @@ class OtlpCollector:
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
+
+
+def _list_spans(received: list[ResourceSpans]) -> list[Span]:
+    return [span for each in received for scope in each.scope_spans for span in scope.spans]
+
+
+class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP/gRPC receiver that accepts everything."""
+
+    def __init__(self) -> None:
+        self.received: list[ResourceSpans] = []
+        self.server = grpc.server(ThreadPoolExecutor(1))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server.start()
+
+    def Export(self, request: ExportTraceServiceRequest, context: object) -> object:
+        """Called by gRPC for each request."""
+        self.received += request.resource_spans
+        return ExportTraceServiceResponse()
+
+    def list_spans(self) -> list[Span]:
+        """Everything accepted so far."""
+        return _list_spans(self.received)
+
+
+@pytest.fixture
+def grpc_collector() -> Iterator[GrpcCollector]:
+    """A gRPC receiver that accepts everything."""
+    made = GrpcCollector()
+    yield made
+    made.server.stop(None).wait()
+
+
+@pytest.fixture
+def restored_loggers() -> Iterator[None]:
+    """The loggers that the exporter's worker changes, as they were, after the test."""
+    loggers = [logging.getLogger(name) for name in ("opentelemetry", "urllib3", "requests", "grpc")]
+    yield
+    for logger in loggers:
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 @pytest.fixture
@@ -120,7 +169,8 @@ def find_exporters() -> Callable[[int], list[int]]:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if b"ttft_otel.exporter" in words and words[-2] == b"%d" % host and state != "Z":
+            # Its arguments: a socket, a page, the host, and what the host tells of its engine.
+            if b"ttft_otel.exporter" in words and words[-3] == b"%d" % host and state != "Z":
                 process_ids.append(int(folder.name))
         return process_ids
 
@@ -132,24 +182,15 @@ def make_record() -> Callable[[int], record.Record]:
     """Small records of four spans: server, ttft, two stages; ids made from their number."""
 
     def build_record(number: int = 0) -> record.Record:
-        return record.Record(
-            version=record.RECORD_VERSION,
+        return make_short_record(
             trace_id=f"{number + 1:032x}",
             span_id=f"{number + 1:016x}",
-            parent_id="",
-            flags=1,
-            state="",
-            start_ns=1_700_000_000_000_000_000,
-            role="mono",
-            outermost=True,
-            service="vllm",
             request_id=f"request-{number}",
             ttft=record.Ttft(
-                span_id=f"{number + 1 + (1 << 40):016x}",
-                name="ttft",
-                start=0,
-                end=900,
-                stages={"receive": 100, "preprocess": 800},
+                f"{number + 1 + (1 << 40):016x}",
+                "ttft",
+                *(0, 900),
+                {"receive": 100, "preprocess": 800},
                 unattributed=0,
                 clamped=0,
                 pieces=(

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from ttft_otel import __version__, names, stages
 from ttft_otel.context import SAMPLED_FLAG
-from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.record import Attributes, Call, HeldBy, Piece, Record, Server, Ttft
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span
@@ -54,6 +54,7 @@ class _SpanData:
     attributes: Attributes
     kind: SpanKind = SpanKind.INTERNAL
     status: Status = _OK
+    held_by: tuple[HeldBy, ...] = ()
 
 
 class _SpanTree:
@@ -159,6 +160,7 @@ class _SpanTree:
                     )
                     | piece.attributes
                     | _list_kind_attributes(piece),
+                    held_by=piece.held_by,
                 )
             )
 
@@ -171,7 +173,15 @@ class _SpanTree:
             above = above if piece.kind == "step" else piece_context
             attributes = self.shared_attributes | piece.attributes
             yield self.make_span(
-                _SpanData(piece.name, piece_context, parent, piece.start, piece.end, attributes)
+                _SpanData(
+                    piece.name,
+                    piece_context,
+                    parent,
+                    piece.start,
+                    piece.end,
+                    attributes,
+                    held_by=piece.held_by,
+                )
             )
 
     def list_identity_attributes(self) -> Attributes:
@@ -198,7 +208,22 @@ class _SpanTree:
     def make_span(self, data: _SpanData) -> ReadableSpan:
         """The SDK's span for `data`, with absolute times and bounded attributes."""
         base = self.record.start_ns
+        links, events = [], []
+        for holder in data.held_by:
+            attributes: Attributes = {
+                names.HELD_BY_US: holder.us,
+                names.HELD_BY_TOKENS: holder.tokens,
+                names.HELD_BY_KIND: holder.kind,
+                names.HELD_BY_REQUEST_ID: holder.request_id[:MAX_VALUE_CHARS],
+            }
+            if holder.trace_id:
+                ids = _parse_id(holder.trace_id), _parse_id(holder.span_id)
+                links.append(Link(SpanContext(*ids, True, TraceFlags(1)), attributes))
+            else:
+                events.append(Event(names.HELD_BY, attributes, base + data.start * 1000))
         return ReadableSpan(
+            links=links,
+            events=events,
             name=data.name,
             context=data.context,
             parent=data.parent,

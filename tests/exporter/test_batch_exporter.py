@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -38,15 +34,10 @@ def record_queue() -> RecordQueue:
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short pauses and timeouts; loggers as they were, afterwards."""
+def short_pauses(monkeypatch: pytest.MonkeyPatch, restored_loggers: None) -> None:
+    """Short pauses and timeouts."""
     monkeypatch.setattr(module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    loggers = [logging.getLogger(name) for name in ("opentelemetry", "urllib3", "requests", "grpc")]
-    yield
-    for logger in loggers:
-        logger.handlers.clear()
-        logger.propagate = True
 
 
 def _fill_queue(inbox: RecordQueue, *records: Record) -> RecordQueue:
@@ -61,17 +52,29 @@ def _list_attributes(collector: Any) -> dict[str, object]:
     return {each.key: each.value.string_value or each.value.int_value for each in attributes}
 
 
-def test_resource(
+@pytest.fixture
+def export_record(
     collector: Any,
     record_queue: RecordQueue,
     make_record: RecordMaker,
     monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., None]:
+    """Export one record to `collector` with these variables, as the exporter of the process `host`."""
+
+    def export(variables: dict[str, str], host: int = 1) -> None:
+        for name, value in {names.ENV_ENDPOINT: collector.url, **variables}.items():
+            monkeypatch.setenv(name, value)
+        run_worker(_fill_queue(record_queue, make_record()), host)
+
+    return export
+
+
+def test_resource(
+    collector: Any, record_queue: RecordQueue, export_record: Callable[..., None]
 ) -> None:
     """Resource: record's service, host's pid, our distro; headers and compression by OTEL_*."""
-    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20x")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    run_worker(_fill_queue(record_queue, make_record()), 4711)
+    headers = {"OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20x"}
+    export_record({**headers, "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test"}, 4711)
     attributes = _list_attributes(collector)
     assert attributes["service.name"] == "vllm"
     assert attributes["process.pid"] == 4711
@@ -88,13 +91,10 @@ def test_detail_setting(
     spans: int,
     collector: Any,
     record_queue: RecordQueue,
-    make_record: RecordMaker,
-    monkeypatch: pytest.MonkeyPatch,
+    export_record: Callable[..., None],
 ) -> None:
     """TTFT_OTEL_DETAIL says which spans are exported, and only these are counted."""
-    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
-    monkeypatch.setenv(names.ENV_DETAIL, detail)
-    run_worker(_fill_queue(record_queue, make_record()), 1)
+    export_record({names.ENV_DETAIL: detail})
     assert len(collector.spans()) == spans
     assert record_queue.counters.get_counts()["exported"] == spans
 
@@ -109,6 +109,13 @@ def test_operator_names_service(name: str, value: str, monkeypatch: pytest.Monke
     assert ResourceCache(1).get("vllm").attributes["service.name"] == "mine"
 
 
+def test_engine_settings() -> None:
+    """What the host tells of its scheduler is on every span's resource, as integers."""
+    told = {names.ENGINE_MAX_SEQS: 64, names.ENGINE_ASYNC: 0}
+    found = ResourceCache(1, engine_settings=told).get("vllm").attributes
+    assert {name: found.get(name) for name in names.ENGINE_SETTINGS if name in found} == told
+
+
 def test_resources_are_bounded() -> None:
     """More service names than roles share one resource, whatever the records claim."""
     resources = ResourceCache(1)
@@ -117,28 +124,19 @@ def test_resources_are_bounded() -> None:
 
 
 def test_grpc(
-    record_queue: RecordQueue, make_record: RecordMaker, monkeypatch: pytest.MonkeyPatch
+    grpc_collector: Any,
+    record_queue: RecordQueue,
+    make_record: RecordMaker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """OTEL_EXPORTER_OTLP_PROTOCOL=grpc exports the same spans over gRPC."""
-    got: list[trace_service_pb2.ExportTraceServiceRequest] = []
-
-    class Service(trace_service_pb2_grpc.TraceServiceServicer):
-        def Export(self, request: Any, context: Any) -> Any:
-            got.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
     monkeypatch.setenv(names.ENV_PROTOCOL, "grpc")
-    monkeypatch.setenv(names.ENV_ENDPOINT, f"http://127.0.0.1:{port}")
+    monkeypatch.setenv(names.ENV_ENDPOINT, grpc_collector.url)
     run_worker(_fill_queue(record_queue, make_record()), 1)
-    server.stop(None).wait()
-    spans = [
-        span for each in got for scope in each.resource_spans[0].scope_spans for span in scope.spans
+    assert [span.name for span in grpc_collector.list_spans()][:2] == [
+        "POST /v1/completions",
+        "ttft",
     ]
-    assert [span.name for span in spans][:2] == ["POST /v1/completions", "ttft"]
 
 
 def test_foreign(record_queue: RecordQueue, make_record: RecordMaker) -> None:
@@ -211,7 +209,7 @@ def test_retry(
 def test_given_up(
     record_queue: RecordQueue, make_record: RecordMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What fails for good is counted, in spans, and the line at the end says it."""
+    """Batches that fail for good are counted in spans, and the last log line tells the number."""
     export_records(
         _fill_queue(record_queue, make_record()),
         BatchExporter(

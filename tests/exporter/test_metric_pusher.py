@@ -139,7 +139,7 @@ def test_outage(
 
 
 def test_interval_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong interval is ours; a standard one is in milliseconds."""
+    """An invalid interval falls back to ours; OpenTelemetry's variable is in milliseconds."""
     for text, wanted_s in (("", 15.0), ("soon", 15.0), ("0", 15.0), ("2500", 2.5)):
         monkeypatch.setenv(names.ENV_METRICS_INTERVAL, text)
         assert metric_pusher.read_interval_s() == wanted_s

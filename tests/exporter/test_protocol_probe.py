@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from ttft_otel import names
 from ttft_otel.exporter import batch_exporter, protocol_probe
@@ -25,32 +21,17 @@ PATIENCE_S = 20.0  # of a probe on a busy machine; answers come in milliseconds
 
 
 @pytest.fixture(autouse=True)
-def patient_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Time for answers, none between attempts; loggers as they were, afterwards."""
+def patient_probe(monkeypatch: pytest.MonkeyPatch, restored_loggers: None) -> None:
+    """Time for answers, none between attempts."""
     monkeypatch.setattr(protocol_probe, "PROBE_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(batch_exporter, "RETRY_PAUSES_S", ())
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    loggers = [logging.getLogger(name) for name in ("opentelemetry", "urllib3", "requests", "grpc")]
-    yield
-    for logger in loggers:
-        logger.handlers.clear()
-        logger.propagate = True
 
 
 @pytest.fixture
-def grpc_port() -> Iterator[int]:
+def grpc_port(grpc_collector: Any) -> int:
     """The port of a gRPC receiver."""
-
-    class Service(trace_service_pb2_grpc.TraceServiceServicer):
-        def Export(self, request: Any, context: Any) -> Any:
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield port
-    server.stop(None).wait()
+    return int(grpc_collector.port)
 
 
 @pytest.fixture

@@ -270,7 +270,8 @@ def test_foreign_bytes_are_counted(make_record: RecordMaker) -> None:
     head = msgspec.msgpack.encode(("no", "head"))
     short = msgspec.msgpack.decode(good[1:])
     short[2] = short[2][:-1]
-    bad = [b"m", b"m" + msgspec.msgpack.encode((1, msgspec.Raw(head), (1,), -1))]
+    version = measurement.MEASUREMENT_VERSION
+    bad = [b"m", b"m" + msgspec.msgpack.encode((version, msgspec.Raw(head), (1,), -1))]
     bad.append(b"m" + msgspec.msgpack.encode(short))
     metrics.add_measurements([*bad, good])
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
+from full_record import make_short_record
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -18,12 +19,9 @@ from ttft_otel.record import Call, Piece, Record, Server, Ttft
 START = 1_700_000_000_000_000_000
 RESOURCE = Resource({"service.name": "test"})
 
-SERVER = Record(
-    version=1,
-    trace_id="0af7651916cd43dd8448eb211c80319c",
+SERVER = make_short_record(
     span_id="00000000000000b1",
     parent_id="00000000000000a1",
-    flags=1,
     state="vendor=one,other=two",
     start_ns=START,
     role="prefill_decode",
@@ -33,22 +31,24 @@ SERVER = Record(
     rank=2,
     attributes={"gen_ai.request.model": "tiny"},
     ttft=Ttft(
-        span_id="00000000000000c1",
-        name="ttft",
-        start=0,
-        end=1000,
-        stages={"receive": 50, "preprocess": 450, "prefill.queue": 300},
+        "00000000000000c1",
+        "ttft",
+        *(0, 1000),
+        {"receive": 50, "preprocess": 450, "prefill.queue": 300},
         unattributed=200,
         clamped=3,
-        pieces=(
-            Piece("stage", "receive", 0, 50),
-            Piece("part", "tokenize", 60, 90),
-            Piece("stage", "preprocess", 50, 500),
-            Piece("stage", "prefill.queue", 500, 600),
-            Piece("stage", "unattributed", 600, 800),
-            Piece("stage", "prefill.queue", 800, 1000, {"ttft.preemptions": 1}),
-            Piece("part", "media", 400, 700),
-            Piece("sibling", "ttft.sibling", 500, 900),
+        pieces=tuple(
+            Piece(*each)
+            for each in (
+                ("stage", "receive", 0, 50),
+                ("part", "tokenize", 60, 90),
+                ("stage", "preprocess", 50, 500),
+                ("stage", "prefill.queue", 500, 600),
+                ("stage", "unattributed", 600, 800),
+                ("stage", "prefill.queue", 800, 1000, {"ttft.preemptions": 1}),
+                ("part", "media", 400, 700),
+                ("sibling", "ttft.sibling", 500, 900),
+            )
         ),
         attributes={"ttft.prefill.own_tokens": 7, "ttft.streaming": True},
     ),
@@ -78,16 +78,10 @@ ttft.role=prefill_decode ttft.stage=unattributed
 ttft.preemptions=1 ttft.role=prefill_decode ttft.stage=prefill.queue
 """
 
-ROUTER = Record(
-    version=1,
-    trace_id="0af7651916cd43dd8448eb211c80319c",
+ROUTER = make_short_record(
     span_id="00000000000000b2",
-    parent_id="",
-    flags=1,
-    state="",
     start_ns=START,
     role="router",
-    outermost=True,
     service="ttft-otel-router",
     request_id="r-1",
     ttft=Ttft(
@@ -218,7 +212,7 @@ def test_unsampled(make_record: Callable[[], Record]) -> None:
 @pytest.mark.parametrize("field", ["trace_id", "span_id"])
 @pytest.mark.parametrize("value", ["", "xyz", "0" * 16])
 def test_broken_ids(field: str, value: str, make_record: Callable[[], Record]) -> None:
-    """Ids that are no number, or zero, are refused and not exported as something else."""
+    """Ids that are not hexadecimal numbers, or zero, raise an error and are not exported in another form."""
     with pytest.raises(ValueError):
         build_spans(msgspec.structs.replace(make_record(), **{field: value}), RESOURCE)
 

@@ -21,7 +21,7 @@ from ttft_otel.exporter.resource_cache import ResourceCache
 from ttft_otel.exporter.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanBatch
 from ttft_otel.exporter.span_builder import build_spans
 from ttft_otel.exporter.span_writer import count_spans
-from ttft_otel.record import RECORD_VERSION, Call, Piece, Record, Server, Ttft
+from ttft_otel.record import RECORD_VERSION, Call, HeldBy, Piece, Record, Server, Ttft
 from ttft_otel.settings import DETAILS
 
 RESOURCES = ResourceCache(4711)
@@ -57,10 +57,27 @@ def hex_ids(digits: int) -> st.SearchStrategy[str]:
     return st.integers(1, 16**digits - 1).map(lambda number: f"{number:0{digits}x}")
 
 
+holders = st.builds(
+    HeldBy,
+    st.integers(0, MAX_US),
+    st.integers(0, MAX_US),
+    st.sampled_from([*stages.HOLDING_KINDS]),
+    texts,
+) | st.builds(
+    HeldBy, offsets, offsets, st.just("decode"), texts, hex_ids(32), hex_ids(16)
+)  # fmt: skip
+
+
 def pieces(*kinds: str) -> st.SearchStrategy[tuple[Piece, ...]]:
     """Pieces of these kinds, in no order of time."""
     piece = st.builds(
-        Piece, st.sampled_from(kinds), stage_names | texts, offsets, offsets, attributes
+        Piece,
+        st.sampled_from(kinds),
+        stage_names | texts,
+        offsets,
+        offsets,
+        attributes,
+        st.lists(holders, max_size=3).map(tuple),
     )
     return st.lists(piece, max_size=8).map(tuple)
 
@@ -152,7 +169,7 @@ def list_spans(request: ExportTraceServiceRequest) -> list[Span]:
 
 
 @given(st.lists(records, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 def test_same_as_sdk(made: list[Record]) -> None:
     """Any records: each field of each span is equal, and so are resources and scope."""
     sampled = [each for each in made if each.flags & 1]

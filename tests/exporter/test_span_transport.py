@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from ttft_otel import names
@@ -21,7 +18,6 @@ from ttft_otel.record import Record
 from ttft_otel.settings import read_settings
 
 RESOURCES = ResourceCache(1)
-Requests = list[trace_service_pb2.ExportTraceServiceRequest]
 
 
 @pytest.fixture
@@ -37,42 +33,20 @@ def make_batch(make_record: Callable[..., Record]) -> Callable[[], SpanBatch]:
     return build_batch
 
 
-@pytest.fixture
-def grpc_requests() -> Iterator[tuple[int, Requests]]:
-    """A gRPC receiver's port, and what it got."""
-    requests: Requests = []
-
-    class Service(trace_service_pb2_grpc.TraceServiceServicer):
-        def Export(self, request: Any, context: Any) -> Any:
-            requests.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield port, requests
-    server.stop(None).wait()
-
-
 @pytest.fixture(params=["http/protobuf", "grpc"])
 def connected(
     request: pytest.FixtureRequest,
     collector: Any,
-    grpc_requests: tuple[int, Requests],
+    grpc_collector: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[SpanExporter, Callable[[], list[Any]]]]:
     """The SDK's exporter for each protocol, and what its receiver got."""
-    port, requests = grpc_requests
-    url = f"http://127.0.0.1:{port}" if request.param == "grpc" else collector.url
-    monkeypatch.setenv(names.ENV_ENDPOINT, url)
+    receiver = grpc_collector if request.param == "grpc" else collector
+    monkeypatch.setenv(names.ENV_ENDPOINT, receiver.url)
     monkeypatch.setenv(names.ENV_PROTOCOL, request.param)
     exporter = create_span_exporter(read_settings())
 
-    def list_received() -> list[Any]:
-        return collector.received or [group for each in requests for group in each.resource_spans]
-
-    yield exporter, list_received
+    yield exporter, lambda: receiver.received
     exporter.shutdown()
 
 

@@ -5,27 +5,44 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, waiting, wrap
+from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, wrap
 
-from .fakes import FakeEngineCore, make_wrapped_core
+from .accelerated_runners import wrap_accelerated_classes
+from .fakes import FakeEngineCore, clear_waiting, make_wrapped_core
 
 
 @pytest.fixture
 def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngineCore]:
     """A fake engine core; checks that no state of its requests is left."""
     yield make_wrapped_core()(clock)
-    scheduler.aborted_timelines.clear()
-    waiting.arrived.clear()  # of requests that the test has not scheduled
-    waiting.waiting_requests.clear()
-    assert not scheduler.awaiting_first_token
-    assert not scheduler._freed_requests
+    left = [*scheduler.awaiting_first_token, *scheduler._freed_requests]
+    clear_waiting()  # of requests that the test has not scheduled
+    assert not left
     assert not scheduler._in_update[0]
+
+
+@pytest.fixture(scope="session")
+def real_scheduler() -> Any:
+    """The driver's module, which imports vLLM: some 25 s of CPU, and warnings of other people's code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("tests.hooks.real_scheduler")
+
+
+@pytest.fixture
+def drive(
+    real_scheduler: Any, nothing_patched: None, clock: testing.FakeClock
+) -> Iterator[Callable[..., Any]]:
+    """Makes a wrapped scheduler with the limits that the test names."""
+    real_scheduler.wrap_scheduler()
+    yield lambda **limits: real_scheduler.SchedulerDriver(clock, **limits)
+    clear_waiting()
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +87,15 @@ def pair(connectors: None, nothing_patched: None, clock: testing.FakeClock) -> I
         ec_kept.fetched_hashes,
     ):
         state.clear()
+
+
+@pytest.fixture(scope="module")
+def kinds() -> Iterator[dict[str, Any]]:
+    """Both runners with the hooks around them; the classes are put back afterwards."""
+    before = dict(wrap.installed_patches)
+    yield wrap_accelerated_classes()
+    for patches in wrap.installed_patches.values():
+        for patch in patches:
+            setattr(patch.owner, patch.name, patch.original)
+    wrap.installed_patches.clear()
+    wrap.installed_patches.update(before)

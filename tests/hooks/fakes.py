@@ -9,7 +9,7 @@ from typing import Any
 from ttft_otel import names
 from ttft_otel.breakdown import Marks
 from ttft_otel.carrier import EngineTimeline, decode_timeline
-from ttft_otel.hooks import engine_core, scheduler, wrap
+from ttft_otel.hooks import engine_core, held_steps, scheduler, waiting, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.testing import FakeClock
 
@@ -41,6 +41,25 @@ def media_item(number: int, identifier: str = "", length: int = 2) -> Any:
         identifier=identifier or f"item-{number}",
         mm_position=SimpleNamespace(offset=3 * number, length=length),
     )
+
+
+def clear_waiting() -> None:
+    """Forget all waiting requests, as in a new engine core."""
+    for kept in (
+        waiting.arrived,
+        waiting.waiting_requests,
+        waiting._blocked,
+        waiting._times,
+        waiting._codes,
+        scheduler.awaiting_first_token,
+        scheduler.aborted_timelines,
+        held_steps.unanswered,
+        held_steps.followed,
+        held_steps.unmarked,
+        held_steps._ended,
+    ):
+        kept.clear()  # type: ignore[attr-defined]
+    held_steps._log.reset()
 
 
 class FakeEngineCore:

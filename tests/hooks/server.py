@@ -16,10 +16,11 @@ from typing import Any
 
 from ttft_otel import breakdown, carrier, clock, names
 from ttft_otel.asgi import TracingMiddleware
-from ttft_otel.hooks import api_server, wrap
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks import api_server
 from ttft_otel.settings import Settings
 from ttft_otel.testing import FakeClock
+
+from .wrapping import wrap_methods
 
 FIRST_TOKEN_US = 900  # until process_outputs has returned
 EGRESS_US = 5
@@ -41,6 +42,7 @@ class ServerPlan:
     """What the server does: `early` chunks come before the first token; `fail` names where it raises.
 
     extra: SamplingParams.extra_args of its requests. background: it answers that they are queued.
+    tokens, finish_reason: of each generation, told with its last step. external_id: of its requests.
     """
 
     stream: bool = True
@@ -59,6 +61,10 @@ class ServerPlan:
     reports: list[str] = field(default_factory=list)
     extra: dict[str, Any] | None = None
     background: bool = False
+    is_left: bool = False  # after the first chunk, as Starlette ends a stream then
+    tokens: int = 5
+    finish_reason: str = "stop"
+    external_id: str = ""
 
 
 class FakeRenderer:
@@ -102,20 +108,29 @@ class FakeProcessors:
         """Detokenize."""
         self.clock.tick(4)
 
+    def _update_stats_from_finished(
+        self, req_state: Any, finish_reason: Any, iteration_stats: Any
+    ) -> None:
+        """Called in process_outputs(), once for each request that has ended."""
+
 
 def make_wrapped_classes() -> tuple[Any, Any]:
     """Renderer and processors, classes of their own, carrying the real hooks."""
     renderer = type("Renderer", (FakeRenderer,), dict(vars(FakeRenderer)))
     processors = type("Processors", (FakeProcessors,), dict(vars(FakeProcessors)))
-    for target, kind, name in (
-        ("frontend.render", renderer, "render_chat_async"),
-        ("frontend.tokenize", renderer, "tokenize_prompts_async"),
-        ("frontend.multimodal", renderer, "process_for_engine_async"),
-        ("frontend.assign", processors, "assign_request_id"),
-        ("frontend.register", processors, "add_request"),
-        ("frontend.outputs", processors, "process_outputs"),
-    ):
-        wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, api_server.HOOKS[target])
+    rendering = {
+        "frontend.render": "render_chat_async",
+        "frontend.tokenize": "tokenize_prompts_async",
+        "frontend.multimodal": "process_for_engine_async",
+    }
+    wrap_methods(api_server.HOOKS, renderer, rendering)
+    processing = {
+        "frontend.assign": "assign_request_id",
+        "frontend.register": "add_request",
+        "frontend.outputs": "process_outputs",
+        "frontend.end": "_update_stats_from_finished",
+    }
+    wrap_methods(api_server.HOOKS, processors, processing)
     return renderer, processors
 
 
@@ -191,13 +206,22 @@ class FakeApiServer:
             await send_answer(send, self.plan.refused, b"{}", "application/json")
             return
         if not self.plan.stream:
-            self.clock.tick(DECODE_US)
+            self._decode(sent)
             await send_answer(send, 200, b"{}", "application/json")
             return
         await send_chunk(send, b"data: one\n\n")
+        if self.plan.is_left:
+            return
+        self._decode(sent)
+        await send_chunk(send, b"data: two\n\n", last=True)
+
+    def _decode(self, sent: dict[str, int]) -> None:
         self.clock.tick(DECODE_US)
         self._fail_if_planned("decode")
-        await send_chunk(send, b"data: two\n\n", last=True)
+        for name in sent:
+            detokenizer = SimpleNamespace(num_output_tokens=lambda: self.plan.tokens)
+            state = SimpleNamespace(request_id=name, detokenizer=detokenizer)
+            self.processors._update_stats_from_finished(state, self.plan.finish_reason, None)
 
     async def _generate_in_background(self) -> None:
         await asyncio.sleep(0.01)
@@ -213,6 +237,7 @@ class FakeApiServer:
             request_id=f"chat-{self.count}",
             sampling_params=SimpleNamespace(extra_args=self.plan.extra),
             trace_headers=None,
+            external_req_id=self.plan.external_id or None,
         )
         self.processors.assign_request_id(request)
         sent = {}

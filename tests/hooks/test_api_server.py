@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lab import vllm_releases
-from ttft_otel import names, recorder, settings, testing
+from ttft_otel import handoff, names, recorder, settings, testing
 from ttft_otel.hooks import api_server, target_check, vllm_fields
 from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
@@ -43,7 +43,7 @@ def test_text_has_no_multimodal(client: FakeClient) -> None:
 
 
 def test_siblings(client: FakeClient, records: testing.MemorySender) -> None:
-    """Of several engine requests the first output closes; the others are siblings, never summed."""
+    """The first output of several engine requests ends the TTFT; the others are siblings, never summed."""
     client.server.plan = ServerPlan(count=3)
     asyncio.run(client.call_server())
     ttft = records.kept[0].ttft
@@ -94,7 +94,7 @@ def test_pooling(client: FakeClient) -> None:
 
 
 def test_foreign_outputs(client: FakeClient) -> None:
-    """Outputs of requests that nobody traces pass by."""
+    """Outputs of untraced requests pass unchanged."""
     output = SimpleNamespace(request_id="other", trace_headers=None)
     api_server.record_outputs(None, None, None, [output])
 
@@ -125,6 +125,31 @@ def test_role(transfer: str | None, cache: str | None, role: str) -> None:
     assert identity.model == "served"
 
 
+@pytest.mark.usefixtures("blank_identity")
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> None:
+    """The scheduler's settings go to the exporter as it starts; what vLLM does not tell is left out."""
+    monkeypatch.setattr(handoff, "engine_settings", {})
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            async_scheduling=None,
+            enable_chunked_prefill=True,
+        ),
+        cache_config=SimpleNamespace(num_gpu_blocks=200 if has_blocks else None, block_size=16),
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+    )
+    api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+
+    assert handoff.engine_settings == {
+        names.ENGINE_MAX_SEQS: 64,
+        names.ENGINE_MAX_TOKENS: 2048,
+        names.ENGINE_CHUNKED: 1,
+        **({names.ENGINE_KV_TOKENS: 1600} if has_blocks else {}),
+    }
+
+
 def start_server(transfer: str | None, cache: str | None) -> None:
     """The server starts with these roles of its connectors."""
     config = SimpleNamespace(
@@ -151,7 +176,7 @@ def test_cache_connector(role: str, takes: bool) -> None:
 
 @pytest.mark.usefixtures("blank_identity")
 def test_operators_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operator says of the role counts before everything: nothing else can tell sometimes."""
+    """The operator's setting of the role wins over everything else."""
     monkeypatch.setenv(names.ENV_ROLE, "encode")
     monkeypatch.setattr(settings, "_frozen", [])
     start_server("ec_both", None)

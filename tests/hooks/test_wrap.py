@@ -179,7 +179,7 @@ def test_coroutine(install_hook: Callable[..., None]) -> None:
 
 
 def test_signature(install_hook: Callable[..., None]) -> None:
-    """Whoever inspects the host's function sees the host's function."""
+    """inspect.signature() and the name of a wrapped function are those of the original."""
     host = import_host()
     was = inspect.signature(host.Host.plain)
     install_hook(make_target("Host.plain"), HookCalls().make_hook())
@@ -338,7 +338,7 @@ def test_import_error(install_hook: Callable[..., None], tmp_path: Path) -> None
 
 
 def test_asking_is_not_importing(install_hook: Callable[..., None]) -> None:
-    """Someone who only asks whether the module exists does not use up its patch."""
+    """importlib.util.find_spec() of the module does not use up its patch."""
     hook_calls = HookCalls()
     install_hook(make_target("Host.plain"), hook_calls.make_hook())
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -27,4 +28,5 @@ if __name__ == "__main__":
         run_exporter,  # after the fork: it starts a thread
     )
 
-    run_exporter(*map(int, sys.argv[1:4]))
+    fd, page, pid = map(int, sys.argv[1:4])
+    run_exporter(fd, page, pid, json.loads(sys.argv[4]))

@@ -6,6 +6,7 @@ With TTFT_OTEL_METRICS it counts them, and the measurements of unsampled request
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from ttft_otel import measurement, record
@@ -24,8 +25,13 @@ BATCH_WAIT_S: Final = 1.0  # seconds until a batch that is not full is exported
 MAX_BATCH_RECORDS: Final = 128  # records per batch; a streamed request has two, of about 16 spans
 
 
-def run_worker(record_queue: RecordQueue, pid: int) -> None:
-    """Export until the queue has ended. pid: the host's process, for the spans' resource."""
+def run_worker(
+    record_queue: RecordQueue, pid: int, engine_settings: Mapping[str, int] | None = None
+) -> None:
+    """Export until the queue has ended.
+
+    pid, engine_settings: the host's process, and what it tells of its engine, for the spans' resource.
+    """
     settings = read_settings()
     span_exporter = BatchExporter(
         create_span_exporter(settings),
@@ -34,7 +40,7 @@ def run_worker(record_queue: RecordQueue, pid: int) -> None:
         record_queue.ended,
         settings.protocol,
     )
-    resources = ResourceCache(pid, settings.metrics)
+    resources = ResourceCache(pid, settings.metrics, engine_settings)
     builder = BatchBuilder(resources, settings.detail)
     if not settings.metrics:
         export_records(record_queue, span_exporter, builder)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Final
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
@@ -22,16 +23,18 @@ MAX_START_S: Final = 4.0
 MAX_DRAIN_S: Final = 4.5  # seconds from then, or from the end of file, to exit, at most
 
 
-def run_exporter(fd: int, page: int, pid: int) -> None:
+def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int]) -> None:
     """Run the exporter, and exit the process.
 
     fd: file descriptor of the socket. page: of the shared memory page. pid: the host's process.
+    engine_settings: resource attributes that the host knows.
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.raiseExceptions = False  # the process that reads our stderr may be gone
     record_queue = RecordQueue(ExporterCounters(page))
     ready = threading.Event()
-    worker = threading.Thread(target=_run_worker, args=(record_queue, pid, ready), daemon=True)
+    passed = (record_queue, pid, ready, engine_settings)
+    worker = threading.Thread(target=_run_worker, args=passed, daemon=True)
     worker.start()
     # The socket stays open until all is exported: RecordSender.close() waits for its end.
     with socket.socket(fileno=fd) as source:
@@ -50,10 +53,12 @@ def run_exporter(fd: int, page: int, pid: int) -> None:
     os._exit(0)  # without exit handlers, of which a library's could block
 
 
-def _run_worker(inbox: RecordQueue, pid: int, ready: threading.Event) -> None:
+def _run_worker(
+    inbox: RecordQueue, pid: int, ready: threading.Event, engine_settings: Mapping[str, int]
+) -> None:
     try:
         # Imported in this thread: the SDK takes 0.4 s, in which the main thread reads records.
         from ttft_otel.exporter.export_worker import run_worker
     finally:
         ready.set()
-    run_worker(inbox, pid)
+    run_worker(inbox, pid, engine_settings)

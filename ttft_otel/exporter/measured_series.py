@@ -20,7 +20,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 
 from ttft_otel.exporter.exponential_buckets import US_PER_S, ExponentialBuckets
-from ttft_otel.metric_labels import BUCKET_BOUNDS_S, OVERFLOW_LABEL
+from ttft_otel.metric_labels import OVERFLOW_LABEL
 
 try:
     from opentelemetry.sdk.metrics import Exemplar
@@ -29,8 +29,6 @@ except ImportError:  # the SDK before 1.28 has none
 
 # They make every push larger, and only those of the slowest requests are opened.
 MAX_EXEMPLARS: Final = 10  # of a data point
-# As whole microseconds, so that a value on a bound is not moved by a float's last bit.
-_BOUNDS_US: Final = tuple(round(bound * US_PER_S) for bound in BUCKET_BOUNDS_S)
 
 Labels = Mapping[str, str | bool]
 
@@ -145,26 +143,32 @@ class ExponentialSeries(Series):
 
 
 class BoundedSeries(Series):
-    """A histogram with the buckets of the semantic convention."""
+    """A histogram with given buckets. bounds_s: their upper bounds, in seconds."""
+
+    def __init__(self, labels: Labels, start_ns: int, bounds_s: Sequence[float] = ()) -> None:
+        self.bounds_s = bounds_s
+        # As whole microseconds, so that a value on a bound is not moved by a float's last bit.
+        self.bounds_us = [round(bound * US_PER_S) for bound in bounds_s]
+        super().__init__(labels, start_ns)
 
     def reset(self, start_ns: int) -> None:
         """As above."""
         super().reset(start_ns)
         # One more than there are bounds: OTLP's last bucket reaches to infinity.
-        self.counts = [0] * (len(_BOUNDS_US) + 1)
+        self.counts = [0] * (len(self.bounds_us) + 1)
 
     def count_values(self, values: Mapping[int, int]) -> None:
         """As above."""
         for value_us, number in values.items():
             # bisect_left: OTLP's upper bounds belong to their buckets.
-            self.counts[bisect_left(_BOUNDS_US, value_us)] += number
+            self.counts[bisect_left(self.bounds_us, value_us)] += number
 
     def make_point(self, time_ns: int) -> HistogramDataPoint:
         """As above."""
         return HistogramDataPoint(
             **self._list_histogram_fields(time_ns),
             bucket_counts=list(self.counts),
-            explicit_bounds=BUCKET_BOUNDS_S,
+            explicit_bounds=self.bounds_s,
         )
 
 

@@ -65,20 +65,18 @@ class RequestMetrics:
             self.counters.add("foreign", foreign)
 
     def add_record(self, record: Record) -> None:
-        """Count a sampled request, in whose record its TTFT is. Raises ValueError for broken IDs."""
+        """Count what a sampled request's record has of it. Raises ValueError for broken IDs."""
         measured = measurement.measure_record(record)
-        if measured is None or record.ttft is None or not record.flags & SAMPLED_FLAG:
+        if measured is None or not record.flags & SAMPLED_FLAG:
             return
         # Before the lock: broken IDs raise here, and nothing has been counted yet.
-        example = TraceExample(
-            int(record.trace_id, 16), int(record.ttft.span_id, 16), time.time_ns()
-        )
+        span_id = record.ttft.span_id if measured.head.has_ttft and record.ttft else record.span_id
+        example = TraceExample(int(record.trace_id, 16), int(span_id, 16), time.time_ns())
         with self._lock:
             head = measurement.encode_head(measured.head)
             plan = self._add_row(head, measured.times_us, measured.recomputed_items)
             self.counters.add("counted")
-            # Of a request that is not outermost no time is counted.
-            for column, value_us in zip(plan.columns, measured.times_us, strict=False):
+            for column, value_us in zip(plan.columns, measured.times_us, strict=True):
                 for series in column:
                     series.add_example(value_us, example)
 
@@ -96,8 +94,8 @@ class RequestMetrics:
         if plan is None:
             plan = self._make_plan(head)
         # The columns are paired with the times by position: one too few would shift all of them.
-        if len(times_us) != max(1, len(plan.columns)):
-            raise RecordDecodeError("a measurement with more or fewer times than stages")
+        if len(times_us) != len(plan.columns):
+            raise RecordDecodeError("a measurement with more or fewer times than its head has")
         if self._pending_rows >= MAX_PENDING_ROWS:
             self._count_rows()
         self._pending_rows += 1
@@ -113,7 +111,7 @@ class RequestMetrics:
             if not plan.rows:
                 continue
             rows, plan.rows = plan.rows, []
-            for column, values_us in zip(plan.columns, zip(*rows, strict=True), strict=False):
+            for column, values_us in zip(plan.columns, zip(*rows, strict=True), strict=True):
                 for series in column:
                     self._add_values(series, values_us)
             if plan.recomputed_items:
@@ -136,29 +134,38 @@ class RequestMetrics:
         return plan
 
     def _find_columns(self, head: MeasurementHead) -> list[list[Series]]:
-        """The series of the TTFT, then of each piece; none if the client's TTFT is another server's."""
-        if not head.is_outermost:
-            return []
-        whole = [self._find_series(names.METRIC_TTFT, head, {})]
-        # The convention counts answers that began; an encoder's has no token.
-        if not head.error and not head.is_encoder:
-            whole.append(self._find_series(names.METRIC_CONVENTION, head, {}))
-        columns = [whole]
+        """The series of each of a measurement's times; none for a TTFT that another server tells, too."""
+        columns: list[list[Series]] = []
+        if head.has_ttft:
+            columns.append(self._find_ttft_series(head) if head.is_outermost else [])
         for stage, instance in head.stages:
             # The spans' own attributes, so that metrics of either origin have the same labels.
             own = list_kind_attributes("stage", stage) | {names.INSTANCE: instance}
             columns.append([self._find_series(names.METRIC_STAGE, head, own)])
+        if head.end_error is not None:
+            error: Attributes = {names.ERROR_TYPE: head.end_error}
+            columns.append([self._find_series(names.METRIC_REQUEST, head, error)])
+        if head.has_token_time:
+            columns.append([self._find_series(names.METRIC_TOKEN_TIME, head, {})])
         return columns
 
+    def _find_ttft_series(self, head: MeasurementHead) -> list[Series]:
+        series = [self._find_series(names.METRIC_TTFT, head, {})]
+        # The convention counts answers that began; an encoder's has no token.
+        if not head.error and not head.is_encoder:
+            series.append(self._find_series(names.METRIC_CONVENTION, head, {}))
+        return series
+
     def _find_series(self, metric: str, head: MeasurementHead, own: Attributes) -> Series:
-        """The series of a head and of labels of its `own`."""
-        values = own | {
+        """The series of a head and of labels of its `own`, which win."""
+        common: Attributes = {
             names.ROLE: head.role,
             names.MODEL: head.model,
             names.ERROR_TYPE: head.error,
             names.OPERATION: head.operation,
             names.PROVIDER: names.PROVIDER_VLLM,
         }
+        values = common | own
         # Empty ones are left out: to Prometheus an empty label and a missing one are the same.
         labels = {name: str(values[name]) for name in METRIC_LABELS[metric] if values.get(name)}
         # The label that the collector derives from a span's status.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from typing import Final
 
 from opentelemetry.sdk.resources import (
@@ -26,9 +27,15 @@ class ResourceCache:
 
     pid: the host process, for service.instance.id and process.pid.
     counts_requests: metrics come from this process too, and are not to be made of its spans again.
+    engine_settings: attributes that the host knows, names.ENGINE_SETTINGS.
     """
 
-    def __init__(self, pid: int, counts_requests: bool = False) -> None:
+    def __init__(
+        self,
+        pid: int,
+        counts_requests: bool = False,
+        engine_settings: Mapping[str, int] | None = None,
+    ) -> None:
         self.pid = pid
         attributes: dict[str, str | int] = {
             # Host and process: several servers on one host must not share a series.
@@ -36,6 +43,7 @@ class ResourceCache:
             PROCESS_PID: pid,
             DISTRO_NAME: "ttft-otel",
             DISTRO_VERSION: __version__,
+            **(engine_settings or {}),
         }
         if counts_requests:
             attributes[names.METRICS_SOURCE] = names.METRICS_FROM_EXPORTER

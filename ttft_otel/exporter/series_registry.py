@@ -31,7 +31,7 @@ from ttft_otel.exporter.measured_series import (
 )
 from ttft_otel.exporter.resource_cache import ResourceCache
 from ttft_otel.exporter.span_builder import SCOPE
-from ttft_otel.metric_labels import OVERFLOW_LABEL
+from ttft_otel.metric_labels import BUCKET_BOUNDS_S, OVERFLOW_LABEL
 
 MAX_SERIES: Final = 2000  # of each metric, as in the collector
 MAX_IDLE_NS: Final = (
@@ -45,10 +45,16 @@ class _Metric(NamedTuple):
     series_class: type[Series]
 
 
-_METRICS: Final = {
+METRIC_KINDS: Final = {
     names.METRIC_TTFT: _Metric("s", "Time to first token.", ExponentialSeries),
     names.METRIC_STAGE: _Metric("s", "Lengths of the stages of a TTFT.", ExponentialSeries),
     names.METRIC_CONVENTION: _Metric("s", "Time to generate first token.", BoundedSeries),
+    names.METRIC_REQUEST: _Metric(
+        "s", "Duration of requests, to the last byte of the answer.", BoundedSeries
+    ),
+    names.METRIC_TOKEN_TIME: _Metric(
+        "s", "Time per output token after the first one.", BoundedSeries
+    ),
     names.METRIC_RECOMPUTED: _Metric(
         "{item}",
         "Media items encoded on an encoder-cache consumer although an encoder had encoded them.",
@@ -56,6 +62,13 @@ _METRICS: Final = {
     ),
 }
 _SeriesKey = tuple[int, frozenset[tuple[str, str | bool]]]
+
+
+def _make_series(metric: str, labels: Labels, start_ns: int) -> Series:
+    series_class = METRIC_KINDS[metric].series_class
+    if issubclass(series_class, BoundedSeries):
+        return series_class(labels, start_ns, BUCKET_BOUNDS_S[metric])
+    return series_class(labels, start_ns)
 
 
 class SeriesRegistry:
@@ -71,7 +84,7 @@ class SeriesRegistry:
         self.is_delta = is_delta
         self.max_series = max_series
         # By metric, because the limit is for each: many stages must not push the TTFT out.
-        self._series: dict[str, dict[_SeriesKey, Series]] = {name: {} for name in _METRICS}
+        self._series: dict[str, dict[_SeriesKey, Series]] = {name: {} for name in METRIC_KINDS}
         # ResourceCache keeps its resources for good, so that an id() is never used again.
         self._resources: dict[int, Resource] = {}  # of metrics, by id() of that of spans
 
@@ -91,7 +104,7 @@ class SeriesRegistry:
             labels = {OVERFLOW_LABEL: True}
             key = (place, frozenset(labels.items()))
         if key not in known:
-            known[key] = _METRICS[metric].series_class(labels, time_ns)
+            known[key] = _make_series(metric, labels, time_ns)
         return known[key]
 
     def forget_idle(self, time_ns: int) -> bool:
@@ -137,7 +150,7 @@ class SeriesRegistry:
         temporality = (
             AggregationTemporality.DELTA if self.is_delta else AggregationTemporality.CUMULATIVE
         )
-        kind = _METRICS[name]
+        kind = METRIC_KINDS[name]
         data: ExponentialHistogram | Histogram | Sum
         # Monotonic: without it a backend takes the sum for a gauge and computes no rate.
         if kind.series_class is SumSeries:

@@ -6,20 +6,21 @@ span_batch.py needs it where an SDK does not take messages; ttft_otel.testing an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, SpanFlags, Status
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status as SdkStatus
 from opentelemetry.trace.status import StatusCode
 
 from ttft_otel import __version__, names
 from ttft_otel.exporter.span_writer import write_spans
-from ttft_otel.record import Record, Value
+from ttft_otel.record import Attributes, Record, Value
 
 SCOPE: Final = InstrumentationScope(names.SCOPE, __version__)
 # OTLP has a kind 0 (unspecified) before the SDK's first.
@@ -53,13 +54,27 @@ def read_span(span: Span, resource: Resource) -> ReadableSpan:
         context=make_context(span.span_id, False),
         parent=make_context(span.parent_span_id, is_remote) if span.parent_span_id else None,
         resource=resource,
-        attributes={each.key: _read_value(each.value) for each in span.attributes},
+        attributes=_read_attributes(span.attributes),
         kind=_KINDS[span.kind],
+        links=[_read_link(link) for link in span.links],
+        events=[
+            Event(each.name, _read_attributes(each.attributes), each.time_unix_nano)
+            for each in span.events
+        ],
         status=SdkStatus(StatusCode.ERROR if failed else StatusCode.UNSET),
         start_time=span.start_time_unix_nano,
         end_time=span.end_time_unix_nano,
         instrumentation_scope=SCOPE,
     )
+
+
+def _read_link(link: Span.Link) -> Link:
+    trace_id, span_id = (int.from_bytes(each, "big") for each in (link.trace_id, link.span_id))
+    return Link(SpanContext(trace_id, span_id, True, _SAMPLED), _read_attributes(link.attributes))
+
+
+def _read_attributes(attributes: Iterable[KeyValue]) -> Attributes:
+    return {each.key: _read_value(each.value) for each in attributes}
 
 
 def _read_value(value: AnyValue) -> Value:

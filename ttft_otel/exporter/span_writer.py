@@ -18,6 +18,7 @@ from opentelemetry.trace import TraceState
 from ttft_otel import names, stages
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter.attribute_writer import CONSTANT_TYPES, MAX_CACHED_PARTS, write_attributes
+from ttft_otel.exporter.holder_links import write_holders
 from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft, Value
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class _SpanWriter:
         span_id = (random.getrandbits(64) or 1).to_bytes(SPAN_ID_BYTES, "big")
         if piece.attributes:
             shared = _Shared(shared.attributes | piece.attributes)
-        if shared.items:
+        if shared.items and not piece.held_by:
             head = _encode_piece(piece.kind, piece.name, shared.items)
             self.write_span(head, span_id, parent_id, piece.start, piece.end)
         else:
@@ -176,6 +177,7 @@ class _SpanWriter:
             span = self.write_span(head, span_id, parent_id, piece.start, piece.end)
             attributes = shared.attributes | list_kind_attributes(piece.kind, piece.name)
             write_attributes(span, attributes)
+            write_holders(span, piece.held_by)
         return span_id
 
     def write_late_spans(self) -> None:
@@ -202,9 +204,7 @@ class _SpanWriter:
         own = dict(self.shared_attributes)
         if names.MODEL in self.record.attributes:
             own[names.MODEL] = self.record.attributes[names.MODEL]
-        if ttft.error:
-            own[names.ERROR_TYPE] = ttft.error
-        return own
+        return own | {names.ERROR_TYPE: ttft.error} if ttft.error else own
 
     def write_span(
         self, head: bytes, span_id: bytes, parent_id: bytes, start: int, end: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ttft_otel import clock, names, record_parts, recorder, settings
+from ttft_otel import clock, handoff, names, record_parts, recorder, settings
 from ttft_otel.asgi import TracingMiddleware
 from ttft_otel.hooks import target_check, vllm_fields, wrap
 from ttft_otel.request_trace import RequestTrace
@@ -32,12 +32,19 @@ def identify_server(app: Any) -> None:
     identity.ec_connector = vllm_fields.get_ec_connector_name(config)
     identity.takes_encodings = vllm_fields.is_ec_consumer(config)
     identity.can_see_outputs = can_see_outputs
+    handoff.engine_settings.update(vllm_fields.read_engine_settings(config))
+    identity.can_see_ends = can_see_ends
     target_check.log_start_line(identity.role or "by request")
 
 
 def can_see_outputs() -> bool:
     """Whether the hooks that notice a request's first output are active."""
     return wrap.is_active("frontend.outputs") and wrap.is_active("frontend.register")
+
+
+def can_see_ends() -> bool:
+    """Whether the hook that notices the end of a generation is active, beside those of the first output."""
+    return can_see_outputs() and wrap.is_active("frontend.end")
 
 
 async def query_engine(app: Any, trace: RequestTrace, query: str) -> str:
@@ -93,6 +100,7 @@ def register_request(processor: Any, request: Any, *args: Any, **kwargs: Any) ->
     trace.request_id = (
         trace.request_id or str(getattr(request, "external_req_id", None) or "")[:256]
     )
+    trace.is_beam_search = trace.is_beam_search or vllm_fields.is_beam(request)
     recorder.register_engine_request(trace, request.request_id)
 
 
@@ -117,6 +125,17 @@ def record_outputs(
                 recorder.fail_engine_request(output.request_id, marks)
             else:
                 recorder.record_first_output(output.request_id, marks, start or now, now)
+
+
+def record_end(
+    _: None, result: Any, processor: Any, req_state: Any, finish_reason: Any, *args: Any, **kw: Any
+) -> None:
+    """After _update_stats_from_finished(), which vLLM calls once for each request that has ended."""
+    engine_id = req_state.request_id
+    # Only for ours: counting tokens is not free for each of vLLM's detokenizers.
+    if engine_id in recorder.unended_requests:
+        tokens = vllm_fields.count_output_tokens(req_state)
+        recorder.record_end(engine_id, str(finish_reason), tokens)
 
 
 def stamp_part_start(*args: Any, **kwargs: Any) -> int:
@@ -159,4 +178,5 @@ HOOKS: Final = {
     "frontend.outputs": wrap.Hook(
         before=stamp_outputs_received, after=record_outputs, ready=recorder.awaiting_traces
     ),
+    "frontend.end": wrap.Hook(after=record_end, ready=recorder.unended_requests),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttft_otel import stages
+from ttft_otel import names, stages
 from ttft_otel.hooks import ec_fields
 
 
@@ -17,13 +17,14 @@ class SchedulerFacts:
     served. max_running, max_tokens: places, and tokens of a step, 0 when unknown. max_batched,
     draft_slots: a step's tokens with those of drafts, and drafts of a request. chunked: prompts can be
     computed in parts. reserves_prompt: one is admitted only if there are KV blocks for all of it.
-    cache_groups: kinds of KV blocks, of which each token needs its own.
+    cache_groups: kinds of KV blocks, of which each token needs its own. overlaps: a step can be scheduled
+    while another one runs. is_pipeline: pipeline stages do, so that no request is in every step.
     """
 
     __slots__ = (
         *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
         *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
-        *("reserves_prompt", "cache_groups"),
+        *("reserves_prompt", "cache_groups", "overlaps", "is_pipeline"),
     )
 
     def __init__(self, scheduler: Any) -> None:
@@ -37,10 +38,13 @@ class SchedulerFacts:
         self.ec_may_wait = can_delay_requests(self.ec_connector)
         self.has_kv_connector = getattr(scheduler, "connector", None) is not None
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
+        parallel = getattr(config, "parallel_config", None)
+        self.is_pipeline = int(getattr(parallel, "pipeline_parallel_size", 1) or 1) > 1
         self._read_limits(scheduler, config)
 
     def _read_limits(self, scheduler: Any, config: Any) -> None:
         own = getattr(scheduler, "scheduler_config", None)
+        self.overlaps = self.is_pipeline or bool(getattr(own, "async_scheduling", False))
         self.by_priority = getattr(own, "policy", "fcfs") == "priority"
         # vLLM admits by this one; max_num_running_reqs counts the runner's slots (scheduler.py).
         places = getattr(scheduler, "max_num_active_reqs", None)
@@ -153,6 +157,42 @@ def lacks_first_token(output: Any) -> bool:
     return str(reason) == "error" or not (
         getattr(output, "new_token_ids", True) or str(reason) == "stop"
     )
+
+
+def is_beam(request: Any) -> bool:
+    """Whether an EngineCoreRequest is one step of a beam search (generate/beam_search/online.py).
+
+    By its name, `<batch>-beam-<number>`, as SamplingParams do not tell; a client that gives its own
+    request such a name only loses what is counted at its end.
+    """
+    name = str(getattr(request, "external_req_id", None) or "")
+    _, found, number = name.rpartition("-beam-")
+    return bool(found) and number.isdigit()
+
+
+def count_output_tokens(req_state: Any) -> int:
+    """Tokens of a RequestState's answer, as in the `usage` that the client gets; -1 when unknown."""
+    # Not its stats: those are missing with --disable-log-stats, and count what a stop string cut off.
+    count = getattr(getattr(req_state, "detokenizer", None), "num_output_tokens", None)
+    return int(count()) if count is not None else -1
+
+
+def read_engine_settings(config: Any) -> dict[str, int]:
+    """What `config` tells of the scheduler, by names.ENGINE_SETTINGS; what it lacks is left out."""
+    scheduler = getattr(config, "scheduler_config", None)
+    cache = getattr(config, "cache_config", None)
+    blocks = getattr(cache, "num_gpu_blocks", None)
+    size = getattr(cache, "block_size", None)
+    ranks = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
+    told = {
+        names.ENGINE_MAX_SEQS: getattr(scheduler, "max_num_seqs", None),
+        names.ENGINE_MAX_TOKENS: getattr(scheduler, "max_num_batched_tokens", None),
+        names.ENGINE_ASYNC: getattr(scheduler, "async_scheduling", None),
+        names.ENGINE_CHUNKED: getattr(scheduler, "enable_chunked_prefill", None),
+        # vLLM has added up the blocks of all ranks here; each has its own.
+        names.ENGINE_KV_TOKENS: blocks * size // ranks if blocks and size and ranks else None,
+    }
+    return {name: int(value) for name, value in told.items() if isinstance(value, int)}
 
 
 def get_vllm_config(state: Any) -> Any:

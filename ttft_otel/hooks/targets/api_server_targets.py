@@ -104,4 +104,20 @@ FRONTEND_TARGETS: Final[tuple[PatchTarget, ...]] = (
         VLLM_EMITS_IT,
         reads=("engine_core_outputs",),
     ),
+    PatchTarget(
+        # Once for each request, whether or not vLLM keeps statistics; not for one that is aborted.
+        "frontend.end",
+        "api",
+        (
+            TargetPlace(
+                "vllm.v1.engine.output_processor", "OutputProcessor._update_stats_from_finished"
+            ),
+        ),
+        "end of a generation: its tokens, finish reason, time per token",
+        (),
+        "process_outputs() would have to be asked at each decode step",
+        VLLM_EMITS_IT,
+        reads=("req_state", "finish_reason"),
+        part=True,
+    ),
 )

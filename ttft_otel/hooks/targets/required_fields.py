@@ -44,7 +44,10 @@ _NO_SOURCE: Final = "the sources of media items are wrong or missing"
 _NOT_KEPT: Final = "no span `ttft.ec.kept`, or one that does not end with the fetch"
 _ENGINE: Final = "vllm.v1.engine"
 _NO_REASON: Final = "why requests wait is wrong or `other`"
+_NO_HOLDER: Final = "which work held a waiting request is wrong"
 _NO_TRACE: Final = "no breakdown at all"
+_NO_SETTING: Final = "a scheduler setting is not told: `ttft-otel whatif` has to be given it"
+_NO_END: Final = "no output tokens, finish reasons and time per token"
 
 FIELDS: Final[tuple[VllmField, ...]] = (
     *_make_fields(
@@ -53,6 +56,17 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         "ec_transfer_config kv_transfer_config",
         "the instance's role reads `mono`; no connector's name",
     ),
+    *_make_fields(
+        "vllm.config.vllm",
+        "VllmConfig",
+        "scheduler_config cache_config parallel_config",
+        _NO_SETTING,
+    ),
+    *_make_fields(
+        "vllm.config.scheduler", "SchedulerConfig", "max_num_seqs async_scheduling", _NO_SETTING
+    ),
+    *_make_fields("vllm.config.cache", "CacheConfig", "num_gpu_blocks block_size", _NO_SETTING),
+    *_make_fields("vllm.config.parallel", "ParallelConfig", "data_parallel_size", _NO_SETTING),
     *_make_fields("vllm.config.ec_transfer", "ECTransferConfig", "ec_role", "role reads `mono`"),
     *_make_fields(
         "vllm.config.ec_transfer", "ECTransferConfig", "ec_connector", "no connector's name"
@@ -115,6 +129,10 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         "policy max_num_batched_tokens enable_chunked_prefill scheduler_reserve_full_isl",
         _NO_REASON,
     ),
+    *_make_fields("vllm.config.scheduler", "SchedulerConfig", "async_scheduling", _NO_HOLDER),
+    *_make_fields("vllm.config.parallel", "ParallelConfig", "pipeline_parallel_size", _NO_HOLDER),
+    *_make_fields("vllm.v1.request", "Request", "num_output_tokens", _NO_HOLDER),
+    *_make_fields(_OUTPUT, "SchedulerOutput", "scheduled_spec_decode_tokens", _NO_HOLDER),
     *_make_fields("vllm.config.vllm", "VllmConfig", "speculative_config", _NO_REASON),
     *_make_fields(
         "vllm.config.speculative",
@@ -181,6 +199,8 @@ FIELDS: Final[tuple[VllmField, ...]] = (
         "an end without a token looks like a first token",
     ),
     *_make_fields(_ENGINE, "EngineCoreOutputs", "outputs", _NO_TRACE),
+    *_make_fields(f"{_ENGINE}.output_processor", "RequestState", "request_id detokenizer", _NO_END),
+    *_make_fields(f"{_ENGINE}.detokenizer", "IncrementalDetokenizer", "num_output_tokens", _NO_END),
     *_make_fields(
         "vllm.v1.outputs",
         "KVConnectorOutput",

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known at a request's end: tokens, finish reasons, time per token; right, or not there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ttft_otel import clock, names, recorder, testing
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.roles import identity
+
+from .server import DECODE_US, EGRESS_US, FakeClient, ServerPlan, hang_in_queue
+
+END_NAMES = {names.OUTPUT_TOKENS, names.FINISH_REASONS, names.TOKEN_TIME_US}
+
+
+def read_end(records: testing.MemorySender) -> dict[str, Any]:
+    """The server span's attributes of what was generated; they are on no other span."""
+    *_, last = records.kept
+    assert last.server is not None
+    for record in records.kept:
+        assert record.ttft is None or not END_NAMES & set(record.ttft.attributes)
+    return {key: value for key, value in last.server.attributes.items() if key in END_NAMES}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "repetition"])
+def test_end(
+    client: FakeClient, records: testing.MemorySender, stream: bool, finish_reason: str
+) -> None:
+    """vLLM's own words and numbers; the time after the first token is shared by the tokens after it."""
+    client.server.plan = ServerPlan(stream=stream, tokens=5, finish_reason=finish_reason)
+    asyncio.run(client.call_server())
+
+    # From the first token, processed EGRESS_US before its chunk, to the last one.
+    assert read_end(records) == {
+        names.OUTPUT_TOKENS: 5,
+        names.FINISH_REASONS: (finish_reason,),
+        names.TOKEN_TIME_US: round((EGRESS_US + DECODE_US) / 4),
+    }
+
+
+def test_one_token(client: FakeClient, records: testing.MemorySender) -> None:
+    """Without a token after the first one there is no time per token."""
+    client.server.plan = ServerPlan(tokens=1, finish_reason="length")
+    asyncio.run(client.call_server())
+
+    assert read_end(records) == {names.OUTPUT_TOKENS: 1, names.FINISH_REASONS: ("length",)}
+
+
+def test_all_tokens_in_one_step(client: FakeClient, records: testing.MemorySender) -> None:
+    """With speculative decoding all tokens may come at once: no step after the first has a length."""
+    trace: Any = None
+
+    async def call() -> None:
+        nonlocal trace
+        original = recorder.record_end
+
+        def record_end(engine_id: str, reason: str, tokens: int) -> None:
+            nonlocal trace
+            trace = recorder.current_trace.get()
+            original(engine_id, reason, tokens)
+            engine = trace.engine_requests[engine_id]
+            engine.ended = (
+                engine.output - 1
+            )  # inside process_outputs(), which stamps `output` after it
+
+        recorder.record_end = record_end
+        try:
+            await client.call_server()
+        finally:
+            recorder.record_end = original
+
+    asyncio.run(call())
+
+    assert read_end(records) == {names.OUTPUT_TOKENS: 5, names.FINISH_REASONS: ("stop",)}
+
+
+def test_several_generations(client: FakeClient, records: testing.MemorySender) -> None:
+    """With n > 1 tokens add up, each generation has its reason, and no time per token is one's own."""
+    client.server.plan = ServerPlan(count=3, tokens=4)
+    asyncio.run(client.call_server())
+
+    assert read_end(records) == {names.OUTPUT_TOKENS: 12, names.FINISH_REASONS: ("stop",) * 3}
+
+
+def test_more_generations_than_fit(client: FakeClient, records: testing.MemorySender) -> None:
+    """A list that is cut would not be one reason for each generation."""
+    client.server.plan = ServerPlan(count=65, tokens=4)
+    asyncio.run(client.call_server())
+
+    assert read_end(records) == {names.OUTPUT_TOKENS: 65 * 4}
+
+
+def test_beam_search(client: FakeClient, records: testing.MemorySender) -> None:
+    """The steps of a beam search are not what the client gets."""
+    client.server.plan = ServerPlan(count=2, external_id="cmpl-1-9af3-beam-0")
+    asyncio.run(client.call_server())
+
+    assert read_end(records) == {}
+    assert not any(map(vllm_fields.is_beam, (None, object())))
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill"])
+def test_intermediate(
+    client: FakeClient, records: testing.MemorySender, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder generates nothing; a prefill instance's token is the first, with none after it."""
+    monkeypatch.setattr(identity, "role", role)
+    asyncio.run(client.call_server())
+
+    found = read_end(records)
+    assert names.TOKEN_TIME_US not in found
+    assert (names.OUTPUT_TOKENS in found) is (role == "prefill")
+
+
+def test_engine_fails_while_decoding(client: FakeClient, records: testing.MemorySender) -> None:
+    """vLLM says so itself; the convention has times per token of successful answers only."""
+    client.server.plan = ServerPlan(tokens=3, finish_reason="error")
+    asyncio.run(client.call_server())
+
+    assert read_end(records) == {names.OUTPUT_TOKENS: 3, names.FINISH_REASONS: ("error",)}
+
+
+def test_client_leaves_while_decoding(client: FakeClient, records: testing.MemorySender) -> None:
+    """vLLM tells no end of what it aborts: nothing is said of it but why the request ended."""
+    send = client.send
+
+    async def leave(message: Any) -> None:
+        await send(message)
+        if message.get("body"):
+            raise asyncio.CancelledError
+
+    client.send = leave  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(client.call_server())
+
+    *_, last = records.kept
+    assert last.server is not None and last.server.error == names.ERROR_CANCELLED
+    assert read_end(records) == {}
+
+
+def test_stream_that_ends_too_soon(client: FakeClient, records: testing.MemorySender) -> None:
+    """Starlette ends a stream whose client has left like a complete one; vLLM has told no end."""
+    client.server.plan = ServerPlan(is_left=True)
+    asyncio.run(client.call_server())
+
+    first, last = records.kept
+    assert first.ttft is not None and first.ttft.error == ""
+    assert last.server is not None and last.server.error == names.ERROR_INCOMPLETE
+    assert read_end(records) == {}
+
+
+def test_ends_that_nobody_sees(
+    client: FakeClient, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the hook nothing is known of ends, and no stream counts as one that broke off."""
+    monkeypatch.setattr(identity, "can_see_ends", lambda: False)
+    client.server.plan = ServerPlan(is_left=True)
+    asyncio.run(client.call_server())
+
+    *_, last = records.kept
+    assert last.server is not None and last.server.error == ""
+
+
+def test_client_leaves_before_the_first_token(
+    client: FakeClient, records: testing.MemorySender
+) -> None:
+    """Without a first token nothing was generated."""
+
+    async def call() -> None:
+        async with hang_in_queue(client, client.call_server) as task:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        while waits := client.app.abort_tasks:
+            await asyncio.gather(*waits)
+
+    asyncio.run(call())
+
+    assert read_end(records) == {}
+
+
+def test_refused(client: FakeClient, records: testing.MemorySender) -> None:
+    """A refused request has no end to tell, and only its status."""
+    client.server.plan = ServerPlan(status=404)
+    asyncio.run(client.call_server())
+
+    assert read_end(records) == {}
+
+
+def test_background(client: FakeClient, records: testing.MemorySender) -> None:
+    """An answer that says "queued" is marked: its length is not one of an answer."""
+    client.server.plan = ServerPlan(stream=False, background=True)
+    asyncio.run(client.call_server("/v1/responses"))
+
+    (record,) = records.kept
+    assert record.server is not None and record.server.attributes[names.BACKGROUND] is True
+    assert read_end(records) == {}
+
+
+def test_nothing_is_asked_while_decoding(
+    client: FakeClient, records: testing.MemorySender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between first and last token no hook reads a clock or touches a trace, however many steps there are."""
+    readings = 0
+    read = clock.now_us
+
+    def count_readings() -> int:
+        nonlocal readings
+        readings += 1
+        return read()
+
+    processors = client.server.processors
+    decode = client.server._decode
+
+    def decode_in_steps(sent: dict[str, int]) -> None:
+        nonlocal readings
+        # A context of its own: the clock is a fake already, which ends after this test's fixtures.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "now_us", count_readings)
+            for _ in range(1000):
+                processors.process_outputs([])
+            assert readings == 0
+            decode(sent)
+            assert readings == 1  # one generation, one end
+
+    monkeypatch.setattr(client.server, "_decode", decode_in_steps)
+    asyncio.run(client.call_server())
+
+    assert read_end(records)[names.OUTPUT_TOKENS] == 5
+
+
+def test_nothing_is_left(client: FakeClient, records: testing.MemorySender) -> None:
+    """However a request ends, nothing of it stays; beyond the bound only its end is not told."""
+    client.server.plan = ServerPlan(dies=True)
+    asyncio.run(client.call_server())
+    assert not recorder.unended_requests
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "MAX_UNENDED_REQUESTS", 0)
+        client.server.plan = ServerPlan()
+        asyncio.run(client.call_server())
+    assert read_end(records) == {}
+    first, last = records.kept[-2:]
+    assert first.ttft is not None and last.server is not None and last.server.error == ""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real server tells at a request's end, against the answer's own `usage` and the client's clock."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from lab.ttft_client import TimedResponse
+from tests.live.bench import LiveDeployment
+from ttft_otel import names
+from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+
+USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}
+END_NAMES = {names.OUTPUT_TOKENS, names.FINISH_REASONS, names.TOKEN_TIME_US}
+
+
+def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
+    """One request to the server that decodes; its answer, and its server span's attributes."""
+    trace = os.urandom(16).hex()
+    headers = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    answer = bench.send_request(bench.fleet.get_url("prefill_decode"), headers=headers, **fields)
+    spans = bench.wait_for_trace(
+        trace, lambda got: any(names.HTTP_METHOD in span["attributes"] for span in got)
+    )
+    (server,) = [span for span in spans if names.HTTP_METHOD in span["attributes"]]
+    others = [span for span in spans if span is not server]
+    assert not any(END_NAMES & set(span["attributes"]) for span in others)
+    return answer, server["attributes"]
+
+
+def read_usage(answer: TimedResponse) -> int:
+    """Output tokens as vLLM tells its client."""
+    if not answer.events:
+        return int(answer.json()["usage"]["completion_tokens"])
+    lines = [line for line in answer.body.decode().split("data: ") if '"usage"' in line]
+    found = [json.loads(line.split("\n")[0]).get("usage") for line in lines]
+    return int([usage for usage in found if usage][-1]["completion_tokens"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
+    """Tokens are those of `usage`; decode steps of 30 ms make the time per token at least that."""
+    epd.control.set_injections({"forward": 30})
+    extra = USAGE if stream else {"ignore_eos": True}
+    answer, told = call(epd, path=path, stream=stream, max_tokens=12, extra=extra)
+
+    assert told[names.OUTPUT_TOKENS] == read_usage(answer) == 12
+    assert json.loads(told[names.FINISH_REASONS]) == ["length"]
+    assert told[names.TOKEN_TIME_US] >= 30_000
+    # All steps after the first token fit into the exchange, as the client saw it.
+    first_us = answer.client_ttft_us or 0
+    assert told[names.TOKEN_TIME_US] * 11 <= answer.total_us - first_us + 30_000
+
+
+def test_several_generations(epd: LiveDeployment) -> None:
+    """With n = 2 tokens add up, and the steps are nobody's own."""
+    answer, told = call(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
+
+    assert told[names.OUTPUT_TOKENS] == read_usage(answer) == 10
+    assert json.loads(told[names.FINISH_REASONS]) == ["length"] * 2
+    assert names.TOKEN_TIME_US not in told
+
+
+def test_stop_string(epd: LiveDeployment) -> None:
+    """A stop string, found in the API server itself, ends the generation with vLLM's word for it."""
+    plain, _ = call(
+        epd,
+        stream=False,
+        path=COMPLETIONS_PATH,
+        max_tokens=12,
+        extra={"ignore_eos": True, "temperature": 0, "seed": 1},
+    )
+    text = plain.json()["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    extra = {"ignore_eos": True, "temperature": 0, "seed": 1, "stop": [stop]}
+    answer, told = call(epd, stream=False, path=COMPLETIONS_PATH, max_tokens=12, extra=extra)
+
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(told[names.FINISH_REASONS]) == ["stop"]
+    assert told[names.OUTPUT_TOKENS] == read_usage(answer) <= 12
+
+
+def test_beam_search(epd: LiveDeployment) -> None:
+    """The steps of a beam search are not the answer's: nothing is told of them."""
+    extra = {"use_beam_search": True, "ignore_eos": True}
+    answer, told = call(epd, stream=False, path=COMPLETIONS_PATH, n=2, max_tokens=4, extra=extra)
+
+    assert answer.status == 200
+    assert not END_NAMES & set(told)
+
+
+def test_client_leaves(epd: LiveDeployment) -> None:
+    """Of a generation that the client cut off vLLM tells no end; the request has an error."""
+    epd.control.set_injections({"forward": 50})
+    answer, told = call(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
+
+    assert answer.aborted
+    assert told[names.ERROR_TYPE] == names.ERROR_INCOMPLETE
+    assert not END_NAMES & set(told)
+
+
+def test_unknown_model(epd: LiveDeployment) -> None:
+    """A model that only the client knows is on no span, neither of the router nor of the server."""
+    for url in (epd.front_url, epd.fleet.get_url("prefill_decode")):
+        trace = os.urandom(16).hex()
+        headers = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        answer = epd.send_request(url, headers=headers, model="made-up", stream=False)
+        assert answer.status == 404
+        spans = epd.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
+        assert not any("made-up" in str(span["attributes"].values()) for span in spans)
