@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own Scheduler, run on random loads with a clock of our own: what the what-if's model must give."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from ttft_otel import testing
+from ttft_otel.explain.engine_model import EngineLimits
+
+BASE_US, TOKEN_US, GAP_US = 4_000, 25, 300  # of a step: always, for each token, and after it
+STREAM_US = 200  # from a sampled token to the client
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request to come."""
+
+    at_us: int
+    tokens: int
+    answer: int
+
+
+@dataclass
+class Served:
+    """What became of it; end: of its last step."""
+
+    queue: int = -1
+    dispatch: int = 0
+    chunks: int = 0
+    step_tokens: int = 0
+    compute: int = 0
+    stall: int = 0
+    first_token: int = 0
+    end: int = 0
+    chunk_end: int = 0
+
+
+def draw_arrivals(
+    seed: int, count: int = 120, mean_gap_us: int = 25_000, answer: tuple[int, int] = (1, 40)
+) -> list[Arrival]:
+    """Poisson arrivals of prompts with log-normal lengths."""
+    chance, at, arrivals = random.Random(seed), 0, []
+    for _ in range(count):
+        at += round(chance.expovariate(1 / mean_gap_us))
+        tokens = round(min(chance.lognormvariate(4.5, 1.2), 1500)) + 1
+        arrivals.append(Arrival(at, tokens, chance.randint(*answer)))
+    return arrivals
+
+
+def build_driver(limits: EngineLimits) -> Any:
+    """vLLM's Scheduler with these limits, or its AsyncScheduler."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        real = importlib.import_module("tests.hooks.real_scheduler")
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        plain = real.WrappedScheduler
+        try:
+            if limits.async_scheduling:
+                real.WrappedScheduler = AsyncScheduler
+            return real.SchedulerDriver(
+                testing.FakeClock(),
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_batched_tokens,
+                enable_chunked_prefill=limits.chunked,
+                async_scheduling=limits.async_scheduling,
+                max_model_len=2048,
+            )
+        finally:
+            real.WrappedScheduler = plain
+
+
+def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]:
+    """What vLLM's Scheduler makes of `arrivals`, in steps of BASE_US and TOKEN_US a token.
+
+    The loop is that of vLLM's engine core: without async scheduling one step at a time, with it two of
+    which one runs; where nothing can be scheduled beside a step, its end is waited for.
+    """
+    driver, coming, now = build_driver(limits), list(enumerate(arrivals)), 0
+    scheduler, served = driver.scheduler, [Served() for _ in arrivals]
+    depth, device_free = 2 if limits.async_scheduling else 1, 0
+    flying: deque[tuple[int, Any, list[str], list[bool]]] = deque()
+    while coming or scheduler.requests:
+        if not scheduler.requests:
+            now = max(now, coming[0][1].at_us)
+        while coming and coming[0][1].at_us <= now:
+            number, arrival = coming.pop(0)
+            built = driver.build(str(number), arrival.tokens, arrival.answer, traced=False)
+            scheduler.add_request(built)
+        output = scheduler.schedule()
+        if output.total_num_scheduled_tokens:
+            length = BASE_US + TOKEN_US * output.total_num_scheduled_tokens
+            begun = max(now, device_free)
+            device_free = begun + length
+            ids, requests = list(output.num_scheduled_tokens), scheduler.requests
+            # vLLM counts them as computed as soon as they are scheduled.
+            whole = [
+                requests[each].num_computed_tokens >= requests[each].num_prompt_tokens
+                for each in ids
+            ]
+            for each, is_whole in zip(ids, whole, strict=True):
+                one = served[int(each)]
+                note_step(one, arrivals[int(each)], output, (now, begun, device_free), is_whole)
+            flying.append((device_free, output, ids, whole))
+            if len(flying) < depth:
+                continue
+        if flying:
+            end, finished, ids, whole = flying.popleft()
+            now = max(now, end)
+            scheduler.update_from_output(finished, make_result(ids, whole))
+            now += GAP_US
+    return served
+
+
+def make_result(ids: list[str], whole: list[bool]) -> Any:
+    """What a worker answers: a token of each request whose prompt is complete."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={each: at for at, each in enumerate(ids)},
+        sampled_token_ids=[[7] if each else [] for each in whole],
+    )
+
+
+def note_step(
+    one: Served, arrival: Arrival, output: Any, times: tuple[int, int, int], is_whole: bool
+) -> None:
+    """A step that is scheduled, begins and ends at `times` has a part of this request."""
+    scheduled, begun, one.end = times
+    if one.first_token:
+        return
+    if one.queue < 0:
+        one.queue = scheduled - arrival.at_us
+        one.dispatch = begun - scheduled
+    else:
+        one.stall += begun - one.chunk_end
+    one.chunks += 1
+    one.step_tokens += output.total_num_scheduled_tokens
+    one.compute += one.end - begun
+    one.chunk_end = one.end
+    if is_whole:
+        one.first_token = one.end

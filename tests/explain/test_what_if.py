@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What-if answers against vLLM's own Scheduler with the other settings, and windows that must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.explain.scheduler_truth import (
+    BASE_US,
+    GAP_US,
+    STREAM_US,
+    TOKEN_US,
+    Arrival,
+    Served,
+    draw_arrivals,
+    run_scheduler,
+)
+from ttft_otel import names
+from ttft_otel.explain import what_if
+from ttft_otel.explain.engine_model import EngineLimits, Step
+from ttft_otel.explain.planned_change import PlannedChange
+from ttft_otel.explain.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.step_fit import fit_steps
+from ttft_otel.explain.what_if_figures import TTFT
+from ttft_otel.explain.window_check import CannotTellError
+
+BEFORE_US = 1500  # from the arrival at the server to that at its engine
+SMALL = EngineLimits(4, 512)
+REPETITIONS = 4
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def record(
+    arrivals: list[Arrival], limits: EngineLimits, *, tells_answers: bool = False
+) -> Recording:
+    """The window as traces would tell it."""
+    found = [
+        build_request(number, each, one, tells_answers)
+        for number, (each, one) in enumerate(
+            zip(arrivals, run_scheduler(arrivals, limits), strict=True)
+        )
+    ]
+    told = {
+        names.ENGINE_MAX_SEQS: limits.max_num_seqs,
+        names.ENGINE_MAX_TOKENS: limits.max_batched_tokens,
+        names.ENGINE_ASYNC: int(limits.async_scheduling),
+    }
+    return Recording(tuple(found), {"chat-1": told}, roles=frozenset({"mono"}))
+
+
+def build_request(
+    number: int, arrival: Arrival, one: Served, tells_answers: bool = False
+) -> ReplayRequest:
+    stages = {
+        "prefill.queue": one.queue,
+        "prefill.compute": one.compute,
+        "prefill.stall": one.stall,
+        "dispatch": one.dispatch,
+        "sample": 0,
+    }
+    visit = EngineVisit(
+        instance="chat-1",
+        role="mono",
+        arrived=arrival.at_us,
+        computed=arrival.tokens,
+        cached=0,
+        stages=stages,
+        chunks=one.chunks,
+        own_tokens=arrival.tokens,
+        step_tokens=one.step_tokens,
+        output_tokens=arrival.answer if tells_answers else 0,
+        hold_us=one.end - one.first_token,
+        after_us=STREAM_US,
+    )
+    whole = {"preprocess": BEFORE_US, **stages, "output": STREAM_US}
+    return ReplayRequest(f"r{number}", arrival.at_us - BEFORE_US, visit, whole)
+
+
+def find_truth(arrivals: list[Arrival], limits: EngineLimits) -> Any:
+    """p50 and p95 of the TTFT that vLLM's Scheduler gives."""
+    ttfts = [
+        BEFORE_US + one.first_token - each.at_us + STREAM_US
+        for each, one in zip(arrivals, run_scheduler(arrivals, limits), strict=True)
+    ]
+    return numpy.quantile(ttfts, [0.5, 0.95])
+
+
+def predict(recording: Recording, change: PlannedChange, given: PlannedChange | None = None) -> Any:
+    answer = what_if.predict_change(recording, change, given or PlannedChange(), REPETITIONS)
+    return answer, [each.predicted for each in answer.figures[TTFT][:2]]
+
+
+CASES: dict[str, tuple[PlannedChange, Callable[[list[Arrival]], list[Arrival]], EngineLimits]] = {
+    "max_num_seqs": (PlannedChange(max_num_seqs=16), list, EngineLimits(16, 512)),
+    "fewer_seqs": (PlannedChange(max_num_seqs=3), list, EngineLimits(3, 512)),
+    "max_num_batched_tokens": (PlannedChange(max_batched_tokens=128), list, EngineLimits(4, 128)),
+    "rate": (
+        PlannedChange(rate=1.2),
+        lambda some: [replace(each, at_us=round(each.at_us / 1.2)) for each in some],
+        SMALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("tells_answers", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_change(name: str, tells_answers: bool) -> None:
+    """Predicted p50 and p95 are within 5 % of those of vLLM's Scheduler with the changed setting."""
+    change, move, limits = CASES[name]
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    answer, predicted = predict(record(arrivals, SMALL, tells_answers=tells_answers), change)
+    truth = find_truth(move(arrivals), limits)
+    before = find_truth(arrivals, SMALL)
+
+    assert predicted == pytest.approx(truth, rel=0.05)
+    assert abs(truth[1] / before[1] - 1) > 0.1, "a change that changes nothing would test nothing"
+    assert max(abs(each) for each in answer.errors) < 0.05
+    figure = answer.figures[TTFT][1]
+    assert figure.low <= figure.predicted <= figure.high
+
+
+def test_async_scheduling() -> None:
+    """Where steps are composed while others run, too; most of `dispatch` is then another step."""
+    arrivals, limits = (
+        draw_arrivals(17, 300, 40_000, (5, 25)),
+        replace(SMALL, async_scheduling=True),
+    )
+    answer, predicted = predict(record(arrivals, limits), PlannedChange(max_num_seqs=3))
+    truth = find_truth(arrivals, replace(limits, max_num_seqs=3))
+
+    assert predicted == pytest.approx(truth, rel=0.08)
+    assert max(abs(each) for each in answer.errors) < 0.05
+    assert truth[1] > 1.1 * find_truth(arrivals, limits)[1]
+
+
+def test_wrong_settings() -> None:
+    """Told wrong settings, the model misses the window itself, and says by how much or refuses."""
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    recording = record(arrivals, SMALL)
+    try:
+        answer, _ = predict(recording, PlannedChange(rate=1.1), PlannedChange(max_num_seqs=2))
+    except CannotTellError:
+        return
+    assert max(abs(each) for each in answer.errors) > 0.15
+
+
+def test_second_instance() -> None:
+    """Two instances that take turns: each is vLLM's Scheduler with every other request."""
+    arrivals = draw_arrivals(12, 300, 40_000, (5, 25))
+    answer, predicted = predict(record(arrivals, SMALL), PlannedChange(instances=1))
+    halves = [arrivals[0::2], arrivals[1::2]]
+    ttfts = [
+        BEFORE_US + one.first_token - each.at_us + STREAM_US
+        for half in halves
+        for each, one in zip(half, run_scheduler(half, SMALL), strict=True)
+    ]
+
+    assert predicted == pytest.approx(numpy.quantile(ttfts, [0.5, 0.95]), rel=0.05)
+    assert any("round_robin" in note for note in answer.notes)
+
+
+def test_policies() -> None:
+    """The router's own policies: by load, two instances serve better than by turns; none is refused."""
+    slow = record(draw_arrivals(13, 400, 40_000, (5, 25)), SMALL)
+    by_turns, by_load, by_ttft = (
+        predict(slow, PlannedChange(instances=1, policy=policy, rate=1.8))[1]
+        for policy in ("round_robin", "least_requests", "ttft")
+    )
+
+    assert by_load[1] < by_turns[1] and by_ttft[1] < by_turns[1]
+    with pytest.raises(CannotTellError, match="traces do not tell"):
+        predict(slow, PlannedChange(policy="prefix"))
+
+
+def test_cache_hit() -> None:
+    """More cached tokens are fewer computed ones: as if prompts were so much shorter."""
+    arrivals = draw_arrivals(14, 300, 40_000, (5, 25))
+    _, predicted = predict(record(arrivals, SMALL), PlannedChange(cache_hit=0.3))
+    shorter = [replace(each, tokens=max(1, round(each.tokens * 0.7))) for each in arrivals]
+
+    assert predicted == pytest.approx(find_truth(shorter, SMALL), rel=0.05)
+
+
+def test_fit() -> None:
+    """The steps' cost is what the clock took, also where something else has delayed every tenth."""
+    visits = [each.main for each in record(draw_arrivals(15, 300), SMALL).requests]
+    for number in range(0, len(visits), 10):
+        late = {**visits[number].stages, "prefill.compute": 900_000}
+        visits[number] = replace(visits[number], stages=late)
+    fit = fit_steps(visits, False)
+
+    assert fit.times.forward[0] == pytest.approx(BASE_US, rel=0.05)
+    assert fit.times.forward[1] == pytest.approx(TOKEN_US, rel=0.05)
+    assert fit.times.gap_us == pytest.approx(GAP_US, abs=5) and fit.knows_gap
+    assert fit.speeds == {"chat-1": pytest.approx(1.0)}
+
+
+def test_slow_period() -> None:
+    """What slowed the machine down for a while slows the replay down then, and not all the time."""
+    visits = [each.main for each in record(draw_arrivals(18, 300), SMALL).requests]
+    middle = visits[150].arrived
+    slow = [
+        replace(each, stages={**each.stages, "prefill.compute": 2 * each.stages["prefill.compute"]})
+        if each.arrived > middle
+        else each
+        for each in visits
+    ]
+    times = fit_steps(slow, False).times
+    early, late = (
+        times.measure_step(Step(1, middle + shift, [], 0, tokens=100)).forward
+        for shift in (-1_000_000, 1_000_000)
+    )
+
+    assert late == pytest.approx(2 * early, rel=0.05)
+    assert early == pytest.approx(BASE_US + 100 * TOKEN_US, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def window() -> Recording:
+    return record(draw_arrivals(16, 200, 40_000, (5, 25)), SMALL)
+
+
+def change_main(recording: Recording, step: int = 1, **fields: Any) -> Recording:
+    """The recording with these fields in every `step`-th visit."""
+    requests = [
+        replace(each, main=replace(each.main, **fields)) if number % step == 0 else each
+        for number, each in enumerate(recording.requests)
+    ]
+    return replace(recording, requests=tuple(requests))
+
+
+REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]] = {
+    "few": (
+        lambda w: replace(w, requests=w.requests[:20]),
+        PlannedChange(rate=1.1),
+        "50 are needed",
+    ),
+    "failed": (
+        lambda w: replace(w, failed=40),
+        PlannedChange(rate=1.1),
+        "40 of 240 requests failed",
+    ),
+    "untold": (lambda w: replace(w, unreadable=40), PlannedChange(rate=1.1), "ttft-otel doctor"),
+    "settings": (
+        lambda w: replace(w, settings={"chat-1": {}}),
+        PlannedChange(rate=1.1),
+        "--recorded-max-num-seqs and --recorded-max-num-batched-tokens",
+    ),
+    "ends": (
+        lambda w: change_main(w, hold_us=-1),
+        PlannedChange(rate=1.1),
+        "how long they decoded",
+    ),
+    "blocks": (
+        lambda w: change_main(w, reasons={"kv_blocks": 9000}),
+        PlannedChange(rate=1.1),
+        "memory is not modelled",
+    ),
+    "roles": (
+        lambda w: replace(w, roles=frozenset({"prefill", "decode"})),
+        PlannedChange(rate=1.1),
+        "prefill and a decode instance",
+    ),
+    "saturated": (lambda w: w, PlannedChange(rate=4), "more requests arrive than are served"),
+    "far": (lambda w: w, PlannedChange(max_num_seqs=64, rate=3.0), "too far|more requests arrive"),
+    "memory": (
+        lambda w: replace(
+            w, settings={"chat-1": {**w.settings["chat-1"], names.ENGINE_KV_TOKENS: 900}}
+        ),
+        PlannedChange(rate=1.1),
+        "tokens of KV cache",
+    ),
+    "encoders": (lambda w: w, PlannedChange(encoders=1), "at an encoder instance"),
+    "sampled": (
+        lambda w: replace(w, requests=w.requests[::4]),
+        PlannedChange(rate=1.1),
+        "not all requests are traced|misses the recorded window",
+    ),
+    "equal": (
+        lambda w: change_main(w, step_tokens=300, chunks=1, computed=300, own_tokens=300),
+        PlannedChange(max_batched_tokens=2048),
+        "what a token more costs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(window: Recording, name: str) -> None:
+    """What the window cannot tell is refused, with the reason."""
+    spoil, change, told = REFUSALS[name]
+    with pytest.raises(CannotTellError, match=told):
+        predict(spoil(window), change)
+
+
+def test_not_refused(window: Recording) -> None:
+    """The window that the refusals spoil answers by itself, and warns where it leaves what was seen."""
+    answer, _ = predict(window, PlannedChange(max_num_seqs=8))
+
+    assert answer.requests == 200 and answer.warnings
+    assert sum(figure.predicted for figure in (answer.figures["prefill.compute"][0],)) > BASE_US
+
+
+def test_other_reasons(window: Recording) -> None:
+    """What is waited for besides the scheduler's limits is told as a note."""
+    answer, _ = predict(
+        change_main(window, reasons={"in_step": 900, "grammar": 100}), PlannedChange()
+    )
+
+    assert any("10% of all waiting" in note and "(grammar)" in note for note in answer.notes)
+    assert not any("grammar" in note for note in predict(window, PlannedChange())[0].notes)

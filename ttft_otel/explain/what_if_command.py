@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel whatif`: what a recorded window's TTFT would be with other settings.
+
+Reads the embedded store, or Tempo; prints a table and sentences, or JSON (docs/whatif.schema.json).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+import click
+from rich import progress
+from rich.console import Console
+
+from ttft_otel.explain import planned_change, what_if, what_if_text
+from ttft_otel.explain.planned_change import PlannedChange
+from ttft_otel.explain.replay_facts import Recording, read_recording
+from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
+from ttft_otel.explain.window_check import CannotTellError
+from ttft_otel.report import database_schema
+from ttft_otel.report.breakdown_source import (
+    BreakdownSource,
+    SourceChoice,
+    add_source_options,
+    open_source,
+)
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+
+Parsed = TypeVar("Parsed")
+
+
+def parse_with(parse: Callable[[str], Parsed]) -> Callable[[Any, Any, str], Parsed | None]:
+    """A click callback that parses an option's text; None where it is not given."""
+
+    def check(context: Any, option: Any, text: str) -> Parsed | None:
+        try:
+            return parse(text) if text else None
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return check
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel whatif --since 1h.. --instances +1
+  ttft-otel whatif --max-num-batched-tokens 8192 --since 14:00..14:30
+  ttft-otel whatif --rate 1.5x --cache-hit +20% --json
+  ttft-otel whatif --instances +1 --routing-logic ttft --tempo http://127.0.0.1:3200
+  ttft-otel whatif                                        how well it knows the window itself
+"""
+)
+@click.option(
+    "--instances",
+    metavar="+N",
+    default="",
+    callback=parse_with(planned_change.parse_more),
+    help="So many more instances, each like the first one.",
+)
+@click.option(
+    "--encoders",
+    metavar="+N",
+    default="",
+    callback=parse_with(planned_change.parse_more),
+    help="So many more encoder instances.",
+)
+@click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's option of this name.")
+@click.option(
+    "--max-num-batched-tokens", type=click.IntRange(1), help="vLLM's option of this name."
+)
+@click.option(
+    "--routing-logic",
+    type=click.Choice(list(POLICIES)),
+    help="The router's policy; those that decide by shared prefixes or sessions are refused.",
+)
+@click.option(
+    "--rate",
+    metavar="FACTORx",
+    default="",
+    callback=parse_with(planned_change.parse_rate),
+    help="The same requests, so many times as fast: 1.5x.",
+)
+@click.option(
+    "--cache-hit",
+    metavar="SHARE%",
+    default="",
+    callback=parse_with(planned_change.parse_share),
+    help="So much more of all prompt tokens is in the prefix cache: +20%.",
+)
+@click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
+@click.option("--model", default="", help="Only requests for this model.")
+@click.option(
+    "--recorded-max-num-seqs",
+    type=click.IntRange(1),
+    help="The recorded servers' setting, where their spans do not tell it.",
+)
+@click.option(
+    "--recorded-max-num-batched-tokens",
+    type=click.IntRange(1),
+    help="The recorded servers' setting, where their spans do not tell it.",
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(2, 1000),
+    default=20,
+    show_default=True,
+    help="Replays of the window, each with its own noise; more give steadier intervals.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+@add_source_options
+def whatif(
+    instances: int | None,
+    encoders: int | None,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    routing_logic: str | None,
+    rate: float | None,
+    cache_hit: float | None,
+    since: str,
+    model: str,
+    recorded_max_num_seqs: int | None,
+    recorded_max_num_batched_tokens: int | None,
+    repetitions: int,
+    as_json: bool,
+    source: SourceChoice,
+) -> None:
+    """Say what a window's TTFT would be with other settings, and how well the window itself is known."""
+    change = PlannedChange(
+        instances=instances or 0,
+        encoders=encoders or 0,
+        max_num_seqs=max_num_seqs or 0,
+        max_batched_tokens=max_num_batched_tokens or 0,
+        policy=routing_logic or "",
+        rate=rate or 1.0,
+        cache_hit=cache_hit or 0.0,
+    )
+    given = PlannedChange(
+        max_num_seqs=recorded_max_num_seqs or 0,
+        max_batched_tokens=recorded_max_num_batched_tokens or 0,
+    )
+    try:
+        with open_source(source) as opened:
+            recording = load_recording(opened, since, model)
+        answer = replay_with_progress(recording, change, given, repetitions)
+    except (database_schema.StoreError, CannotTellError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(what_if_text.describe_answer(answer), indent=2))
+    else:
+        what_if_text.print_answer(answer)
+
+
+def load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
+    """The newest MAX_REQUESTS requests of the window. Raises click.UsageError, StoreError."""
+    try:
+        found = parse_window(since, datetime.now().astimezone())
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    wanted = RequestFilter(
+        model=model, since_ns=found.since_ns, until_ns=found.until_ns, last=MAX_REQUESTS
+    )
+    requests = opened.list_latest(wanted)
+    # To stderr, as the bar is: stdout may be JSON that a program reads.
+    if len(requests) == MAX_REQUESTS:
+        click.echo(f"{since}: only the newest {MAX_REQUESTS} requests are replayed", err=True)
+    console = Console(stderr=True)
+    bar = progress.track(
+        requests,
+        f"reading {since}",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+    def find_spans(trace_id: str) -> Sequence[StoredSpan]:
+        trace = opened.find_trace(trace_id)
+        return trace.spans if trace else ()
+
+    return read_recording(bar, find_spans)
+
+
+def replay_with_progress(
+    recording: Recording, change: PlannedChange, given: PlannedChange, repetitions: int
+) -> what_if.Prediction:
+    """Predict, with a bar on a terminal. Raises CannotTellError."""
+    console = Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=repetitions)
+        return what_if.predict_change(
+            recording, change, given, repetitions, track=lambda done: bar.update(task, advance=done)
+        )
