@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ttft-otel report`: print requests from the database. Needs no pip extra."""
+"""The command `ttft-otel report`: print requests from the database, or from Tempo.
+
+Needs a pip extra for Tempo only.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ttft_otel.report import database_schema, json_answers, perfetto_trace, terminal
-from ttft_otel.report.database_reader import (
-    MAX_REQUESTS,
-    DatabaseReader,
-    RequestFilter,
-    StoredTrace,
-    open_reader,
+from ttft_otel.report.breakdown_source import (
+    BreakdownSource,
+    SourceChoice,
+    add_source_options,
+    open_source,
 )
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.summary import summarize
 
@@ -29,6 +31,7 @@ Examples:
   ttft-otel report --request ID --json | jq .combined
   ttft-otel report --trace 4bf92f3577b34da6a3ce929d0e0e4736
   ttft-otel report --last 50 --perfetto trace.json
+  ttft-otel report --tempo http://127.0.0.1:3200 --last 50
 """
 )
 @click.option(
@@ -42,16 +45,14 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="Write the spans to this file instead, for Perfetto's UI.",
 )
-@click.option(
-    "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
-)
+@add_source_options
 def report(
     last: int | None,
     trace_id: str | None,
     request_id: str | None,
     as_json: bool,
     perfetto: Path | None,
-    db: Path | None,
+    source: SourceChoice,
 ) -> None:
     """Print where the time to first token went: one request, or percentiles over many."""
     # An empty ID counts as given, too: it is told to be unknown.
@@ -61,41 +62,41 @@ def report(
         raise click.UsageError("--json and --perfetto exclude each other")
     try:
         # Read-only: a command must not create an empty database where there is none.
-        with open_reader(db or database_schema.get_default_path()) as db_reader:
+        with open_source(source) as opened:
             if perfetto:
-                _write_perfetto(_find_traces(db_reader, last, trace_id, request_id), perfetto)
+                _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
             elif request_id is not None:
-                request = db_reader.find_request(request_id)
+                request = opened.find_request(request_id)
                 _print_trace(
-                    db_reader.find_trace(request.trace_id) if request else None,
+                    opened.find_trace(request.trace_id) if request else None,
                     request,
                     request_id,
                     as_json,
                 )
             elif trace_id is not None:
                 # All requests of the trace; --request shows the sum of its own only.
-                _print_trace(db_reader.find_trace(trace_id.lower()), None, trace_id, as_json)
+                _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
             else:
                 _print_requests(
-                    db_reader.list_latest(RequestFilter(last=last or 200)), db_reader, last, as_json
+                    opened.list_latest(RequestFilter(last=last or 200)), opened, last, as_json
                 )
     except database_schema.StoreError as error:
         raise click.ClickException(str(error)) from error
 
 
 def _find_traces(
-    db_reader: DatabaseReader, last: int | None, trace_id: str | None, request_id: str | None
+    opened: BreakdownSource, last: int | None, trace_id: str | None, request_id: str | None
 ) -> list[StoredTrace]:
     """The traces that the options name, each once, newest first."""
     if trace_id is not None:
         wanted = [trace_id.lower()]
     elif request_id is not None:
-        request = db_reader.find_request(request_id)
+        request = opened.find_request(request_id)
         wanted = [request.trace_id] if request else []
     else:
-        latest = db_reader.list_latest(RequestFilter(last=last or 200))
+        latest = opened.list_latest(RequestFilter(last=last or 200))
         wanted = [request.trace_id for request in latest]
-    traces = (db_reader.find_trace(each) for each in dict.fromkeys(wanted))
+    traces = (opened.find_trace(each) for each in dict.fromkeys(wanted))
     return [trace for trace in traces if trace is not None]
 
 
@@ -129,7 +130,9 @@ def _print_trace(
         terminal.print_waterfall(trace, request)
 
 
-def _print_requests(requests: list[Request], found: Any, last: int | None, as_json: bool) -> None:
+def _print_requests(
+    requests: list[Request], opened: BreakdownSource, last: int | None, as_json: bool
+) -> None:
     if not requests:
         raise click.ClickException(
             "no request is stored yet; start a server with TTFT_OTEL=1 and send it one"
@@ -145,7 +148,7 @@ def _print_requests(requests: list[Request], found: Any, last: int | None, as_js
     # Percentiles of one request would be that request four times.
     elif last == 1:
         _print_trace(
-            found.find_trace(requests[0].trace_id), requests[0], requests[0].request_id, False
+            opened.find_trace(requests[0].trace_id), requests[0], requests[0].request_id, False
         )
     else:
         terminal.print_summary(requests)

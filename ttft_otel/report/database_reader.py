@@ -72,14 +72,7 @@ class DatabaseReader:
         request_id: the caller's x-request-id, or the trace ID where it sent none, or the ID in vLLM's
         answer (`chatcmpl-` and the request ID).
         """
-        candidates = [request_id, request_id.lower()]  # trace IDs are stored in lower case
-        # The full text first: a client may have chosen an ID that begins like vLLM's.
-        candidates += [
-            request_id.removeprefix(candidate)
-            for candidate in ANSWER_ID_PREFIXES
-            if request_id.startswith(candidate)
-        ]
-        for candidate in candidates:
+        for candidate in list_possible_ids(request_id):
             # As the column is cut; the whole ID is compared below.
             searched = candidate[:MAX_SEARCHED_CHARS]
             for request in self._load_requests(
@@ -101,11 +94,7 @@ class DatabaseReader:
         ).fetchone()
         if row is None:
             return None
-        spans = select_spans(self._connection, row[0], trace_id)
-        requests = _assemble_trace(trace_id, spans)
-        return StoredTrace(
-            trace_id, tuple(time_before.annotate_spans(spans, requests)), tuple(requests)
-        )
+        return build_stored_trace(trace_id, select_spans(self._connection, row[0], trace_id))
 
     def find_trunks(self, trace_id: str) -> list[StoredSpan]:
         """The `ttft` and `encode` spans of a trace, with their attributes; [] when none is stored."""
@@ -161,6 +150,33 @@ def open_reader(path: Path) -> Iterator[DatabaseReader]:
         yield DatabaseReader(connection)
 
 
+def list_possible_ids(request_id: str) -> list[str]:
+    """What a request may be stored under: the text itself, a trace ID, an ID in vLLM's answer."""
+    possible = [request_id, request_id.lower()]  # trace IDs are stored in lower case
+    # The full text first: a client may have chosen an ID that begins like vLLM's.
+    possible += [
+        request_id.removeprefix(prefix)
+        for prefix in ANSWER_ID_PREFIXES
+        if request_id.startswith(prefix)
+    ]
+    return list(dict.fromkeys(possible))
+
+
+def build_stored_trace(trace_id: str, spans: Sequence[StoredSpan]) -> StoredTrace:
+    """The trace that `spans`, all that are stored of it, make. Pure."""
+    parents = {span.span_id: span.parent_id for span in spans}
+    # The same limit as when rows are written, so that numbers of requests agree.
+    trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]
+    requests = time_before.add_before(
+        request_assembly.assemble_requests(trace_id, trunks, parents),
+        parents,
+        {span.span_id: span for span in spans},
+    )
+    return StoredTrace(
+        trace_id, tuple(time_before.annotate_spans(spans, requests)), tuple(requests)
+    )
+
+
 def _parse_id(text: str) -> bytes:
     """The bytes of an ID in hex; b"", which no trace has, for other texts."""
     try:
@@ -180,14 +196,6 @@ def _select_spans_by_id(
         for span in select_spans(connection, trace, trace_id, condition, some):
             spans[span.span_id] = span
     return spans
-
-
-def _assemble_trace(trace_id: str, spans: Sequence[StoredSpan]) -> list[Request]:
-    parents = {span.span_id: span.parent_id for span in spans}
-    # The same limit as when rows are written, so that numbers of requests agree.
-    trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]
-    requests = request_assembly.assemble_requests(trace_id, trunks, parents)
-    return time_before.add_before(requests, parents, {span.span_id: span for span in spans})
 
 
 def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:

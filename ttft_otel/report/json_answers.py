@@ -92,6 +92,7 @@ def describe_leg(server_leg: Leg) -> dict[str, Any]:
             group: {name: to_ms(value) for name, value in reasons.items()}
             for group, reasons in server_leg.reasons.items()
         },
+        "held": {kind: to_ms(value) for kind, value in server_leg.held.items()},
     }
 
 

@@ -23,7 +23,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from ttft_otel import names
 from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
+from ttft_otel.report.stored_holders import write_holders
 
 MAX_EXPORT_SPANS: Final = 20_000  # of one export, further ones are refused; the SDK sends 512
 # Values of a JSON body, by its commas and brackets: json holds the interpreter while it builds them.
@@ -139,6 +141,9 @@ def _make_span(
     raw: trace_pb2.Span, service: str, scope: str, resource: dict[str, Any]
 ) -> StoredSpan:
     attributes, cut = _read_attributes(raw.attributes)
+    if scope == names.SCOPE and (text := write_holders(raw)):
+        # Links and events have no column: they are for explanations, and few.
+        attributes[names.HELD_BY] = text
     return StoredSpan(
         trace_id=raw.trace_id.hex(),
         span_id=raw.span_id.hex(),

@@ -59,6 +59,7 @@ class Leg:
     recomputed_items: media items that it encoded although an encoder had encoded them for this request.
     clock_error_us: by how much marks may be off that were not taken by its own clock.
     reasons: "queue" and "stall", each with the microseconds of its reasons (stages.WAIT_REASONS).
+    held: microseconds of the queue for each kind of work that held the engine (stages.HOLDING_KINDS).
     """
 
     span_id: str
@@ -78,6 +79,7 @@ class Leg:
     recomputed_items: int = 0
     clock_error_us: int = 0
     reasons: dict[str, dict[str, int]] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
 
     @property
     def end_ns(self) -> int:

@@ -50,6 +50,7 @@ def read_leg(span: StoredSpan) -> Leg:
         recomputed_items=_get_count(attributes, names.EC_RECOMPUTED_ITEMS),
         clock_error_us=_get_count(attributes, names.CLOCK_ERROR_US),
         reasons=_read_reasons(attributes),
+        held=_read_held(attributes),
     )
 
 
@@ -60,6 +61,12 @@ def _read_reasons(attributes: Mapping[str, Any]) -> dict[str, dict[str, int]]:
         if found and (length := _get_count(attributes, key)):
             reasons.setdefault(found[0], {})[found[1]] = length
     return reasons
+
+
+def _read_held(attributes: Mapping[str, Any]) -> dict[str, int]:
+    values = {kind: names.name_held_attribute(kind) for kind in stages.HOLDING_KINDS}
+    found = {kind: _get_count(attributes, key) for kind, key in values.items()}
+    return {kind: length for kind, length in found.items() if length}
 
 
 def assemble_requests(

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Tempo of the tests on a real loopback socket: it stores OTLP exports, searches, and fails as told.
+
+Its search knows the conditions that tempo_source.py writes; tests/stack/test_tempo_source.py holds the same
+against the real program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+
+from ttft_otel import names
+
+
+@dataclass
+class TempoFault:
+    """What goes wrong: an answer (status, body, header) for paths that begin with `path`.
+
+    delay_s: before any answer. missing_jobs: jobs of a search that failed.
+    """
+
+    path: str = "-"
+    status: int = 500
+    body: bytes = b"it broke"
+    location: str = ""
+    delay_s: float = 0.0
+    missing_jobs: int = 0
+
+
+@dataclass
+class FakeTempo:
+    """Traces by ID, and what was asked. max_limit, max_range_s: as Tempo's configuration has them."""
+
+    version: str = "2.8.0"
+    retention: str = "336h0m0s"
+    max_limit: int = 0
+    max_range_s: int = 0
+    fault: TempoFault = field(default_factory=TempoFault)
+    traces: dict[str, list[ReadableSpan]] = field(default_factory=dict)
+    asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        owner = self
+
+        class Handler(TempoHandler):
+            tempo = owner
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+
+    def __enter__(self) -> FakeTempo:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def add(self, spans: Sequence[ReadableSpan]) -> None:
+        """Store spans, as an exporter sends them."""
+        for span in spans:
+            assert span.context is not None
+            self.traces.setdefault(f"{span.context.trace_id:032x}", []).append(span)
+
+    def list_searches(self) -> list[dict[str, str]]:
+        """The parameters of all searches."""
+        return [asked for path, asked in self.asked if path == "/api/search"]
+
+    def count_fetched(self) -> int:
+        """How many traces were fetched."""
+        return sum(path.startswith("/api/traces/") for path, _ in self.asked)
+
+    def search(self, asked: dict[str, str]) -> tuple[int, dict[str, object] | str]:
+        """Status and answer of a search: traces that overlap the window and hold a matching span."""
+        since, until, limit = (int(asked[name]) for name in ("start", "end", "limit"))
+        if self.max_range_s and until - since > self.max_range_s:
+            return 400, f"range specified by start and end exceeds {self.max_range_s}s."
+        if self.max_limit and limit > self.max_limit:
+            return 400, f"limit {limit} exceeds max limit {self.max_limit}"
+        found = []
+        for trace_id, spans in self.traces.items():
+            start = min(span.start_time or 0 for span in spans)
+            end = max(span.end_time or 0 for span in spans)
+            overlaps = start < until * 10**9 and end > since * 10**9
+            if overlaps and any(is_matching(span, asked["q"]) for span in spans):
+                found.append(
+                    {
+                        "traceID": trace_id.lstrip("0"),
+                        "startTimeUnixNano": str(start),
+                        "durationMs": (end - start) // 1_000_000,
+                    }
+                )
+        # No order at all: Tempo gives what its blocks give first.
+        metrics = {"completedJobs": 3 - self.fault.missing_jobs, "totalJobs": 3}
+        return 200, {"traces": found[:limit], "metrics": metrics}
+
+
+def is_matching(span: ReadableSpan, query: str) -> bool:
+    """Whether a span meets the conditions of `query` that this fake knows."""
+    attributes = span.attributes or {}
+    kinds = re.findall(r'name = "(\w+)"', query.partition("span.")[0])
+    wanted = {
+        key: json.loads(value) for key, value in re.findall(r'span\.(\S+) = ("[^ ]*")', query)
+    }
+    has_total = f"span.{names.TOTAL_US} >= 0" not in query or names.TOTAL_US in attributes
+    return (
+        (not kinds or span.name in kinds)
+        and has_total
+        and all(attributes.get(key) == value for key, value in wanted.items())
+    )
+
+
+class TempoHandler(BaseHTTPRequestHandler):
+    """One connection to a FakeTempo."""
+
+    protocol_version = "HTTP/1.1"
+    tempo: FakeTempo
+
+    def do_GET(self) -> None:
+        """Answer, or fail as told."""
+        tempo, parts = self.tempo, urlsplit(self.path)
+        asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        tempo.asked.append((parts.path, asked))
+        tempo.headers.append({name.lower(): value for name, value in self.headers.items()})
+        if parts.path.startswith(tempo.fault.path):
+            time.sleep(tempo.fault.delay_s)
+            self.send_bytes(tempo.fault.status, tempo.fault.body, tempo.fault.location)
+        elif parts.path == "/api/status/buildinfo":
+            self.send_bytes(200, json.dumps({"version": tempo.version}).encode())
+        elif parts.path == "/status/config":
+            self.send_bytes(200, f"compactor:\n  block_retention: {tempo.retention}\n".encode())
+        elif parts.path == "/api/search":
+            status, answer = tempo.search(asked)
+            self.send_bytes(
+                status, (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            )
+        elif spans := tempo.traces.get(parts.path.rpartition("/")[2]):
+            self.send_bytes(200, encode_spans(spans).SerializeToString())
+        else:
+            self.send_bytes(404, b"")
+
+    def send_bytes(self, status: int, body: bytes, location: str = "") -> None:
+        """Send a whole response."""
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        if location:
+            self.send_header("location", location)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""

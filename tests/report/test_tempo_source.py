@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests from Tempo are those from the embedded store, and every failure of Tempo has its remedy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from sample_records import DECODE_US, make_leg_record, make_routed_records, make_spans
+
+from tests.fake_tempo import FakeTempo, TempoFault
+from ttft_otel import cli, names
+from ttft_otel.record import Record
+from ttft_otel.report import otlp_decoder, tempo_source
+from ttft_otel.report.breakdown_source import SourceChoice, open_source, parse_headers
+from ttft_otel.report.database_reader import RequestFilter, open_reader
+from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.tempo_access import TempoAccess, TempoError
+from ttft_otel.report.tempo_client import parse_go_duration
+from ttft_otel.report.tempo_source import TempoSource
+
+BEGIN_S = int(time.time()) - 3000
+SECRET = "s3cret-value"
+
+
+def make_requests(count: int = 30) -> list[Record]:
+    """Routed and single requests a second apart, some failed, some of another model or pending."""
+    records: list[Record] = []
+    for number in range(count):
+        start_ns = (BEGIN_S + number) * 10**9 + number * 1000
+        if number % 3:
+            records.append(
+                make_leg_record(
+                    "prefill" if number % 7 == 1 else "mono",
+                    DECODE_US,
+                    start_ns=start_ns,
+                    request_id=f'chosen {number}"\\' if number % 2 else "",
+                    outermost=number % 7 != 1,
+                    error="timeout" if number % 5 == 0 else "",
+                    model="other" if number % 4 == 0 else "tiny-vl",
+                )
+            )
+        else:
+            records += make_routed_records(f"r{number}", 1 + number / 50, 2, start_ns)
+    return records
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeTempo]]:
+    """The same spans in a database and in a Tempo."""
+    spans = make_spans(make_requests())
+    store = SpanStore(tmp_path_factory.mktemp("tempo") / "spans.db")
+    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
+    store.close()
+    with FakeTempo() as tempo:
+        tempo.add(spans)
+        yield store.path, tempo
+
+
+@pytest.fixture
+def tempo() -> Iterator[FakeTempo]:
+    """A Tempo with 30 traces that a test may break."""
+    with FakeTempo() as made:
+        made.add(make_spans(make_requests()))
+        yield made
+
+
+FILTERS = (
+    RequestFilter(),
+    RequestFilter(last=1),
+    RequestFilter(last=7),
+    RequestFilter(model="other"),
+    RequestFilter(role="router"),
+    RequestFilter(role="encode", last=3),
+    RequestFilter(error="any"),
+    RequestFilter(error="none"),
+    RequestFilter(error="timeout"),
+    RequestFilter(min_us=120_000),
+    RequestFilter(since_ns=(BEGIN_S + 10) * 10**9 + 5),
+    RequestFilter(since_ns=(BEGIN_S + 4) * 10**9, until_ns=(BEGIN_S + 20) * 10**9 + 20_000),
+    RequestFilter(since_ns=1, until_ns=2),
+)
+
+
+@pytest.mark.parametrize("wanted", FILTERS)
+def test_same_requests(both: tuple[Path, FakeTempo], wanted: RequestFilter) -> None:
+    """Every filter gives the same requests in the same order, field by field, from either."""
+    path, tempo = both
+    with (
+        open_reader(path) as stored,
+        open_source(SourceChoice(tempo=tempo.url)) as searched,
+    ):
+        expected = stored.list_latest(wanted)
+        assert searched.list_latest(wanted) == expected
+        for request in expected:
+            trunks = searched.find_trunks(request.trace_id)
+            assert trunks == stored.find_trunks(request.trace_id)
+    assert expected or wanted.since_ns == 1
+
+
+def test_same_traces(both: tuple[Path, FakeTempo]) -> None:
+    """A trace's spans and requests, and a request by any form of its ID, are the same from either."""
+    path, tempo = both
+    with (
+        open_reader(path) as stored,
+        open_source(SourceChoice(tempo=tempo.url)) as searched,
+    ):
+        requests = stored.list_latest(RequestFilter())
+        for request in requests:
+            trace = stored.find_trace(request.trace_id)
+            assert trace and trace.spans and searched.find_trace(request.trace_id) == trace
+        ids = [request.request_id for request in requests[:4]]
+        for name in (*ids, f"chatcmpl-{ids[0]}", "f" * 32, "nobody", ""):
+            assert searched.find_request(name) == stored.find_request(name)
+        assert searched.find_trace("f" * 32) is None
+        assert searched.find_trace("../../api/echo") is None
+
+
+def test_a_changed_number_is_seen(both: tuple[Path, FakeTempo]) -> None:
+    """Counter-test: a microsecond more in one span's attribute is another request."""
+    path, _ = both
+    record = make_requests(3)[-1]
+    assert record.ttft is not None
+    with FakeTempo() as tempo:
+        tempo.add(make_spans([record]))
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            (first,) = searched.list_latest(RequestFilter())
+        stages = {
+            **record.ttft.stages,
+            "prefill.compute": record.ttft.stages["prefill.compute"] + 1,
+        }
+        tempo.traces.clear()
+        tempo.add(make_spans([Record(**{**_fields(record), "ttft": _with_stages(record, stages)})]))
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            (second,) = searched.list_latest(RequestFilter())
+    assert first != second
+    assert replace(second, stages=first.stages, legs=first.legs) == first
+
+
+def _fields(record: Record) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def _with_stages(record: Record, stages: dict[str, int]) -> object:
+    assert record.ttft is not None
+    fields = {name: getattr(record.ttft, name) for name in record.ttft.__struct_fields__}
+    return type(record.ttft)(**{**fields, "stages": stages})
+
+
+@pytest.mark.parametrize("limit", [2, 5, 1000])
+def test_paging(tempo: FakeTempo, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are halved until no search reaches its limit: all are found whatever the limit is."""
+    monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", limit)
+    with open_source(SourceChoice(tempo=tempo.url)) as searched:
+        found = searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
+    assert len(found) == 30
+    assert any(int(asked["limit"]) == limit for asked in tempo.list_searches())
+
+
+def test_one_second(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be divided is asked for at once; more than a search can give is refused, not cut."""
+    monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", 2)
+    start_ns = (BEGIN_S - 100) * 10**9 + 1000
+    for number in range(6):
+        tempo.add(make_spans([make_leg_record("mono", DECODE_US, start_ns=start_ns + number)]))
+    wanted = RequestFilter(since_ns=start_ns, until_ns=start_ns + 10**9)
+    with open_source(SourceChoice(tempo=tempo.url)) as searched:
+        assert len(searched.list_latest(wanted)) == 6
+    tempo.max_limit = 6
+    with (
+        open_source(SourceChoice(tempo=tempo.url)) as searched,
+        pytest.raises(TempoError, match="6 traces or more in one second"),
+    ):
+        searched.list_latest(wanted)
+
+
+def test_limits_of_tempo(tempo: FakeTempo) -> None:
+    """A Tempo that takes only short windows and small limits is asked in such."""
+    tempo.max_limit, tempo.max_range_s = 10, 600
+    with open_source(SourceChoice(tempo=tempo.url)) as searched:
+        found = searched.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
+    assert len(found) == 30
+
+
+def test_only_what_is_needed(tempo: FakeTempo) -> None:
+    """For the newest one, not all traces are fetched; what was fetched is not fetched again."""
+    with open_source(SourceChoice(tempo=tempo.url)) as searched:
+        (newest,) = searched.list_latest(RequestFilter(last=1))
+        fetched = tempo.count_fetched()
+        assert fetched <= 2 * tempo_source.MAX_PARALLEL
+        assert searched.find_trunks(newest.trace_id)
+    assert tempo.count_fetched() == fetched
+
+
+def test_bounded_memory(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more traces are kept than an answer may have, and no answer is read beyond its bound."""
+    monkeypatch.setattr(tempo_source, "MAX_REQUESTS", 5)
+    source = TempoSource(TempoAccess(tempo.url))
+    try:
+        assert len(source.list_latest(RequestFilter())) == 5
+        assert len(source._trunks) == 5
+        monkeypatch.setattr("ttft_otel.report.tempo_client.MAX_TRACE_BYTES", 100)
+        with pytest.raises(TempoError, match="ask for a shorter window"):
+            source.find_trace(next(iter(tempo.traces)))
+    finally:
+        source.close()
+
+
+def test_progress_and_notes(tempo: FakeTempo) -> None:
+    """Searching and reading are told; so is a window that begins before what Tempo keeps."""
+    steps: list[tuple[str, int, int]] = []
+    notes: list[str] = []
+    source = TempoSource(TempoAccess(tempo.url), lambda *step: steps.append(step), notes.append)
+    try:
+        tempo.retention = "30m0s"
+        source.list_latest(RequestFilter(since_ns=BEGIN_S * 10**9))
+    finally:
+        source.close()
+    assert {text for text, *_ in steps} == {"searching Tempo", "reading traces from Tempo", ""}
+    assert ("reading traces from Tempo", 8, 30) in steps
+    assert len(notes) == 1 and "before what Tempo keeps" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (
+            TempoFault("/api/search", 401),
+            "wants to know who asks: give credentials by --tempo-header",
+        ),
+        (TempoFault("/api", 404, b""), "is not Tempo"),
+        (TempoFault("/api/status", 200, b"<html>"), "and not Grafana's or the collector's"),
+        (TempoFault("/api/search", 200, b"[]"), "gave no search result"),
+        (TempoFault("/api/search", 503, b"busy"), "too much to do: try again"),
+        (TempoFault("/api/traces", 422, b"trace exceeds max size"), "trace exceeds max size"),
+        (TempoFault("/api/traces", 206, b""), "some of its blocks cannot be read"),
+        (TempoFault("/api/traces", 200, b"\xff\xff\xff"), "is not in Tempo's form"),
+        (TempoFault("/api", 302, b"", "https://login.example/"), "a redirection to login.example"),
+        (TempoFault("/api/search", 400, b"no org id"), "X-Scope-OrgID=TENANT"),
+        (TempoFault("/api/status", 200, b'{"version": "v1.5.0"}'), "2.0 or newer is needed"),
+        (TempoFault("/api/search", delay_s=1.0), "--tempo-timeout"),
+        (TempoFault(missing_jobs=1), "searched only a part"),
+        (
+            TempoFault("/api/search", 500, f"bad \x1b[31m key {SECRET}".encode()),
+            "(bad [31m key ***)",
+        ),
+    ],
+)
+def test_failures(tempo: FakeTempo, fault: TempoFault, told: str) -> None:
+    """Every failure ends with one sentence that has its remedy, and never with the credentials."""
+    tempo.fault = fault
+    words = ["report", "--tempo", tempo.url, "--tempo-timeout", "0.5"]
+    result = CliRunner().invoke(
+        cli.main, [*words, "--tempo-header", f"authorization=Bearer {SECRET}"], env={}
+    )
+    if SECRET in fault.body.decode(errors="replace"):
+        result = CliRunner().invoke(cli.main, [*words, "--tempo-header", f"x-key={SECRET}"])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+    assert told in " ".join(result.output.split())
+    assert SECRET not in result.output and "\x1b" not in result.output
+
+
+def test_nobody_there() -> None:
+    """A refused connection, and an address that is none."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for url, told in (
+        (f"http://user:{SECRET}@127.0.0.1:{port}", "is not reachable (Connect"),
+        ("127.0.0.1:3200", "is not an HTTP address"),
+    ):
+        result = CliRunner().invoke(cli.main, ["report", "--tempo", url])
+        assert result.exit_code == 1 and told in result.output
+        assert "http://127.0.0.1:3200" in result.output and SECRET not in result.output
+
+
+def test_credentials(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers of the environment and of the command line are sent; no representation shows them."""
+    monkeypatch.setenv(names.ENV_TEMPO_HEADERS, f"authorization=Bearer%20{SECRET},x-scope-orgid=a")
+    headers = parse_headers(("X-Scope-OrgID=team", "x-key: v"))
+    assert headers == {"authorization": f"Bearer {SECRET}", "x-scope-orgid": "team", "x-key": "v"}
+    choice = SourceChoice(tempo=tempo.url, headers=headers)
+    with open_source(choice) as searched:
+        searched.list_latest(RequestFilter(last=1))
+    assert all(sent["authorization"] == f"Bearer {SECRET}" for sent in tempo.headers)
+    assert SECRET not in repr(choice) and SECRET not in repr(TempoAccess(tempo.url, headers))
+    result = CliRunner().invoke(
+        cli.main, ["report", "--tempo", tempo.url, "--tempo-header", SECRET]
+    )
+    assert result.exit_code == 2 and SECRET not in result.output
+    assert TempoAccess("http://tempo.example", headers).is_exposed
+    assert not TempoAccess("https://tempo.example", headers).is_exposed
+    assert not TempoAccess("http://127.0.0.1:1", headers).is_exposed
+
+
+def test_tls(tempo: FakeTempo, tmp_path: Path) -> None:
+    """A certificate of a private CA is refused, and taken once its CA is named."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    tempo.server.socket = context.wrap_socket(tempo.server.socket, server_side=True)
+    url = tempo.url.replace("http://", "https://")
+    words = ["report", "--last", "1", "--tempo", url]
+    refused = CliRunner().invoke(cli.main, words)
+    assert refused.exit_code == 1 and "name its CA by --tempo-ca" in refused.output
+    taken = CliRunner().invoke(cli.main, [*words, "--tempo-ca", str(certificate)])
+    assert taken.exit_code == 0, taken.output
+    unread = CliRunner().invoke(cli.main, [*words, "--tempo-ca", os.devnull])
+    assert unread.exit_code == 1 and "file of PEM certificates" in unread.output
+
+
+def test_commands_take_either(both: tuple[Path, FakeTempo]) -> None:
+    """`report` prints the same from either; both at once are refused."""
+    path, tempo = both
+    printed = [
+        CliRunner().invoke(cli.main, ["report", "--json", *words]).stdout
+        for words in (["--db", str(path)], ["--tempo", tempo.url])
+    ]
+    assert printed[0] == printed[1] and '"closed": true' in printed[0]
+    result = CliRunner().invoke(cli.main, ["report", "--db", str(path), "--tempo", tempo.url])
+    assert result.exit_code == 2 and "exclude each other" in result.output
+
+
+def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the extra is missing, `report` still reads the embedded store, and says what --tempo needs."""
+    for module in [name for name in sys.modules if name.startswith("ttft_otel.report.tempo")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    result = CliRunner().invoke(cli.main, ["report", "--tempo", "http://127.0.0.1:1"])
+    assert result.exit_code == 1 and "pip install 'ttft-otel[explain]'" in result.output
+
+
+def test_address_with_a_path(tempo: FakeTempo) -> None:
+    """Tempo behind Grafana, or another proxy, is asked below the path of its address."""
+    with (
+        pytest.raises(TempoError, match="is not Tempo"),
+        open_source(SourceChoice(tempo=f"{tempo.url}/api/datasources/proxy/uid/tempo/")),
+    ):
+        pass
+    assert [path for path, _ in tempo.asked] == [
+        "/api/datasources/proxy/uid/tempo/api/status/buildinfo"
+    ]
+
+
+def test_durations() -> None:
+    """Durations in Go's form."""
+    assert parse_go_duration("336h0m0s") == 336 * 3600
+    assert parse_go_duration("1m30.5s") == 90.5
+    assert parse_go_duration("500ms") == 0 == parse_go_duration("no")

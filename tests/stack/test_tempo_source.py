@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same spans in a real Tempo and in the embedded store: `--tempo` gives the same requests."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
+
+from tests.stack.known_requests import KnownTruth, build_known_requests, build_known_spans
+from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
+from ttft_otel.report import otlp_decoder, tempo_source
+from ttft_otel.report.breakdown_source import SourceChoice, open_source
+from ttft_otel.report.database_reader import RequestFilter, open_reader
+from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.tempo_access import TempoAccess, TempoError
+
+ROWS = 400
+BATCH = 500
+
+
+@pytest.fixture(scope="module")
+def tempo(bench: StackStarter) -> RunningTempo:
+    """A Tempo of its own: every trace in it is known."""
+    return bench.start_tempo()
+
+
+@pytest.fixture(scope="module")
+def database(tempo: RunningTempo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Known requests in a database, and the same spans, straight from the exporter's code, in Tempo."""
+    rows = build_known_requests()[:ROWS]
+    spans = build_known_spans(rows, time.time_ns())
+    store = SpanStore(tmp_path_factory.mktemp("known") / "spans.db")
+    client = OTLPSpanExporter(endpoint=tempo.env["TTFT_TEMPO_OTLP"], insecure=True)
+    for start in range(0, len(spans), BATCH):
+        batch = spans[start : start + BATCH]
+        assert client.export(batch) is SpanExportResult.SUCCESS
+        message = encode_spans(batch).SerializeToString()
+        store.add(otlp_decoder.decode_export(message).spans).result(20)
+    client.shutdown()
+    store.close()
+    assert len(KnownTruth(rows).all) > ROWS / 2
+    return store.path
+
+
+def test_same_requests(
+    tempo: RunningTempo, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests, and filtered ones, are equal field by field; small searches page through them."""
+    with open_reader(database) as stored:
+        expected = stored.list_latest(RequestFilter(last=2000))
+        models = sorted({request.model for request in expected if request.model})
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            # Tempo shows a trace some seconds after its last span.
+            wait_until(
+                lambda: len(searched.list_latest(RequestFilter(last=2000))) == len(expected), 60, 2
+            )
+        monkeypatch.setattr(tempo_source, "SEARCH_LIMIT", 300)
+        with open_source(SourceChoice(tempo=tempo.url)) as searched:
+            by_trace = {(each.trace_id, each.start_ns): each for each in expected}
+            found = searched.list_latest(RequestFilter(last=2000))
+            assert {(each.trace_id, each.start_ns): each for each in found} == by_trace
+            middle = expected[len(expected) // 2].start_ns
+            for wanted in (
+                RequestFilter(model=models[0], last=2000),
+                RequestFilter(error="any", last=2000),
+                RequestFilter(min_us=1_000_000, last=2000),
+                RequestFilter(since_ns=middle, last=2000),
+                RequestFilter(since_ns=middle - 10**9, until_ns=middle, last=2000),
+            ):
+                same = {each.trace_id for each in stored.list_latest(wanted)}
+                assert {each.trace_id for each in searched.list_latest(wanted)} == same
+                assert same, wanted
+            for request in expected[:10]:
+                trace = stored.find_trace(request.trace_id)
+                assert trace and searched.find_trace(request.trace_id) == trace
+                assert searched.find_request(request.request_id) == request
+
+
+def test_version_and_retention(tempo: RunningTempo) -> None:
+    """Tempo is known as Tempo, and says for how long it keeps traces."""
+    source = tempo_source.TempoSource(TempoAccess(tempo.url))
+    try:
+        kept_s = source._run(source._client.read_retention_s())
+        assert kept_s == 336 * 3600  # block_retention of grafana/tempo/native.yaml
+        with pytest.raises(TempoError, match="unexpected|parse|invalid"):
+            source._run(source._client.search("{ no query", 1, 2, 10))
+    finally:
+        source.close()
+
+
+def test_another_program(bench: StackStarter) -> None:
+    """A Prometheus is not taken for a Tempo."""
+    prometheus = bench.start_prometheus()
+    with (
+        pytest.raises(TempoError, match="is not Tempo"),
+        open_source(SourceChoice(tempo=prometheus.url)),
+    ):
+        pass
