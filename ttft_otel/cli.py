@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import click
@@ -33,6 +34,15 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     "report": Subcommand("ttft_otel.report.command", "", "Print where the time went.", "report"),
     "diff": Subcommand(
         "ttft_otel.explain.diff_command", "explain", "Say what changed between two windows.", "diff"
+    ),
+    "explain": Subcommand(
+        "ttft_otel.explain.explain_command", "explain", "Say why requests were late.", "explain"
+    ),
+    "whatif": Subcommand(
+        "ttft_otel.explain.what_if_command",
+        "explain",
+        "Predict the TTFT with other settings.",
+        "whatif",
     ),
     "router": Subcommand(
         "ttft_otel.router.cli.command", "router", "Route requests to vLLM servers, traced."
@@ -105,10 +115,25 @@ def describe_missing_package(name: str, extra: str, module: str) -> str:
     return f"ttft-otel {name} needs {module}, which is not installed: pip install '{package}'"
 
 
+def list_page_answer(database: Path, request_id: str) -> list[str]:
+    """Why a request took so long, as sentences: the page's "Why?", which `serve` gets from here.
+
+    The page is below explain/ in the layers, and works without its packages.
+    """
+    try:
+        answer = importlib.import_module("ttft_otel.explain.single_answer")
+    except ModuleNotFoundError as error:
+        return [describe_missing_package("explain", "explain", error.name or "")]
+    sentences: list[str] = answer.list_page_answer(database, request_id)
+    return sentences
+
+
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ttft-otel")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Say where each vLLM request's time to first token went."""
+    context.obj = list_page_answer
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from grafana_foundation_sdk.builders import (
     stat,
     table,
     tempo,
+    text,
     timeseries,
 )
 from grafana_foundation_sdk.models import common as shapes
@@ -28,6 +29,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as shades
 from grafana_foundation_sdk.models import prometheus as formats
 from grafana_foundation_sdk.models import tempo as tables
+from grafana_foundation_sdk.models import text as texts
 
 from grafana.build import series_colors
 
@@ -181,6 +183,12 @@ def build_plugin_panel(kind: str, title: str, says: str, target: Any) -> Any:
     made = dashboard.Panel().type(kind).title(title).description(says).with_target(target)
     # Tempo's spans are in nanoseconds.
     return made.unit("ns").height(18).span(24)
+
+
+def build_text_panel(title: str, says: str, content: str) -> Any:
+    """Text in Markdown, in which variables are replaced; Grafana lets no HTML of theirs through."""
+    made = text.Panel().title(title).description(says).content(content)
+    return made.mode(texts.TextMode.MARKDOWN).height(7).span(24)
 
 
 def build_node_graph(title: str, says: str, target: Any) -> Any:

@@ -70,6 +70,8 @@ def build_ttft_dashboard() -> Any:
     request_panels.add_request_trace(
         dashboard_builder.with_row(panel_kinds.build_row("Show me one"))
     )
+    request_panels.add_why(dashboard_builder)
+    dashboard_builder.with_row(request_panels.build_budget_row())
     return dashboard_builder.with_row(request_panels.build_common_stages_row())
 
 

@@ -120,17 +120,26 @@ def share_over_slo(window: str, by: str = "") -> str:
 
     As grafana/prometheus/rules records it. Refused requests are not among them.
     """
+    return drop_nan(f"{missed_rate(window, by)} / {request_rate(window, JUDGED_SELECTOR, by)}")
+
+
+def missed_rate(window: str, by: str = "") -> str:
+    """Requests per second that were without a first token at the SLO, or failed, however soon."""
     over = f" by ({by})" if by else ""
     waited = f"sum{over} ({histogram_rate(DURATION_METRIC, WAITED_SELECTOR, window)})"
     # histogram_fraction() interpolates inside a bucket: the SLO need not be a bucket's bound.
     late = f"histogram_fraction($slo / 1000, +Inf, {waited}) * histogram_count({waited})"
     failed = request_rate(window, FAILED_SELECTOR, by)
     # Apart by a label, so that either may be missing.
-    missed = (
+    return (
         f'sum{over} (label_replace({drop_nan(late)}, "end", "late", "", "") '
         f'or label_replace({failed}, "end", "failed", "", ""))'
     )
-    return drop_nan(f"{missed} / {request_rate(window, JUDGED_SELECTOR, by)}")
+
+
+def share_of_missed(window: str, by: str) -> str:
+    """Of all requests that missed the SLO, the share of each value of a label; together one."""
+    return f"{missed_rate(window, by)} / on () group_left () ({missed_rate(window)} > 0)"
 
 
 def request_rate(window: str, chosen: str = CHOSEN_SELECTOR, by: str = "") -> str:
@@ -232,38 +241,52 @@ def ttft_heatmap(window: str) -> str:
     return f"sum by (le) (increase({found}[{window}])) or {empty}"
 
 
-def select_outermost_spans(*conditions: str) -> str:
-    """Outermost `ttft` spans of what is chosen, with further conditions.
+# Attributes that a span may lack (the model of a refused request; places outside of Kubernetes), by the
+# variable that filters them.
+_OPTIONAL_ATTRIBUTES: Final = {
+    "model": f"span.{names.MODEL}",
+    "namespace": f"resource.{metric_labels.K8S_NAMESPACE}",
+    "pod": f"resource.{metric_labels.K8S_POD}",
+}
 
-    Not by namespace and pod: in TraceQL no regular expression matches an attribute that is absent.
+
+def select_slow_spans() -> str:
+    """Outermost `ttft` spans over the SLO, of what is chosen.
+
+    In TraceQL no regular expression matches an absent attribute, so that "All" (`.*`) is compared by itself;
+    after the attribute, because Tempo takes what follows a constant for a condition that has to be met.
     """
-    own = (
+    conditions = (
         f'span:name = "{names.TTFT}"',
         f"span.{names.OUTERMOST} = true",
-        f'span.{names.MODEL} =~ "${{model:pipe}}"',
         f'span.{names.ROLE} =~ "${{role:pipe}}"',
         'resource.service.instance.id =~ "${instance:pipe}"',
+        # Whole milliseconds: TraceQL aggregates and compares integers (collector/README.md).
+        "span.ttft_ms >= $slo",
+        *(
+            f'({attribute} =~ "${{{variable}:pipe}}" || "${{{variable}:pipe}}" = ".*")'
+            for variable, attribute in _OPTIONAL_ATTRIBUTES.items()
+        ),
     )
-    return "{ " + " && ".join((*own, *conditions)) + " }"
+    return "{ " + " && ".join(conditions) + " }"
 
 
 def find_slow_requests() -> str:
     """The requests over the SLO, with what a reader asks next."""
     # A TraceQL search returns only attributes that it compares: select() adds these as columns.
     shown = (
-        f"span.{names.MODEL}",
+        *_OPTIONAL_ATTRIBUTES.values(),
         f"span.{names.ROLE}",
         f"span.{names.INPUT_TOKENS}",
         f"span.{names.ERROR_TYPE}",
         f"span.{names.REQUEST_ID}",
     )
-    # Whole milliseconds: TraceQL aggregates and compares integers (collector/README.md).
-    return select_outermost_spans("span.ttft_ms >= $slo") + f" | select({', '.join(shown)})"
+    return f"{select_slow_spans()} | select({', '.join(shown)})"
 
 
 def sum_slow_stages() -> str:
     """Where the slow requests' time went, by stage, from their traces."""
     return (
-        select_outermost_spans("span.ttft_ms >= $slo")
-        + f" > {{ span.{names.STAGE} != nil }} | sum_over_time(span:duration) by (span.{names.STAGE})"
+        f"{select_slow_spans()} > {{ span.{names.STAGE} != nil }}"
+        f" | sum_over_time(span:duration) by (span.{names.STAGE})"
     )

@@ -33,8 +33,11 @@ def start_report_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]
         thread = threading.Thread(target=run_server, args=(chosen, note_started))
         thread.start()
         assert ready.wait(20)
-        running.append((thread, ports[0]))
-        return RunningServer(ports[0], path)
+        (doors,) = ports
+        running.append((thread, doors))
+        return RunningServer(
+            doors, f"http://127.0.0.1:{doors.http}", f"127.0.0.1:{doors.grpc}", path
+        )
 
     yield start_server
     for thread, doors in running:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,19 +203,25 @@ def make_stored_spans(records: Sequence[Record]) -> list[StoredSpan]:
     return otlp_decoder.decode_export(message.SerializeToString()).spans
 
 
+def fetch_any_status(request: urllib.request.Request) -> tuple[int, dict[str, str], bytes]:
+    """Send a request; status, headers and body of the answer, also of one that is an error."""
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), error.read()
+
+
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server: its addresses and its database."""
+    """A running server.
+
+    doors: its ports. http: base URL of the page and of OTLP/HTTP. grpc: target of OTLP/gRPC.
+    path: its database.
+    """
 
     doors: ListeningPorts
+    http: str
+    grpc: str
     path: Path
-
-    @property
-    def http(self) -> str:
-        """Base URL of the page and of OTLP/HTTP."""
-        return f"http://127.0.0.1:{self.doors.http}"
-
-    @property
-    def grpc(self) -> str:
-        """Target of OTLP/gRPC."""
-        return f"127.0.0.1:{self.doors.grpc}"

@@ -49,13 +49,9 @@ class DiskServer:
     def fetch(self, path: str, data: bytes | None = None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of an answer."""
         headers = {"Content-Type": "application/x-protobuf"} if data else {}
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, dict(answer.headers), answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, dict(error.headers), error.read()
+        return sample_records.fetch_any_status(
+            urllib.request.Request(f"{self.url}{path}", data, headers)
+        )
 
     def read_health(self) -> tuple[int, Any]:
         """What /healthz says."""

@@ -31,7 +31,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from sample_records import RunningServer
 
 from ttft_otel import guard
-from ttft_otel.report import receiver, request_assembly
+from ttft_otel.report import database_schema, receiver, request_assembly
 from ttft_otel.report.body_decoding import MAX_BODY_BYTES
 from ttft_otel.report.database_reader import RequestFilter, open_reader
 from ttft_otel.report.otlp_decoder import MAX_ATTRIBUTES, MAX_EXPORT_SPANS, MAX_JSON_VALUES
@@ -63,23 +63,16 @@ def post_traces(
 ) -> tuple[int, dict[str, str], bytes]:
     """POST to /v1/traces; status, headers, body."""
     sent = {"Content-Type": kind} | {name.replace("_", "-"): v for name, v in headers.items()}
-    request = urllib.request.Request(f"{served.http}/v1/traces", data, sent)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, dict(answer.headers), answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, dict(error.headers), error.read()
+    return sample_records.fetch_any_status(
+        urllib.request.Request(f"{served.http}/v1/traces", data, sent)
+    )
 
 
 def get_json(served: RunningServer, path: str) -> tuple[int, Any]:
     """GET JSON."""
-    try:
-        with urllib.request.urlopen(f"{served.http}{path}", timeout=30) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    request = urllib.request.Request(f"{served.http}{path}")
+    status, _, body = sample_records.fetch_any_status(request)
+    return status, json.loads(body)
 
 
 @pytest.mark.parametrize("door", [make_grpc_exporter, make_http_exporter, make_plain_exporter])
@@ -265,15 +258,19 @@ def test_partial(report_server: RunningServer) -> None:
 
 @pytest.mark.parametrize("door", [make_grpc_exporter, make_http_exporter])
 def test_locked(
-    report_server: RunningServer, door: Callable[[RunningServer], SpanExporter]
+    start_report_server: Callable[..., RunningServer],
+    door: Callable[[RunningServer], SpanExporter],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A database locked by someone else loses nothing: the exporter is told to try again."""
+    monkeypatch.setattr(database_schema, "BUSY_S", 0.3)
+    report_server = start_report_server()
     lock = sqlite3.connect(report_server.path, isolation_level=None, check_same_thread=False)
     lock.execute("BEGIN IMMEDIATE")
     status, headers, answer = post_traces(report_server, encode_spans([]).SerializeToString())
     assert status == 200  # nothing to write
     sent = sample_records.make_spans(sample_records.make_routed_records("locked"))
-    release = threading.Timer(3.5, lambda: lock.execute("ROLLBACK"))
+    release = threading.Timer(1.0, lambda: lock.execute("ROLLBACK"))
     release.start()
     exporter = door(report_server)
     assert exporter.export(sent) is SpanExportResult.SUCCESS

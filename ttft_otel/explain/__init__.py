@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers from stored requests: which stages changed between two windows, and by how much."""
+"""Answers from stored requests: why some were late, what changed, and what other settings would bring."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `ttft-otel diff`: what changed in the TTFT between two windows, releases or instances.
 
-Reads the embedded store; prints sentences and a table, or JSON (docs/diff.schema.json).
+Reads the embedded store, or Tempo; prints sentences and a table, or JSON (docs/diff.schema.json).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 
 import click
 from rich import progress
@@ -24,7 +23,13 @@ from ttft_otel.explain.stage_difference import (
 )
 from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
 from ttft_otel.report import database_schema
-from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, open_reader
+from ttft_otel.report.breakdown_source import (
+    BreakdownSource,
+    SourceChoice,
+    add_source_options,
+    open_source,
+)
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
 
 
 @click.command(
@@ -34,6 +39,7 @@ Examples:
   ttft-otel diff --a 14:00..14:05 --b 14:05..14:10 --json
   ttft-otel diff --by service.version --a 1.4 --b 1.5 --since 1d..
   ttft-otel diff --by service.instance.id --a chat-1 --b chat-2
+  ttft-otel diff --a 2h..1h --b 1h.. --tempo http://127.0.0.1:3200
 """
 )
 @click.option("--a", required=True, help=f"Window A: {WINDOW_HELP} With --by: the value of A.")
@@ -44,34 +50,39 @@ Examples:
 )
 @click.option("--model", default="", help="Only requests for this model.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
-@click.option(
-    "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
-)
-def diff(a: str, b: str, by: str, since: str, model: str, as_json: bool, db: Path | None) -> None:
+@add_source_options
+def diff(
+    a: str, b: str, by: str, since: str, model: str, as_json: bool, source: SourceChoice
+) -> None:
     """Say which stages changed between A and B, by how much, and what is only a changed mix."""
     # Without --by both windows have times already: a third one could only contradict them.
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
-    path = db or database_schema.get_default_path()
     try:
-        if by:
-            # One read for both sides: a request is told apart by its value, not by its time.
-            everything = load_window(path, since, model, by)
-            first, second = (
-                [each for each in everything if each.group == value] for value in (a, b)
-            )
-            # One value without requests is left to compare_windows(), which says how many it needs.
-            if not first and not second:
-                raise click.ClickException(describe_values(everything, by))
-        else:
-            first, second = (load_window(path, window, model, "") for window in (a, b))
+        with open_source(source) as opened:
+            first, second = load_sides(opened, a, b, by, since, model)
         difference = compare_windows(first, second)
     except (database_schema.StoreError, TooFewRequestsError) as error:
         raise click.ClickException(str(error)) from error
     show_difference(difference, as_json)
 
 
-def load_window(path: Path, window: str, model: str, by: str) -> list[RequestFacts]:
+def load_sides(
+    opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str
+) -> tuple[list[RequestFacts], list[RequestFacts]]:
+    """The requests of A and of B, each oldest first. Raises click.ClickException, StoreError."""
+    if not by:
+        return load_window(opened, a, model, ""), load_window(opened, b, model, "")
+    # One read for both sides: a request is told apart by its value, not by its time.
+    everything = load_window(opened, since, model, by)
+    first, second = ([each for each in everything if each.group == value] for value in (a, b))
+    # One value without requests is left to compare_windows(), which says how many it needs.
+    if not first and not second:
+        raise click.ClickException(describe_values(everything, by))
+    return first, second
+
+
+def load_window(opened: BreakdownSource, window: str, model: str, by: str) -> list[RequestFacts]:
     """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first."""
     # 0 is "no bound" to the store's filter.
     since_ns = until_ns = 0
@@ -82,21 +93,23 @@ def load_window(path: Path, window: str, model: str, by: str) -> list[RequestFac
             raise click.UsageError(str(error)) from error
         since_ns, until_ns = found.since_ns, found.until_ns
     wanted = RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=MAX_REQUESTS)
-    with open_reader(path) as db_reader:
-        requests = db_reader.list_latest(wanted)
-        # To stderr, as the bar is: stdout may be JSON that a program reads.
-        if len(requests) == MAX_REQUESTS:
-            click.echo(
-                f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
-                err=True,
-            )
-        console = Console(stderr=True)
-        label = f"reading {window or 'requests'}"
-        # On a terminal only: a bar in a log is noise.
-        bar = progress.track(
-            requests, label, console=console, transient=True, disable=not console.is_terminal
+    requests = opened.list_latest(wanted)
+    # To stderr, as the bar is: stdout may be JSON that a program reads.
+    if len(requests) == MAX_REQUESTS:
+        click.echo(
+            f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
+            err=True,
         )
-        facts = list(read_facts(db_reader, bar, by))
+    console = Console(stderr=True)
+    # On a terminal only: a bar in a log is noise.
+    bar = progress.track(
+        requests,
+        f"reading {window or 'requests'}",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    facts = list(read_facts(opened, bar, by))
     # The store lists the newest first; a change's start is looked for in the order of time.
     return facts[::-1]
 

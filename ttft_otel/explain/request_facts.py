@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the analyses need of a request: its stages, its size, and the attributes to group it by.
 
-Read from the embedded store through DatabaseReader; stage_difference.py and the commands get it.
+Read from the embedded store, or from Tempo; stage_difference.py and the commands get it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ttft_otel import names
-from ttft_otel.report.database_reader import DatabaseReader
+from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.stages import UNATTRIBUTED
 
@@ -44,7 +44,7 @@ class RequestFacts:
 
 
 def read_facts(
-    db_reader: DatabaseReader, requests: Iterable[Request], group_by: str = ""
+    opened: BreakdownSource, requests: Iterable[Request], group_by: str = ""
 ) -> Iterator[RequestFacts]:
     """The facts of those `requests` that got a first token, in their order.
 
@@ -54,7 +54,7 @@ def read_facts(
         # A failed request has no first token; a pending one lacks the span that has the sum.
         if request.error or request.pending:
             continue
-        yield build_facts(request, db_reader.find_trunks(request.trace_id), group_by)
+        yield build_facts(request, opened.find_trunks(request.trace_id), group_by)
 
 
 def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = "") -> RequestFacts:

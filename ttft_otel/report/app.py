@@ -6,7 +6,8 @@ All on one port, so that an operator has a single address to forward and to open
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -66,11 +67,20 @@ def _parse_number(text: str, default: float) -> float:
 Filters = Annotated[RequestFilter, Depends(read_filters)]
 
 
-def create_app(span_receiver: Receiver, hosts: Sequence[str] = ("*",)) -> FastAPI:
+# Sentences why a request took so long, by the database's path and the request's ID.
+RequestExplainer = Callable[[Path, str], list[str]]
+
+
+def create_app(
+    span_receiver: Receiver,
+    hosts: Sequence[str] = ("*",),
+    explain_request: RequestExplainer | None = None,
+) -> FastAPI:
     """Create the app.
 
     span_receiver: stores what is posted; pages read the same database.
     hosts: accepted Host headers, against DNS rebinding.
+    explain_request: answers "Why?" of a request's page, which has no such link without it.
     """
     # No /docs: FastAPI's page would load its scripts from another site.
     app = FastAPI(title="ttft-otel", version=__version__, docs_url=None, redoc_url=None)
@@ -81,7 +91,9 @@ def create_app(span_receiver: Receiver, hosts: Sequence[str] = ("*",)) -> FastAP
     app.add_exception_handler(StoreError, _answer_store_error)
     _add_health_route(app, span_receiver)
     _add_api_routes(app, span_receiver.store.path)
-    _add_page_routes(app, span_receiver.store.path)
+    _add_page_routes(app, span_receiver.store.path, is_explained=explain_request is not None)
+    if explain_request is not None:
+        _add_why_route(app, span_receiver.store.path, explain_request)
     return app
 
 
@@ -141,7 +153,7 @@ def _add_api_routes(app: FastAPI, path: Path) -> None:
             return json_answers.describe_summary(summarize(db.list_latest(wanted)))
 
 
-def _add_page_routes(app: FastAPI, path: Path) -> None:
+def _add_page_routes(app: FastAPI, path: Path, is_explained: bool) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     def index_page(wanted: Filters) -> HTMLResponse:
         with open_reader(path) as db:
@@ -153,11 +165,29 @@ def _add_page_routes(app: FastAPI, path: Path) -> None:
         stored_trace = _find_trace(path, trace_id)
         if not stored_trace:
             return HTMLResponse(pages.render_missing(trace_id), 404, SECURITY_HEADERS)
-        return HTMLResponse(pages.render_trace(stored_trace), headers=SECURITY_HEADERS)
+        text = pages.render_trace(stored_trace, is_explained)
+        return HTMLResponse(text, headers=SECURITY_HEADERS)
 
     @app.get("/stages.css", include_in_schema=False)
     def stages_css() -> Response:
         return Response(palette.build_style_sheet(), media_type="text/css")
+
+
+def _add_why_route(app: FastAPI, path: Path, explain_request: RequestExplainer) -> None:
+    # It reads up to a thousand requests: one at a time, so that spans are stored meanwhile.
+    is_free = threading.Semaphore(1)
+
+    # `path`: clients choose request IDs, which may contain a slash.
+    @app.get("/why/{request_id:path}", response_class=HTMLResponse, include_in_schema=False)
+    def why_page(request_id: str) -> HTMLResponse:
+        if not is_free.acquire(blocking=False):
+            busy = ["Another request is being explained: try again in a moment."]
+            return HTMLResponse(pages.render_why(request_id, busy), 503, SECURITY_HEADERS)
+        try:
+            sentences = explain_request(path, request_id)
+        finally:
+            is_free.release()
+        return HTMLResponse(pages.render_why(request_id, sentences), headers=SECURITY_HEADERS)
 
 
 def _find_trace(path: Path, trace_id: str) -> StoredTrace | None:

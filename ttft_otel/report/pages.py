@@ -23,7 +23,7 @@ from ttft_otel.report.database_reader import RequestFilter, StoredTrace
 from ttft_otel.report.recomputed_counts import collect_recomputed, describe_recomputed
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.summary import Summary, summarize
-from ttft_otel.report.wait_lines import list_wait_reasons
+from ttft_otel.report.wait_lines import list_holding_kinds, list_wait_reasons
 
 PACKAGE_FOLDER: Final = Path(__file__).parent
 PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent of the bar
@@ -71,9 +71,17 @@ def render_index(requests: Sequence[Request], wanted: RequestFilter, models: Seq
     )
 
 
-def render_trace(stored_trace: StoredTrace) -> str:
-    """The page of one trace: its requests with their legs, and the waterfall of all spans."""
-    return _render_template("trace.html", trace=stored_trace)
+def render_trace(stored_trace: StoredTrace, is_explained: bool = False) -> str:
+    """The page of one trace: its requests with their legs, and the waterfall of all spans.
+
+    is_explained: requests have a link "Why?".
+    """
+    return _render_template("trace.html", trace=stored_trace, is_explained=is_explained)
+
+
+def render_why(request_id: str, sentences: Sequence[str]) -> str:
+    """The page that says why a request took so long; the first sentence is the answer in short."""
+    return _render_template("why.html", request_id=request_id, sentences=sentences)
 
 
 def render_missing(trace_id: str) -> str:
@@ -211,6 +219,7 @@ def _create_environment() -> Environment:
         build_mean_bar,
         list_stage_lines,
         list_wait_reasons,
+        list_holding_kinds,
         build_waterfall,
         list_legend,
     ):
@@ -230,7 +239,10 @@ def _create_environment() -> Environment:
         describe_clock_error=describe_clock_error,
     )
     environment.globals.update(
-        deep=MAX_INDENT, UNATTRIBUTED=stages.UNATTRIBUTED, WAIT_REASONS=stages.WAIT_REASONS
+        deep=MAX_INDENT,
+        UNATTRIBUTED=stages.UNATTRIBUTED,
+        WAIT_REASONS=stages.WAIT_REASONS,
+        HOLDING_KINDS=stages.HOLDING_KINDS,
     )
     return environment
 

@@ -34,7 +34,7 @@ class ServeOptions:
 
     path: of the database. http_port, grpc_port: 0 takes a free one, grpc_port -1 disables gRPC.
     max_traces, max_age_hours, max_bytes: limits of the database; the oldest traces are removed.
-    allowed_hosts: further Host headers to accept.
+    allowed_hosts: further Host headers to accept. explain_request: answers the page's "Why?"; None: no link.
     """
 
     path: Path
@@ -45,6 +45,7 @@ class ServeOptions:
     max_age_hours: float = 168.0
     max_bytes: int = 2 << 30
     allowed_hosts: tuple[str, ...] = ()
+    explain_request: app.RequestExplainer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def run_server(options: ServeOptions, on_started: Callable[[ListeningPorts], Non
 def _run_until_signal(
     options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ListeningPorts], None]
 ) -> None:
-    web = app.create_app(span_receiver, list_allowed_hosts(options))
+    web = app.create_app(span_receiver, list_allowed_hosts(options), options.explain_request)
     provider = self_tracing.instrument_app(web, (options.http_port, options.grpc_port))
     config = uvicorn.Config(
         web,

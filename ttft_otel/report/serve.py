@@ -11,6 +11,7 @@ import click
 
 from ttft_otel import names
 from ttft_otel.report import database_schema
+from ttft_otel.report.app import RequestExplainer
 from ttft_otel.report.report_server import ServeOptions, is_loopback_host, run_server
 
 MEGABYTE: Final = 1 << 20
@@ -73,7 +74,10 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     help="Listen on an address that other machines can reach; nobody is asked for a key.",
 )
 @click.option("--allow-host", multiple=True, help="Another Host header to accept on loopback.")
+# From cli.py, which may import explain/; None where the command is called by itself.
+@click.pass_obj
 def serve(
+    explain_request: RequestExplainer | None,
     host: str,
     http_port: int,
     grpc_port: int,
@@ -99,6 +103,7 @@ def serve(
         max_age_hours=keep_hours,
         max_bytes=keep_mb * MEGABYTE,
         allowed_hosts=allow_host,
+        explain_request=explain_request,
     )
     try:
         # Printed when both ports are bound: scripts wait for these lines.

@@ -25,7 +25,7 @@ from ttft_otel.report.recomputed_counts import (
 )
 from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.summary import Summary, summarize
-from ttft_otel.report.wait_lines import list_wait_reasons
+from ttft_otel.report.wait_lines import list_holding_kinds, list_wait_reasons
 
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 MAX_SHOWN_ROWS: Final = 400  # spans shown in one waterfall
@@ -174,6 +174,8 @@ def _build_sum_panel(request: Request, width: int) -> Panel:
         table.add_row(_draw_swatch(name), f"{us / 1000:,.3f}", f"{share:.1f} %")
         for reason, length in list_wait_reasons(request, name):
             table.add_row(f"    {reason}", f"{length / 1000:,.3f}", style="dim")
+        for kind, length in list_holding_kinds(request, name):
+            table.add_row(f"    held by: {kind}", f"{length / 1000:,.3f}", style="dim")
     mark = "✓" if request.closed else "✗"
     sentence = f"{mark} Σ stages + unattributed = ttft"
     table.add_row("ttft, ms", f"{request.ttft_us / 1000:,.3f}", sentence, style="bold")

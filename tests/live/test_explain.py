@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel explain` on real vLLM: a cause that was made on purpose is the one that is named.
+
+Each test sends like requests, then one with the cause, and asks for that one. Causes: a place taken by
+another request, a pause, long prompts ahead, and injected delays in every part of a server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.live.bench import LiveDeployment, TimedResponse
+from tests.live.test_engine_features import call, run_request
+from tests.live.test_router import run_router_behind_proxies
+from ttft_otel import cli
+
+# To compare with: 20 are needed, and those of this file that were delayed must stay below a tenth.
+LIKE = 100
+LIKE_IMAGES = 40
+LONG_PROMPTS = 10
+DELAY_MS = 400.0
+MAX_WAIT_S = 20.0
+# place of the delay -> the rule that must be named; for a text, and for an image.
+TEXT_CAUSES = {
+    "receive": "request_body",
+    "tokenize": "text_preprocessing",
+    "ipc": "to_engine",
+    "dispatch": "host_of_engine",
+    "forward": "shared_steps",
+    "output": "to_client",
+}
+IMAGE_CAUSES = {
+    "multimodal": "media_preprocessing",
+    "encoder": "encoder_work",
+    "ec_load": "ec_transfer",
+}
+
+
+class LikeRequests:
+    """Requests of one kind that were sent to `bench`; they are the window of what is explained later."""
+
+    def __init__(
+        self, bench: LiveDeployment, url: str = "", count: int = LIKE, **fields: Any
+    ) -> None:
+        self.bench, self.url, self.fields = bench, url or bench.front_url, fields
+        self.since = datetime.now(timezone.utc)
+        sent = [self.time_one() for _ in range(count)]
+        self.sent = sorted(sent, key=lambda each: each.client_ttft_us or 0)
+
+    def send_one(self) -> str:
+        """One more, which is new to every cache; returns its ID."""
+        return str(self.time_one().request_id)
+
+    def time_one(self) -> TimedResponse:
+        """One more; its answer with the client's times."""
+        seed = self.bench.new_picture_seed()
+        fields = {"prompt": f"question {seed}", "max_tokens": 2, **self.fields}
+        if fields.pop("image", False):
+            fields["pictures"] = (seed,)
+        answer = self.bench.send_request(self.url, **fields)
+        assert answer.status == 200, answer.body[:300]
+        return answer
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """What `ttft-otel explain --json` says of a request, once it is stored."""
+        words = ["--request", request_id, "--since", f"{self.since.isoformat()}.."]
+        database = str(self.bench.fleet.database)
+        deadline = time.monotonic() + MAX_WAIT_S
+        while True:
+            result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words, "--json"])
+            told: dict[str, Any] = json.loads(result.stdout)
+            if told["answered"] or time.monotonic() > deadline:
+                return told
+            time.sleep(0.5)
+
+
+def check_cause(told: dict[str, Any], rule: str, min_share: float = 0.5) -> None:
+    """The answer names this rule, with so much of the difference."""
+    assert told["answered"], told
+    assert told["cause"] and told["cause"]["rule"] == rule, told["sentences"]
+    assert told["unusual"] and told["stages"][0]["share"] >= min_share, told["sentences"]
+    assert sum(stage["share"] for stage in told["stages"]) == pytest.approx(1, abs=0.002)
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, LikeRequests]:
+    """Like requests by the deployment that they were sent to: one window serves many causes."""
+    return {}
+
+
+def send_texts(bench: LiveDeployment, known: dict[str, LikeRequests]) -> LikeRequests:
+    """The short texts of a deployment."""
+    # By database: a deployment that was started anew has another one.
+    key = str(bench.fleet.database)
+    if key not in known:
+        known[key] = LikeRequests(bench)
+    return known[key]
+
+
+def test_max_num_seqs(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """The only place is taken by a long answer."""
+    like = send_texts(features, texts)
+    with run_request(features, max_tokens=600):
+        told = like.explain(like.send_one())
+    check_cause(told, "max_num_seqs")
+    assert "--max-num-seqs" in told["cause"]["settings"]
+    assert told["reasons"]["max_num_seqs"] >= 0.9
+
+
+def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """The scheduler is paused."""
+    like = send_texts(features, texts)
+    call(features, "/pause?mode=keep&clear_cache=false")
+    resume = threading.Timer(0.8, call, (features, "/resume"))
+    resume.start()
+    try:
+        name = like.send_one()
+    finally:
+        resume.join()
+    check_cause(like.explain(name), "paused")
+
+
+def test_a_usual_request(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """Counter-test: no cause is named for requests than which a quarter of their like took longer."""
+    like = send_texts(features, texts)
+    upper = len(like.sent) * 3 // 4
+    names = [str(each.request_id) for each in like.sent[upper - 4 : upper]]
+    told = [like.explain(name) for name in names]
+    assert all(each["answered"] and each["cause"] is None for each in told), told
+
+
+@pytest.mark.parametrize("place", TEXT_CAUSES)
+def test_delays_of_a_text(epd: LiveDeployment, texts: dict[str, LikeRequests], place: str) -> None:
+    """A delay in one place of the server is found, and has the answer for its stage."""
+    like = send_texts(epd, texts)
+    epd.control.set_injections({place: DELAY_MS})
+    try:
+        name = like.send_one()
+    finally:
+        epd.control.set_injections()
+    told = like.explain(name)
+    check_cause(told, TEXT_CAUSES[place])
+    top = told["stages"][0]
+    assert top["late_ms"] - top["typical_ms"] == pytest.approx(DELAY_MS, rel=0.25)
+
+
+def test_long_prompts_ahead(epd: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """Prompts of many chunks came first: the steps have no tokens left."""
+    like = send_texts(epd, texts)
+    fields = {"words": 2500, "max_tokens": 2}
+    with ThreadPoolExecutor(LONG_PROMPTS) as pool:
+        ahead = [
+            pool.submit(epd.send_request, epd.front_url, prompt=os.urandom(8).hex(), **fields)
+            for _ in range(LONG_PROMPTS)
+        ]
+        answers = []
+        # When the long ones are at the engine depends on the machine: one of these waits for them.
+        while not all(each.done() for each in ahead) and len(answers) < LIKE // 20:
+            time.sleep(0.1)
+            answers.append(like.time_one())
+        assert all(each.result().status == 200 for each in ahead)
+    slowest = max(answers, key=lambda each: each.client_ttft_us or 0)
+    told = like.explain(str(slowest.request_id))
+    check_cause(told, "token_budget")
+    assert told["held"] is None or told["held"]["kinds"]["prefill"] >= 0.5
+    assert told["cause"]["settings"] == ["--max-num-batched-tokens"]
+
+
+def test_delays_of_an_image(epd: LiveDeployment) -> None:
+    """Media: what the processor, the encoder and the encoder cache took longer is told apart."""
+    like = LikeRequests(epd, count=LIKE_IMAGES, image=True)
+    for place, rule in IMAGE_CAUSES.items():
+        epd.control.set_injections({place: DELAY_MS})
+        try:
+            name = like.send_one()
+        finally:
+            epd.control.set_injections()
+        # E and PD both prepare an image, so that its processor is late twice.
+        check_cause(like.explain(name), rule, min_share=0.4)
+
+
+def test_the_wire(epd: LiveDeployment) -> None:
+    """A delay between router and server is the hop's, and no server's."""
+    with run_router_behind_proxies(epd) as (router, legs):
+        like = LikeRequests(epd, url=router.url)
+        legs["prefill_decode"].delay_s = DELAY_MS / 1000
+        told = like.explain(like.send_one())
+    check_cause(told, "hop")
+    assert told["cause"]["stage"] == "router.hop.prefill_decode"
+
+
+def test_window(epd: LiveDeployment) -> None:
+    """The late requests of a window: the stage that was delayed ate the objective."""
+    like = LikeRequests(epd)
+    epd.control.set_injections({"dispatch": DELAY_MS})
+    try:
+        names = [like.send_one() for _ in range(6)]
+    finally:
+        epd.control.set_injections()
+    like.explain(names[-1])  # until it is stored
+    words = ["--since", f"{like.since.isoformat()}..", "--slo", str(DELAY_MS), "--json"]
+    database = str(epd.fleet.database)
+    result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words])
+    told = json.loads(result.stdout)
+    check_cause(told, "host_of_engine")
+    assert told["requests"]["late"] >= 6 and told["slo"]["stages"][0]["share"] >= 0.5
+    assert told["slo"]["stages"][0]["name"].endswith("dispatch")

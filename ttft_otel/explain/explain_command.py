@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel explain`: why a request, or the late requests of a window, took so long.
+
+Reads the embedded store, or Tempo; prints sentences, or JSON (docs/explain.schema.json).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+
+import click
+from rich import progress
+from rich.console import Console
+
+from ttft_otel.explain import explanation_text
+from ttft_otel.explain.explanation import Explanation, explain_requests
+from ttft_otel.explain.late_requests import NoExplanationError, split_window
+from ttft_otel.explain.remedy_prediction import REPETITIONS, predict_remedy
+from ttft_otel.explain.replay_facts import read_recording
+from ttft_otel.explain.request_evidence import RequestEvidence, read_evidence
+from ttft_otel.explain.single_answer import add_holding, build_filter, explain_one
+from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
+from ttft_otel.explain.window_check import CannotTellError
+from ttft_otel.report.breakdown_source import (
+    BreakdownSource,
+    SourceChoice,
+    add_source_options,
+    open_source,
+)
+from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.database_schema import StoreError
+from ttft_otel.report.report_types import StoredSpan
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel explain                            the slowest of the last 2000 requests
+  ttft-otel explain --since 1h --slo 500       those later than 500 ms, in the last hour
+  ttft-otel explain --since 1h --predict       also what the remedy would bring
+  ttft-otel explain --request ID               one request, against others like it
+  ttft-otel explain --trace ID --tempo http://127.0.0.1:3200
+  ttft-otel explain --since 2h..1h --json | jq .cause
+"""
+)
+@click.option("--request", "request_id", metavar="ID", help="One request, by its request id.")
+@click.option(
+    "--trace", "trace_id", metavar="ID", help="One request, by its trace's 32 hex digits."
+)
+@click.option(
+    "--last", type=click.IntRange(1, MAX_REQUESTS), help="The newest N requests.  [default: 2000]"
+)
+@click.option("--since", metavar="WINDOW", default="", help=f"Requests of a window: {WINDOW_HELP}")
+@click.option(
+    "--slo",
+    metavar="MS",
+    type=click.FloatRange(0, min_open=True),
+    help="Late is what took longer than this.  [default: the slowest hundredth]",
+)
+@click.option("--model", default="", help="Only requests for this model.")
+@click.option(
+    "--predict",
+    is_flag=True,
+    help="Of a window: also predict what the remedy would bring, by what-if; takes some seconds.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
+@add_source_options
+def explain(
+    request_id: str | None,
+    trace_id: str | None,
+    last: int | None,
+    since: str,
+    slo: float | None,
+    model: str,
+    predict: bool,
+    as_json: bool,
+    source: SourceChoice,
+) -> None:
+    """Say why a request, or the late ones of a window, waited for their first token, and what to change."""
+    is_single = request_id is not None or trace_id is not None
+    if request_id is not None and trace_id is not None:
+        raise click.UsageError("--request and --trace exclude each other")
+    if is_single and slo:
+        raise click.UsageError("--slo is for a window: a single request is compared with its like")
+    if is_single and predict:
+        raise click.UsageError("--predict is for a window, which what-if replays")
+    slo_us = round((slo or 0) * 1000)
+    try:
+        window = parse_window(since, datetime.now().astimezone()) if since else None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        with open_source(source) as opened:
+            if is_single:
+                explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
+            else:
+                wanted = build_filter(window, model, last or MAX_REQUESTS)
+                found = load_evidence(opened, wanted)
+                explanation = explain_requests(split_window(found, slo_us), slo_us)
+                explanation = add_holding(opened, explanation)
+                if predict:
+                    explanation = add_prediction(opened, explanation, wanted)
+    except NoExplanationError as error:
+        # The same exit code either way: a script must not take a refusal for an answer.
+        if as_json:
+            click.echo(json.dumps(explanation_text.describe_refusal(str(error)), indent=2))
+            raise click.exceptions.Exit(1) from error
+        raise click.ClickException(str(error)) from error
+    except StoreError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
+    else:
+        explanation_text.print_explanation(explanation)
+
+
+def add_prediction(
+    opened: BreakdownSource, explanation: Explanation, wanted: RequestFilter
+) -> Explanation:
+    """The explanation with what its remedy would bring, or why that is not known. Raises StoreError."""
+    rule = explanation.rule
+    if rule is None or not explanation.is_named:
+        return explanation
+
+    def find_spans(trace_id: str) -> Sequence[StoredSpan]:
+        trace = opened.find_trace(trace_id)
+        return trace.spans if trace else ()
+
+    console = Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=REPETITIONS)
+        try:
+            recording = read_recording(opened.list_latest(wanted), find_spans)
+            predicted = predict_remedy(
+                rule, recording, track=lambda done: bar.update(task, advance=done)
+            )
+        except CannotTellError as error:
+            return replace(explanation, no_prediction=str(error))
+    return replace(explanation, prediction=predicted)
+
+
+def load_evidence(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestEvidence]:
+    """The evidence of all requests that match. Raises StoreError."""
+    requests = opened.list_latest(wanted)
+    # To stderr, as the bar is: stdout may be JSON that a program reads.
+    if len(requests) == MAX_REQUESTS:
+        click.echo(f"only the newest {MAX_REQUESTS} requests are explained", err=True)
+    console = Console(stderr=True)
+    bar = progress.track(
+        requests,
+        "reading requests",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    return list(read_evidence(opened, bar))

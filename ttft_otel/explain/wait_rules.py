@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules for stages that wait, by the reasons of stages.WAIT_REASONS. Data; cause_rules.py reads them.
+
+Prices are qualitative: what the setting trades, from the page of vLLM's documentation that `source` names.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel.explain.rule_shape import WAITS, CauseRule
+from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE
+
+WAIT_RULES: Final[tuple[CauseRule, ...]] = (
+    CauseRule(
+        "max_num_seqs",
+        QUEUE_STAGES,
+        "All places of the batch were taken (max_num_seqs): requests waited until an answer had ended.",
+        "Raise --max-num-seqs, or add an instance.",
+        "More requests share each step: time between tokens grows, and each needs KV-cache memory.",
+        "configuration/optimization/#preemption",
+        reasons=("max_num_seqs",),
+        settings=("--max-num-seqs",),
+        trial=("--max-num-seqs", 2.0),
+    ),
+    CauseRule(
+        "token_budget",
+        QUEUE_STAGES,
+        "The steps had no tokens left (max_num_batched_tokens): other prompts, and decodes, came first.",
+        "Raise --max-num-batched-tokens; or add an instance, or give long prompts one of their own.",
+        "Longer steps: time between tokens of running answers grows with them.",
+        "configuration/optimization/#chunked-prefill",
+        reasons=("token_budget",),
+        settings=("--max-num-batched-tokens",),
+        trial=("--max-num-batched-tokens", 2.0),
+    ),
+    CauseRule(
+        "kv_blocks",
+        QUEUE_STAGES,
+        "There were too few free KV blocks: running answers filled the cache.",
+        "Raise --gpu-memory-utilization, halve the blocks' size with --kv-cache-dtype fp8, or lower "
+        "--max-num-seqs.",
+        "Less memory in reserve; fp8 changes numbers a little; fewer places make others wait for those.",
+        "configuration/optimization/#preemption",
+        reasons=("kv_blocks",),
+        settings=("--gpu-memory-utilization", "--kv-cache-dtype", "--max-num-seqs"),
+    ),
+    CauseRule(
+        "encoder_budget",
+        WAITS,
+        "The encoder's budget of a step was used up: other requests' media items were encoded first.",
+        "Raise --max-num-batched-tokens, which is the encoder's budget too, or add encoder instances.",
+        "Longer steps: time between tokens grows; an encoder instance is a device more.",
+        "features/disagg_encoder/",
+        reasons=("encoder_budget",),
+        settings=("--max-num-batched-tokens",),
+    ),
+    CauseRule(
+        "remote_kv",
+        WAITS,
+        "KV blocks were still on their way from another instance.",
+        "Look at the connector's transport, and at the prefill instance; --kv-transfer-config chooses it.",
+        "A faster transport is hardware (RDMA); the first transfer of two instances includes a handshake.",
+        "features/disagg_prefill/",
+        reasons=("remote_kv",),
+        settings=("--kv-transfer-config",),
+    ),
+    CauseRule(
+        "remote_ec",
+        WAITS,
+        "Encodings were still on their way from the encoder instance.",
+        "Look at the encoder's load and at the connector; --ec-transfer-config chooses it.",
+        "A faster transport is hardware; more encoder instances are devices.",
+        "features/disagg_encoder/",
+        reasons=("remote_ec",),
+        settings=("--ec-transfer-config",),
+    ),
+    CauseRule(
+        "grammar",
+        WAITS,
+        "The grammar of structured output was being compiled.",
+        "Send fewer different schemas (a compiled one is cached), or smaller ones.",
+        "None for the server; clients have to agree on schemas.",
+        "features/structured_outputs/",
+        reasons=("grammar",),
+    ),
+    CauseRule(
+        "lora",
+        WAITS,
+        "All places for LoRA adapters were taken by others.",
+        "Raise --max-loras, or send each adapter's requests to one instance.",
+        "Each place takes device memory, and batches with more adapters are slower.",
+        "features/lora/",
+        reasons=("lora",),
+        settings=("--max-loras",),
+    ),
+    CauseRule(
+        "priority",
+        WAITS,
+        "Requests with a higher priority that came later ran first.",
+        "Set fewer requests' priority high, or turn priorities off with --scheduling-policy fcfs.",
+        "Urgent requests then wait like all others.",
+        "configuration/engine_args/",
+        reasons=("priority",),
+        settings=("--scheduling-policy",),
+    ),
+    CauseRule(
+        "paused",
+        WAITS,
+        "The scheduler was paused, or the engine asleep.",
+        "Find who calls /pause or /sleep, for example an update of weights; send no requests meanwhile.",
+        "None.",
+        "features/sleep_mode/",
+        reasons=("paused",),
+    ),
+    CauseRule(
+        "in_step",
+        QUEUE_STAGES,
+        "They came while a step ran, and waited for its end: steps were long.",
+        "Lower --max-num-batched-tokens, so that steps are shorter.",
+        "Long prompts take more steps, and throughput falls.",
+        "configuration/optimization/#chunked-prefill",
+        reasons=("in_step",),
+        settings=("--max-num-batched-tokens",),
+        trial=("--max-num-batched-tokens", 0.5),
+    ),
+    CauseRule(
+        "unknown_wait",
+        WAITS,
+        "They waited in the scheduler, and this server does not tell for what.",
+        "`ttft-otel doctor --url` says what is not measured; a newer ttft-otel in the server may tell.",
+        "None.",
+        "docs/guides/troubleshooting.md",
+        reasons=("", "other"),
+    ),
+    CauseRule(
+        "preempted",
+        (STALL_STAGE,),
+        "Between two chunks there were no free KV blocks: requests were preempted, and computed again.",
+        "Raise --gpu-memory-utilization, or lower --max-num-seqs.",
+        "Less memory in reserve; fewer places make others wait for those.",
+        "configuration/optimization/#preemption",
+        reasons=("kv_blocks",),
+        settings=("--gpu-memory-utilization", "--max-num-seqs"),
+    ),
+    CauseRule(
+        "between_chunks",
+        (STALL_STAGE,),
+        "Between two chunks of the prompt, steps worked for other requests.",
+        "Raise --max-num-batched-tokens, so that a prompt needs fewer chunks.",
+        "Longer steps: time between tokens of running answers grows with them.",
+        "configuration/optimization/#chunked-prefill",
+        reasons=("token_budget", "in_step", "max_num_seqs"),
+        settings=("--max-num-batched-tokens",),
+        trial=("--max-num-batched-tokens", 2.0),
+    ),
+)
