@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--latency", action="store_true", help="measure added latency instead")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each load, for --latency")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each load, for --latency")
     parser.add_argument("--requests", type=int, default=4000, help="per router and case")
     options = parser.parse_args()
     port = find_free_port()

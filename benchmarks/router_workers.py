@@ -2,8 +2,9 @@
 """CPU time per request of the router with several workers, as a multiple of one worker's.
 
 Workers pay for telling one another what they send; the supervisor's time counts, too. Rounds are paired: both
-routers get the same requests one after the other. How many times more requests several workers serve is not
-measured: on the few cores beside a load generator it would be the generator's figure.
+routers get the same requests one after the other, each process of them from as many connections at once.
+How many times more requests several workers serve is not measured: on the few cores beside a load generator
+it would be the generator's figure.
 
     python -m benchmarks.router_workers [--workers 2] [--rounds 8] [--requests 4000] [--json FILE]
 """
@@ -35,8 +36,9 @@ from lab.free_ports import find_free_port
 
 MAX_CPU_RATIO: Final = 1.1  # CPU time per request, several workers to one
 CASES: Final = ("plain", "stream")
-# One that needs no messages between workers, and one that compares load and prompts.
-POLICIES: Final = ("round_robin", "qps")
+# One that needs no messages between workers, one that compares what is under way, one that compares
+# what was sent.
+POLICIES: Final = ("round_robin", "least_requests", "qps")
 SETTLE_S: Final = 1.5  # seconds for all workers to be up
 
 
@@ -67,7 +69,7 @@ def measure_round(subject: WorkersSubject, case: str, count: int) -> float:
             build_chat_body(case),
             EVENTS_BY_CASE[case],
             count,
-            CONNECTIONS,
+            CONNECTIONS * subject.workers,
         )
     )
     return (subject.read_cpu_s() - before_s) / count * 1e6
@@ -94,6 +96,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--requests", type=int, default=4000, help="per router and case")
     options = parser.parse_args()
@@ -101,7 +104,7 @@ def main() -> int:
     backend = f"http://127.0.0.1:{port}"
     subjects = [
         WorkersSubject(policy, workers, find_free_port())
-        for policy in POLICIES
+        for policy in options.policies
         for workers in (1, options.workers)
     ]
     with contextlib.ExitStack() as stack:

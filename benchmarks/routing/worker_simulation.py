@@ -2,7 +2,7 @@
 """Several workers of one router in the simulation of fleet_simulation.py, for worker_sharing.py.
 
 Each has policies and books of its own and gets a random share of the requests. They tell one another by
-the messages and books of ttft_otel/router/workers, which arrive after the socket's batching time.
+the messages and books of ttft_otel/router/workers, which arrive TELL_S later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,9 +29,11 @@ from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState, PrefillSample
 from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.sibling_loads import SiblingLoads
-from ttft_otel.router.workers.worker_socket import FLUSH_S
 
 LEG: Final = "prefill"
+# What is in a ring is read before the next decision. Two that decide in the same moment know nothing of
+# each other: more seconds than a decision and its message take.
+TELL_S: Final = 0.0002
 
 
 @dataclass(slots=True)
@@ -57,6 +60,14 @@ class WorkerSimulation(Simulation):
             for number in range(worker_count)
         ]
         self.owners: dict[str, int] = {}  # worker by request
+        # Requests ever sent, by worker and instance; indices of the numbers that workers share.
+        self.arrivals: Counter[tuple[int, str]] = Counter()
+        self.indices = {url: index for index, url in enumerate(self.by_url)}
+        places = messages.Places([(LEG, url, 0) for url in self.by_url])
+        for number, worker in enumerate(self.workers):
+            for owner in range(worker_count):
+                if owner != number and are_sharing:
+                    worker.siblings.apply_places(owner, places)
         self.last_sample: PrefillSample | None = None
 
     def _build_worker(self, case: dict[str, Any], policy: str, ties: str) -> SimulatedWorker:
@@ -88,12 +99,14 @@ class WorkerSimulation(Simulation):
         choice.instance.in_flight += 1
         self.owners[request.request_id] = owner
         self.sent_at_us[request.request_id] = now_us
-        entry = worker.state.pending.find_entry((LEG, request.request_id))
-        assert entry is not None
-        sent = messages.Sent(
-            *(request.request_id, LEG, entry.url, now_us, True, *entry.work, entry.block_keys)
-        )
-        self.tell_others(owner, sent, now_us)
+        self.arrivals[owner, choice.instance.url] += 1
+        self.tell_numbers(owner, choice.instance, now_us)
+        if worker.policy.reads_prompts:
+            entry = worker.state.pending.find_entry((LEG, request.request_id))
+            assert entry is not None
+            work = (*entry.work, entry.block_keys)
+            sent = messages.Sent(request.request_id, LEG, entry.url, now_us, *work)
+            self.tell_others(owner, sent, now_us)
         server = self.by_url[choice.instance.url]
         server.waiting.append(request)
         if server.free:
@@ -116,31 +129,40 @@ class WorkerSimulation(Simulation):
         worker.instances[server.instance.url].in_flight -= 1
         super().finish_prefill(server, request, now_us, seconds, cached)
         learned = () if self.last_sample is None else self.last_sample
-        token = messages.FirstToken(request.request_id, LEG, now_us, *learned)
+        token = messages.FirstToken(request.request_id, now_us, *learned)
         self.tell_others(owner, token, now_us)
-        self.tell_others(owner, messages.Ended(request.request_id, LEG, now_us), now_us)
+        self.tell_numbers(owner, worker.instances[server.instance.url], now_us)
 
-    def tell_others(self, owner: int, message: messages.Message, now_us: int) -> None:
-        """Deliver a message to all other workers once the batch that it is in leaves."""
-        if not self.are_sharing:
-            return
-        due_us = now_us + round(FLUSH_S * US_PER_SECOND)
-        for number, worker in enumerate(self.workers):
-            if number != owner:
-                self.schedule_event(due_us, functools.partial(deliver, worker, owner, message))
+    def tell_others(self, owner: int, message: messages.LoadMessage, now_us: int) -> None:
+        """Deliver a message to all other workers."""
+        for worker in self.list_others(owner):
+            due_us = now_us + round(TELL_S * US_PER_SECOND)
+            self.schedule_event(due_us, functools.partial(deliver, worker, owner, message))
+
+    def tell_numbers(self, owner: int, instance: types.Instance, now_us: int) -> None:
+        """Show all other workers what the worker `owner` has at `instance` now."""
+        arrivals = self.arrivals[owner, instance.url]
+        changes = [(self.indices[instance.url], instance.in_flight, arrivals)]
+        for worker in self.list_others(owner):
+            due_us = now_us + round(TELL_S * US_PER_SECOND)
+            show = functools.partial(worker.siblings.apply_counts, owner, changes)
+            self.schedule_event(due_us, show)
+
+    def list_others(self, owner: int) -> list[SimulatedWorker]:
+        """Whom the worker `owner` tells anything."""
+        others = (each for number, each in enumerate(self.workers) if number != owner)
+        return list(others) if self.are_sharing else []
 
     def _keep_sample(self, _: tuple[str, str], __: int, sample: PrefillSample | None) -> None:
         self.last_sample = sample
 
 
-def deliver(worker: SimulatedWorker, owner: int, message: messages.Message, _: int) -> None:
+def deliver(worker: SimulatedWorker, owner: int, message: messages.LoadMessage, _: int) -> None:
     """Put a message of the worker `owner` into the books of another one; an event of the simulation."""
     if isinstance(message, messages.Sent):
         worker.siblings.apply_sent(owner, message)
     elif isinstance(message, messages.FirstToken):
         worker.siblings.apply_first_token(owner, message)
-    elif isinstance(message, messages.Ended):
-        worker.siblings.apply_ended(owner, message)
 
 
 def simulate_workers(

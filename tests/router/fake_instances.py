@@ -145,11 +145,11 @@ class FakeInstance:
         return response
 
 
-def open_listening_socket() -> socket.socket:
-    """A listening socket on loopback."""
+def open_listening_socket(host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket on a free port, by default of the loopback."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", 0))
+    sock.bind((host, 0))
     return sock
 
 
@@ -167,24 +167,26 @@ def find_unused_urls(count: int) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def run_web_app(web_app: web.Application) -> AsyncIterator[str]:
-    """Serve `web_app` on a free port of the loopback; gives its URL.
+async def run_web_app(web_app: web.Application, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """Serve `web_app` on a free port of `host`; gives its URL.
 
     A handler is cancelled when its client hangs up, as vLLM's are.
     """
     runner = web.AppRunner(web_app, access_log=None, handler_cancellation=True)
     await runner.setup()
-    sock = open_listening_socket()
+    sock = open_listening_socket(host)
     await web.SockSite(runner, sock).start()
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"http://{host}:{sock.getsockname()[1]}"
     finally:
         await runner.cleanup()
 
 
 @contextlib.asynccontextmanager
-async def run_instance(plan: InstancePlan | None = None) -> AsyncIterator[FakeInstance]:
-    """A running Instance."""
+async def run_instance(
+    plan: InstancePlan | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[FakeInstance]:
+    """A running Instance; `host` is the address that it listens on."""
     fake_instance = FakeInstance(plan or InstancePlan())
 
     async def answer_health(_: web.Request) -> web.Response:
@@ -204,7 +206,7 @@ async def run_instance(plan: InstancePlan | None = None) -> AsyncIterator[FakeIn
     server.router.add_get("/health", answer_health)
     server.router.add_get("/v1/models", answer_models)
     server.router.add_post("/{path:.*}", fake_instance.handle_request)
-    async with run_web_app(server) as fake_instance.url:
+    async with run_web_app(server, host) as fake_instance.url:
         yield fake_instance
 
 
@@ -251,6 +253,7 @@ class RunningRouter:
     ) -> None:
         self.client, self.url, self._encoded_records = client, url, encoded_records
         self.app: app.RouterApp
+        self.server: PromptServer
 
     @property
     def fleet(self) -> InstancePool:
@@ -403,7 +406,11 @@ class PromptServer(uvicorn.Server):
 
     Its main loop looks every 0.1 s whether to exit, and its shutdown begins with a sleep of 0.1 s.
     What router processes do when they are stopped is tested in cli/test_router_process.py.
+
+    cancels: end what is under way at once, as uvicorn does after timeout_graceful_shutdown.
     """
+
+    cancels = False
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -420,6 +427,8 @@ class PromptServer(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
+        for task in list(self.server_state.tasks) if self.cancels else ():
+            task.cancel()
         while self.server_state.connections or self.server_state.tasks:
             await asyncio.sleep(0.001)
         await self.lifespan.shutdown()
@@ -440,7 +449,7 @@ async def serve_app(
             running = RunningRouter(
                 client, f"http://127.0.0.1:{sock.getsockname()[1]}", encoded_records
             )
-            running.app = router_app
+            running.app, running.server = router_app, server
             yield running
     finally:
         server.exit_requested.set()

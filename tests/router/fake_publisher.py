@@ -36,15 +36,10 @@ class FakePublisher:
     _sockets: list[Any] = field(default_factory=list)
     _replay_task: asyncio.Task[None] | None = None
 
-    @property
-    def events_endpoint(self) -> str:
-        """Address of the PUB socket."""
-        return f"ipc://{self.folder}/events"
-
-    @property
-    def replay_endpoint(self) -> str:
-        """Address of the replay socket."""
-        return f"ipc://{self.folder}/replay"
+    def __post_init__(self) -> None:
+        # Addresses of the PUB socket and of the one for replays.
+        self.events_endpoint = f"ipc://{self.folder}/events"
+        self.replay_endpoint = f"ipc://{self.folder}/replay"
 
     def bind_sockets(self, context: zmq.asyncio.Context) -> None:
         """Bind both sockets and serve replays."""

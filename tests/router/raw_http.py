@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -136,15 +136,25 @@ class RawInstance:
 
 
 @contextlib.asynccontextmanager
+async def listen(
+    handle_connection: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """Accept connections on the loopback; gives the URL."""
+    server = await asyncio.start_server(handle_connection, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+@contextlib.asynccontextmanager
 async def run_instance() -> AsyncIterator[RawInstance]:
     """Run a RawInstance."""
     raw_instance = RawInstance()
-    server = await asyncio.start_server(raw_instance.handle_connection, "127.0.0.1", 0)
-    raw_instance.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        yield raw_instance
+        async with listen(raw_instance.handle_connection) as raw_instance.url:
+            yield raw_instance
     finally:
-        server.close()
         for writer in list(raw_instance.open_writers):
             writer.transport.abort()
         await asyncio.sleep(0.05)

@@ -343,7 +343,7 @@ async def get_json(router: fake_instances.RunningRouter, path: str) -> tuple[int
 
 
 def test_an_unsampled_request_is_counted_once() -> None:
-    """With metrics on a stream that is not sampled leaves its measurement, with each stage, and no more."""
+    """With metrics on a stream that is not sampled leaves measurements of its TTFT and of its end."""
 
     async def run_scenario() -> None:
         counting = Settings(sampler="always_off", metrics=True)
@@ -351,7 +351,7 @@ def test_an_unsampled_request_is_counted_once() -> None:
             url = f"{router.url}/v1/chat/completions"
             async with router.client.post(url, json=fake_instances.build_chat()) as response:
                 await response.read()
-            (data,) = await router.wait_for_encoded(1)
+            data, end = await router.wait_for_encoded(2)
             found = measurement.decode_measurement(data)
             head = measurement.decode_head(bytes(found.head))
             assert (head.role, head.model, head.error) == ("router", "tiny", "")
@@ -359,9 +359,12 @@ def test_an_unsampled_request_is_counted_once() -> None:
             instances = dict(head.stages)
             assert instances["router.receive"] == ""
             assert instances["router.hop.mono"] == one.url.removeprefix("http://")
-            # The stream has ended, and its end sent nothing.
-            async with router.client.post(url, json=fake_instances.build_chat()) as response:
-                await response.read()
-            assert len(await router.wait_for_encoded(2)) == 2
+            measured_end = measurement.decode_measurement(end)
+            end_head = measurement.decode_head(bytes(measured_end.head))
+            assert (end_head.has_ttft, end_head.end_error, end_head.stages) == (False, "", ())
+            # Only the instance that decodes knows the tokens.
+            assert not end_head.has_token_time
+            (length_us,) = measured_end.times_us
+            assert length_us >= found.times_us[0]
 
     fake_instances.run_with_timeout(run_scenario)

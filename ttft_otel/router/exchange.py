@@ -74,7 +74,12 @@ class Exchange:
     @property
     def has_ttft(self) -> bool:
         """Whether its TTFT is told; one that was only queued has none, unless it failed."""
-        return bool(self.operation) and not (self.is_background and self.has_answered)
+        return bool(self.operation) and not self.is_queued_only
+
+    @property
+    def is_queued_only(self) -> bool:
+        """Whether its answer only says that the request is queued."""
+        return self.is_background and self.has_answered
 
     @property
     def has_answered(self) -> bool:

@@ -32,11 +32,10 @@ def encode_known_parts(
 ) -> bytes:
     """What the exporter gets of `exchange`, arguments as of build_record(); b"" for nothing.
 
-    is_counted: metrics count every request; of one that is not sampled they get its TTFT alone.
+    is_counted: metrics count every request; of one that is not sampled they get its numbers alone.
     """
-    if exchange.trace_context.sampled or (is_counted and breakdown is not None):
-        return encode_for_exporter(build_record(exchange, breakdown, ended_us))
-    return b""
+    is_told = exchange.trace_context.sampled or is_counted
+    return encode_for_exporter(build_record(exchange, breakdown, ended_us)) if is_told else b""
 
 
 def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0) -> Record:
@@ -220,6 +219,7 @@ def _build_server(exchange: Exchange, duration_us: int) -> Server:
             names.URL_PATH: exchange.path[:MAX_CLIENT_STRING_CHARS],
             names.URL_SCHEME: exchange.scheme,
             **({names.FIRST_TOKEN_MISMATCH: True} if exchange.first_token_mismatch else {}),
+            **({names.BACKGROUND: True} if exchange.is_queued_only else {}),
         },
         # a 4xx is the client's error, not this server's
         error="" if 400 <= exchange.status < 500 else exchange.error,

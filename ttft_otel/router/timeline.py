@@ -265,13 +265,15 @@ def _place_leg_stages(
     # The server says more than there is room for; `clamped` tells by how much.
     if hop_us < 0:
         cursor.clamped -= hop_us
-    cursor.close_stage(f"router.hop.{leg}", cursor.position + max(hop_us, 0))
+        hop_us = 0
+    cursor.close_stage(f"router.hop.{leg}", cursor.position + hop_us)
+    lengths = server_timing.stages
     # Stages of a newer release have no known place: they stay in what is unattributed.
-    known = (name for name in server_timing.stages if name in _STAGE_ORDER)
-    for name in sorted(known, key=_STAGE_ORDER.__getitem__):
-        cursor.close_stage(
-            f"{leg}.{name}", min(cursor.position + server_timing.stages[name], stop_us)
-        )
+    known = [name for name in lengths if name in _STAGE_ORDER]
+    known.sort(key=_STAGE_ORDER.__getitem__)
+    for name in known:
+        mark = cursor.position + lengths[name]
+        cursor.close_stage(f"{leg}.{name}", mark if mark < stop_us else stop_us)
     cursor.close_stage(UNATTRIBUTED, stop_us)
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ async def post_alone(it: CommandProcess, request_id: str = "") -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_one_router(tmp_path: Path) -> None:
     """Whoever is asked: reports and metrics of all; SIGHUP reaches all, SIGTERM drains all."""
 
@@ -104,6 +107,58 @@ def test_one_router(tmp_path: Path) -> None:
                 assert it.log.read_text().count("shutting down") == 3
 
     fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+
+
+def describe_process(pid: int, folder: Path) -> dict[str, Any]:
+    """What a router's process has beside serving: what several workers need, by the kernel's own account."""
+    proc = Path(f"/proc/{pid}")
+    links = [str(each.readlink()) for each in (proc / "fd").iterdir() if each.is_symlink()]
+    unix_paths = Path("/proc/net/unix").read_text("ascii").splitlines()
+    return {
+        "processes": len((proc / "task" / str(pid) / "children").read_text("ascii").split()),
+        "threads": sorted(
+            (each / "comm").read_text("utf-8").strip() for each in (proc / "task").iterdir()
+        ),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "Unix sockets": sum(str(folder) in line for line in unix_paths),
+        "files": sorted(each.name for each in folder.rglob("*.*")),
+        # Anonymous memory that forked processes share.
+        "shared memory": (proc / "maps").read_text("utf-8").count("/dev/zero (deleted)"),
+    }
+
+
+def test_one_worker_starts_nothing(tmp_path: Path) -> None:
+    """No process, thread, socket, file or shared memory more than without the flag; two have them all."""
+
+    async def describe(*flags: str) -> dict[str, Any]:
+        # Not tmp_path, in which a socket's path would be too long.
+        folder = Path(tempfile.mkdtemp(dir="/tmp"))
+        env = {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+        async with (
+            fake_instances.run_instance() as one,
+            run_command(tmp_path, "--backend", one.url, *flags, **env) as it,
+        ):
+            assert await post_alone(it) == 200
+            if "2" in flags:
+                await wait_for_workers(it, 2)
+            found = describe_process(it.process.pid, folder)
+        shutil.rmtree(folder)
+        return found
+
+    async def run_scenario() -> None:
+        plain = await describe()
+        one = await describe("--workers", "1")
+        two = await describe("--workers", "2")
+        assert plain["processes"] == one["processes"] == 0
+        assert plain["threads"] == one["threads"]
+        for name in ("Unix sockets", "shared memory"):
+            assert plain[name] == one[name] == 0, name
+        assert plain["files"] == one["files"] == []
+        assert abs(plain["sockets"] - one["sockets"]) <= 1, "a probe may be under way in either"
+        assert two["processes"] == 2 and two["Unix sockets"] == 2 and two["shared memory"]
+        assert len(two["files"]) == 4, "a socket and a file of metrics for each"
+
+    fake_instances.run_with_timeout(run_scenario, 2 * TIMEOUT_S)
 
 
 def test_drain(tmp_path: Path) -> None:
@@ -174,10 +229,21 @@ def signal_worker(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("policy", ["ttft", "qps"])
-def test_workers_are_killed_under_load(tmp_path: Path, policy: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "workers", "kills"),
+    [
+        ("ttft", 2, 3),
+        ("qps", 2, 3),
+        *(pytest.param(each, 4, 12, marks=pytest.mark.full) for each in ("ttft", "qps")),
+        pytest.param("least_requests", 4, 12, marks=pytest.mark.full),
+    ],
+)
+def test_workers_are_killed_under_load(
+    tmp_path: Path, policy: str, workers: int, kills: int
+) -> None:
     """Killed at random: replaced and said, no request sent twice, nothing left in anybody's books."""
-    flags = ("--routing-logic", policy, "--workers", "2")
+    flags = ("--routing-logic", policy, "--workers", str(workers))
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
@@ -185,20 +251,23 @@ def test_workers_are_killed_under_load(tmp_path: Path, policy: str) -> None:
             port = ("--admin-port", admin.rpartition(":")[2])
             backends = ("--backend", a.url, "--backend", b.url)
             async with run_command(tmp_path, *backends, *port, *flags) as it:
-                await wait_for_workers(it, 2)
-                statuses = await kill_meanwhile(it, random.Random(policy))
-                await wait_for_workers(it, 2, 3)
-                assert it.log.read_text().count("was ended by SIGKILL") == 3
+                await wait_for_workers(it, workers)
+                statuses = await kill_meanwhile(it, random.Random(policy), workers, kills)
+                await wait_for_workers(it, workers, kills)
+                assert it.log.read_text().count("was ended by SIGKILL") == kills
                 assert set(statuses) <= {200, 0} and statuses[200]
                 sent = count_requests(a) + count_requests(b)
                 assert set(sent.values()) == {1}, "nothing may be answered twice"
                 await wait_until_empty(it, admin)
 
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    # One that has just been replaced waits up to half a minute before it is once more.
+    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S + 40 * kills)
 
 
-async def kill_meanwhile(it: CommandProcess, chance: random.Random) -> Counter[int]:
-    """Kill three workers, one after the other, while clients ask; returns the clients' statuses."""
+async def kill_meanwhile(
+    it: CommandProcess, chance: random.Random, workers: int, kills: int
+) -> Counter[int]:
+    """Kill so many workers, one after the other, while clients ask; returns the clients' statuses."""
     statuses: Counter[int] = Counter()
     is_over = asyncio.Event()
 
@@ -209,13 +278,13 @@ async def kill_meanwhile(it: CommandProcess, chance: random.Random) -> Counter[i
             statuses[await post_alone(it, f"client-{client}-{number}")] += 1
 
     asking = [asyncio.create_task(ask_forever(client)) for client in range(FEW_CLIENTS)]
-    for restarts in range(1, 4):
+    for restarts in range(1, kills + 1):
         seen = statuses[200]
         while statuses[200] < seen + 10:
             await asyncio.sleep(0.01)
         signal_worker(chance.choice(list_worker_pids(it)))
         await it.wait_for_log("was ended by SIGKILL", restarts)
-        await wait_for_workers(it, 2, restarts)
+        await wait_for_workers(it, workers, restarts)
     is_over.set()
     await asyncio.gather(*asking)
     return statuses

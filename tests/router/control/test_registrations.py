@@ -151,26 +151,9 @@ def test_who_deregisters_ends_what_it_has(caplog: pytest.LogCaptureFixture) -> N
     fake_instances.run_with_timeout(run_scenario)
 
 
-def test_who_registers_again_while_it_drains_stays() -> None:
-    """It was restarted before its last stream ended, or thought better of it."""
-
-    async def run_scenario() -> None:
-        async with registration_site.run_registrants([InstancePlan(gap_s=0.3)]) as (site, a):
-            await site.send_as_instance("decode", a.url)
-            stream = asyncio.create_task(site.router.post_chat())
-            await wait_until(lambda: bool(a.received))
-            await site.send_as_launcher("", a.url, "DELETE")
-            await site.send_as_instance("decode", a.url)
-            assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
-            await stream
-            site.registrations.sweep_once()
-            assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_an_operator_may_keep_who_deregistered() -> None:
-    """Added again while it drains, it stays when its last stream has ended."""
+@pytest.mark.parametrize("adds", ["instance", "operator"])
+def test_who_is_added_again_while_it_drains_stays(adds: str) -> None:
+    """An instance that deregistered and then registers again, or that an operator adds, is kept."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan(gap_s=0.3)]) as (site, a):
@@ -178,8 +161,12 @@ def test_an_operator_may_keep_who_deregistered() -> None:
             stream = asyncio.create_task(site.router.post_chat())
             await wait_until(lambda: bool(a.received))
             await site.send_as_launcher("", a.url, "DELETE")
-            order = json.dumps({"action": "add", "leg": "prefill_decode", "url": a.url})
-            assert (await site.post_body(order))[0] == 200
+            if adds == "instance":
+                await site.send_as_instance("decode", a.url)
+                assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
+            else:
+                order = json.dumps({"action": "add", "leg": "prefill_decode", "url": a.url})
+                assert (await site.post_body(order))[0] == 200
             await stream
             site.registrations.sweep_once()
             assert await site.map_states() == {f"prefill_decode {a.url}": "healthy"}
@@ -261,16 +248,22 @@ def test_with_a_ttl_of_zero_nobody_is_forgotten() -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A router's configuration file, empty at first."""
+    (file := tmp_path / "router.yaml").touch()
+    return file
+
+
 def test_configuration_and_registration_stand_side_by_side(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A URL that both name is one instance, and SIGHUP takes nobody away who registered."""
-    file = tmp_path / "router.yaml"
     a, b, c = fake_instances.find_unused_urls(3)
 
     async def run_scenario() -> None:
-        file.write_text(f"backend: [{a}]\n")
-        async with registration_site.run_registration_site("--config", str(file)) as site:
+        config_file.write_text(f"backend: [{a}]\n")
+        async with registration_site.run_registration_site("--config", str(config_file)) as site:
 
             def list_urls() -> list[str]:
                 return [each.url for each in site.router.fleet.get("prefill_decode")]
@@ -281,14 +274,14 @@ def test_configuration_and_registration_stand_side_by_side(
             said = (await site.list_instances())["instances"]
             assert [each["registered"] for each in said] == [True, True]
             one = site.router.fleet.find_instance("prefill_decode", b)
-            file.write_text(f"backend: [{c}]\n")
+            config_file.write_text(f"backend: [{c}]\n")
             site.reload()
             assert list_urls() == [c, a, b]
             assert site.router.fleet.find_instance("prefill_decode", b) is one
             said = (await site.list_instances())["instances"]
             assert [each["registered"] for each in said] == [False, True, True]
             await site.send_as_instance("decode", a, "delete")
-            file.write_text(f"backend: [{c}, {b}]\n")
+            config_file.write_text(f"backend: [{c}, {b}]\n")
             site.reload()
             assert list_urls() == [c, b]
             # who is configured stays, and gets nothing until it says that it is back
@@ -304,17 +297,16 @@ def test_configuration_and_registration_stand_side_by_side(
 
 
 def test_a_configuration_that_does_not_fit_who_registered_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Combined instances are registered: a file with prefill and decode apart is refused, with why."""
-    file = tmp_path / "router.yaml"
     a, p, d = fake_instances.find_unused_urls(3)
 
     async def run_scenario() -> None:
-        file.write_text("retries: 1\n")
-        async with registration_site.run_registration_site("--config", str(file)) as site:
+        config_file.write_text("retries: 1\n")
+        async with registration_site.run_registration_site("--config", str(config_file)) as site:
             await site.send_as_launcher("prefill_decode", a)
-            file.write_text(f"prefill: [{p}]\ndecode: [{d}]\n")
+            config_file.write_text(f"prefill: [{p}]\ndecode: [{d}]\n")
             site.reload()
             (line,) = list_log_lines(caplog, "configuration reload failed")
             assert (
@@ -327,7 +319,7 @@ def test_a_configuration_that_does_not_fit_who_registered_changes_nothing(
             site.reload()
             assert [each.url for each in site.router.fleet] == [p, d, a]
             assert [each.leg for each in site.router.fleet] == ["prefill", "decode", "decode"]
-            file.write_text(f"backend: [{p}]\n")
+            config_file.write_text(f"backend: [{p}]\n")
             site.reload()
             assert len(list_log_lines(caplog, "configuration reload failed")) == 2
 

@@ -73,10 +73,7 @@ def test_what_answers_without_a_key() -> None:
     """Probes and metrics do; nothing describes the API, and the rest needs the key."""
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance() as one,
-            fake_instances.run_router([one.url], keys=["k"]) as router,
-        ):
+        async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
             for path, status in {
                 **dict.fromkeys(("/healthz", "/health", "/readyz", "/metrics"), 200),
                 **dict.fromkeys(("/v1/models", "/ttft_report/x"), 401),
@@ -95,9 +92,9 @@ def test_web_pages_of_an_origin(is_allowed: bool) -> None:
         router_app.cors_origins = ("https://chat.example",) if is_allowed else ()
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance() as one,
-            fake_instances.run_router([one.url], keys=["k"], prepare=allow_origin) as router,
+        async with fake_instances.run_routed_instances(keys=["k"], prepare=allow_origin) as (
+            router,
+            one,
         ):
             url = f"{router.url}/v1/chat/completions"
             asked = {

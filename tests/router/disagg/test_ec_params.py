@@ -248,13 +248,18 @@ def build_nested_answer(depth: int) -> bytes:
 
 
 HOSTILE_ANSWERS = {
-    "empty": (b"", "is not JSON"),
-    "html": (b"<html>It works!</html>", "is not JSON"),
-    "cut": (b'{"ec_transfer_params": {"a": {"x"', "is not JSON"),
-    "bom": (b"\xef\xbb\xbf{}", "is not JSON"),
-    "not UTF-8": (b'{"ec_transfer_params": {"a": {"x": "\xff"}}}', "is not JSON"),
-    "NaN": (b'{"ec_transfer_params": {"a": {"x": NaN}}}', "is not JSON"),
-    "half a pair": (b'{"ec_transfer_params": {"a": {"x": "\\ud800"}}}', "is not JSON"),
+    **{
+        name: (answer, "is not JSON")
+        for name, answer in {
+            "empty": b"",
+            "html": b"<html>It works!</html>",
+            "cut": b'{"ec_transfer_params": {"a": {"x"',
+            "bom": b"\xef\xbb\xbf{}",
+            "not UTF-8": b'{"ec_transfer_params": {"a": {"x": "\xff"}}}',
+            "NaN": b'{"ec_transfer_params": {"a": {"x": NaN}}}',
+            "half a pair": b'{"ec_transfer_params": {"a": {"x": "\\ud800"}}}',
+        }.items()
+    },
     "1e999": (b'{"ec_transfer_params": {"a": {"x": 1e999}}}', "out of range"),
     "a list": (b"[]", "is not a JSON object"),
     "params a list": (b'{"ec_transfer_params": []}', "is not a JSON object"),

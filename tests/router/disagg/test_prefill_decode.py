@@ -160,7 +160,7 @@ async def wait_for_cards(fleet: fake_pair.PairFleet) -> None:
 
 
 def test_the_first_token_does_not_wait_for_decode() -> None:
-    """A D that takes 300 ms costs the client's TTFT nothing in strip and continue, all in off."""
+    """A D that takes 300 ms adds nothing to the client's TTFT in strip and continue, all of it in off."""
 
     async def run_scenario() -> None:
         for mode, early in (("off", False), ("strip", True), ("continue", True)):
@@ -182,7 +182,7 @@ def test_the_first_token_does_not_wait_for_decode() -> None:
 
 
 def test_the_handover_is_told() -> None:
-    """From P's token to D's next: a span below the server span, cut into what it was made of."""
+    """The time from P's token to D's next one is a span below the server span, cut into its parts."""
 
     async def run_scenario() -> None:
         for mode, last in (("strip", names.FIRST_DECODE), ("continue", "router.egress")):
@@ -264,6 +264,13 @@ def test_another_first_token_is_counted() -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
+async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None:
+    """Check that decode sent the first token, and that the router's span says why."""
+    ttft, _ = await wait_for_ttft(fleet.router)
+    assert ttft.attributes[names.FIRST_TOKEN] == "off"
+    assert ttft.attributes[names.FIRST_TOKEN_REASON] == reason
+
+
 def test_half_a_character_waits_for_decode() -> None:
     """A first token that is no text yet is D's to say, so nothing of it can be wrong."""
 
@@ -273,9 +280,7 @@ def test_half_a_character_waits_for_decode() -> None:
                 async with fake_pair.run_fleet(mode, tokens=(half, "é", "!", ".")) as fleet:
                     assert (await fleet.send_request()).texts == [half, "é", "!", "."]
                     assert len(fleet.decode.received) == 1
-                    ttft, _ = await wait_for_ttft(fleet.router)
-                    assert ttft.attributes[names.FIRST_TOKEN] == "off"
-                    assert ttft.attributes[names.FIRST_TOKEN_REASON] == "character"
+                    await check_first_token_off(fleet, "character")
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -323,7 +328,7 @@ def test_decodes_refusal_ends_the_stream() -> None:
 
 
 def test_a_decode_that_is_gone_ends_the_stream() -> None:
-    """Nobody there after P's token: the client reads why, and [DONE]."""
+    """When no decode can be reached after P's token, the client gets an error event and [DONE]."""
 
     async def run_scenario() -> None:
         model = fake_pair.PairModel()
@@ -413,7 +418,7 @@ def test_a_decode_that_refused_has_nothing_in_flight() -> None:
 
 
 def test_no_retries_is_no_second_decode() -> None:
-    """With --retries 0 a D that cannot is the answer, though another one could."""
+    """With --retries 0 the error of a decode is the client's answer, though another decode is free."""
 
     async def run_scenario() -> None:
         async with run_refusing_decode(first_token="off", retries=0) as (fleet, busy, idle):
@@ -445,9 +450,7 @@ def test_several_answers_are_decodes_alone() -> None:
                 not fleet.prefill.received
                 and "kv_transfer_params" not in fleet.decode.received[0].json
             )
-            ttft, _ = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[names.FIRST_TOKEN] == "off"
-            assert ttft.attributes[names.FIRST_TOKEN_REASON] == "n"
+            await check_first_token_off(fleet, "n")
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -496,6 +499,7 @@ def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
                 while not d.received:
                     await asyncio.sleep(0.01)
                 assert model.held_requests
+                router.server.cancels = True
             assert not model.held_requests
             await asyncio.gather(cut, return_exceptions=True)
 
@@ -503,7 +507,7 @@ def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
 
 
 def test_with_every_decodes_breaker_open_prefill_is_left_empty() -> None:
-    """Nobody may be asked for the answer then, but one that says no is still asked to."""
+    """With all breakers open one decode is still tried; when it refuses, P frees its blocks."""
 
     async def run_scenario() -> None:
         model = fake_pair.PairModel(refuses=503)

@@ -82,7 +82,7 @@ def test_new_ones_come_before_old_ones_go() -> None:
 
 
 def test_what_another_source_still_names_stays() -> None:
-    """Two selectors may overlap."""
+    """An instance that two sources name stays until both have dropped it."""
     roster = Roster()
     discovery = build_discovery(roster, None, None)
     first, second = discovery.watched
@@ -110,7 +110,7 @@ def test_who_was_forgotten_comes_back_and_who_is_there_is_not_asked_again() -> N
 
 
 def test_one_refusal_keeps_nobody_else_out() -> None:
-    """It is said, and tried again each time."""
+    """An instance that cannot be added is logged and tried again; the others are added."""
     roster = Roster(refused_role="prefill")
     discovery = build_discovery(roster, None)
     (source,) = discovery.watched
@@ -125,7 +125,7 @@ def test_one_refusal_keeps_nobody_else_out() -> None:
 
 @pytest.mark.parametrize("error", [SourceUnreachable("gone"), KeyError("odd")])
 def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
-    """Whatever it raises."""
+    """Any exception of a source is logged, and the source is asked again."""
     roster = Roster()
     discovery = build_discovery(roster, [find({"a": "decode"}), error, find({"b": "decode"})])
 
@@ -140,7 +140,7 @@ def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
 
 
 def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
-    """As with asyncio.wait_for before Python 3.12."""
+    """A task that ignores one cancellation, as asyncio.wait_for could before Python 3.12, still ends."""
 
     async def run_scenario() -> None:
         swallowed = 0

@@ -23,7 +23,7 @@ ANY = parse_source_address("k8s://default/app=vllm")
     ],
 )
 def test_readiness(conditions: dict[str, bool], is_used: bool) -> None:
-    """Only what may get new requests."""
+    """Only endpoints that may get new requests are used: ready ones that do not terminate."""
     found = read_slices([build_slice("a", [build_endpoint("10.0.0.1", **conditions)])], ANY)
 
     assert dict(found.roles_by_url) == (
@@ -33,7 +33,7 @@ def test_readiness(conditions: dict[str, bool], is_used: bool) -> None:
 
 
 def test_ports() -> None:
-    """The only one, the one called http, or what the source says."""
+    """The port is the only one, the one named http, or the one that the source names."""
     endpoints = [build_endpoint("10.0.0.1")]
     single = build_slice("a", endpoints, [("", 9000)])
     several = build_slice("b", endpoints, [("http", 8000), ("kv", 5600)])
@@ -63,7 +63,7 @@ def test_two_families_are_one_instance() -> None:
 
 
 def test_a_label_with_an_unknown_role_is_said() -> None:
-    """Its instances would be used in a wrong way."""
+    """Instances whose label names an unknown role are not used, and the log says so."""
     odd = build_slice("odd", [build_endpoint("10.0.0.1")], ttft_otel__role="worker")
 
     found = read_slices([odd], ANY)

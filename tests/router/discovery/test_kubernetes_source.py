@@ -140,7 +140,7 @@ def test_an_api_server_that_goes_away_leaves_everybody(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_missing_rights_are_named(status: int) -> None:
-    """The remedy is a Role."""
+    """When the API refuses, the log says which Role is needed."""
 
     async def run_scenario() -> None:
         async with run_slice_server() as cluster:
@@ -155,7 +155,7 @@ def test_missing_rights_are_named(status: int) -> None:
 
 
 def test_a_selector_that_finds_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """On /readyz, which is not ready, and in the log."""
+    """A selector without any EndpointSlice is named in the log, and /readyz is not ready."""
 
     async def run_scenario() -> None:
         async with run_slice_server() as cluster:
@@ -228,7 +228,7 @@ def test_events_may_be_longer_than_buffers() -> None:
 
 
 def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
-    """kubelet replaces it; the old one is refused after a while."""
+    """The token file is read again for each request, because kubelet replaces it."""
 
     async def run_scenario() -> None:
         async with run_slice_server() as cluster:

@@ -13,7 +13,7 @@ from ttft_otel.router.discovery.source_address import SourceAddress, parse_sourc
 
 
 def test_parsed() -> None:
-    """Each kind, with its options."""
+    """Each kind of --discover value is parsed with its options."""
     text = "dns://vllm.default:8000?role=encoder"
     assert parse_source_address(text) == SourceAddress(
         text, "dns", "vllm.default", port="8000", role="encode"
@@ -41,7 +41,7 @@ def test_parsed() -> None:
     ],
 )
 def test_refused(text: str, remedy: str) -> None:
-    """The message says what to write, and the command line shows it."""
+    """A wrong value is refused with a message that says what to write."""
     with pytest.raises(ValueError, match=re.escape(remedy)):
         parse_source_address(text)
     result = CliRunner().invoke(command, ["--discover", text])

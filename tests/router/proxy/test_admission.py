@@ -171,7 +171,7 @@ def test_nonsense_is_never_an_error_of_ours() -> None:
 
 
 def test_half_a_surrogate_pair_is_no_model() -> None:
-    """JSON lets it through, UTF-8 does not: it is answered, traced and counted like any other name."""
+    """A name with half a surrogate pair, valid JSON but not UTF-8, is an unknown model like any other."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):
@@ -208,7 +208,7 @@ def test_models_are_told_and_learnt_for_the_clients_key() -> None:
 
 
 def test_a_path_that_is_nowhere_is_refused_in_the_same_form() -> None:
-    """Another path, and another method on one of ours."""
+    """An unknown path and a wrong method get an error in OpenAI's form."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
@@ -244,10 +244,7 @@ def test_paths_that_mean_another_one(path: str) -> None:
     """A path that an instance may take for one outside /v1 is refused and reaches nobody."""
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance() as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
+        async with fake_instances.run_routed_instances() as (router, one):
             data = raw_http.encode_request(path=path)
             response = await raw_http.send_bytes(router.url, data)
             assert raw_http.parse_status(response) == 400
@@ -265,10 +262,7 @@ def test_a_name_that_no_instance_lists_is_no_label() -> None:
     """A model that a client made up, and paths that it made up, are not on spans as names or labels."""
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({})) as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
+        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
             while any(each.models is None for each in router.fleet):
                 await asyncio.sleep(0.01)
             for path, model, status in (
@@ -290,13 +284,10 @@ def test_a_name_that_no_instance_lists_is_no_label() -> None:
 
 
 def test_refusals_are_counted() -> None:
-    """Each by its reason, on both sides of the router."""
+    """Each refusal is counted by its reason, those of the proxy and those of the other endpoints."""
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance() as one,
-            fake_instances.run_router([one.url], keys=["k"]) as router,
-        ):
+        async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
             key = {"Authorization": "Bearer k"}
             chat = "/v1/chat/completions"
             assert (await router.post_body(chat, b"{}"))[0] == 401
@@ -321,10 +312,7 @@ def test_json_that_cannot_be_read_is_refused_on_every_path(path: str) -> None:
     deep = b'{"kv_transfer_params": {"a": 1}, "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}"
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance() as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
+        async with fake_instances.run_routed_instances() as (router, one):
             for kind in ("application/json", "application/vnd.x+json; charset=utf-8"):
                 status, _, body = await router.post_body(path, deep, Content_Type=kind)
                 if path == "/v1/chat/completions" and "vnd" in kind:

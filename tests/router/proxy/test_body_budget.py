@@ -61,7 +61,7 @@ def test_slow_bodies() -> None:
 
 
 def test_long_answers_are_no_slow_bodies() -> None:
-    """The time of a body ends with the body, and not with the answer."""
+    """The body's time limit ends with the body and does not cut a long answer."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 500})
@@ -72,7 +72,7 @@ def test_long_answers_are_no_slow_bodies() -> None:
 
 
 def test_bodies_together() -> None:
-    """Who holds most of an unfinished body pays for the room; whole bodies and small ones pass."""
+    """When the budget is full, the request with the largest unfinished body is refused; others pass."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 600})

@@ -357,10 +357,7 @@ def test_a_response_in_the_background_has_no_ttft() -> None:
     """Its answer says that it is queued; one that is refused has failed all the same."""
 
     async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({})) as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
+        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
             body = {"model": "tiny", "input": "x", "background": True}
             _, headers, _ = await router.post_body("/v1/responses", body, x_ttft_timing="1")
             assert "Server-Timing" not in headers

@@ -9,8 +9,9 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -217,6 +218,21 @@ def run_fleet(
     assert not failed, failed
 
 
+def repeatable_examples(number: int, first: int) -> Callable[[Any], Any]:
+    """A decorator: `number` examples, the same ones in each run, which begin with the seed `first`."""
+
+    def decorate(check: Any) -> Any:
+        own = settings(
+            max_examples=number,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        return seed(first)(own(check))
+
+    return decorate
+
+
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize(
     "number", [pytest.param(60, id="some"), pytest.param(500, id="500", marks=pytest.mark.full)]
@@ -227,13 +243,7 @@ def test_no_5xx_of_its_own(fleet: str, number: int, tmp_path: Path) -> None:
 
     with run_fleet(fleet, log) as (url, one):
 
-        @seed(list(FLEETS).index(fleet))
-        @settings(
-            max_examples=number,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @repeatable_examples(number, list(FLEETS).index(fleet))
         @given(draw_request())
         def check_response(data: bytes) -> None:
             got = send_bytes(url, data)

@@ -316,27 +316,6 @@ def test_at_most_sixteen_candidates() -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
-def test_prompts_that_nobody_can_read_are_guessed() -> None:
-    """A prompt of unknown length counts by its bytes, so that pending work is not nothing."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 1000})],
-            routing=scripted_knowledge.build_routing_factory(),
-        ) as (router, one):
-            body = build_completion(None, prompt="word " * 400)
-            task = asyncio.create_task(router.post_body(COMPLETIONS_PATH, body))
-            await scripted_knowledge.wait_until(
-                lambda: len(get_routing(router).prefill_policy.state.pending) == 1
-            )
-            load = get_routing(router).prefill_policy.state.pending.get_load(one.url)
-            assert 500 < load.tokens_to_compute < 520
-            await task
-            assert len(get_routing(router).prefill_policy.state.pending) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
 def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in reading or looking up is caught and counted; the request is routed by its bytes."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
@@ -478,21 +457,26 @@ def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
-def test_messages_are_work() -> None:
-    """A body of /v1/messages counts by its length; one that loads an adapter is no work."""
+def test_prompts_that_nobody_can_read_are_guessed() -> None:
+    """A prompt of unknown length counts by its bytes, also of /v1/messages; loading an adapter is no work."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 1000})],
+            [InstancePlan({"prefill.compute": 500})],
             routing=scripted_knowledge.build_routing_factory(),
         ) as (router, one):
             load = get_routing(router).prefill_policy.state.pending
-            for path, least in (("/v1/messages", 500), ("/v1/load_lora_adapter", 0)):
+            for path, least in (
+                (COMPLETIONS_PATH, 501),
+                ("/v1/messages", 500),
+                ("/v1/load_lora_adapter", 0),
+            ):
                 body = build_completion(None, prompt="word " * 400)
                 task = asyncio.create_task(router.post_body(path, body))
                 await scripted_knowledge.wait_until(lambda: len(load) == 1)
                 assert least <= load.get_load(one.url).tokens_to_compute <= least + 20 * bool(least)
                 await task
+                assert len(load) == 0
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -523,12 +507,14 @@ def test_predictions_are_held_against_outcomes() -> None:
             for number in range(14):
                 tokens = 400 + 40 * (number % 3)
                 plan.stages_ms = {"prefill.compute": tokens // 10}
+                # 3 % more and 3 % less in turns, as told: what it really took is a busy machine's.
+                plan.reported_us = {"prefill.compute": tokens * (93 if number % 2 else 87)}
                 await router.post_body(
                     COMPLETIONS_PATH, build_completion(tokens, number + 1), **TRACED_HEADERS
                 )
             told = get_routing(router).describe_instances()[one.url]
             assert told["fits"]["tiny"]["samples"] == 14
-            assert 0 < told["fits"]["tiny"]["mape"] < 0.1
+            assert 0.01 < told["fits"]["tiny"]["mape"] < 0.06
             # How large an error is right: test_prediction_outcomes.py. Here, a busy machine's.
             assert told["predictions"]["outcomes"] > 0
             text = router.app.metrics.render_text().decode()

@@ -125,24 +125,26 @@ def test_refused_before_it_was_read() -> None:
 
 def test_a_client_that_leaves_meanwhile() -> None:
     """A request that is cancelled while its body is sent closes its connection."""
-    closed = asyncio.Event()
+    left, closed = asyncio.Event(), asyncio.Event()
 
-    async def read_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def read_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
+        await left.wait()
         with contextlib.suppress(OSError):
             while await reader.read(1 << 16):
-                await asyncio.sleep(0.05)  # 5 MiB take four seconds
+                pass
         closed.set()
         writer.close()
 
     async def run_scenario() -> None:
-        async with run_pool(read_nothing) as (pool, attempt):
+        async with run_pool(read_late) as (pool, attempt):
             sending = asyncio.create_task(pool.send_request(attempt(), "/v1/x", {}, BODY))
             await asyncio.sleep(0.3)
             assert not sending.done()
             sending.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await sending
+            left.set()
             await closed.wait()
 
     fake_instances.run_with_timeout(run_scenario)

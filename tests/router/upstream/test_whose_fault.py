@@ -178,12 +178,9 @@ def test_bad_media_are_retried_and_open_no_breaker() -> None:
 
     async def run_scenario() -> None:
         plan = InstancePlan({}, status=500)
-        async with (
-            fake_instances.run_instance(plan) as e1,
-            fake_instances.run_instance(plan) as e2,
-            fake_instances.run_instance(InstancePlan({})) as pd,
-            fake_instances.run_router([pd.url], [e1.url, e2.url], failures=2) as router,
-        ):
+        async with fake_instances.run_routed_instances(
+            [InstancePlan({})], [plan, plan], failures=2
+        ) as (router, e1, e2, _):
             for _ in range(4):
                 assert (await router.post_chat("http://192.0.2.1/none.png"))[0] == 500
             assert len(e1.received) == len(e2.received) == 4

@@ -13,6 +13,7 @@ from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers import messages
+from ttft_otel.router.workers.load_counts import CountReader, CountWriter, LoadCounts
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.sibling_loads import SiblingLoads
 
@@ -29,9 +30,13 @@ class JoinedWorker:
         self.routing = RoutingService(self.pool, policy)
         self.state = self.routing.get_leg_policy(LEG).state
         self.state.index = SentHistory(16, 1000)
-        self.outbox: list[messages.Message] = []
-        self.own = OwnLoads(self.pool, self.routing, self.outbox.append)
+        self.outbox: list[messages.LoadMessage] = []
+        self.counts = LoadCounts(1)
+        self.own = OwnLoads(
+            self.pool, self.routing, CountWriter(self.counts, 0), self.outbox.append
+        )
         self.own.start()
+        self._readers: dict[int, CountReader] = {}
         self.siblings = SiblingLoads(self.pool.find_instance, lambda _: self.state)
 
     def choose(self, request: types.RoutingRequest) -> types.Decision:
@@ -52,21 +57,32 @@ class JoinedWorker:
         self.pool.record_sent(attempt)
         return attempt
 
-    def hear(self, seat: int, message: messages.Message) -> None:
+    def hear(self, seat: int, message: messages.LoadMessage) -> None:
         """Take in a message of the worker on `seat`."""
         handlers: dict[type, Callable[[int, Any], None]] = {
+            messages.Places: self.siblings.apply_places,
             messages.Sent: self.siblings.apply_sent,
             messages.FirstToken: self.siblings.apply_first_token,
             messages.Ended: self.siblings.apply_ended,
         }
-        frame = messages.decode_frame(messages.encode_frame(messages.Frame(seat, 1, [message])))
-        handlers[type(message)](frame.seat, frame.messages[0])
+        handlers[type(message)](seat, messages.decode_load(messages.encode_load(message)))
+
+    def see(self, seat: int, other: JoinedWorker) -> None:
+        """Read the numbers of the worker on `seat`, all of them the first time."""
+        if seat not in self._readers:
+            self._readers[seat] = CountReader(other.counts, 0)
+            self._readers[seat].read_all_next()
+        changes = self._readers[seat].read_changes(self.siblings.count_places(seat))
+        self.siblings.apply_counts(seat, changes, clock.now_us())
 
     def resync(self, seat: int, other: JoinedWorker) -> None:
         """Hear everything anew that the worker on `seat` has under way."""
         self.siblings.drop_seat(seat, clock.now_us())
-        for sent in other.own.list_open():
+        self._readers.pop(seat, None)
+        self.hear(seat, other.own.describe_places())
+        for sent in other.own.list_pending():
             self.hear(seat, sent)
+        self.see(seat, other)
 
 
 def build_request(number: int, tokens: int = 64) -> types.RoutingRequest:

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from ttft_otel.router.workers import supervisor
+from ttft_otel.router.workers.load_counts import LoadCounts
+from ttft_otel.router.workers.load_rings import LoadRings
 
 FAILING_START = """
 import sys
+from ttft_otel.router.workers.load_counts import LoadCounts
+from ttft_otel.router.workers.load_rings import LoadRings
 from ttft_otel.router.workers.supervisor import WorkerSupervisor
 sys.exit(WorkerSupervisor(2, lambda seat: sys.exit(3), 1.0, lambda: None).run())
 """
@@ -52,7 +56,10 @@ def test_orphans_leave_nothing(tmp_path: Path) -> None:
     """Each removes what is its own, and the last one the folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    seats = [supervisor.WorkerSeat(number, 2, folder, -1) for number in range(2)]
+    seats = [
+        supervisor.WorkerSeat(number, 2, folder, LoadRings(2), LoadCounts(2), -1)
+        for number in range(2)
+    ]
     for name in ("worker-0.sock", "worker-0.metrics", "worker-1.metrics"):
         (folder / name).touch()
 

@@ -61,7 +61,10 @@ class DecodeLeg:
     async def continue_generation(
         self, job: DisaggregatedRequest, first_token: PrefillToken, fills_blocks: bool
     ) -> None:
-        """Relay D's stream after `first_token`, which the client has; `fills_blocks`: no partial KV block."""
+        """Relay D's stream after `first_token`, which the client has, and end the client's.
+
+        fills_blocks: the prompt has no partial KV block.
+        """
         exchange, plan = job.exchange, job.plan
         handover_timeline = exchange.begin_handover()
         # Whole blocks are fetched by a request of their own, and are D's cached prefix afterwards.
@@ -89,7 +92,7 @@ class DecodeLeg:
                     data = await response.read()
             finally:
                 finish_attempt(response, attempts[-1])
-            await job.client_stream.send_chunk(
+            await job.client_stream.send_end(
                 stream_splice.render_stream_error(data, exchange.error, response.status)
             )
             return
@@ -98,17 +101,21 @@ class DecodeLeg:
             job.held_kv_params = None
         try:
             splicer = StreamSplicer(first_token, plan)
-            await self._relay_spliced(response, attempts[-1], splicer, job)
+            last_part, ends_wait = await self._relay_spliced(response, attempts[-1], splicer, job)
         except UPSTREAM_ERRORS as error:
             # Some of D's answer is out: it is cut, which no client takes for its end.
             if attempts[-1].first_byte_us:
                 raise
             await self._send_failure(job, build_unavailable_error(DECODE, error))
+            return
+        await job.client_stream.send_end(last_part)
+        if ends_wait:
+            handover_timeline.record_ended()
 
     async def _send_failure(self, job: DisaggregatedRequest, error: UpstreamUnavailable) -> None:
         """End the client's stream with an error event: D said nothing after P's token."""
         job.exchange.record_failure(str(error.status))
-        await job.client_stream.send_chunk(
+        await job.client_stream.send_end(
             stream_splice.render_stream_error(b"", str(error), error.status)
         )
 
@@ -203,24 +210,25 @@ class DecodeLeg:
         attempt: Attempt,
         splicer: StreamSplicer,
         job: DisaggregatedRequest,
-    ) -> None:
+    ) -> tuple[bytes, bool]:
+        """Relay all but what came with D's end; returns that, and whether D's first token is in it."""
         timeline = job.exchange.handover_timeline
+        rewritten = b""
         try:
             with track_reading(response, attempt):
                 chunk = await read_first_chunk(response, attempt)
                 record_server_timing(attempt, response)
                 # What only repeats P's token has no bytes left, and does not end the wait.
-                while chunk:
-                    if rewritten := splicer.splice_chunk(chunk):
-                        await job.client_stream.send_chunk(rewritten)
-                        break
+                while chunk and not (rewritten := splicer.splice_chunk(chunk)):
                     chunk = await response.readany()
                 # A stream that ended without another token has no wait to tell of.
-                if timeline is not None and chunk:
+                if not chunk or response.at_eof():
+                    return rewritten + splicer.flush_rest(), bool(chunk)
+                await job.client_stream.send_chunk(rewritten)
+                if timeline is not None:
                     timeline.record_ended()
                 last_part = await job.client_stream.send_rest(response, splicer.splice_chunk)
-                if remainder := last_part + splicer.flush_rest():
-                    await job.client_stream.send_chunk(remainder)
+                return last_part + splicer.flush_rest(), False
         finally:
             # Also when the client left in between.
             if splicer.has_mismatch:

@@ -85,9 +85,10 @@ class PrefillDecodeFlow:
                 200, response_headers, stream_splice.render_first_events(first_token, plan), True
             )
             # P's token was the last one: nothing is left for D.
-            if first_token.finish_reason != "stop":
+            if first_token.finish_reason == "stop":
+                await client_stream.send_end()
+            else:
                 await self.decode_leg.continue_generation(job, first_token, fills_blocks)
-            await client_stream.send_end()
         finally:
             # Also when the client has left: P would keep the blocks until its time-out.
             if job.held_kv_params:

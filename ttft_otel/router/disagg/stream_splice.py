@@ -171,14 +171,21 @@ class StreamSplicer:
         """Rewrite `data`, the next chunk of D; returns bytes for the client, which may be empty."""
         if self.passes_unchanged:
             return data
+        data = self._partial_event + data
+        out: list[bytes] = []
+        start = 0
+        while (end := data.find(b"\n\n", start)) >= 0:
+            out.append(self._rewrite_event(data[start:end]))
+            start = end + 2
+            # From here on D's bytes pass unparsed.
+            if self.is_settled and self.plan.mode == MODE_STRIP and not self._replacements:
+                self.passes_unchanged = True
+                self._partial_event = b""
+                out.append(data[start:])
+                return b"".join(out)
         # A chunk may end inside an event: that part waits for the rest.
-        *events, self._partial_event = (self._partial_event + data).split(b"\n\n")
-        out = b"".join([self._rewrite_event(event) for event in events])
-        # From here on D's bytes pass unparsed.
-        if self.is_settled and self.plan.mode == MODE_STRIP and not self._replacements:
-            self.passes_unchanged = True
-            out, self._partial_event = out + self._partial_event, b""
-        return out
+        self._partial_event = data[start:]
+        return b"".join(out)
 
     def flush_rest(self) -> bytes:
         """The incomplete event that is left at the end of D's stream."""

@@ -76,6 +76,8 @@ class RoutingService:
         self.prefilling_leg = pool.prefilling_leg
         self.slo_rejections = 0  # requests that no instance could have answered in time
         self.first_token_listener: FirstTokenListener | None = None
+        # With --workers: takes in what the others have said until now.
+        self.read_others: Callable[[], None] | None = None
         self._options, self._window_s = options or PolicyOptions(), window_s
         self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
         self._others_policy, self._encoders_policy = others_policy, encoders_policy or others_policy
@@ -114,8 +116,10 @@ class RoutingService:
         self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool
     ) -> Decision:
         """By the policy of the request's leg. Raises SloUnreachable."""
-        policy = self.get_leg_policy(request.leg).policy
-        return policy.choose_instance(request, candidates, now_us, is_retry)
+        leg_policy = self.get_leg_policy(request.leg)
+        if self.read_others is not None and leg_policy.policy_name != DEFAULT_POLICY:
+            self.read_others()
+        return leg_policy.policy.choose_instance(request, candidates, now_us, is_retry)
 
     def get_policy_name(self, leg: str) -> str:
         """What --routing-logic calls the policy of a leg."""
@@ -252,10 +256,8 @@ class RoutingService:
         self, item_requests: Sequence[RoutingRequest], now_us: int
     ) -> tuple[float, bool]:
         """Predicted seconds of the largest item, and whether every encoder has pending items."""
-        leg_policy, counted_items = (
-            self.get_leg_policy(ENCODE),
-            [each for each in item_requests if not each.tokens_estimated],
-        )
+        leg_policy = self.get_leg_policy(ENCODE)
+        counted_items = [each for each in item_requests if not each.tokens_estimated]
         # Items are encoded side by side: the largest decides when the prefill can begin.
         largest_item = max(counted_items, key=lambda each: each.prompt_tokens, default=None)
         candidates = (
@@ -274,10 +276,8 @@ class RoutingService:
         """The policy's knowledge of the instances of `leg` ("": the one that prefills), by URL."""
         leg = leg or self.prefilling_leg
         prefix_source = self.prefix_source if leg == self.prefilling_leg else None
-        state, status = (
-            self.get_leg_policy(leg).state,
-            {} if prefix_source is None else prefix_source.describe_instances(),
-        )
+        state = self.get_leg_policy(leg).state
+        status = {} if prefix_source is None else prefix_source.describe_instances()
         fits = state.models.list_fits()
         described: dict[str, dict[str, Any]] = {}
         for url in sorted(self._list_urls(leg)):

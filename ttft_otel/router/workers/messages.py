@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers of one router tell one another, in MessagePack; worker_socket.py carries it.
+"""What workers of one router tell one another, in MessagePack.
 
+What all are told as it happens goes through load_rings.py, what single ones are told or asked through
+worker_socket.py.
 Times are microseconds of the sender's monotonic clock, which processes of one machine share.
 """
 
@@ -14,18 +16,25 @@ MAX_BLOCK_KEYS: Final = 4096  # leading blocks of a prompt that others hear of: 
 
 
 # array_like: the names of fields would be most of the bytes.
-class Sent(msgspec.Struct, array_like=True, tag="s", frozen=True):
-    """An attempt is on its way.
+class Places(msgspec.Struct, array_like=True, tag="p", frozen=True):
+    """Where the numbers of load_counts.py belong, by index.
 
-    is_pending: it counts as work before its first token, with the work and blocks that follow; False where
-    the leg's policy tracks no load, or once the first token is there.
+    rows: leg, URL, and the requests that were ever sent there before the receiver counts; URL "": unused.
+    """
+
+    rows: list[tuple[str, str, int]]
+
+
+class Sent(msgspec.Struct, array_like=True, tag="s", frozen=True):
+    """An attempt is on its way, with the work and blocks that are pending until its first token.
+
+    Only where the leg's policy compares work; others count (load_counts.py).
     """
 
     span_id: str
     leg: str
     url: str
     sent_us: int
-    is_pending: bool = False
     tokens_to_compute: int = 0
     pairs: int = 0
     block_keys: tuple[int, ...] = ()
@@ -35,7 +44,6 @@ class FirstToken(msgspec.Struct, array_like=True, tag="t", frozen=True):
     """An attempt has its first token; `seconds` of its prefill, None if they were not measured."""
 
     span_id: str
-    leg: str
     now_us: int
     model: str = ""
     tokens_to_compute: int = 0
@@ -44,36 +52,40 @@ class FirstToken(msgspec.Struct, array_like=True, tag="t", frozen=True):
 
 
 class Ended(msgspec.Struct, array_like=True, tag="e", frozen=True):
-    """An attempt is over."""
+    """An attempt is over, and will have no first token."""
 
     span_id: str
-    leg: str
     now_us: int
 
 
 class InstanceTotals(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker has under way at one instance, and the results of what has ended."""
+    """The results of what has ended at one instance."""
 
     leg: str
     url: str
-    in_flight: int
-    pending: int
     # Since the worker's start, so that nothing is lost with a message.
     results: dict[str, int]
 
 
 class Totals(msgspec.Struct, array_like=True, tag="n", frozen=True):
-    """Once a second: by these the others see whether they have missed something."""
+    """Once a second: by these the others see whether they have missed something.
 
+    pending: attempts that were sent and have no first token. places: indices in use.
+    """
+
+    pending: int
+    places: int
     rows: list[InstanceTotals]
+
+
+class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
+    """Forget what I have under way: all of it follows. seat: who is told so, -1 for everybody."""
+
+    seat: int = -1
 
 
 class Resync(msgspec.Struct, array_like=True, tag="r", frozen=True):
     """Send me, who is named by the frame, all that you have under way: I have missed something."""
-
-
-class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
-    """Forget what I have under way: all of it follows."""
 
 
 class Order(msgspec.Struct, array_like=True, tag="o", frozen=True):
@@ -99,20 +111,32 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
     data: bytes = b""
 
 
-# The decoder checks tag and types, so that no handler has to.
-Message: TypeAlias = Sent | FirstToken | Ended | Totals | Resync | Reset | Order | Question | Answer
+# The decoders check tag and types, so that no handler has to.
+LoadMessage: TypeAlias = Places | Sent | FirstToken | Ended | Totals | Reset
+Message: TypeAlias = Resync | Order | Question | Answer
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """One datagram. seat: the sender's number. process: tells its successors on that seat apart."""
+    """One datagram. seat: the sender's number."""
 
     seat: int
-    process: int
     messages: list[Message]
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_DECODER: Final = msgspec.msgpack.Decoder(Frame)
+_LOAD_DECODER: Final = msgspec.msgpack.Decoder(LoadMessage)
+_FRAME_DECODER: Final = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_load(message: LoadMessage) -> bytes:
+    """The bytes of a message in a ring."""
+    return _ENCODER.encode(message)
+
+
+def decode_load(data: bytes) -> LoadMessage:
+    """The message in these bytes of a ring. Raises msgspec.MsgspecError for anything else."""
+    message: LoadMessage = _LOAD_DECODER.decode(data)
+    return message
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -122,4 +146,4 @@ def encode_frame(frame: Frame) -> bytes:
 
 def decode_frame(data: bytes) -> Frame:
     """The frame in a datagram. Raises msgspec.MsgspecError for anything else."""
-    return _DECODER.decode(data)
+    return _FRAME_DECODER.decode(data)

@@ -1,41 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this worker has under way, told to the others as it happens; pool and policies call it."""
+"""What this worker has under way, told to the others as it happens; pool and policies call it.
+
+How much is counted in memory that all share (load_counts.py); of work that a policy compares they are told
+each request, through the ring.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from ttft_otel import clock
-from ttft_otel.router.routing.policies.pending_load import RequestKey
+from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
 from ttft_otel.router.routing.policies.policy_state import PrefillSample
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import DEFAULT_POLICY
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.workers.load_counts import MAX_PLACES, CountWriter
 from ttft_otel.router.workers.messages import (
     MAX_BLOCK_KEYS,
     Ended,
     FirstToken,
     InstanceTotals,
-    Message,
+    LoadMessage,
+    Places,
     Sent,
     Totals,
 )
+
+MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are told anew: 1.2 MB
+MAX_RESENT: Final = 16_384  # attempts that are told anew
 
 
 class OwnLoads:
     """The attempts of this worker that others know of. send: tells all of them."""
 
     def __init__(
-        self, pool: InstancePool, routing: RoutingService, send: Callable[[Message], None]
+        self,
+        pool: InstancePool,
+        routing: RoutingService,
+        counts: CountWriter,
+        send: Callable[[LoadMessage], None],
     ) -> None:
-        self.pool, self.routing, self.send = pool, routing, send
-        self._open: dict[str, Sent] = {}  # by span ID, in the order of sending
+        self.pool, self.routing, self.counts, self.send = pool, routing, counts, send
+        self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
+        self._places: list[tuple[str, str]] = []  # leg and URL, by index
+        self._indices: dict[tuple[str, str], int] = {}
 
     def start(self) -> None:
         """Tell of everything from now on."""
+        self.counts.clear()
         self.pool.attempt_listener = self
         self.routing.listen_to_first_tokens(self.record_first_token)
 
@@ -43,57 +58,88 @@ class OwnLoads:
         """Tell of an attempt that starts, unless nothing is decided by load on its leg."""
         if attempt.policy == DEFAULT_POLICY:
             return
-        state = self.routing.get_leg_policy(attempt.leg).state
-        # Booked before the attempt is reported (UpstreamClient._send_attempt), so it is there.
-        entry = state.pending.find_entry((attempt.leg, attempt.span_id))
-        sent = Sent(attempt.span_id, attempt.leg, attempt.instance.url, attempt.sent_us)
-        if entry is not None:
-            sent = Sent(
-                attempt.span_id,
-                attempt.leg,
-                entry.url,
-                entry.sent_us,
-                True,
-                *entry.work,
-                # Cut for the size of a datagram; prefixes match from their beginning.
-                entry.block_keys[:MAX_BLOCK_KEYS],
-            )
-        self._open[attempt.span_id] = sent
-        self.send(sent)
+        place = (attempt.leg, attempt.instance.url)
+        index = self._indices.get(place)
+        if index is None:
+            index = self._add_place(place)
+        if index < MAX_PLACES:
+            self.counts.count_sent(index)
+        leg_policy = self.routing.get_leg_policy(attempt.leg)
+        # Who reads no prompts compares no work: the numbers are all that is needed.
+        if leg_policy.policy.reads_prompts:
+            # Booked before the attempt is reported (UpstreamClient._send_attempt), so it is there.
+            entry = leg_policy.state.pending.find_entry((attempt.leg, attempt.span_id))
+            if entry is not None:
+                self._pending[attempt.span_id] = attempt
+                self.send(_describe_entry(attempt, entry, MAX_BLOCK_KEYS))
 
     def record_first_token(
         self, key: RequestKey, now_us: int, sample: PrefillSample | None
     ) -> None:
         """Tell of the first token of the request of `key`, and what its prefill took."""
-        leg, span_id = key
-        sent = self._open.get(span_id)
-        # It was not told of: nothing is decided by load on its leg, or it is over.
-        if sent is None:
-            return
-        # No work any more, also for a worker that asks for all that is under way.
-        self._open[span_id] = Sent(span_id, leg, sent.url, sent.sent_us)
-        self.send(FirstToken(span_id, leg, now_us, *(() if sample is None else sample)))
+        if self._pending.pop(key[1], None) is not None:
+            self.send(FirstToken(key[1], now_us, *(() if sample is None else sample)))
 
     def record_ended(self, attempt: Attempt) -> None:
         """Tell of its end."""
-        if self._open.pop(attempt.span_id, None) is not None:
-            self.send(Ended(attempt.span_id, attempt.leg, clock.now_us()))
+        index = self._indices.get((attempt.leg, attempt.instance.url), MAX_PLACES)
+        if index < MAX_PLACES:
+            self.counts.count_ended(index)
+        if self._pending.pop(attempt.span_id, None) is not None:
+            self.send(Ended(attempt.span_id, clock.now_us()))
 
-    def list_open(self) -> list[Sent]:
-        """Every attempt under way, for a worker that has missed something."""
-        return list(self._open.values())
+    def describe_places(self) -> Places:
+        """What the numbers mean to who has not read them before."""
+        return Places(
+            [(*place, self.counts.get_counts(index)[1]) for index, place in enumerate(self._places)]
+        )
+
+    def list_pending(self) -> Iterator[Sent]:
+        """Every attempt without a first token, for a worker that has missed something; bounded."""
+        keys_left = MAX_RESENT_KEYS
+        for span_id, attempt in list(self._pending.items())[:MAX_RESENT]:
+            state = self.routing.get_leg_policy(attempt.leg).state
+            entry = state.pending.find_entry((attempt.leg, span_id))
+            # It has expired here, and so it has there.
+            if entry is None:
+                del self._pending[span_id]
+                continue
+            sent = _describe_entry(attempt, entry, min(MAX_BLOCK_KEYS, keys_left))
+            keys_left -= len(sent.block_keys)
+            yield sent
 
     def build_totals(self) -> Totals:
-        """How much is under way at each instance, and the results of what has ended there."""
-        # Counted anew each time: it is what finds mistakes in running counts.
-        in_flight = Counter((sent.leg, sent.url) for sent in self._open.values())
-        pending = Counter((sent.leg, sent.url) for sent in self._open.values() if sent.is_pending)
-        results = {(each.leg, each.url): dict(each.attempt_results) for each in self.pool}
-        # Requests may be under way at an instance that has left the pool.
-        places: Final = {**results, **{place: {} for place in in_flight if place not in results}}
-        return Totals(
-            [
-                InstanceTotals(*place, in_flight[place], pending[place], results_there)
-                for place, results_there in places.items()
-            ]
+        """How much was told, and the results of what has ended at each instance."""
+        rows = [
+            InstanceTotals(each.leg, each.url, dict(each.attempt_results)) for each in self.pool
+        ]
+        return Totals(len(self._pending), len(self._places), rows)
+
+    def _add_place(self, place: tuple[str, str]) -> int:
+        """Give `place` an index, one of an instance that has left the pool if there is one."""
+        index = next(
+            (at for at in range(len(self._places)) if self._is_free(at)), len(self._places)
         )
+        # Not in _indices: what is under way there is told by nobody.
+        if index == MAX_PLACES:
+            return index
+        if index == len(self._places):
+            self._places.append(place)
+        else:
+            del self._indices[self._places[index]]
+            self._places[index] = place
+        self._indices[place] = index
+        self.counts.reset_index(index)
+        # Before anything is counted there: whoever sees the numbers can read what they mean.
+        self.send(self.describe_places())
+        return index
+
+    def _is_free(self, index: int) -> bool:
+        has_left = self.pool.find_instance(*self._places[index]) is None
+        return has_left and not self.counts.get_counts(index)[0]
+
+
+def _describe_entry(attempt: Attempt, entry: PendingRequest, max_keys: int) -> Sent:
+    # Cut for the size of a message; prefixes match from their beginning.
+    keys = entry.block_keys[:max_keys]
+    return Sent(attempt.span_id, attempt.leg, entry.url, entry.sent_us, *entry.work, keys)

@@ -22,6 +22,9 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
+from ttft_otel.router.workers.load_counts import LoadCounts
+from ttft_otel.router.workers.load_rings import LoadRings
+
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 STEADY_S: Final = 10.0  # seconds after which a worker that dies is replaced at once
 FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled while it goes on
@@ -37,12 +40,15 @@ log: Final = logging.getLogger("ttft_otel")
 class WorkerSeat:
     """One worker's place among `count`. folder: private, with the sockets and files of all.
 
-    lifeline_fd: at its end of file the supervisor is gone. is_successor: another worker died on this seat.
+    rings, counts: memory that all share. lifeline_fd: at its end of file the supervisor is gone.
+    is_successor: another worker died on this seat.
     """
 
     number: int
     count: int
     folder: Path
+    rings: LoadRings
+    counts: LoadCounts
     lifeline_fd: int
     is_successor: bool = False
 
@@ -80,6 +86,8 @@ class WorkerSupervisor:
     ) -> None:
         self.run_worker, self.drain_timeout_s, self.reload = run_worker, drain_timeout_s, reload
         self.folder = make_private_folder()
+        # Before the first fork: successors have it, too.
+        self._rings, self._counts = LoadRings(count), LoadCounts(count)
         self._states = [WorkerState() for _ in range(count)]
         # Not spawn: a worker would import everything again, and share no memory.
         self._context = multiprocessing.get_context("fork")
@@ -110,7 +118,8 @@ class WorkerSupervisor:
 
     def _start_worker(self, number: int) -> None:
         state, is_successor = self._states[number], self._has_served(number)
-        seat = WorkerSeat(number, len(self._states), self.folder, self._lifeline[0], is_successor)
+        shared = (self.folder, self._rings, self._counts, self._lifeline[0])
+        seat = WorkerSeat(number, len(self._states), *shared, is_successor)
         state.process = self._context.Process(
             target=self._enter_worker, args=(seat,), name=f"ttft-otel-worker-{number}"
         )

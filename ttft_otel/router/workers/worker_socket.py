@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's Unix datagram socket: messages to the other workers, in batches; worker_link.py reads it.
+"""A worker's Unix datagram socket: what it tells or asks single other workers; worker_link.py reads it.
+
+What everybody is told of each request goes through load_rings.py.
 
 The sockets lie in a folder that only this user can enter, so whoever sends is one of us.
 """
@@ -9,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,12 +21,10 @@ import msgspec
 
 from ttft_otel.router.workers.messages import Frame, Message, decode_frame, encode_frame
 
-FLUSH_S: Final = 0.002  # seconds that a message waits for others: one system call for all of them
 RETRY_S: Final = 0.005  # seconds until a datagram is tried again whose receiver's queue was full
 # The kernel queues 10 datagrams per socket by default (net.unix.max_dgram_qlen): a worker that is busy
 # for some milliseconds has more to come.
 MAX_BACKLOG: Final = 256  # datagrams that wait for a worker; beyond it the oldest are lost
-MAX_BATCH: Final = 128  # messages in one datagram
 MAX_DATAGRAM_BYTES: Final = 1 << 20
 MAX_READS: Final = 64  # datagrams read in one turn of the event loop
 
@@ -44,7 +43,6 @@ class WorkerSocket:
         self.folder, self.seat, self.receive = folder, seat, receive
         self.others = tuple(number for number in range(seat_count) if number != seat)
         self.lost = 0
-        self._waiting: list[Message] = []
         self._backlogs: dict[int, deque[bytes]] = {number: deque() for number in self.others}
         self._timer: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
@@ -65,56 +63,37 @@ class WorkerSocket:
         """Send what waits, and nothing more."""
         if self._socket is None:
             return
-        self.flush()
+        self._send_waiting()
         if self._timer is not None:
             self._timer.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._socket = None
 
-    def send(self, message: Message) -> None:
-        """Tell all others, within FLUSH_S."""
-        self._waiting.append(message)
-        if len(self._waiting) >= MAX_BATCH:
-            self.flush()
-        elif self._timer is None:
-            self._schedule(FLUSH_S)
-
-    def send_now(self, messages: Sequence[Message], seats: Sequence[int]) -> None:
-        """Tell only those on `seats`, after all that was said before."""
-        self.flush()
-        if seats:
-            self._post(encode_frame(Frame(self.seat, os.getpid(), list(messages))), seats)
-
-    def flush(self) -> None:
-        """Send everything that waits."""
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._post(encode_frame(Frame(self.seat, os.getpid(), waiting)), self.others)
-        elif any(self._backlogs.values()):
-            self._post(b"", self.others)
-
-    def _schedule(self, delay_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self.flush()
-
-    def _post(self, data: bytes, seats: Sequence[int]) -> None:
-        """Queue `data` behind what waits for each of `seats`, and send as much as their queues take."""
+    def send(self, messages: Sequence[Message], seats: Sequence[int]) -> None:
+        """Tell those on `seats`, in one datagram each."""
+        if not seats:
+            return
+        data = encode_frame(Frame(self.seat, list(messages)))
         for seat in seats:
-            backlog = self._backlogs[seat]
-            if data:
-                backlog.append(data)
-            # In order: a first token must not overtake its request.
+            self._backlogs[seat].append(data)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send as much of what waits as the receivers' queues take."""
+        for seat, backlog in self._backlogs.items():
+            # In order: the answer to a question must not overtake an order before it.
             while backlog and self._send_datagram(backlog[0], seat):
                 backlog.popleft()
             while len(backlog) > MAX_BACKLOG:
                 backlog.popleft()
                 self.lost += 1
         if self._timer is None and any(self._backlogs.values()):
-            self._schedule(RETRY_S)
+            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._timer = None
+        self._send_waiting()
 
     def _send_datagram(self, data: bytes, seat: int) -> bool:
         """Send it; returns False if it has to be tried again."""

@@ -32,7 +32,7 @@ def count_held_prefix(blocks: list[int], held: set[int]) -> int:
 @settings(deadline=None)
 @given(ACTION_LISTS, BLOCK_LISTS)
 def test_sets(acts: list[tuple[str, str, int, list[int]]], asked: list[int]) -> None:
-    """Whatever came and went, of each instance's caches the one with the longest prefix counts."""
+    """After any order of updates an instance's match is the longest of its caches', as with plain sets."""
     index = BlockHolders(16)
     held: dict[tuple[str, int], set[int]] = defaultdict(set)
     for act, url, rank, blocks in acts:
@@ -60,7 +60,7 @@ def test_sets(acts: list[tuple[str, str, int, list[int]]], asked: list[int]) -> 
 
 
 def test_unlearn() -> None:
-    """What an instance was sent counts no more at once; its memory goes in steps."""
+    """Blocks of a removed instance count no more at once; their memory is freed in steps."""
     index = SentHistory(16, 10_000)
     index.record_served("a", range(5_000))
     index.record_served("b", range(4_000, 6_000))
@@ -80,7 +80,7 @@ def test_unlearn() -> None:
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 1 << 80), st.integers(0, 1 << 63)))
 def test_table(plain: dict[int, int]) -> None:
-    """It is a dict of integers."""
+    """The table of the index is a dict of integers."""
     table = PartitionedTable()
     for key, value in plain.items():
         table[key] = value
@@ -95,7 +95,7 @@ def test_table(plain: dict[int, int]) -> None:
 
 
 def test_limit() -> None:
-    """A lower bound holds for what is there already, in steps."""
+    """A lower limit also holds for blocks that are already there, and is reached in steps."""
     index = SentHistory(16, 10_000)
     index.record_served("a", range(10_000))
     index.set_max_blocks(100)

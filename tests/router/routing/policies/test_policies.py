@@ -172,7 +172,7 @@ def test_ties(name: str) -> None:
 
 
 def test_least() -> None:
-    """The fewest under way, as the fleet counts."""
+    """least: the instance with the fewest requests under way, as the fleet counts them."""
     busy = [
         replace(each, in_flight=count) for each, count in zip(INSTANCES, (3, 1, 2), strict=True)
     ]
@@ -186,7 +186,7 @@ def test_least() -> None:
 
 
 def test_qps() -> None:
-    """The fewest sent within the window, however many of them have ended; then all is forgotten."""
+    """qps: the instance that was sent the fewest requests within the window; older ones do not count."""
     known = build_state()
     for number, to in enumerate((A, A, B, B, B, C)):
         book_request(known, build_request(number), to, now=number * US_PER_SECOND)
@@ -198,7 +198,7 @@ def test_qps() -> None:
 
 
 def test_session() -> None:
-    """A session stays where it is; when an instance goes, only its own sessions move."""
+    """session: a session stays on its instance; when an instance goes, only its sessions move."""
     policy = POLICIES["session"](build_state(session_key="user"))
 
     def choose_url(user: object, among: Sequence[Instance]) -> str:
@@ -232,7 +232,7 @@ def test_session_key(headers: dict[str, str], body: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"user": {"id": 1}}', b'{"user": ""}', b"\xff"])
 def test_no_session(body: bytes) -> None:
-    """Whoever names no session goes where the fewest were sent."""
+    """A request without a session key goes to the instance that was sent the fewest."""
     assert (
         choose_instance(
             "session", build_state(session_key="user"), replace(build_request(), body=body)
@@ -257,7 +257,7 @@ def test_prefix() -> None:
 
 
 def test_prefix_shared() -> None:
-    """What all prompts begin with draws nobody: the match must be a good part of the prompt."""
+    """A beginning that all prompts share does not decide: the match must be a good part of the prompt."""
     known = build_state()
     known.index.add_blocks(A.url, range(3))  # type: ignore[attr-defined]
     own = [*range(3), *range(100, 107)]
@@ -452,7 +452,7 @@ def test_start() -> None:
 
 
 def test_late() -> None:
-    """Where nobody can make it in time, it says so, and when somebody might."""
+    """When no instance can answer within the limit, the decision says so, and when one could."""
     known = build_state(slo_s=0.5)
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number, (each, tokens) in enumerate(zip(INSTANCES, (800, 700, 900), strict=True)):
@@ -506,7 +506,7 @@ def test_late_unknown() -> None:
 
 
 def test_outcome() -> None:
-    """What was predicted is held against what came."""
+    """The predicted time is compared with the measured one."""
     known = build_state()
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number in range(4):
@@ -524,7 +524,7 @@ def test_outcome() -> None:
 
 
 def test_elsewhere() -> None:
-    """A request that is sent again is no longer where it was."""
+    """A request that is sent to another instance is no longer counted at the first one."""
     known = build_state()
     book_request(known, build_request(1, 100), A)
     book_request(known, build_request(1, 100), B, now=5)
@@ -534,7 +534,7 @@ def test_elsewhere() -> None:
 
 
 def test_time_out() -> None:
-    """What nobody told the end of is forgotten; instances without requests leave nothing."""
+    """A request whose end is never reported is forgotten after a while; its instance keeps no state."""
     pending = PendingLoads(max_pending_us=10 * US_PER_SECOND)
     known = PolicyState(BlockHolders(BLOCK_TOKENS), pending=pending)
     book_request(known, build_request(1, 100), A)

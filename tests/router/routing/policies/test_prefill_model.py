@@ -31,7 +31,7 @@ def generate_work(count: int, seed: int = 1) -> Iterator[PrefillWork]:
 
 
 def test_exact() -> None:
-    """Times without noise give the very coefficients."""
+    """From times without noise the fit finds the exact coefficients."""
     fit = PrefillFit()
     for each in generate_work(50):
         fit.add_sample(each, TRUE_LINE.predict_seconds(each))
@@ -59,7 +59,7 @@ def test_noise() -> None:
 
 @pytest.mark.parametrize("kept", list(product((0, 1), repeat=3)))
 def test_never_negative(kept: tuple[int, ...]) -> None:
-    """Where a part costs nothing its coefficient is none, whatever the noise says."""
+    """A part that costs nothing has a coefficient of zero, never below, whatever the noise."""
     true = PrefillLine(*(x * keep for x, keep in zip(TRUE_LINE, kept, strict=True)))
     fit, chance = PrefillFit(), random.Random(4)
     for each in generate_work(300):
@@ -75,7 +75,7 @@ def test_never_negative(kept: tuple[int, ...]) -> None:
 
 
 def test_one_length() -> None:
-    """Prompts that are all alike tell one number; it is right for them."""
+    """From prompts of one length the model predicts that length correctly."""
     fit = PrefillFit()
     for _ in range(MIN_SAMPLES):
         fit.add_sample(compute_work(1000, 0), 0.25)
@@ -184,7 +184,7 @@ def test_pace_changes() -> None:
 
 
 def test_wild() -> None:
-    """A prefill that is a thousand times too long, or none at all, does not make its instance unusable."""
+    """A prefill time a thousand times too long, or zero, does not spoil the predictions of its instance."""
     models = train_models({}, 40, 0.1)
     models.add_sample(
         "m", "0", compute_work(100, 0), 1000 * TRUE_LINE.predict_seconds(compute_work(100, 0))

@@ -117,7 +117,7 @@ async def run_steps(harness: FeedHarness, steps: list[tuple[Any, ...]]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(STEP_LISTS, st.booleans())
 def test_equal(steps: list[tuple[Any, ...]], arrays: bool) -> None:
-    """With everything kept for replay the index equals the cache, whatever was lost on the way."""
+    """When all messages can be replayed, the index equals the engine's cache, whatever was lost."""
     world = FeedHarness(FakeEngine(BLOCK_TOKENS, as_arrays=arrays))
 
     asyncio.run(run_steps(world, steps))
@@ -134,7 +134,7 @@ def test_equal(steps: list[tuple[Any, ...]], arrays: bool) -> None:
 def test_never_more(
     steps: list[tuple[Any, ...]], guard_keeps: int, answers: bool, replays: bool
 ) -> None:
-    """With little kept, or no answers, or nobody to ask, it believes in nothing that is not there."""
+    """When messages cannot be replayed, the index has no block that the engine does not have."""
     world = FeedHarness(
         FakeEngine(BLOCK_TOKENS, max_kept_messages=guard_keeps, answers_replays=answers),
         with_replays=replays,
@@ -305,7 +305,7 @@ def test_sizes() -> None:
 
 
 def test_ranks() -> None:
-    """Of data-parallel ranks the one with the longest prefix counts, never a mixture."""
+    """With several data-parallel ranks the longest prefix of one rank counts, never a mixture."""
     ids = [*range(12)]
     one, two = (
         encode_batch(build_stored_event(range(3), ids)),
@@ -347,7 +347,7 @@ def test_malformed(payload: bytes) -> None:
 
 
 def test_bounded() -> None:
-    """A cache that claims more blocks than any has is not believed further."""
+    """Blocks beyond the largest possible cache of an instance are not counted."""
     world = FeedHarness(FakeEngine(BLOCK_TOKENS), with_replays=False)
     world.feed.ledger.max_blocks = 10
 

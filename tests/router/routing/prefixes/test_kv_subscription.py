@@ -83,15 +83,16 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def run_followed_publisher(
-    publisher: FakePublisher,
-) -> AsyncIterator[tuple[str, PrefixSource]]:
+    folder: Path,
+) -> AsyncIterator[tuple[FakePublisher, str, PrefixSource]]:
     """An instance that has published the five blocks of PROMPT_IDS, and a source that knows them."""
+    publisher = FakePublisher(folder, FakeEngine(BLOCK_TOKENS))
     async with run_publisher(publisher) as url, run_source(build_fleet(url)) as source:
         await wait_until(lambda: bool(source.describe_instances()[url].get("connected")))
         publisher.engine.compute_prompt(PROMPT_IDS)
         await publisher.publish_events()
         await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-        yield url, source
+        yield publisher, url, source
 
 
 def run_with_timeout(scenario: Callable[[], Any]) -> None:
@@ -150,8 +151,7 @@ def test_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_subscription, "RECONNECT_DELAY_S", 0.01)
 
     async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
-        async with run_followed_publisher(publisher) as (url, source):
+        async with run_followed_publisher(tmp_path) as (publisher, url, source):
             await publisher.close()
             publisher.engine.restart()
             publisher.engine.compute_prompt(OTHER_IDS)
@@ -270,8 +270,7 @@ def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
 
     async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
-        async with run_followed_publisher(publisher) as (url, source):
+        async with run_followed_publisher(tmp_path) as (publisher, url, source):
             publisher.status = 404
             await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
             assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
@@ -291,8 +290,7 @@ def test_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_subscription, "MAX_SILENCE_S", 0.2)
 
     async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
-        async with run_followed_publisher(publisher) as (url, source):
+        async with run_followed_publisher(tmp_path) as (publisher, url, source):
             await publisher.close()
             await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
             assert count_indexed_blocks(source, url, PROMPT_IDS) == 0

@@ -334,15 +334,18 @@ def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "reason"), [("died", "died"), ("stuck", "stuck")])
 def test_broken(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that dies or hangs fails those who wait for it, and is not there any more."""
-    monkeypatch.setattr(tokenizer_worker, "LOAD_TIMEOUT_S", 0.3)
+    # A child that dies may take long to start on a busy machine.
+    monkeypatch.setattr(tokenizer_worker, "LOAD_TIMEOUT_S", 0.3 if reason == "stuck" else 30.0)
     found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN[name]])
 
     async def run_scenario() -> None:
-        with pytest.raises(UnreadablePrompt, match=reason):
-            await found.ask_child(TokenizeQuestion(0, "m"))
-        with pytest.raises(UnreadablePrompt, match="died"):  # at once: no child a millisecond
-            await found.ask_child(TokenizeQuestion(0, "m"))
-        await found.close()
+        try:
+            with pytest.raises(UnreadablePrompt, match=reason):
+                await found.ask_child(TokenizeQuestion(0, "m"))
+            with pytest.raises(UnreadablePrompt, match="died"):  # at once: no child a millisecond
+                await found.ask_child(TokenizeQuestion(0, "m"))
+        finally:
+            await found.close()
 
     run_with_timeout(run_scenario())
 
@@ -396,20 +399,25 @@ def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("light_transformers")
 def test_loop_free(folder: str) -> None:
-    """A prompt of a hundred thousand tokens costs the event loop some milliseconds."""
+    """A prompt of a hundred thousand tokens costs the event loop some milliseconds.
+
+    The least of three: what it costs it does each time, a busy machine's cold caches it does not.
+    """
     text = "".join(f"the quick brown fox {n} " for n in range(12_000))
-    body = json.dumps({"prompt": text}).encode()
 
     async def run_scenario() -> None:
+        spent_s = []
         async with run_reader(folder, "local", build_fleet()) as read:
             await wait_for_prompt(read, b'{"prompt": "x"}', COMPLETIONS_PATH)
-            spent = time.process_time()
-            found = await wait_for_prompt(read, body, COMPLETIONS_PATH)
-            spent = time.process_time() - spent
+            for number in range(3):
+                body = json.dumps({"prompt": f"{number} {text}"}).encode()
+                began_s = time.process_time()
+                found = await wait_for_prompt(read, body, COMPLETIONS_PATH)
+                spent_s.append(time.process_time() - began_s)
 
         assert found.tokens > 100_000
         assert len(found.block_keys) == found.tokens // 4
-        assert spent < 0.05
+        assert min(spent_s) < 0.05, spent_s
 
     run_with_timeout(run_scenario())
 
@@ -492,15 +500,22 @@ def test_engine_completion() -> None:
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_engine_refuses(folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An instance that does not render is asked once; what it is to be started with is said."""
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(403, "--enable-scale-out"), (401, "--upstream-key")]
+)
+def test_engine_refuses(
+    status: int, remedy: str, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An instance that does not render, or wants a key, is asked once; what is to be set is said once."""
 
     async def run_scenario() -> None:
-        vllm = FakeVllm(status=403)
+        vllm = FakeVllm(status=status)
         async with (
             vllm.run_server() as url,
             run_reader(None, "engine", build_fleet(url, root=folder)) as read,
         ):
+            # None while the tokenizer is loading.
+            assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
             found = await wait_for_prompt(read)
             assert found.tokens == len(found.token_ids) > 0
             assert [path for path, _, _ in vllm.received if path != "/tokenize"] == [
@@ -509,26 +524,7 @@ def test_engine_refuses(folder: str, caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING):
         run_with_timeout(run_scenario())
-    assert caplog.text.count("--enable-scale-out") == 1
-
-
-@pytest.mark.usefixtures("light_transformers")
-def test_engine_key(folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An instance that wants a key says so by another status, and the log another remedy."""
-
-    async def run_scenario() -> None:
-        vllm = FakeVllm(status=401)
-        async with (
-            vllm.run_server() as url,
-            run_reader(None, "engine", build_fleet(url, root=folder)) as read,
-        ):
-            assert (
-                await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
-            )  # the tokenizer is loading
-
-    with caplog.at_level(logging.WARNING):
-        run_with_timeout(run_scenario())
-    assert "--upstream-key" in caplog.text
+    assert caplog.text.count(remedy) == 1
 
 
 FAILING_SERVERS: list[tuple[FakeVllm, str]] = [

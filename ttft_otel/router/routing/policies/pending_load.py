@@ -26,8 +26,7 @@ ARRIVAL_WINDOW_S: Final = 60  # seconds; default of --request-stats-window
 MAX_BUSY_SHARE: Final = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRequest:
+class PendingRequest(NamedTuple):
     """One request without a first token; `predicted_s` is its predicted TTFT, None without prediction."""
 
     url: str
@@ -63,6 +62,7 @@ class InstanceLoad:
         default_factory=Counter
     )  # blocks of pending prompts: cached once those have run
     arrivals_by_second: deque[list[int]] = field(default_factory=deque)  # [second, arrivals]
+    arrivals: int = 0  # the sum of those
     recent_tokens: int = 0  # tokens sent to be computed, halved every window
     # Cached prediction of a policy; reset whenever the entries change.
     busy_until: BusyUntil | None = None
@@ -73,8 +73,8 @@ class InstanceLoad:
             self.arrivals_by_second
             and self.arrivals_by_second[0][0] <= now_us // US_PER_SECOND - window_s
         ):
-            self.arrivals_by_second.popleft()
-        return sum(count for _, count in self.arrivals_by_second)
+            self.arrivals -= self.arrivals_by_second.popleft()[1]
+        return self.arrivals
 
     def estimate_running(self, now_us: int) -> tuple[PrefillWork, float] | None:
         """The prefill that is assumed to run at `now_us`, and for how many seconds; None when idle.
@@ -146,9 +146,13 @@ class PendingLoads:
             / instance_count
         )
 
-    def add_pending(self, key: RequestKey, entry: PendingRequest) -> None:
-        """Record that `entry` was sent; an earlier entry of `key` (a retried request) is replaced."""
-        self.remove_pending(key, entry.sent_us)
+    def add_pending(self, key: RequestKey, entry: PendingRequest, is_counted: bool = False) -> None:
+        """Record that `entry` was sent; an earlier entry of `key` (a retried request) is replaced.
+
+        is_counted: `count_arrivals` is called for it, too.
+        """
+        if key in self._entries:
+            self.remove_pending(key, entry.sent_us)
         self.drop_expired(entry.sent_us)
         load = self._loads.get(entry.url) or self._add_load(entry.url, entry.sent_us)
         # Before the counts change: the time that has passed belongs to the old ones.
@@ -163,14 +167,24 @@ class PendingLoads:
         self._entries[key] = load.entries[key] = entry
         load.tokens_to_compute += entry.work.tokens_to_compute
         load.pairs += entry.work.pairs
-        load.queued_blocks.update(entry.block_keys)
+        if entry.block_keys:  # Counter's update() is slow also for nothing
+            load.queued_blocks.update(entry.block_keys)
+        if not is_counted:
+            self._count_arrivals(load, entry.sent_us, 1)
+
+    def count_arrivals(self, url: str, now_us: int, number: int) -> None:
+        """Record that other workers sent `number` requests to the instance at `url`."""
+        self._count_arrivals(self._loads.get(url) or self._add_load(url, now_us), now_us, number)
+
+    def _count_arrivals(self, load: InstanceLoad, now_us: int, number: int) -> None:
+        load.arrivals += number
         # One element per second bounds the memory at any arrival rate.
-        second = entry.sent_us // US_PER_SECOND
+        second = now_us // US_PER_SECOND
         if load.arrivals_by_second and load.arrivals_by_second[-1][0] == second:
-            load.arrivals_by_second[-1][1] += 1
+            load.arrivals_by_second[-1][1] += number
         else:
-            load.count_arrivals(entry.sent_us, self.window_s)
-            load.arrivals_by_second.append([second, 1])
+            load.count_arrivals(now_us, self.window_s)  # drops what is too old
+            load.arrivals_by_second.append([second, number])
 
     def remove_pending(self, key: RequestKey, now_us: int) -> PendingRequest | None:
         """Remove the entry of `key`: it has its first token or will never have one. Idempotent.
