@@ -155,7 +155,6 @@ def generate_own_keys() -> Iterator[str]:
 
 def generate_connectors() -> Iterator[str]:
     """One span_metrics connector per metric; its labels are listed, so that no ID becomes one."""
-    buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S)
     for metric, labels in METRIC_LABELS.items():
         # Default dimensions of the connector; service.name is a resource attribute already (`job`).
         excluded = ["service.name", "span.name", "span.kind", "collector.instance.id"]
@@ -165,7 +164,8 @@ def generate_connectors() -> Iterator[str]:
         yield f"  namespace: {metric.removesuffix('.duration')}"
         yield "  histogram:"
         yield "    unit: s"
-        if metric == names.METRIC_CONVENTION:
+        if metric in BUCKET_BOUNDS_S:
+            buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S[metric])
             yield f"    explicit: {{buckets: [{buckets}]}}"
         elif metric == names.METRIC_RECOMPUTED:
             yield "    explicit: {buckets: [1s]} # only the sum is taken out of it"

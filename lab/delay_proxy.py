@@ -9,6 +9,8 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+from lab.tcp_listener import accept_connections
+
 
 class DelayProxy:
     """Forwards TCP connections from the loopback, with a delay of `delay_s` seconds per request.
@@ -26,20 +28,15 @@ class DelayProxy:
         # Port 0: the kernel chooses a free one, which nobody can take in between.
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self._accept_connections, daemon=True).start()
+        accepting = (self.listener, self._start_serving)
+        threading.Thread(target=accept_connections, args=accepting, daemon=True).start()
 
     def close(self) -> None:
         """Stop listening; connections end with their clients."""
         self.listener.close()
 
-    def _accept_connections(self) -> None:
-        while True:
-            try:
-                client, _ = self.listener.accept()
-            # The listener was closed: the thread ends with it.
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+    def _start_serving(self, client: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         with client, socket.create_connection(self.target) as upstream:

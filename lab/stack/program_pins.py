@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which programs the stack consists of and which files pin them; go_builds.py builds, binaries.py finds.
+"""Programs of the stack and of test clusters, and what pins them; go_builds.py builds, binaries.py finds.
 
 The pins are go.mod and go.sum in tests/stack/tools and collector/builder.yaml: hashes of every module
 are committed, so that a build needs no checksum database (it does not know all of these versions).
@@ -41,17 +41,25 @@ class GoTool:
     """A Go module in tests/stack/tools and the programs built from it.
 
     tags: Go build tags. generated: the collector's manifest, when the builder writes the sources.
+    linked_value: a variable that the linker sets, as -X takes it; "" for none.
     """
 
     name: str
     programs: tuple[StackProgram, ...]
     tags: str = ""
     generated: Path | None = None
+    linked_value: str = ""
 
     @property
     def module_folder(self) -> Path:
         """The folder of its go.mod and go.sum."""
         return GO_MODULES / self.name
+
+    @property
+    def build_flags(self) -> tuple[str, ...]:
+        """What `go build` gets, tags apart; the linker's flags are the last of them."""
+        *others, linker = GO_BUILD_FLAGS
+        return (*others, f"{linker} -X {self.linked_value}" if self.linked_value else linker)
 
     @property
     def pinned_files(self) -> list[Path]:
@@ -64,7 +72,7 @@ class GoTool:
     def build_folder(self) -> Path:
         """Where in the user's cache its programs lie, built or not; another pin is another folder."""
         # Flags and tags change the program without changing a file.
-        digest = hashlib.sha256(repr((GO_BUILD_FLAGS, self.tags)).encode())
+        digest = hashlib.sha256(repr((self.build_flags, self.tags)).encode())
         for path in self.pinned_files:
             digest.update(path.read_bytes())
         return get_cache_root() / "stack" / f"{self.name}-{digest.hexdigest()[:16]}"
@@ -94,3 +102,21 @@ GO_TOOLS: Final = (
     GoTool("prometheus", (PROMETHEUS, PROMTOOL), "remove_all_sd"),
     GoTool("tempo", (TEMPO,)),
 )
+
+KUBE_APISERVER: Final = StackProgram(
+    "kube-apiserver", "k8s.io/kubernetes/cmd/kube-apiserver", "TTFT_KUBE_APISERVER"
+)
+ETCD: Final = StackProgram("etcd", "go.etcd.io/etcd/server/v3", "TTFT_KUBE_ETCD")
+# No part of the stack, so not in GO_TOOLS: ten minutes of CPU that only tests/cluster needs.
+KUBERNETES_TOOL: Final = GoTool(
+    "kubernetes",
+    (KUBE_APISERVER, ETCD),
+    # Without it kubectl and helm take the server for v0.0.0.
+    linked_value="k8s.io/component-base/version.gitVersion=v1.35.4",
+)
+
+DOCKER_COMPOSE: Final = StackProgram(
+    "docker-compose", "github.com/docker/compose/v2/cmd", "TTFT_DOCKER_COMPOSE"
+)
+# The plugin that containers of tests/containers are started with; five minutes of CPU.
+DOCKER_COMPOSE_TOOL: Final = GoTool("docker-compose", (DOCKER_COMPOSE,))

@@ -112,19 +112,19 @@ def test_closed(images: int) -> None:
 
 
 def test_status() -> None:
-    """An answer that is none is a fault, whatever was traced."""
+    """A response with an error status is a fault, whatever was traced."""
     assert demo_verdict.find_faults(build_observation(build_routed_spans(), status=503)) == [
         "was answered with 503"
     ]
 
 
 def test_nothing() -> None:
-    """So is a request that left no trace."""
+    """A request without a trace is a fault."""
     assert "no span" in demo_verdict.find_faults(RequestObservation("demo-01", 200, 0, None))[0]
 
 
 def test_missing_leg() -> None:
-    """So is one encoder leg too few."""
+    """A trace with one encoder leg too few is a fault."""
     assert (
         "not whole"
         in demo_verdict.find_faults(build_observation(build_routed_spans(1), images=2))[0]
@@ -132,7 +132,7 @@ def test_missing_leg() -> None:
 
 
 def test_orphan() -> None:
-    """So is a span whose parent never came."""
+    """A span whose parent is not in the trace is a fault."""
     spans = build_routed_spans()
     broken = [replace(spans[-1], parent_id="f" * 16), *spans[:-1]]
 
@@ -148,7 +148,7 @@ def test_orphan() -> None:
     ],
 )
 def test_one_microsecond(key: str, by: int, word: str) -> None:
-    """So is one microsecond too much or too little, anywhere."""
+    """A sum of stages that is off by one microsecond is a fault, in any span."""
     spans = build_routed_spans()
     place = next(
         i for i, s in enumerate(spans) if s.is_ttft_span and s.attributes[names.ROLE] == "encode"

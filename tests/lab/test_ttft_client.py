@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from lab import response_parser, ttft_client
+from lab.tcp_listener import accept_connections
 from ttft_otel.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 HEAD = (
@@ -43,12 +44,11 @@ class ScriptedServer:
 
     def serve_connections(self) -> None:
         """Answer connections until the socket is closed."""
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self.play_script, args=(connection,), daemon=True).start()
+        accept_connections(self.socket, self.start_script)
+
+    def start_script(self, connection: socket.socket) -> None:
+        """Play the script to this connection in a thread of its own."""
+        threading.Thread(target=self.play_script, args=(connection,), daemon=True).start()
 
     def play_script(self, connection: socket.socket) -> None:
         """Read one request, then play the script; a caller who hangs up is fine."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +17,9 @@ import pytest
 from lab.stack import binaries as found
 from lab.stack import grafana_server as dashboards
 from lab.stack.binaries import StackBinaries
-from lab.stack.go_builds import GoBuildError, GoMissingError, LineCallback
+from lab.stack.go_builds import GoBuildError, GoMissingError
 from lab.stack.stack_parts import StackAddresses
+from tests.build_progress import make_announcer
 from tests.stack.filled_stack import FilledStack, filled_stack
 from tests.stack.known_requests import build_known_requests
 from tests.stack.otlp_sinks import MetricSink, SpanSink
@@ -40,27 +39,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     needed = any("binaries" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.option.collectonly:
         with contextlib.suppress(GoBuildError):  # the fixture says what is wrong
-            found.gather_binaries(make_announcer())
-
-
-def make_announcer() -> LineCallback:
-    """A callback that prints every twenty seconds what a build is doing."""
-    last = time.monotonic()
-
-    def report_line(line: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > 20:
-            last = time.monotonic()
-            sys.stderr.write(f"[stack] {line}\n")
-
-    return report_line
+            found.gather_binaries(make_announcer("stack"))
 
 
 @pytest.fixture(scope="session")
 def binaries() -> StackBinaries:
     """The stack's programs; skipped only where Go and the programs are both missing."""
     try:
-        return found.gather_binaries(make_announcer())
+        return found.gather_binaries(make_announcer("stack"))
     except GoMissingError as error:
         pytest.skip(f"{error}; then scripts/stack build")
 

@@ -474,7 +474,16 @@ def _build_record(
             "POST /v1/chat/completions",
             ttft.end + response_us,
             int(ttft.error) if ttft.error.isdigit() else 504 if ttft.error else 200,
-            {names.HTTP_METHOD: "POST", names.HTTP_ROUTE: "/v1/chat/completions"},
+            {
+                names.HTTP_METHOD: "POST",
+                names.HTTP_ROUTE: "/v1/chat/completions",
+                # Only instances that decode know it, and only of answers.
+                **(
+                    {}
+                    if ttft.error or role in ("router", *stages.INTERMEDIATE_ROLES)
+                    else {names.TOKEN_TIME_US: 5_000 + row.number}
+                ),
+            },
             ttft.error,
         ),
         calls=calls,

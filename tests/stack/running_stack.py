@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from lab.local_servers import LocalServer
@@ -99,12 +98,7 @@ class StackPart:
         """For a part that a single test needs: gone when the block ends."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
@@ -123,19 +117,13 @@ class RunningCollector(StackPart):
 
 
 class RunningTempo(StackPart):
-    """Traces; `env` tells a collector where it is."""
+    """Traces. url: its HTTP API. env: variables that a collector needs to find it."""
 
-    @property
-    def url(self) -> str:
-        """Its HTTP API."""
-        return stack_parts.format_loopback_url(self.addresses.tempo)
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Variables that a collector needs to find it."""
-        return {
-            name: self.addresses.build_env()[name] for name in ("TTFT_TEMPO_OTLP", "TTFT_TEMPO_URL")
-        }
+    def __init__(self, command: ServerCommand, addresses: StackAddresses, folder: Path) -> None:
+        super().__init__(command, addresses, folder)
+        self.url = stack_parts.format_loopback_url(addresses.tempo)
+        known = addresses.build_env()
+        self.env = {name: known[name] for name in ("TTFT_TEMPO_OTLP", "TTFT_TEMPO_URL")}
 
     def search_traces(self, query: str, **more: Any) -> list[dict[str, Any]]:
         """Traces that a TraceQL query finds."""

@@ -7,6 +7,7 @@ so in their description and lie folded; here they stay folded, and test_panels.p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,4 +152,22 @@ def test_a_slow_request_opens_its_waterfall(window: GrafanaWindow, filled: Fille
     assert (
         "var-role=router" in window.page.url and get_sent_range(filled)["from"] in window.page.url
     )
+    assert not window.errors and not window.list_panel_errors()
+
+
+def test_the_time_of_a_slow_request_leads_to_why(
+    window: GrafanaWindow, filled: FilledStack
+) -> None:
+    """A click on it shows the command that explains this request, through the Tempo of this dashboard."""
+    slow = {row.trace_id for row in filled.truth.list_slow_rows()}
+    window.open_dashboard("ttft", {**get_sent_range(filled), "var-role": "router"}, tall=True)
+    links = window.find_panel("Requests over the SLO").get_by_role("link")
+    window.wait_until_right(lambda: not links.count())
+    times = [link for link in links.all() if re.fullmatch(r"[\d.]+ (ms|s)", link.inner_text())]
+    assert times
+    times[0].click()
+    window.wait_until_quiet()
+    window.wait_until_right(lambda: window.list_missing_words("ttft-otel explain --trace"))
+    asked = re.search(r"explain --trace (\w+) --tempo \S+", window.page.inner_text("body"))
+    assert asked and asked[1].zfill(32) in slow
     assert not window.errors and not window.list_panel_errors()

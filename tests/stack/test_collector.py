@@ -105,9 +105,11 @@ def test_every_stage_is_summed() -> None:
 def test_every_name_is_kept() -> None:
     """Whatever attribute the vocabulary names is among those that our spans may keep."""
     listed = set(re.findall(r'"([^"]+)"', "\n".join(collector_config.generate_own_keys())))
-    said = {value for key, value in vars(names).items() if key.isupper() and "." in str(value)}
+    named = {key: value for key, value in vars(names).items() if isinstance(value, str)}
+    said = {value for key, value in named.items() if key.isupper() and "." in value}
     metrics = {names.METRIC_TTFT, names.METRIC_STAGE}
     metrics |= {names.METRIC_REASON, names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
+    metrics |= {names.METRIC_REQUEST, names.METRIC_TOKEN_TIME}
 
     assert said - listed <= metrics
     for stage in (
@@ -235,6 +237,50 @@ def list_points(
     """Labels and newest points of a metric's series of one service and model."""
     found = front.metrics.get_series(metric, job=job)
     return [(labels, point) for labels, point in found if labels.get(names.MODEL) == model]
+
+
+def test_ends(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
+    """Durations are of outermost requests, by their errors; times per token of all who decode."""
+    records = [told.record for row in rows for told in known_requests.build_known_records(row, 0)]
+    durations: dict[str, list[int]] = {}
+    token_times: list[int] = []
+    for record in records:
+        if record.server is not None:
+            token_times += [
+                each
+                for key, each in record.server.attributes.items()
+                if key == names.TOKEN_TIME_US and isinstance(each, int)
+            ]
+            if record.outermost:
+                durations.setdefault(record.server.error, []).append(record.server.end)
+    assert len(durations) > 2 and token_times
+    inner = sum(
+        names.TOKEN_TIME_US in record.server.attributes
+        for record in records
+        if record.server and not record.outermost
+    )
+    assert inner, "no request behind a router: nothing would be shown"
+
+    wait_until(lambda: front.metrics.sum_field(names.METRIC_TOKEN_TIME) >= len(token_times))
+    wait_until(
+        lambda: front.metrics.sum_field(names.METRIC_REQUEST) >= sum(map(len, durations.values()))
+    )
+    points = [point for _, point in front.metrics.get_series(names.METRIC_TOKEN_TIME)]
+    assert sum(point.count for point in points) == len(token_times)
+    assert isclose(sum(point.sum for point in points), sum(token_times) / 1e6)
+    assert {tuple(point.explicit_bounds) for point in points} == {
+        metric_labels.BUCKET_BOUNDS_S[names.METRIC_TOKEN_TIME]
+    }
+    found: dict[str, list[Any]] = {}
+    for labels, point in front.metrics.get_series(names.METRIC_REQUEST):
+        assert labels.keys() - {names.ERROR_TYPE} == {
+            *("job", "instance", names.OPERATION, names.PROVIDER, names.MODEL)
+        }
+        found.setdefault(str(labels.get(names.ERROR_TYPE, "")), []).append(point)
+    assert found.keys() == durations.keys()
+    for error, lengths in durations.items():
+        assert sum(point.count for point in found[error]) == len(lengths)
+        assert isclose(sum(point.sum for point in found[error]), sum(lengths) / 1e6)
 
 
 def test_convention(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
@@ -533,8 +579,9 @@ def test_cardinality(bench: StackStarter) -> None:
             [otlp_requests.build_own_record(10, model=f"model-{turn}") for turn in range(300)]
         )
         assert otlp_requests.post_export(collector.http, body) == 200
-        wait_until(lambda: metrics.sum_field(names.METRIC_TTFT) >= 300)
         for metric, each in ((names.METRIC_TTFT, 1), (names.METRIC_STAGE, 3)):
+            # Each has its own export.
+            wait_until(lambda metric=metric, each=each: metrics.sum_field(metric) >= 300 * each)
             series = metrics.get_series(metric)
             over = [point for labels, point in series if labels.get("otel.metric.overflow")]
             assert len(series) == 21 and len(over) == 1

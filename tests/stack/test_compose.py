@@ -272,5 +272,13 @@ def test_tempo_config() -> None:
         )
     kept = (shipped["backend_worker"]["compaction"], native["compactor"]["compaction"])
     assert kept[0]["block_retention"] == kept[1]["block_retention"]
+    # As measured with each program, beside the exporter's and the collector's second: found within 5 s.
+    live, old = shipped["live_store"], native["ingester"]
+    assert (live["max_trace_idle"], live["flush_check_period"]) == ("2s", "1s")
+    assert (old["trace_idle_period"], old["flush_check_period"]) == ("1s", "500ms")
+    assert shipped["query_frontend"]["query_end_cutoff"] == "1s"
+    # A worker's call without a job ends as an error, and a stop waits for it no longer than Docker does.
+    assert shipped["backend_scheduler"]["job_timeout"] == "1h"
+    assert shipped["backend_worker"]["finish_on_shutdown_timeout"] == "3s"
     refused = {"ingester", "compactor", "ingester_client", "metrics_generator_client"}
     assert not refused & set(shipped), "Tempo 3 does not start with these"

@@ -22,7 +22,10 @@ from ttft_otel.measurement import encode_for_exporter
 from ttft_otel.record import Record
 from ttft_otel.settings import Settings
 
-METRICS = (names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION)
+METRICS = (
+    *(names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION),
+    *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME),
+)
 OWN_LABELS = ("instance", "collector.instance.id")
 SeriesSums = dict[tuple[str, frozenset[tuple[str, Any]]], tuple[int, float]]
 
@@ -114,6 +117,7 @@ def test_same_series_as_derived(
         deriving.close()
 
     assert counting.spans.list_spans()
+    assert {metric for metric, _ in wanted} == set(METRICS)
     assert found.keys() == wanted.keys()
     assert {key: count for key, (count, _) in found.items()} == {
         key: count for key, (count, _) in wanted.items()

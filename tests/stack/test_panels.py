@@ -8,6 +8,7 @@ Lines use a short window, numbers the whole range: here both take the whole rang
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_shares(filled: FilledStack) -> None:
         assert read_stat(build_asker(filled), title) == pytest.approx(true, rel=0.01), title
     other = KnownTruth(filled.rows).compute_share_over(300)
     assert is_near(read_stat(build_asker(filled, slo="300"), "Over SLO"), other, 3 * BUCKET)
+
+
+def test_what_ate_the_budget(filled: FilledStack) -> None:
+    """Late and failed requests by model and instance are the known ones, and add up to all of them."""
+    judged = [row for row in filled.truth.all if row.error not in REFUSED_ERRORS]
+    missed = [row for row in judged if row.ttft > 1_000_000 or row.error in SERVER_ERRORS]
+    for by, field in (("model", "model"), ("instance", "instance")):
+        query = get_query(f"Late or failed, by {by}")
+        drawn = build_asker(filled).run_query(query)
+        label = "gen_ai_request_model" if by == "model" else by
+        shares = {each["metric"][label]: float(each["value"][1]) for each in drawn}
+        true = Counter(getattr(row, field) for row in missed)
+        assert sum(shares.values()) == pytest.approx(1, rel=0.01)
+        for name, share in shares.items():
+            assert share == pytest.approx(true[name] / len(missed), rel=0.02, abs=0.002), (by, name)
+        assert {name for name, share in shares.items() if share > 0.001} == set(true)
 
 
 def test_an_outage_is_in_no_percentile(filled: FilledStack) -> None:

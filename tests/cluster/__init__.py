@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chart, manifests and discovery with a real Kubernetes API server."""
