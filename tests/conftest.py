@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from file_schedule import FileScheduling, rank_file
 from hooks.server import FakeApiServer, FakeClient
@@ -19,6 +20,9 @@ from ttft_otel import guard, testing
 from ttft_otel.hooks import wrap
 from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
+
+# With --hypothesis-profile quick, as in scripts/test --quick; by default there are a hundred examples.
+hypothesis.settings.register_profile("quick", max_examples=20)
 
 
 def pytest_configure() -> None:

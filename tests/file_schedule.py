@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distribute test files to pytest-xdist's workers: long ones first, all that import vLLM to one worker.
+"""Distribute test files to pytest-xdist's workers: long ones first, those that share what is dear to one.
 
 conftest.py gives the scheduler to pytest-xdist, which scripts/test starts with --dist loadfile.
 """
@@ -17,42 +17,57 @@ VLLM_FILES: Final = (
     "tests/hooks/test_ec_worker.py",
     "tests/hooks/test_queue_reasons.py",
 )
-# Files of five seconds and more, whatever number of tests. The last ones to begin decide when the run ends.
+# Starting a stack and sending it 2 000 requests takes a minute and a half.
+FILLED_STACK_FILES: Final = ("tests/stack/test_panels.py", "tests/stack/test_browser.py")
+# Files of some seconds, the longest first, whatever number of tests. The last ones to begin decide when
+# the run ends.
 LONG_FILES: Final = (
-    "tests/router/routing/prompts/test_prompt_processes.py",
+    "tests/attack/test_stalls.py",
     "tests/bench/test_command.py",
-    "tests/router/disagg/test_prefill_decode.py",
-    "tests/router/cli/test_router_process.py",
-    "tests/router/proxy/test_endpoint_fuzz.py",
-    "tests/test_wheel.py",
-    "tests/report/test_receiver.py",
-    "tests/exporter/test_exporter_process.py",
-    "tests/router/upstream/test_instance_pool.py",
-    "tests/bench/test_comparison.py",
+    "tests/router/cli/test_worker_processes.py",
     "tests/bench/test_accuracy.py",
-    "tests/router/disagg/test_ec_params.py",
-    "tests/router/routing/test_routing_service.py",
+    "tests/router/routing/prompts/test_prompt_processes.py",
+    "tests/test_wheel.py",
+    "tests/attack/test_upstream_faults.py",
+    "tests/exporter/test_exporter_process.py",
+    "tests/router/cli/test_router_process.py",
+    "tests/bench/test_comparison.py",
+    "tests/attack/test_json_bodies.py",
+    "tests/report/test_receiver.py",
+    "tests/hooks/test_accelerator.py",
+    "tests/attack/test_receiver_shapes.py",
     "tests/lab/test_local_servers.py",
-    "tests/router/routing/test_routing_simulation.py",
-    "tests/router/routing/test_booking.py",
-    "tests/router/routing/test_routing_experiments.py",
-    "tests/router/routing/prompts/test_prompt_overload.py",
-    "tests/bench/test_html_report.py",
     "tests/test_layers.py",
+    "tests/bench/test_invalid_input.py",
+    "tests/attack/test_memory.py",
+    "tests/router/routing/prompts/test_prompt_overload.py",
+    "tests/router/routing/test_booking.py",
+    "tests/router/disagg/test_prefill_decode.py",
+    "tests/router/routing/test_routing_service.py",
+    "tests/attack/test_refusal_cost.py",
+    "tests/attack/test_kv_event_publisher.py",
+    "tests/router/disagg/test_encoders.py",
+    "tests/bench/test_report_lookup.py",
+    "tests/lab/test_style.py",
     "tests/hooks/test_target_check.py",
+    "tests/report/test_storage_bounds.py",
+    "tests/router/proxy/test_endpoint_fuzz.py",
 )
 
 
+SHARING_FILES: Final = (VLLM_FILES, FILLED_STACK_FILES)
+
+
 class FileScheduling(LoadFileScheduling):
-    """Gives whole files to workers, VLLM_FILES as if they were one file."""
+    """Gives whole files to workers, VLLM_FILES and FILLED_STACK_FILES each as if they were one file."""
 
     def _split_scope(self, nodeid: str) -> str:
         """The unit of work that a test belongs to."""
         path = nodeid.partition("::")[0]
-        return VLLM_FILES[0] if path in VLLM_FILES else path
+        return next((files[0] for files in SHARING_FILES if path in files), path)
 
 
 def rank_file(path: str) -> int:
     """The place of the file `path` in the order of the run: the smaller, the earlier."""
-    first = (*VLLM_FILES, *LONG_FILES)
+    first = (*FILLED_STACK_FILES, *VLLM_FILES, *LONG_FILES)
     return first.index(path) if path in first else len(first)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,9 @@ MARK = "TTFT_OTEL_TEST_RUN"
 GONE_S = 20.0
 
 
-@pytest.mark.parametrize("path", [*file_schedule.VLLM_FILES, *file_schedule.LONG_FILES])
+@pytest.mark.parametrize(
+    "path", [*itertools.chain(*file_schedule.SHARING_FILES), *file_schedule.LONG_FILES]
+)
 def test_scheduled_files(path: str) -> None:
     """Every file that the schedule names is there: one that was renamed would begin last."""
     assert (ROOT / path).is_file()
