@@ -155,8 +155,8 @@ def test_the_router_drains_before_it_is_killed() -> None:
 def test_discovery_may_read_slices_and_nothing_else() -> None:
     """A Role in each namespace that a source names, bound to the router's account there."""
     documents = index_documents(chart.CHART / "examples" / "existing-monitoring" / "values.yaml")
-    role = documents["Role", "ttft-ttft-otel-router-discovery"]
-    binding = documents["RoleBinding", "ttft-ttft-otel-router-discovery"]
+    role = documents["Role", f"ttft-ttft-otel-router-discovery-{chart.NAMESPACE}"]
+    binding = documents["RoleBinding", f"ttft-ttft-otel-router-discovery-{chart.NAMESPACE}"]
 
     assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "inference"
     assert role["rules"] == [
@@ -208,6 +208,8 @@ def test_dashboards_and_rules_are_those_of_the_repository() -> None:
             (CHECKOUT / "grafana" / "prometheus" / kind / "ttft.yml").read_text("utf-8")
         )["groups"]
     ]
+    # The operator's definition refuses a second group of a name.
+    assert len({group["name"] for group in groups}) == len(groups)
     recorded = {rule.get("record"): rule["expr"] for rule in groups[0]["rules"]}
     assert recorded["ttft:slo:seconds"] == "vector(2)"
     for given, wanted in zip(groups, expected, strict=True):

@@ -267,6 +267,7 @@ def test_reference_is_complete(page: str, pattern: str) -> None:
     general = {
         "ttft.queue.<reason>_us",
         "ttft.stall.<reason>_us",
+        "ttft.held.<kind>_us",
         "ttft.<stage>_us",
         "ttft.handover.<step>_us",
         *stages.SERVICE_NAMES,

@@ -26,8 +26,8 @@ HOT = (
     *("record_parts", "measurement", "kept_spans", "handoff", "meter", "asgi"),
 )
 PURE = (
-    *("breakdown", "byte_budget", "wait_reasons", "failed_stage", "timing", "ttft_report"),
-    "palette",
+    *("breakdown", "byte_budget", "wait_reasons", "held_waits", "failed_stage", "timing"),
+    *("ttft_report", "palette"),
 )
 SIDES = ("hooks", "exporter", "router", "report", "bench")
 ANSWERS = ("explain",)  # reads what the report has stored

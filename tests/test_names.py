@@ -57,6 +57,7 @@ def build_vocabulary() -> dict[str, Any]:
         "router stages": stages.ROUTER_STAGES,
         "roles": stages.ROLES,
         "services": stages.SERVICE_NAMES,
+        "holding kinds": [*stages.HOLDING_KINDS],
         "report fields": stages.REPORT_FIELDS,
         "report totals": [
             ttft_report.TTFT_MS_KEY,
@@ -75,6 +76,7 @@ def is_known_word(word: str) -> bool:
         word in list_constants().values()
         or names.parse_stage_attribute(word) is not None
         or names.parse_reason_attribute(word) is not None
+        or names.parse_held_attribute(word) is not None
         or stages.is_known_stage(word.removeprefix("ttft."))
         or names.parse_stage_attribute(word.replace(f"{names.HANDOVER}.", "ttft.")) is not None
         or word == names.name_handover_attribute(names.FIRST_DECODE)

@@ -12,6 +12,7 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Final
 
+from router import raw_http
 from router.fake_instances import open_listening_socket
 
 SLOW_S: Final = 0.3  # seconds that a slow answer takes to begin
@@ -168,10 +169,8 @@ async def run_instance(fault: str = "") -> AsyncIterator[FaultyInstance]:
             instance.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             yield instance
         return
-    server = await asyncio.start_server(instance.handle_connection, "127.0.0.1", 0)
-    instance.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        yield instance
+        async with raw_http.listen(instance.handle_connection) as instance.url:
+            yield instance
     finally:
-        server.close()
         await instance.abort_connections()

@@ -18,6 +18,8 @@ from attack.openai_bodies import make_body
 from attack.vllm_oracle import VllmOracle, run_oracle
 from ttft_otel.router.disagg.request_body import MAX_LENIENT_JSON_BYTES
 
+pytestmark = pytest.mark.slow
+
 OWN_PARAMS = ("kv_transfer_params", "ec_transfer_params")
 MODEL = "tiny"
 

@@ -164,7 +164,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("payload", MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed(tmp_path: Path, payload: bytes) -> None:
-    """A message of another form is counted; the feed goes on, and the loop is not held."""
+    """A message of another form is counted; later messages are applied, and the event loop stays free."""
 
     async def run_scenario() -> None:
         async with run_fleet(tmp_path) as fleet:
@@ -178,7 +178,7 @@ def test_malformed(tmp_path: Path, payload: bytes) -> None:
 
 
 def test_many_events(tmp_path: Path) -> None:
-    """Events that store nothing, and clears one after the other, are applied in turns."""
+    """Events that store nothing, or only clear the cache, are applied without holding up the event loop."""
 
     async def run_scenario() -> None:
         async with run_fleet(tmp_path) as fleet:
@@ -226,7 +226,7 @@ def test_giant_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_jumps(tmp_path: Path) -> None:
-    """Numbers that jump and return cost replays of this instance; what it held is forgotten, no other's."""
+    """Message numbers that jump forward and back cost replays and blocks of this instance alone."""
 
     async def run_scenario() -> None:
         async with run_fleet(tmp_path) as fleet:
@@ -241,7 +241,7 @@ def test_jumps(tmp_path: Path) -> None:
 
 
 def test_endless_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay that never ends is given up and counted; what is published afterwards is followed."""
+    """A replay that never ends is given up and counted; messages published afterwards are applied."""
     monkeypatch.setattr(zmq_sockets, "MAX_REPLAYED_MESSAGES", 2_000)
 
     async def run_scenario() -> None:
@@ -253,7 +253,7 @@ def test_endless_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_blocks_without_end(tmp_path: Path) -> None:
-    """One instance cannot fill the index: the share of another one stays free."""
+    """One instance cannot fill the index: another instance's share stays free."""
 
     async def run_scenario() -> None:
         async with run_fleet(tmp_path, max_reported=1_000) as fleet:
@@ -282,7 +282,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES.keys())
 def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: bytes) -> None:
-    """Whatever an instance says where it publishes, it is asked again, and followed once it tells."""
+    """Whatever an instance claims as its event endpoint, it is asked again, and followed once that works."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
 
     async def run_scenario() -> None:

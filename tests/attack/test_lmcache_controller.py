@@ -55,16 +55,24 @@ class HostileController:
 
 
 @asynccontextmanager
-async def run_source(controller: HostileController, *names: str) -> AsyncIterator[PrefixSource]:
-    """A source before this controller, for instances A and B; its loop is watched."""
+async def run_controller(controller: HostileController) -> AsyncIterator[str]:
+    """A server of this controller; gives its URL."""
     app = web.Application()
     app.router.add_post("/{path:.*}", controller.answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    source = prefixes.build_source("lmcache", lmcache_url=url, lmcache_instances=names)
-    async with aiohttp.ClientSession() as session:
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def run_source(controller: HostileController, *names: str) -> AsyncIterator[PrefixSource]:
+    """A source before this controller, for instances A and B; its loop is watched."""
+    async with run_controller(controller) as url, aiohttp.ClientSession() as session:
+        source = prefixes.build_source("lmcache", lmcache_url=url, lmcache_instances=names)
         try:
             pool = InstancePool({"mono": [parse_instance_url(each, "mono") for each in (A, B)]})
             await source.start(session, pool)
@@ -72,7 +80,6 @@ async def run_source(controller: HostileController, *names: str) -> AsyncIterato
                 yield source
         finally:
             await source.close()
-            await runner.cleanup()
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +90,7 @@ def extend_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("body", ABSURD.values(), ids=ABSURD.keys())
 def test_absurd_answers(body: bytes) -> None:
-    """An answer of another form, depth or length is counted, and what was sent decides."""
+    """A malformed, deep or long answer is counted; prefixes that were sent decide instead."""
     controller = HostileController(body)
 
     async def run_scenario() -> None:
@@ -98,7 +105,7 @@ def test_absurd_answers(body: bytes) -> None:
 
 
 def test_more_than_the_prompt() -> None:
-    """No instance has more of a prompt than there is, or less than nothing."""
+    """A reported match is limited to the length of the prompt, and to zero from below."""
     huge = b'{"layout_info":{"a":["x",1000000000000000000],"b":["x",-5],"c":["x",64]}}'
 
     async def run_scenario() -> None:
@@ -109,25 +116,19 @@ def test_more_than_the_prompt() -> None:
 
 
 def test_redirect() -> None:
-    """Prompts go to the controller that the operator named, and to nobody whom it names."""
+    """Prompts go to the controller's configured URL only: redirects are not followed."""
     victim = HostileController()
 
     async def run_scenario() -> None:
-        app = web.Application()
-        app.router.add_post("/{path:.*}", victim.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        target = f"http://127.0.0.1:{runner.addresses[0][1]}/lookup"
+        async with run_controller(victim) as url:
 
-        def answer_redirect(_: int) -> web.Response:
-            return web.Response(status=307, headers={"Location": target})
+            def answer_redirect(_: int) -> web.Response:
+                return web.Response(status=307, headers={"Location": f"{url}/lookup"})
 
-        controller = HostileController(answer_question=answer_redirect)
-        async with run_source(controller, "a", "b") as source:
-            assert await source.look_up("m", PROMPT, [A, B]) is None
-            assert source.describe_instances()[A]["counts"] == {"failed": 1}
-        await runner.cleanup()
+            controller = HostileController(answer_question=answer_redirect)
+            async with run_source(controller, "a", "b") as source:
+                assert await source.look_up("m", PROMPT, [A, B]) is None
+                assert source.describe_instances()[A]["counts"] == {"failed": 1}
 
     asyncio.run(run_scenario())
     assert victim.questions == 0

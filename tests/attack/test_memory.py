@@ -11,6 +11,8 @@ import pytest
 from router import fake_instances, raw_http
 from router.control.test_client_connection import CHAT, encode_post
 
+pytestmark = pytest.mark.slow
+
 MAX_GROWTH_BYTES = 10 << 20
 WARM_UP = 1000  # requests after which caches and allocator have what they will keep
 AT_ONCE = 24

@@ -181,9 +181,7 @@ def check_pages(url: str) -> None:
         assert request_status(url + path) in (200, 404), path
 
 
-ANY_SHAPE = settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+ANY_SHAPE = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @ANY_SHAPE

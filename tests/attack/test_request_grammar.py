@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from router import raw_http
-from router.proxy.test_endpoint_fuzz import run_fleet
+from router.proxy.test_endpoint_fuzz import repeatable_examples, run_fleet
 
 CHAT: Final = "/v1/chat/completions"
 FLAGS: Final = ("--head-timeout", "0.5", "--body-timeout", "0.5", "--max-headers", "40")
 QUIET_S: Final = 0.05  # without a byte for so long, the router has said what it has to say
 MARK: Final = re.compile(rb"mark-[0-9]+")
+MAX_ANSWER_S: Final = 20.0  # of a busy machine
 EXAMPLES: Final = (
     pytest.param(300, id="some"),
     pytest.param(50_000, id="50000", marks=(pytest.mark.full, pytest.mark.timeout(7200))),
@@ -105,9 +106,12 @@ def draw_connection(draw: some.DrawFn) -> tuple[list[Request], list[int], str]:
     return requests, cuts, ending
 
 
-def exchange_bytes(url: str, data: bytes, cuts: list[int], ending: str) -> bytes:
-    """Send `data` in pieces; what comes back until the end, or nothing more for a while.
+def exchange_bytes(
+    url: str, data: bytes, cuts: list[int], ending: str, first_byte_s: float = QUIET_S
+) -> bytes:
+    """Send `data` in pieces; what comes back until the end, or nothing more for QUIET_S.
 
+    first_byte_s: how long the first byte may take.
     half: the client ends its half at the end. cut: without the last bytes. leave: it reads nothing.
     """
     host, port = url.removeprefix("http://").split(":")
@@ -120,9 +124,10 @@ def exchange_bytes(url: str, data: bytes, cuts: list[int], ending: str) -> bytes
             sock.sendall(data[low:high])
         if ending == "half":
             sock.shutdown(socket.SHUT_WR)
-        sock.settimeout(QUIET_S)
+        sock.settimeout(first_byte_s)
         while ending != "leave" and (piece := sock.recv(65536)):
             response += piece
+            sock.settimeout(QUIET_S)
     return response
 
 
@@ -140,13 +145,7 @@ def test_request_grammar(number: int, tmp_path: Path) -> None:
     log = tmp_path / "stderr"
     with run_fleet("mono", log, *FLAGS) as (url, one):
 
-        @seed(7)
-        @settings(
-            max_examples=number,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @repeatable_examples(number, 7)
         @given(draw_connection())
         def check_connection(drawn: tuple[list[Request], list[int], str]) -> None:
             requests, cuts, ending = drawn
@@ -171,8 +170,8 @@ def test_request_grammar(number: int, tmp_path: Path) -> None:
 
 
 def ask(url: str, data: bytes) -> bytes:
-    """The answer to one whole request."""
-    return exchange_bytes(url, data, [], "read")
+    """The answer to one whole request, however late it begins."""
+    return exchange_bytes(url, data, [], "read", MAX_ANSWER_S)
 
 
 def read_in_flight(url: str) -> float:

@@ -16,6 +16,8 @@ from attack.honest_streams import HONEST_STREAMS, RunningStreams, run_streams
 from attack.hostile_requests import HTTP_KINDS, JSON_KINDS
 from attack.watched_process import INJECTED_STALL_S, WatchedRouter, run_watched_process
 
+pytestmark = pytest.mark.slow
+
 MAX_STALL_S = 0.05
 MAX_STALL_TO_CONTROL = 5.0
 # A large body is copied between kernel, router and kernel, and a core that is shared copies slower.
@@ -125,18 +127,18 @@ def mark_kinds(kinds: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", mark_kinds(KINDS))
 def test_a_request_does_not_hold_the_router_up(router: WatchedRouter, kind: str) -> None:
-    """While a hundred streams run."""
+    """No kind of request holds the event loop for long while a hundred streams run."""
     assert not find_stall(router, KINDS[kind]())
 
 
 @pytest.mark.parametrize("kind", mark_kinds(JSON_KINDS))
 def test_json_does_not_hold_up_what_has_legs(divided_router: WatchedRouter, kind: str) -> None:
-    """Where media are looked for and a body is made for each leg."""
+    """The same for a router with encoders, prefill and decode, which reads more of a body."""
     assert not find_stall(divided_router, JSON_KINDS[kind]())
 
 
 def test_a_stall_is_seen(router: WatchedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch sees one that is made on purpose, as long as it was, each time."""
+    """The measurement itself: a stall that is made on purpose is found, with its length."""
 
     def make_stall(url: str, data: bytes) -> None:
         router.make_stall()

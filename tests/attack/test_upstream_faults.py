@@ -12,6 +12,8 @@ import pytest
 from attack import upstream_matrix
 from attack.upstream_matrix import FaultCell, FaultOutcome
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "upstream-faults.md"
 
@@ -36,7 +38,7 @@ def test_the_page_is_what_the_run_gives(outcomes: dict[FaultCell, FaultOutcome])
 def test_no_fault_is_an_error_of_the_routers_own(
     outcomes: dict[FaultCell, FaultOutcome],
 ) -> None:
-    """Never a 500 that the instance did not send, and never a whole answer that is not one."""
+    """No fault becomes a 500 of the router, and no incomplete answer is passed on as a complete one."""
     for cell, outcome in outcomes.items():
         assert outcome.client != "500" or cell.fault == "status 500", cell
         assert "incomplete" not in outcome.client, cell

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from attack.child_pipes import kill_and_close
+
 ACCEPTED = "yes"
 _READY = "ready"  # vLLM writes lines of its own while it is imported
 
@@ -95,11 +97,7 @@ def run_oracle() -> Iterator[VllmOracle]:
     try:
         yield VllmOracle(process)
     finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        kill_and_close(process)
 
 
 if __name__ == "__main__":

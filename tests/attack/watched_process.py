@@ -20,6 +20,8 @@ from typing import Any
 
 from router import fake_instances
 
+from attack.child_pipes import kill_and_close
+
 INJECTED_STALL_S = 0.5
 START_S = 60
 
@@ -119,11 +121,7 @@ def run_watched_process(**options: Any) -> Iterator[WatchedRouter]:
         process.stdin.close()
         assert process.wait(START_S) == 0
     finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        kill_and_close(process)
 
 
 if __name__ == "__main__":

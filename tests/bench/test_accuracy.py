@@ -16,6 +16,8 @@ import pytest
 from bench.conftest import RunBench
 from bench.scripted_server import ServerScript, run_scripted_server
 
+pytestmark = pytest.mark.slow
+
 MAX_TRIES = 4
 QUIET_LAG_MS = 1.5  # ms; up to 1 of them is the timers of epoll, which are no lag of readings
 

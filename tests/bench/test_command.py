@@ -58,7 +58,7 @@ def test_closed(bench: RunBench) -> None:
 
 
 def test_open(bench: RunBench) -> None:
-    """Open loop: requests leave at their times although the first answers are long not there."""
+    """Open loop: requests are sent at their times although earlier answers are still missing."""
     with run_scripted_server(ServerScript(first_token_ms=[600.0], token_count=1)) as server:
         bench("--url", server.url, "--rate", 50, "--requests", 10, "--arrivals", "constant")
         notes = server.fetch_notes()
@@ -171,7 +171,7 @@ def test_warm_rounds(bench: RunBench) -> None:
 
 
 def test_forgotten(bench: RunBench) -> None:
-    """multi-round: a question that failed is in no later one."""
+    """multi-round: a question that failed is not part of the following prompts."""
     words = ("--num-users", 1, "--num-rounds", 9, "--qps", 20, "--requests", 3)
     with run_scripted_server(
         ServerScript(first_token_ms=[5.0], token_count=1, failures={"1": 503})
@@ -195,7 +195,7 @@ def test_learnt(bench: RunBench) -> None:
 
 
 def test_unlearnt(bench: RunBench) -> None:
-    """A server that does not tell gets token ids that every vocabulary has."""
+    """A server that reports no token ids gets ids that are in every vocabulary."""
     with run_scripted_server(
         ServerScript(first_token_ms=[5.0], token_count=1, tokens_per_word=0)
     ) as server:
@@ -555,7 +555,7 @@ def record_calls(method: Any, calls: list[Any]) -> Any:
 
 
 def test_refused() -> None:
-    """Nobody there: a remedy, or, with --model, failures by kind and exit status 1."""
+    """With no server at the URL: a remedy, or, with --model, failures by kind and exit status 1."""
     gone = "http://127.0.0.1:1"
     words = ["bench", "--url", gone, "--concurrency", "1", "--requests", "1"]
 
@@ -597,7 +597,7 @@ def test_usage(words: list[str], says: str) -> None:
 
 
 def test_unreadable(tmp_path: Path) -> None:
-    """A line that is no trace's is named by its number."""
+    """A line that is not in the trace format is named by its number."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0}\n', "utf-8")
     words = ["--url", "http://127.0.0.1:1", "--model", "m", "--dataset", "replay", str(trace)]
@@ -608,7 +608,7 @@ def test_unreadable(tmp_path: Path) -> None:
 
 
 def test_private(bench: RunBench) -> None:
-    """Headers do not get into the document."""
+    """Values of request headers are not in the results."""
     with run_scripted_server(QUICK_SCRIPT) as server:
         words = ("--header", "authorization: Bearer hidden", "--concurrency", 1, "--requests", 1)
         found = bench("--url", server.url, *words)

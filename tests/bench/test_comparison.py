@@ -69,7 +69,7 @@ TRIALS = 2000  # so that chance moves a share of 5 % by 0.5 % only
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("round_count", [3, 4, 5, 7, 10, 20])
 def test_equals_are_marked_seldom(round_count: int, paired: bool) -> None:
-    """A against A: at most 6 % of trials are marked, whatever the rounds share, and few requests.
+    """A against A: at most 6 % of trials mark a difference, also with rounds that drift and few requests.
 
     Requests of a round share its level (a round effect as large as the scatter of the requests), and
     rounds of --ab side by side share another one, as a machine has good and bad minutes.
@@ -174,7 +174,7 @@ def test_older() -> None:
 
 
 def test_untold() -> None:
-    """Against a side without breakdowns only the client's figures are compared."""
+    """Against a target without breakdowns only the client's figures are compared."""
     chance = np.random.default_rng(4)
     one, other = build_target(chance, 10), build_target(chance, 10)
     other["summary"]["stages_ms"] = {}

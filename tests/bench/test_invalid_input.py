@@ -64,7 +64,7 @@ def invoke_bench(*arguments: object) -> Any:
     ],
 )
 def test_types(bench: RunBench, event: bytes) -> None:
-    """What a server says in another type than it should is as if it were not said."""
+    """A field of another type than expected in a server's answer is treated as missing."""
     with serve_events(event, b"[DONE]") as url:
         found = bench("--url", url, "--model", "m", "--concurrency", 1, "--requests", 2)
 
@@ -75,7 +75,7 @@ def test_types(bench: RunBench, event: bytes) -> None:
 
 
 def test_unfinished() -> None:
-    """A stream that closes without its end is cut off, although HTTP cannot tell."""
+    """A stream that closes without [DONE] counts as cut off, although HTTP reports no error."""
     with serve_events(b'{"choices": [{"text": "a"}]}') as url:
         words = ("--url", url, "--model", "m", "--concurrency", "1", "--requests", "1", "--json")
         result = invoke_bench(*words)
@@ -94,7 +94,7 @@ def test_finished(bench: RunBench) -> None:
 
 
 def test_wordless(bench: RunBench) -> None:
-    """A server that counts no tokens in words gets a word for each token of a chat."""
+    """When the server does not say how many tokens a word has, a chat gets one word for each token."""
     told = b'{"usage": {"prompt_tokens": 0}, "choices": [{}]}'
     with serve_events(
         b'{"choices": [{"delta": {"content": "a"}}]}', b"[DONE]", discovery_response=told
@@ -140,7 +140,7 @@ def test_trace(tmp_path: Path, content: bytes, says: str) -> None:
 
 
 def test_steering() -> None:
-    """A server that speaks no HTTP is named, without its bytes that would steer a terminal."""
+    """A server that does not speak HTTP is named; its bytes, which may control a terminal, are not shown."""
 
     class SteeringHandler(StreamRequestHandler):
         def handle(self) -> None:

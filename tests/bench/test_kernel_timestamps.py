@@ -80,7 +80,7 @@ def test_late(connection_pair: tuple[socket.socket, TimestampedSocket], into: bo
 
 
 def test_untold(connection_pair: tuple[socket.socket, TimestampedSocket]) -> None:
-    """Where the kernel notes no times, the read's own counts."""
+    """Where the kernel gives no timestamp, the time of the read counts."""
     near, far = connection_pair
     near.sendall(b"abc")
     time.sleep(SLEEP_S)
@@ -92,7 +92,7 @@ def test_untold(connection_pair: tuple[socket.socket, TimestampedSocket]) -> Non
 
 @pytest.mark.parametrize("data", (TIMESPEC.pack(2**40, 0), b"", b"x" * 40))
 def test_odd(data: bytes) -> None:
-    """A time to come (the wall clock was set back) or what is no time is not believed."""
+    """A timestamp in the future (the wall clock was set back), or none, is not used."""
     before = monotonic_ns()
 
     assert (
@@ -154,7 +154,7 @@ def test_stalled(url: str, tls_files: tuple[Path, Path], monkeypatch: pytest.Mon
 
 
 def test_nobody() -> None:
-    """A port where nobody listens and a host that does not exist are failures, not exceptions."""
+    """A closed port and an unknown host are counted failures, not exceptions."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     for host in ("127.0.0.1", "localhost", "host.invalid"):

@@ -6,8 +6,11 @@ NIXL, router), `epd3` (E, P, D, router). With CUDA's defaults, V2 runner and asy
 (E, PD, router; encodings over NIXL), `newer` (only its PD, which does everything when no encodings are
 announced to it), `newer_pd` (P and D), `nixl3` (E, P, D; all over NIXL). `features` is one text server
 with vLLM's features switched on (test_engine_features.py). Each is started once; a test that needs
-another one stops the one that runs. Only `nixl` is started while another one, `small`
+another one stops the one that runs. Only `epd` is started while another one, `small`
 (test_kv_events.py), is still in use: its tests measure no times.
+
+scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
+hold on a busy machine, the others wait until those have ended.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,14 +41,9 @@ from tests.live.echo_server import EchoServer
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder as live, and skip them with the remedy where vLLM is missing.
 
-    They run last, sorted by deployment, so that each deployment is started once.
+    They run last, sorted by deployment, so that each deployment is started once; first what measures
+    no times, which need not wait until it is alone on the machine.
     """
-    items.sort(
-        key=lambda item: (
-            DEPLOYMENT_ORDER.index(get_needed_deployment(item)),
-            item.path.stem == "test_killed",
-        )
-    )
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if "tests/live/" in str(item.path):
@@ -53,19 +52,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.untimed)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
+    items.sort(key=rank_item)
+
+
+def rank_item(item: pytest.Item) -> tuple[int, bool, bool]:
+    """The place of a test in the order of the run; the smaller, the earlier."""
+    needed, is_untimed = get_needed_deployment(item), bool(item.get_closest_marker("untimed"))
+    if needed == "other" and is_untimed:
+        needed = ""
+    return DEPLOYMENT_ORDER.index(needed), not is_untimed, item.path.stem == "test_killed"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Before the first test that measures times, wait until nothing else runs.
+
+    Before the test, so that its time limit does not count the wait.
+    """
+    if item.get_closest_marker("live") and not item.get_closest_marker("untimed"):
+        wait_until_alone()
+    return (yield)
 
 
 DEPLOYMENT_ORDER = (
     "",
+    "features",
+    "small",
     "epd",
     "pd",
     "epd3",
-    "small",
     "nixl",
     "newer",
     "newer_pd",
     "nixl3",
-    "features",
     "other",
 )
 MAX_WAIT_S = 1800.0  # for tests that run beside
@@ -128,7 +147,6 @@ class DeploymentDeck:
                 self.broken[shape] = error
                 raise
             self.coming = None
-            wait_until_alone()
             self.bench = LiveDeployment(fleet, control)
             self.shape = shape
             self.bench.warm_up()
@@ -168,15 +186,12 @@ class DeploymentDeck:
 
 
 def wait_until_alone() -> None:
-    """Wait until the process TTFT_OTEL_LIVE_AFTER has ended: scripts/test's tests beside these.
-
-    Servers start beside other tests, and measure when those have ended.
-    """
-    pid = os.environ.get("TTFT_OTEL_LIVE_AFTER")
+    """Wait until the processes in TTFT_OTEL_LIVE_AFTER have ended: scripts/test's tests beside these."""
+    process_ids = os.environ.get("TTFT_OTEL_LIVE_AFTER", "").split()
     deadline = time.monotonic() + MAX_WAIT_S
-    while pid and is_running(pid):
+    while running := [pid for pid in process_ids if is_running(pid)]:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"process {pid} did not end within {MAX_WAIT_S:.0f} s")
+            raise RuntimeError(f"processes {running} did not end within {MAX_WAIT_S:.0f} s")
         time.sleep(0.2)
 
 
@@ -238,28 +253,27 @@ def echo() -> Iterator[EchoServer]:
         yield server
 
 
-@pytest.fixture
-def epd(deck: DeploymentDeck) -> LiveDeployment:
-    """E, PD, router, receiver; V1 runner."""
-    return deck.use_deployment("epd")
+def make_deployment_fixture(shape: str, about: str) -> Any:
+    """A fixture that gives the deployment of `shape`, which runs from then on; `about` says what it is."""
+
+    def use_shape(deck: DeploymentDeck) -> LiveDeployment:
+        return deck.use_deployment(shape)
+
+    use_shape.__doc__ = about
+    return pytest.fixture(use_shape)
 
 
-@pytest.fixture
-def pd(deck: DeploymentDeck) -> LiveDeployment:
-    """P, D (NIXL over host memory), router, receiver; V1 runner."""
-    return deck.use_deployment("pd")
-
-
-@pytest.fixture
-def epd3(deck: DeploymentDeck) -> LiveDeployment:
-    """E, P, D, router, receiver; V1 runner."""
-    return deck.use_deployment("epd3")
-
-
-@pytest.fixture
-def nixl(deck: DeploymentDeck) -> LiveDeployment:
-    """E and PD with CUDA's defaults and ECCPUConnector over NIXL, router, receiver."""
-    return deck.use_deployment(NIXL_SHAPE)
+epd = make_deployment_fixture("epd", "E, PD, router, receiver; V1 runner.")
+pd = make_deployment_fixture("pd", "P, D (NIXL over host memory), router, receiver; V1 runner.")
+epd3 = make_deployment_fixture("epd3", "E, P, D, router, receiver; V1 runner.")
+nixl = make_deployment_fixture(
+    NIXL_SHAPE, "E and PD with CUDA's defaults, ECCPUConnector over NIXL; router, receiver."
+)
+newer_pd = make_deployment_fixture("pd-v2-async", "P and D with CUDA's defaults.")
+features = make_deployment_fixture("features", "One text server with vLLM's features.")
+nixl3 = make_deployment_fixture(
+    "epd3-nixl-v2-async", "E, P and D with CUDA's defaults; encodings and KV blocks over NIXL."
+)
 
 
 @pytest.fixture
@@ -267,21 +281,3 @@ def newer(deck: DeploymentDeck) -> LiveDeployment:
     """The PD server of `nixl`, called directly: a single server with CUDA's defaults."""
     bench = deck.use_deployment(NIXL_SHAPE)
     return LiveDeployment(bench.fleet, bench.control, "prefill_decode")
-
-
-@pytest.fixture
-def newer_pd(deck: DeploymentDeck) -> LiveDeployment:
-    """P and D with CUDA's defaults."""
-    return deck.use_deployment("pd-v2-async")
-
-
-@pytest.fixture
-def features(deck: DeploymentDeck) -> LiveDeployment:
-    """One text server with vLLM's features."""
-    return deck.use_deployment("features")
-
-
-@pytest.fixture
-def nixl3(deck: DeploymentDeck) -> LiveDeployment:
-    """E, P and D with CUDA's defaults; encodings and KV blocks over NIXL."""
-    return deck.use_deployment("epd3-nixl-v2-async")

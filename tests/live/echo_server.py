@@ -11,10 +11,10 @@ import re
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Final
 
 from lab import ttft_client
+from lab.tcp_listener import accept_connections
 
 ECHO_RESPONSE: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\ndata: {}\n\n"
@@ -31,30 +31,21 @@ class EchoServer:
         self.busy_ms = 0.0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve_connections, daemon=True)
+        serving = (self._server, self._serve_connection)
+        self._thread = threading.Thread(target=accept_connections, args=serving, daemon=True)
 
     def __enter__(self) -> EchoServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown(socket.SHUT_RDWR)  # close alone does not end accept
         self._server.close()
         self._thread.join()
 
-    def _serve_connections(self) -> None:
-        while True:
-            try:
-                peer, _ = self._server.accept()
-            except OSError:
-                return
-            with peer:
-                self._answer_request(peer)
+    def _serve_connection(self, peer: socket.socket) -> None:
+        with peer:
+            self._answer_request(peer)
 
     def _answer_request(self, peer: socket.socket) -> None:
         text = peer.recv(65536)

@@ -47,12 +47,13 @@ def list_closed_rows(target: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(params=["server", "router"])
+@pytest.fixture(params=[pytest.param("server", marks=pytest.mark.full), "router"])
 def url(epd: LiveDeployment, request: pytest.FixtureRequest) -> str:
     """PD itself, then the router before it."""
     return epd.front_url if request.param == "router" else epd.fleet.get_url("prefill_decode")
 
 
+@pytest.mark.untimed
 @pytest.mark.parametrize("loop", [CLOSED_LOOP_FLAGS, OPEN_LOOP_FLAGS], ids=["closed", "open"])
 def test_random(url: str, loop: tuple[object, ...], epd: LiveDeployment) -> None:
     """Prompts and answers are exactly as long as asked for, as the server counts them, and not cached."""
@@ -64,6 +65,7 @@ def test_random(url: str, loop: tuple[object, ...], epd: LiveDeployment) -> None
     assert {row["cached_tokens"] for row in found} <= {0, None}
 
 
+@pytest.mark.untimed
 def test_shared(url: str, epd: LiveDeployment) -> None:
     """shared-prefix: prefix and tail are exactly as long as asked for."""
     words = ("--dataset", "shared-prefix", "--prefix-len", 260, "--seed", epd.new_picture_seed())
@@ -72,6 +74,7 @@ def test_shared(url: str, epd: LiveDeployment) -> None:
     assert {row["input_tokens"] for row in found} == {560}
 
 
+@pytest.mark.untimed
 def test_chat(url: str, epd: LiveDeployment) -> None:
     """Chat prompts are words, so many of them that the server counts nearly the tokens asked for."""
     words = ("--api", "chat", "--seed", epd.new_picture_seed())
@@ -80,6 +83,7 @@ def test_chat(url: str, epd: LiveDeployment) -> None:
     assert all(270 <= row["input_tokens"] <= 360 for row in found)
 
 
+@pytest.mark.untimed
 def test_rounds(url: str, epd: LiveDeployment) -> None:
     """multi-round: prompts grow by the question and the answer from round to round."""
     lengths = ("--shared-system-prompt", 50, "--user-history-prompt", 50, "--answer-len", 5)
@@ -92,6 +96,7 @@ def test_rounds(url: str, epd: LiveDeployment) -> None:
     assert grown[-1] > grown[0] + 40, "two questions and answers more"
 
 
+@pytest.mark.untimed
 def test_images(url: str, epd: LiveDeployment) -> None:
     """images: the pictures' placeholders are in the prompt's length, and encoding is in the stages."""
     words = ("--dataset", "images", "--image-size", 112, "--seed", epd.new_picture_seed())
@@ -104,6 +109,7 @@ def test_images(url: str, epd: LiveDeployment) -> None:
     assert any(name.endswith("encoder.compute") for name in names)
 
 
+@pytest.mark.untimed
 def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
     """replay: a long prompt is refused before the load, or cut, and keeps its lengths and its prefix."""
     trace = tmp_path / "trace.jsonl"
@@ -124,6 +130,7 @@ def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
     assert second["sent_ms"] >= 1400
 
 
+@pytest.mark.untimed
 def test_unknown(url: str) -> None:
     """Token ids beyond the vocabulary are a failure of one kind, in the server's own words."""
     command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, "--json"]

@@ -52,6 +52,19 @@ def sum_span_stages(span: dict[str, Any]) -> tuple[int, int]:
     return sum(parts), found[names.TOTAL_US]
 
 
+def check_closed(spans: list[dict[str, Any]]) -> None:
+    """Check that every parent is in the trace, every sum is exact and nothing was clamped."""
+    ids = {span["span_id"] for span in spans} | {"c" * 16}
+    assert [span for span in spans if span["parent_id"] not in ids] == []
+    for span in spans:
+        if span["name"] in (names.TTFT, names.ENCODE):
+            total, length = sum_span_stages(span)
+            assert total == length
+            if span["attributes"][names.ROLE] != "router":
+                assert span["attributes"][names.CLAMPED_US] <= max(1, length // 1000), span
+
+
+@pytest.mark.untimed
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment, kind: str) -> None:
     """A request through router, E and PD leaves one trace: every parent is in it, every sum is exact."""
@@ -63,15 +76,11 @@ def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment, kind: 
     spans = epd.wait_for_trace(trace, lambda found: _is_complete(found, images))
 
     assert answer.status == 200
-    ids = {span["span_id"] for span in spans} | {"c" * 16}
-    assert [span for span in spans if span["parent_id"] not in ids] == []
+    check_closed(spans)
     for span in spans:
         if span["name"] in (names.TTFT, names.ENCODE):
-            total, whole = sum_span_stages(span)
-            assert total == whole
-            if span["attributes"][names.ROLE] != "router":
-                assert span["attributes"][names.UNATTRIBUTED_US] == 0, span
-                assert span["attributes"][names.CLAMPED_US] <= max(1, whole // 1000)
+            is_ours = span["attributes"][names.ROLE] != "router"
+            assert not is_ours or span["attributes"][names.UNATTRIBUTED_US] == 0, span
 
 
 def _is_complete(spans: list[dict[str, Any]], images: int) -> bool:
@@ -81,6 +90,7 @@ def _is_complete(spans: list[dict[str, Any]], images: int) -> bool:
     return len(servers) >= 2 + images and len(trunks) >= 2 + images
 
 
+@pytest.mark.untimed
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_closes_on_cudas_runner(newer: LiveDeployment, kind: str) -> None:
     """The same holds on one server with the V2 runner and async scheduling."""
@@ -90,6 +100,7 @@ def test_each_kind_closes_on_cudas_runner(newer: LiveDeployment, kind: str) -> N
     assert sum(us for name, us in found.items() if name != "ttft") == found["ttft"]
 
 
+@pytest.mark.untimed
 def test_two_hundred_in_a_row_and_fifty_at_once_leave_whole_traces(epd: LiveDeployment) -> None:
     """After 200 requests in a row and 50 at once no span is missing."""
     traces = [make_trace_id() for _ in range(250)]

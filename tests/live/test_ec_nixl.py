@@ -16,9 +16,8 @@ from lab import ttft_client
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest, TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.test_closing import make_parent_header, make_trace_id
+from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
 from tests.live.test_injected import Injection, Sample, check_stage
-from tests.live.test_pd import check_closed
 from ttft_otel import names
 
 # Kind of request -> its pictures, as numbers of new ones; how many of them are new to E.
@@ -167,7 +166,10 @@ def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
     assert read_breakdown(answer)["encoder.compute"] > 0
 
 
-@pytest.mark.parametrize("place", WAITS)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(name, marks=() if name == "ec_asked" else pytest.mark.full) for name in WAITS],
+)
 def test_late_encodings_show_in_ec_transfer(nixl: LiveDeployment, place: str) -> None:
     """A known delay before an encoding can be read, loaded or saved shows in ec.transfer and nowhere else."""
     injection, stage = WAITS[place]

@@ -25,6 +25,7 @@ from tests.live.conftest import ADAPTER_NAME
 from ttft_otel import names, stages, timing
 
 MAX_WAIT_S = 30.0
+MAX_ARRIVAL_S = 5.0  # of a request at the engine
 LONG_TOKENS = 4000  # some ten seconds, unless it is aborted
 
 REPEATED = "the quick brown fox jumps over the lazy dog " * 8
@@ -73,11 +74,23 @@ def fetch_ttft_span(bench: LiveDeployment, trace: str) -> dict[str, Any]:
 
 @contextmanager
 def run_request(bench: LiveDeployment, **fields: Any) -> Iterator[Any]:
-    """A request in a thread of its own; gives the Future of its answer."""
+    """A request in a thread of its own, which is at the engine by now; gives the Future of its answer."""
+    before = count_at_engine(bench)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(bench.send_request, bench.front_url, **fields)
-        time.sleep(0.3)  # it is at the engine
+        time.sleep(0.3)
+        # On a busy machine it takes longer; the engine counts with its next step.
+        deadline = time.monotonic() + MAX_ARRIVAL_S
+        while count_at_engine(bench) <= before and time.monotonic() < deadline:
+            if future.done():
+                break
+            time.sleep(0.05)
         yield future
+
+
+def count_at_engine(bench: LiveDeployment) -> float:
+    """Requests that run or wait, as the server's last step has counted them."""
+    return sum(read_metric(bench, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from lab.ttft_client import TimedRequest
 from tests.live.bench import LiveDeployment, read_breakdown
 from ttft_otel import names, stages
 
+pytestmark = pytest.mark.untimed
+
 MAX_WAIT_S = 30.0
 HEADERS = {
     "traceparent": ("", "x", "00-0-0-00", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "é" * 200),

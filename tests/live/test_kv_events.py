@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from tests.live.bench import LiveDeployment
-from tests.live.conftest import NIXL_SHAPE, DeploymentDeck, get_needed_deployment
+from tests.live.conftest import DeploymentDeck, get_needed_deployment
 from tests.live.test_alone import run_alone
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
@@ -25,7 +25,7 @@ from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.untimed, pytest.mark.timeout(900)]
 
 BLOCK_TOKENS = 128  # tokens of a KV block on CPU
 CACHE_BLOCKS = 72  # of them is one for nothing; the longest prompt takes 64
@@ -47,8 +47,8 @@ def small(
     }
     extra = ("--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details")
     more = ("--num-gpu-blocks-override", str(CACHE_BLOCKS))
-    wanted = any(get_needed_deployment(item) in ("nixl", "newer") for item in request.session.items)
-    env, beside = {"VLLM_SERVER_DEV_MODE": "1"}, NIXL_SHAPE if wanted else ""
+    wanted = any(get_needed_deployment(item) == "epd" for item in request.session.items)
+    env, beside = {"VLLM_SERVER_DEV_MODE": "1"}, "epd" if wanted else ""
     with run_alone(deck, folder, (*extra, *more), env=env, core=1, beside=beside) as bench:
         yield bench
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.echo_server import EchoServer
-from tests.live.test_closing import make_parent_header, make_trace_id, sum_span_stages
+from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
 from tests.live.test_injected import check_stage
 from tests.live.unaccounted_share import check_unaccounted_share
 from ttft_otel import names, stages
@@ -64,18 +64,6 @@ def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment, kind: str) -
     assert found["prefill"].get(names.name_stage_attribute("kv.transfer"), 0) < 5_000
     timing = read_breakdown(answer)
     assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
-
-
-def check_closed(spans: list[dict[str, Any]]) -> None:
-    """Check that every parent is in the trace, every sum is exact and nothing was clamped."""
-    ids = {span["span_id"] for span in spans} | {"c" * 16}
-    assert [span for span in spans if span["parent_id"] not in ids] == []
-    for span in spans:
-        if span["name"] in (names.TTFT, names.ENCODE):
-            total, length = sum_span_stages(span)
-            assert total == length
-            if span["attributes"][names.ROLE] != "router":
-                assert span["attributes"][names.CLAMPED_US] <= max(1, length // 1000), span
 
 
 def test_what_moved_is_told(pd: LiveDeployment) -> None:

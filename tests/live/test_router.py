@@ -49,7 +49,7 @@ def measure_router_clock(epd: LiveDeployment, pictures: int) -> tuple[float, flo
     return answer.client_ttft_us / 1000, excess_us / 1000
 
 
-@pytest.mark.parametrize("pictures", (0, 1))
+@pytest.mark.parametrize("pictures", (pytest.param(0, marks=pytest.mark.full), 1))
 def test_the_routers_ttft_is_what_the_client_measured(
     epd: LiveDeployment, echo: EchoServer, pictures: int
 ) -> None:
@@ -149,6 +149,7 @@ def test_a_delay_on_the_wire_shows_in_its_hop(epd: LiveDeployment, leg: str) -> 
         measure_until_decided(measure_round, lambda name: limits.get(name, other))
 
 
+@pytest.mark.untimed
 def test_the_report_speaks_the_original_names(epd: LiveDeployment) -> None:
     """GET /ttft_report/{id} of router and receiver has by_role, combined and the original fields, or 404."""
     answer = epd.send_request(epd.front_url, pictures=(epd.new_picture_seed(),), max_tokens=2)
@@ -163,6 +164,7 @@ def test_the_report_speaks_the_original_names(epd: LiveDeployment) -> None:
     assert found["combined"]["enc_compute_time_ms"] > 0
 
 
+@pytest.mark.untimed
 def test_a_real_encoders_items_are_learnt_from(epd: LiveDeployment) -> None:
     """With --encoder-routing-logic ttft GET /instances shows how long an item takes on E."""
     legs = {name: [epd.fleet.get_url(name)] for name in ("encode", "prefill_decode")}

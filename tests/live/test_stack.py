@@ -28,6 +28,8 @@ from ttft_otel import names
 from ttft_otel.report.database_reader import open_reader
 from ttft_otel.report.report_types import StoredSpan
 
+pytestmark = pytest.mark.untimed
+
 KINDS = {1: SpanKind.INTERNAL, 2: SpanKind.SERVER, 3: SpanKind.CLIENT}
 
 

@@ -8,7 +8,7 @@ neighbouring stage that took part of it would have grown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -62,6 +62,14 @@ ON_D = ("kv.match", "kv.arrive", "engine.input", "scheduler.schedule", "worker.e
 BY_FILES = ("kv.load", "kv.save")  # tests/live/test_files.py
 ON_NIXLS_E = ("transfer.flush",)
 ON_CUDAS = ("worker.execute", "worker.encoder", "worker.forward", "worker.sample", "worker.output")
+SAME_ON_CUDAS = ("worker.sample",)
+
+
+def mark_repeated(targets: Sequence[str], elsewhere: Sequence[str]) -> list[Any]:
+    """The targets, those of `elsewhere` for --full only: every run shows on another server what they lose."""
+    return [
+        pytest.param(name, marks=pytest.mark.full if name in elsewhere else ()) for name in targets
+    ]
 
 
 def ask_without(
@@ -135,6 +143,7 @@ def test_a_lost_target_costs_its_stages_on_prefill_decode(epd: LiveDeployment, t
     check_loss(epd, encoded(epd), target, DELAYED[target])
 
 
+@pytest.mark.untimed
 @pytest.mark.parametrize("target", PARTS)
 def test_a_lost_part_costs_no_stage(epd: LiveDeployment, target: str) -> None:
     """Without the target of a part nothing is unattributed: the stage around it has marks of its own."""
@@ -161,7 +170,7 @@ def test_a_lost_target_costs_its_stages_on_the_encoder(epd: LiveDeployment, targ
     check_loss(epd, once, target, place, encode=True)
 
 
-@pytest.mark.parametrize("target", ON_D)
+@pytest.mark.parametrize("target", mark_repeated(ON_D, ON_PD))
 def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: str) -> None:
     """On D the time of KV blocks from P is unattributed without the target, neither queue nor transfer."""
 
@@ -171,7 +180,7 @@ def test_a_lost_target_costs_its_stages_on_decode(pd: LiveDeployment, target: st
     check_loss(pd, once, target, DELAYED[target])
 
 
-@pytest.mark.parametrize("target", ON_CUDAS)
+@pytest.mark.parametrize("target", mark_repeated(ON_CUDAS, SAME_ON_CUDAS))
 def test_a_lost_target_costs_its_stages_on_cudas_runner(newer: LiveDeployment, target: str) -> None:
     """With the V2 runner and async scheduling only the target's stages are lost."""
 
@@ -199,6 +208,7 @@ def test_a_lost_target_costs_its_stages_on_an_encoder_over_nixl(
     check_loss(nixl, once, target, DELAYED[target])
 
 
+@pytest.mark.untimed
 def test_every_target_is_taken_out_somewhere() -> None:
     """Each target is in one of the lists above, except those whose effect is fixed at a server's start."""
     fixed = {"frontend.app", "transfer.create", "kv.create"}
@@ -228,6 +238,7 @@ def raising(bench: LiveDeployment, server: str, **question: Any) -> None:
     assert len(said) >= 10, said  # each hook that ran said so, once
 
 
+@pytest.mark.untimed
 def test_a_hook_that_raises_never_reaches_the_client(epd: LiveDeployment) -> None:
     """On PD with the V1 runner failing hooks change no answer."""
     raising(epd, "prefill_decode", max_tokens=4)
@@ -251,6 +262,7 @@ def test_a_hook_that_raises_never_reaches_the_client_of_decode(pd: LiveDeploymen
     assert pd.list_complaints("decode") and pd.list_complaints("prefill")
 
 
+@pytest.mark.untimed
 def test_a_hook_that_raises_never_reaches_the_encoders_client(epd: LiveDeployment) -> None:
     """On E failing hooks change no answer to an image's request."""
     raising(epd, "encode", image=True, max_tokens=1, stream=False)
