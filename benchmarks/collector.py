@@ -9,7 +9,6 @@ ratios to the forwarding pipeline, in the same run.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import os
 import sys
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from benchmarks.figures import Figure, build_figure, report_figures
+from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
 from benchmarks.otlp_bodies import OtlpBody, build_otlp_bodies
 from lab import free_ports
 from lab.local_servers import LocalServer as Process
@@ -168,8 +167,7 @@ def judge_collector_figures(cpu_by_configuration: dict[str, float]) -> dict[str,
 
 def main() -> int:
     """Measure, print, write; 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    parser = build_figure_parser(__doc__)
     parser.add_argument("--spans", type=int, default=300_000, help="of each round")
     options = parser.parse_args()
     return report_figures(measure_configurations(options.spans), options.json)

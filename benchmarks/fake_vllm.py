@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from time import process_time_ns
+from time import monotonic_ns, process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ REQUESTS_PER_ROUND: Final = 400
 STEPS_PER_ROUND: Final = 2000
 DEVICE_STEPS_PER_ROUND: Final = REQUESTS_PER_ROUND  # a request's prompt is one such step or more
 DECODE_BATCH: Final = 64  # requests in each step
-WAITING_REQUESTS: Final = 200  # all traced
 # Target -> the method of FakeVllmHost that stands for it.
 METHOD_BY_TARGET: Final = {
     "scheduler.schedule": "schedule",
@@ -46,16 +45,18 @@ PREFILL_RESULT: Final = SimpleNamespace(outputs={}, req_ids=["r0"])
 
 
 class FakeEvent:
-    """A timing event without a device: what is measured is our code around it."""
+    """A timing event that happens at once: what is measured is our code around it."""
+
+    at_ns = 0
 
     def record(self) -> None:
-        return None
+        self.at_ns = monotonic_ns()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, other: FakeEvent) -> float:
-        return 1.5
+        return (other.at_ns - self.at_ns) / 1e6
 
 
 class FakeVllmHost:
@@ -180,41 +181,6 @@ def run_decode_steps(kind: type[FakeVllmHost]) -> int:
         host.sample_tokens(result)
         host.update_from_output(output, result)
     return process_time_ns() - began_ns
-
-
-def run_waiting_steps(kind: type[FakeVllmHost]) -> int:
-    """Decode steps while WAITING_REQUESTS traced requests wait, for a place or for tokens by turns; CPU
-    ns of STEPS_PER_ROUND steps. Only the scheduler's half of a step.
-    """
-    host: Any = kind()
-    requests = {}
-    for n in range(WAITING_REQUESTS):
-        request = SimpleNamespace(
-            request_id=f"w{n}",
-            trace_headers={names.CARRIER: "1"},
-            status="waiting",
-            num_computed_tokens=0,
-            num_tokens=100,
-        )
-        requests[request.request_id] = request
-    host.requests = requests
-    host.running, host.max_num_running_reqs = [None] * DECODE_BATCH, DECODE_BATCH
-    host.max_num_scheduled_tokens = DECODE_BATCH
-    for request in requests.values():
-        host.preprocess_add_request(
-            SimpleNamespace(trace_headers=request.trace_headers, made=request)
-        )
-    output = build_scheduler_output([], {f"r{n}": 1 for n in range(DECODE_BATCH)})
-    host.schedule(output)  # they join the queue
-    lists = (host.running, host.running[1:])
-    began_ns = process_time_ns()
-    for number in range(STEPS_PER_ROUND):
-        host.running = lists[number >> 4 & 1]
-        host.schedule(output)
-    spent_ns = process_time_ns() - began_ns
-    for request in requests.values():
-        host._free_request(request)
-    return spent_ns
 
 
 def run_device_steps(kind: type[FakeVllmHost]) -> int:

@@ -7,6 +7,7 @@ a time: how fast the machine is must not decide. Times stand beside them without
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -47,6 +48,15 @@ def divide_rounds(values: Sequence[float], references: Sequence[float]) -> list[
     """Each round's value as a multiple of the same round's reference."""
     # Pairs of one round share the machine's state; ratios of means would mix rounds.
     return [value / reference for value, reference in zip(values, references, strict=True)]
+
+
+def build_figure_parser(about: str | None) -> argparse.ArgumentParser:
+    """A command line with --json, and `about`, the benchmark's docstring, as its help."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    return parser
 
 
 def report_figures(figures: Mapping[str, Figure], file: Path | None) -> int:

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.figures import Figure, build_figure, report_figures
+from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes.block_ledger import BlockLedger
 from ttft_otel.router.routing.prefixes.event_feed import EventFeed
@@ -230,8 +230,7 @@ FIGURE_DESCRIPTIONS: Final = {
 
 def main() -> int:
     """A line for each figure; --json writes them; 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    parser = build_figure_parser(__doc__)
     parser.add_argument("--fill", type=int, nargs=2, help=argparse.SUPPRESS)  # the child's
     options = parser.parse_args()
     if options.fill:
