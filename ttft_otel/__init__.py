@@ -11,13 +11,13 @@ hot path      context carrier clock_offsets          runs per request inside vLL
               record_parts measurement recorder kept_spans
               asgi meter handoff
 pure          breakdown byte_budget wait_reasons     marks -> stages; Server-Timing; JSON report; colours
-              failed_stage timing ttft_report
-              palette
+              held_waits failed_stage timing
+              ttft_report palette
 vLLM          hooks/                                 the only package that knows vLLM and torch
 spans         exporter/                              child process: records -> OTLP
 HTTP          router/ report/                        in front of the servers; receiver and pages for spans
 load          bench/                                 sends requests, joins their TTFT with breakdowns
-answers       explain/                               what changed between two windows of stored requests
+answers       explain/                               why requests were late; what changed between two windows
 entry points  plugin cli doctor doctor_clock doctor_media doctor_metrics size testing
 """
 

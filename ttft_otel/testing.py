@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Name -> module and container with state of unfinished requests; modules are not imported for it.
 STATE_CONTAINERS: Final = {
     "recorder.awaiting": ("ttft_otel.recorder", "awaiting_traces"),
+    "recorder.unended": ("ttft_otel.recorder", "unended_requests"),
     "scheduler.running": ("ttft_otel.hooks.scheduler", "awaiting_first_token"),
     "scheduler.dead": ("ttft_otel.hooks.scheduler", "aborted_timelines"),
     "waiting.arrived": ("ttft_otel.hooks.waiting", "arrived"),
