@@ -145,10 +145,12 @@ def test_late(bench: RunBench) -> None:
         bench("--url", server.url, "--dataset", "multi-round", *words)
         notes = server.fetch_notes()
 
-    gaps = [(b["came"] - a["came"]) / 1e6 for a, b in zip(notes, notes[1:], strict=False)]
-    assert len(notes) == 4, "--requests ends it before --time"
-    # The question after a late one is due a gap after that one was due; it left when it was connected.
-    assert gaps[0] >= 300 and all(gap >= 90 for gap in gaps[1:]), "lost rounds are not caught up"
+    came = [note["came"] / 1e6 for note in notes]
+    assert len(came) == 4, "--requests ends it before --time"
+    assert came[1] - came[0] >= 300, "the answer was awaited"
+    # Two gaps of 100 ms; lost rounds that are caught up would come one right after the other. Half,
+    # because the late one may have been connected late, too.
+    assert came[3] - came[1] >= 100, "lost rounds are not caught up"
 
 
 def test_warm_rounds(bench: RunBench) -> None:

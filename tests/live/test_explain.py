@@ -78,7 +78,8 @@ class LikeRequests:
         while True:
             result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words, "--json"])
             told: dict[str, Any] = json.loads(result.stdout)
-            if told["answered"] or time.monotonic() > deadline:
+            usual = "no longer than usual" in told.get("refusal", "")
+            if told["answered"] or usual or time.monotonic() > deadline:
                 return told
             time.sleep(0.5)
 
@@ -130,12 +131,18 @@ def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None
 
 
 def test_a_usual_request(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """Counter-test: no cause is named for requests than which a quarter of their like took longer."""
+    """Counter-test: no cause is named for requests than which a quarter of their like took longer.
+
+    By the client's clock; one whose TTFT the server has below the median has nothing to explain.
+    """
     like = send_texts(features, texts)
     upper = len(like.sent) * 3 // 4
-    names = [str(each.request_id) for each in like.sent[upper - 4 : upper]]
+    names = [str(each.request_id) for each in like.sent[upper - 8 : upper]]
     told = [like.explain(name) for name in names]
-    assert all(each["answered"] and each["cause"] is None for each in told), told
+    assert any(each["answered"] for each in told), told
+    for each in told:
+        assert each["answered"] or "no longer than usual" in each["refusal"], told
+        assert each.get("cause") is None, told
 
 
 @pytest.mark.parametrize("place", TEXT_CAUSES)
