@@ -146,8 +146,14 @@ class DatabaseReader:
 def open_reader(path: Path) -> Iterator[DatabaseReader]:
     """Open the database at `path` for reading. Raises StoreError, whose text has the remedy."""
     with closing(database_schema.open_for_reading(path)) as connection:
-        connection.execute("BEGIN")  # all queries of this reader see one snapshot
-        yield DatabaseReader(connection)
+        try:
+            connection.execute("BEGIN")  # all queries of this reader see one snapshot
+            yield DatabaseReader(connection)
+        except sqlite3.Error as error:
+            raise database_schema.StoreError(
+                f"cannot read {path}: {error}; if it is damaged, move it away, "
+                "or name another file with --db FILE"
+            ) from error
 
 
 def list_possible_ids(request_id: str) -> list[str]:
