@@ -104,13 +104,28 @@ def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
         raise click.ClickException("nothing is stored for that; `ttft-otel report --last 20` lists")
     document = perfetto_trace.build_document(traces)
     try:
-        path.write_text(json.dumps(document), "utf-8")
+        _write_whole(path, json.dumps(document))
     except OSError as error:
         raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
     drawn = sum(event["ph"] == "X" for event in document["traceEvents"])
     click.echo(
         f"{path}: {len(traces)} traces, {drawn} spans. Open it in Perfetto's UI (Open trace file)."
     )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write all of a file, or leave what was there; into a pipe or a device as it comes."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    place = path.resolve()  # a link stays one
+    partial = place.with_name(f"{place.name}.part")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _print_trace(
