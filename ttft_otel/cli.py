@@ -6,10 +6,11 @@ That keeps --help fast, and lets it work without the subcommands' optional depen
 
 from __future__ import annotations
 
+import errno
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -56,6 +57,9 @@ SUBCOMMANDS: Final[dict[str, Subcommand]] = {
     ),
 }
 
+# Of an OSError: the disk, its quota, or a file has reached its limit.
+DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 EPILOG: Final = """\b
 Examples:
   ttft-otel serve                                 receiver and page on http://127.0.0.1:4318
@@ -77,6 +81,15 @@ class LazyGroup(click.Group):
         """Import the subcommand `cmd_name`; None when there is none of this name."""
         subcommand = SUBCOMMANDS.get(cmd_name)
         return load_subcommand(cmd_name, subcommand) if subcommand else None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; a full disk behind stdout ends it with a sentence."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise click.ClickException(f"the output is not complete: {error.strerror}") from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the subcommands' help, whatever is installed."""

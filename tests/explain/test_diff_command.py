@@ -124,9 +124,13 @@ def test_nothing(database: Path) -> None:
     ],
 )
 def test_remedies(database: Path, words: list[str], told: str) -> None:
-    """What cannot be compared is refused with what to do."""
+    """What cannot be compared is refused with what to do, in words and as JSON."""
     result = run_diff(database, *words)
     assert result.exit_code != 0 and told in result.output
+    if result.exit_code == 1:
+        document = json.loads(run_diff(database, *words, "--json").stdout)
+        jsonschema.validate(document, json.loads(SCHEMA.read_text("utf-8")))
+        assert told in document["refusal"]
 
 
 def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,15 @@ def test_a_single_request() -> None:
     assert not usual.is_unusual and "That is not unusual" in told and "Try:" not in told
 
 
+def test_one_id_for_all() -> None:
+    """A client that sends the same request ID every time gets the same answer as one that does not."""
+    window = delay_some(make_window(), CASES["max_num_seqs"], every=100)
+    same = [replace(each, facts=replace(each.facts, request_id="same")) for each in window]
+    found, expected = (explain_requests(choose_like(each[0], each)) for each in (same, window))
+    assert found.difference.parts == expected.difference.parts
+    assert len(found.difference.compared.window) == len(expected.difference.compared.window)
+
+
 def test_like_is_compared_with_like() -> None:
     """A long prompt among short ones is compared with long ones only."""
     window = make_window()

@@ -88,6 +88,28 @@ def test_holders(tmp_path: Path) -> None:
         assert searched.find_trace(f"{17:032x}") == stored.find_trace(f"{17:032x}")
 
 
+def test_one_trace_for_many(tmp_path: Path) -> None:
+    """Of requests that a client has put into one trace each is held by its own holders, and once."""
+    records = [
+        msgspec.structs.replace(make_held_record(number), trace_id="ef" * 16)
+        if number % 16 == 0
+        else make_record(number)
+        for number in range(COUNT)
+    ]
+    resource = Resource({"service.name": "vllm", "service.instance.id": "chat-0"})
+    spans = [span for each in records for span in span_builder.build_spans(each, resource)]
+    store = SpanStore(tmp_path / "shared.db")
+    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
+    store.close()
+    told = json.loads(run_explain(store.path, "--slo", "150", "--json").stdout)
+    late = told["requests"]["late"]
+    assert late == 13
+    assert [(each["ms"], each["delayed"]) for each in told["held"]["holders"]] == [
+        (150.0 * late, late),
+        (50.0 * late, late),
+    ]
+
+
 def test_not_told(tmp_path: Path) -> None:
     """Servers that do not tell who held: nothing is said, and nothing is read for it."""
     store = SpanStore(tmp_path / "plain.db")

@@ -40,7 +40,8 @@ def test_windows(text: str, since: str, until: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "..", "yesterday", "1h..2h", "25:00..26:00", "1x..", "1h..1h"]
+    "text",
+    ["", "..", "yesterday", "1h..2h", "25:00..26:00", "1x..", "1h..1h", "800000d", f"{'9' * 400}d"],
 )
 def test_refused(text: str) -> None:
     """What is no window is refused with a sentence that quotes it."""

@@ -170,6 +170,10 @@ def test_nothing_changed(database: Path) -> None:
     ],
 )
 def test_remedies(database: Path, words: list[str], told: str) -> None:
-    """What cannot be told is refused with the reason."""
+    """What cannot be told is refused with the reason, in words and as JSON."""
     result = run_whatif(database, *words)
     assert result.exit_code != 0 and told in result.output
+    if result.exit_code == 1:
+        document = json.loads(run_whatif(database, *words, "--json").stdout)
+        jsonschema.validate(document, json.loads(SCHEMA.read_text("utf-8")))
+        assert told in document["refusal"]

@@ -94,6 +94,24 @@ def test_hostile_terminal(store: SpanStore) -> None:
     assert "\x1b]0" not in output and "\x07" not in output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "--request", "\udcff"),
+        ("report", "--trace", "\udcff"),
+        ("explain", "--request", "\udcff"),
+        ("explain", "--model", "\udcff"),
+        ("diff", "--a", "2h..1h", "--b", "1h..", "--model", "\udcff"),
+        ("whatif", "--model", "\udcff"),
+    ],
+)
+def test_bytes_that_are_no_text(stored_database: Path, words: tuple[str, ...]) -> None:
+    """What a shell passes on as it is, and is no UTF-8, names nothing; that is said."""
+    result = run_command(*words, "--db", str(stored_database))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+    assert result.output.startswith("Error: ")
+
+
 def test_remedies(stored_database: Path, tmp_path: Path) -> None:
     """What is not there is said with what to do."""
     nothing = run_command("report", "--db", str(tmp_path / "none.db"))

@@ -20,6 +20,8 @@ from typing import Any
 import sample_records
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
+from ttft_otel.report.span_store import SpanStore
+
 ROOM_BYTES = 64 << 10  # left on the disk
 MAX_BATCHES = 400
 START_S = 60
@@ -130,3 +132,40 @@ def test_a_full_disk(tmp_path: Path) -> None:
     with sqlite3.connect(server.database) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     database.close()
+
+
+def run_limited(max_bytes: int, *words: str, stdout: Any = subprocess.PIPE) -> tuple[int, str]:
+    """Exit status and stderr of `ttft-otel report` whose files may not be longer than `max_bytes`."""
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))"
+    code = f"import resource; {limit}; from ttft_otel.cli import main; main()"
+    done = subprocess.run(
+        (sys.executable, "-c", code, "report", *words),
+        stdout=stdout, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_answers_on_a_full_disk(store: SpanStore, tmp_path: Path) -> None:
+    """What cannot be written whole is told, and a file of before is still there, and nothing else."""
+    records = [
+        each
+        for number in range(20)
+        for each in sample_records.make_routed_records(f"r{number}", trace_id=f"{number + 1:032x}")
+    ]
+    store.add(sample_records.make_stored_spans(records)).result(10)
+    store.close()
+    folder = tmp_path / "out"
+    folder.mkdir()
+    drawn = folder / "trace.json"
+    words = ("--db", str(store.path), "--perfetto", str(drawn))
+    assert run_limited(1 << 20, *words)[0] == 0
+    before = drawn.read_bytes()
+    assert len(before) > 100_000
+    # SQLite's shared memory has 32 KiB.
+    status, told = run_limited(len(before) // 2, *words)
+    assert status == 1 and "cannot write" in told and "Traceback" not in told
+    assert drawn.read_bytes() == before and [*folder.iterdir()] == [drawn]
+    with Path("/dev/full").open("w") as full:
+        for form in ((), ("--json",), ("--last", "1")):
+            status, told = run_limited(1 << 20, "--db", str(store.path), *form, stdout=full)
+            assert status != 0 and "the output is not complete" in told, told

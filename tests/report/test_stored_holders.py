@@ -57,7 +57,15 @@ def test_stored() -> None:
     assert read_holders(find_queue(sample_records.make_stored_spans([holder])).attributes) == []
 
 
-@pytest.mark.parametrize("text", ["[{}]", "{", "7", "[3]", '[{"us": "x"}]', 5, None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[{}]", "{", "7", "[3]", '[{"us": "x"}]', 5, None),
+        *("[" * 4000, '[{"us": 1e999, "tokens": 1, "kind": "a", "request_id": "b"}]'),
+        f'[{{"us": 1{"0" * 3000}, "tokens": 1, "kind": "a", "request_id": "b"}}]',
+        '[{"us": -5, "tokens": 1, "kind": "a", "request_id": "b"}]',
+    ],
+)
 def test_foreign(text: Any) -> None:
     """An attribute of this name in another form is no holder."""
     assert read_holders({names.HELD_BY: text}) == []

@@ -250,6 +250,20 @@ def test_progress_and_notes(tempo: FakeTempo) -> None:
         (TempoFault("/api/status", 200, b'{"version": "v1.5.0"}'), "2.0 or newer is needed"),
         (TempoFault("/api/search", delay_s=1.0), "--tempo-timeout"),
         (TempoFault(missing_jobs=1), "searched only a part"),
+        (TempoFault("/api", 302, b"", "http://[::1"), "a redirection to another page"),
+        (TempoFault("/api/status", 200, b'{"version": "1.5.0 \\u001b]0;x"}'), "2.0 or newer"),
+        (TempoFault("/api/status", 200, b"[" * 100_000), "is not Tempo"),
+        *(
+            (TempoFault("/api/search", 200, answer), "gave no search result")
+            for answer in (
+                b'{"traces": [{"traceID": "../../../api/admin", "startTimeUnixNano": "1"}]}',
+                b'{"traces": [{"traceID": "ab", "startTimeUnixNano": 1e999}]}',
+                b'{"traces": [{"traceID": "ab", "durationMs": "NaN"}]}',
+                b'{"traces": {"a": 1}}',
+                b'{"traces": [], "metrics": {"totalJobs": 1e400}}',
+                b'{"traces":' + b"[" * 100_000,
+            )
+        ),
         (
             TempoFault("/api/search", 500, f"bad \x1b[31m key {SECRET}".encode()),
             "(bad [31m key ***)",

@@ -22,12 +22,12 @@ from ttft_otel.explain.stage_difference import (
     compare_windows,
 )
 from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
-from ttft_otel.report import database_schema
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
     SourceChoice,
     add_source_options,
     open_source,
+    report_refusals,
 )
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
 
@@ -58,19 +58,17 @@ def diff(
     # Without --by both windows have times already: a third one could only contradict them.
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
-    try:
+    with report_refusals(TooFewRequestsError, as_json=as_json):
         with open_source(source) as opened:
             first, second = load_sides(opened, a, b, by, since, model)
         difference = compare_windows(first, second)
-    except (database_schema.StoreError, TooFewRequestsError) as error:
-        raise click.ClickException(str(error)) from error
     show_difference(difference, as_json)
 
 
 def load_sides(
     opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str
 ) -> tuple[list[RequestFacts], list[RequestFacts]]:
-    """The requests of A and of B, each oldest first. Raises click.ClickException, StoreError."""
+    """The requests of A and of B, each oldest first. Raises TooFewRequestsError, StoreError."""
     if not by:
         return load_window(opened, a, model, ""), load_window(opened, b, model, "")
     # One read for both sides: a request is told apart by its value, not by its time.
@@ -78,7 +76,7 @@ def load_sides(
     first, second = ([each for each in everything if each.group == value] for value in (a, b))
     # One value without requests is left to compare_windows(), which says how many it needs.
     if not first and not second:
-        raise click.ClickException(describe_values(everything, by))
+        raise TooFewRequestsError(describe_values(everything, by))
     return first, second
 
 

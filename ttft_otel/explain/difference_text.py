@@ -17,6 +17,7 @@ from ttft_otel.report.terminal import format_short, remove_controls
 def describe_difference(difference: Difference) -> dict[str, Any]:
     """The JSON of a difference; times in milliseconds, moments in ISO 8601."""
     return {
+        "answered": True,
         "requests": {"a": difference.requests_a, "b": difference.requests_b},
         "level": LEVEL,
         "ttft": {

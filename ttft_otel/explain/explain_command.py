@@ -29,9 +29,9 @@ from ttft_otel.report.breakdown_source import (
     SourceChoice,
     add_source_options,
     open_source,
+    report_refusals,
 )
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
-from ttft_otel.report.database_schema import StoreError
 from ttft_otel.report.report_types import StoredSpan
 
 
@@ -92,25 +92,16 @@ def explain(
         window = parse_window(since, datetime.now().astimezone()) if since else None
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    try:
-        with open_source(source) as opened:
-            if is_single:
-                explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
-            else:
-                wanted = build_filter(window, model, last or MAX_REQUESTS)
-                found = load_evidence(opened, wanted)
-                explanation = explain_requests(split_window(found, slo_us), slo_us)
-                explanation = add_holding(opened, explanation)
-                if predict:
-                    explanation = add_prediction(opened, explanation, wanted)
-    except NoExplanationError as error:
-        # The same exit code either way: a script must not take a refusal for an answer.
-        if as_json:
-            click.echo(json.dumps(explanation_text.describe_refusal(str(error)), indent=2))
-            raise click.exceptions.Exit(1) from error
-        raise click.ClickException(str(error)) from error
-    except StoreError as error:
-        raise click.ClickException(str(error)) from error
+    with report_refusals(NoExplanationError, as_json=as_json), open_source(source) as opened:
+        if is_single:
+            explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
+        else:
+            wanted = build_filter(window, model, last or MAX_REQUESTS)
+            found = load_evidence(opened, wanted)
+            explanation = explain_requests(split_window(found, slo_us), slo_us)
+            explanation = add_holding(opened, explanation)
+            if predict:
+                explanation = add_prediction(opened, explanation, wanted)
     if as_json:
         click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
     else:

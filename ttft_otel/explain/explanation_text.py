@@ -230,11 +230,6 @@ def describe_prediction(explanation: Explanation) -> dict[str, Any] | None:
     }
 
 
-def describe_refusal(reason: str) -> dict[str, Any]:
-    """The JSON of an explanation that cannot be given."""
-    return {"answered": False, "refusal": reason}
-
-
 def to_rounded_ms(us: float) -> float:
     """Milliseconds with the marks' three decimals; a float, as numpy's scalars are no JSON."""
     return round(float(us) / 1000, 3)

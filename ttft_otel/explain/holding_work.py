@@ -58,9 +58,11 @@ def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> Ho
     found: list[HoldingRequest] = []
     for each in longest:
         trace = opened.find_trace(each.trace_id)
-        found += [
-            holder for span in (trace.spans if trace else ()) for holder in list_holders(span)
-        ]
+        # A client's trace may have many requests: only the queues of this one.
+        spans = [span for span in (trace.spans if trace else ()) if span.parent_id in each.legs]
+        # It was held once, in whichever of its legs.
+        held = join_holders(holder for span in spans for holder in list_holders(span))
+        found += [replace(holder, delayed=1) for holder in held]
     kinds = {kind: us / total for kind, us in sorted(sums.items(), key=lambda part: -part[1])}
     return HoldingWork(kinds, join_holders(found)[:MAX_HOLDERS], len(longest))
 

@@ -81,7 +81,13 @@ def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> Compared
 
 def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> ComparedRequests:
     """One request, and the middle half of the most like requests. Raises NoExplanationError."""
-    others = [each for each in window if each.facts.request_id != request.facts.request_id]
+    # Not by its ID alone: some clients send the same one with every request.
+    own = (request.trace_id, request.facts.request_id, request.facts.start_ns)
+    others = [
+        each
+        for each in window
+        if (each.trace_id, each.facts.request_id, each.facts.start_ns) != own
+    ]
     check_window([request, *others])
     for detail, words in LIKENESS:
         label = describe_request(request.facts, detail)

@@ -29,9 +29,9 @@ COUNTS: Final[Mapping[str, str]] = {
 class RequestEvidence:
     """One request with a first token.
 
-    closed: its stages add up to its TTFT, in every leg. reasons: microseconds by reason, of stages that
-    wait. instances: where a stage ran. counts: by the names of COUNTS. held: microseconds of waiting by
-    the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
+    legs: IDs of the spans that have its stages. closed: these add up to its TTFT, in every leg. reasons:
+    microseconds by reason, of stages that wait. instances: where a stage ran. counts: by the names of COUNTS.
+    held: microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
     """
 
     facts: RequestFacts
@@ -41,6 +41,7 @@ class RequestEvidence:
     instances: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
+    legs: frozenset[str] = frozenset()
 
 
 def read_evidence(
@@ -55,7 +56,7 @@ def read_evidence(
 
 def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvidence:
     """Join `request` with the attributes of its `ttft` and `encode` spans."""
-    legs = {leg.span_id for leg in request.legs}
+    legs = frozenset(leg.span_id for leg in request.legs)
     spans = [span for span in trunks if span.span_id in legs]
     reasons = {name: dict(list_wait_reasons(request, name)) for name in request.stages}
     places = {name: find_instance(request, name) for name in request.stages}
@@ -63,6 +64,7 @@ def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvi
         facts=build_facts(request, trunks),
         trace_id=request.trace_id,
         closed=request.closed,
+        legs=legs,
         reasons={name: found for name, found in reasons.items() if found},
         instances={name: place for name, place in places.items() if place},
         # Legs that ran side by side each tell their own.

@@ -43,9 +43,9 @@ def parse_window(text: str, now: datetime) -> TimeWindow:
 def parse_moment(text: str, now: datetime) -> datetime:
     """One moment. Raises ValueError with a sentence."""
     text = text.strip()
-    if ago := AGO_PATTERN.fullmatch(text):
-        return now - timedelta(seconds=float(ago[1]) * UNIT_SECONDS[ago[2]])
     try:
+        if ago := AGO_PATTERN.fullmatch(text):
+            return now - timedelta(seconds=float(ago[1]) * UNIT_SECONDS[ago[2]])
         if CLOCK_PATTERN.fullmatch(text):
             clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M")
             moment = now.replace(
@@ -54,7 +54,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
             # Shortly after midnight, 23:50 is yesterday's.
             return moment if moment <= now else moment - timedelta(days=1)
         moment = datetime.fromisoformat(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # years before the first one are none
         raise ValueError(f"{text!r} is not a time: 15m, 2h, 14:05 or 2026-01-31T14:05") from None
     # Without a zone it is the reader's own time, as a clock time is.
     return moment if moment.tzinfo else moment.replace(tzinfo=now.tzinfo)

@@ -20,12 +20,12 @@ from ttft_otel.explain.planned_change import PlannedChange
 from ttft_otel.explain.replay_facts import Recording, read_recording
 from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
 from ttft_otel.explain.window_check import CannotTellError
-from ttft_otel.report import database_schema
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
     SourceChoice,
     add_source_options,
     open_source,
+    report_refusals,
 )
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
 from ttft_otel.report.report_types import StoredSpan
@@ -144,12 +144,10 @@ def whatif(
         max_num_seqs=recorded_max_num_seqs or 0,
         max_batched_tokens=recorded_max_num_batched_tokens or 0,
     )
-    try:
+    with report_refusals(CannotTellError, as_json=as_json):
         with open_source(source) as opened:
             recording = load_recording(opened, since, model)
         answer = replay_with_progress(recording, change, given, repetitions)
-    except (database_schema.StoreError, CannotTellError) as error:
-        raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(what_if_text.describe_answer(answer), indent=2))
     else:

@@ -21,6 +21,7 @@ SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages a
 def describe_answer(answer: Prediction) -> dict[str, Any]:
     """The JSON of an answer; times in milliseconds."""
     return {
+        "answered": True,
         "requests": answer.requests,
         "instances": answer.instances,
         "change": describe_change(answer.change),
@@ -108,9 +109,9 @@ def print_answer(answer: Prediction) -> None:
     )
     console.print(build_table(answer))
     for warning in answer.warnings:
-        console.print(Text(f"! {warning}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"! {remove_controls(warning)}", style="yellow"), soft_wrap=True)
     for note in answer.notes:
-        console.print(Text(f"• {note}", style="dim"), soft_wrap=True)
+        console.print(Text(f"• {remove_controls(note)}", style="dim"), soft_wrap=True)
 
 
 def build_table(answer: Prediction) -> Table:

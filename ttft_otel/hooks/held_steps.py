@@ -254,12 +254,14 @@ def drop_request(scheduler: Any, request_id: str, now: int) -> None:
     """The request has ended, or has its first token: at `now` (us) nothing of it is waited for."""
     held = unanswered.pop(request_id, None)
     # The usual case is the second one: its wait has ended, and nobody else waits.
-    if held is None or (held.ended and not _log.edge):
+    if held is None or (held.last and not _log.edge):
         return
     if not held.ended:
         _end_early(held, scheduler, now)
     elif held in _ended:
+        # While its first step runs, of which no end will tell.
         _ended.remove(held)
+        _forget_arrival(held)
     _release(request_id)
 
 
@@ -295,5 +297,5 @@ def _forget_arrival(held: HeldRequest) -> None:
 def _release(request_id: str) -> None:
     followed.pop(request_id, None)
     # Also what is kept of other requests ends with the last one that waits.
-    if _log.edge and not (followed or unmarked or _ended):
+    if (_log.edge or _log.in_flight) and not (followed or unmarked or _ended):
         _log.reset()

@@ -22,6 +22,8 @@ MAX_ENDED: Final = 64  # requests that have decoded, and ended, that are kept
 MAX_STARTED: Final = 2048  # requests whose first decode step is known
 MAX_RUNNING: Final = 8  # running requests that are asked whether they decode
 MAX_NAMED: Final = 3  # holders that are told of a wait
+# Of a request ID, which clients choose; IDs with the same beginning count as one.
+MAX_ID_CHARS: Final = 256
 SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
 _NEVER: Final = 1 << 80  # a sum that is not reached: it has not begun to decode
 
@@ -95,7 +97,7 @@ class HolderLog:
         for kind, named in ((PREFILL, work.chunks), (ENCODER, work.items)):
             for tokens, request_id in named:
                 request = requests.get(request_id)
-                key = (request_id, kind)
+                key = (request_id[:MAX_ID_CHARS], kind)
                 holder = self.open.get(key) or self._add_holder(key, request)
                 parts.append((holder, tokens))
                 if request is None or request.num_computed_tokens >= request.num_tokens:
@@ -199,8 +201,9 @@ class HolderLog:
         """A request ends, or loses its place; none of its steps runs any more."""
         request_id = request.request_id
         start = self.started.pop(request_id, (0, 0))
-        self.open.pop((request_id, PREFILL), None)
-        self.open.pop((request_id, ENCODER), None)
+        shown_id = request_id[:MAX_ID_CHARS]
+        self.open.pop((shown_id, PREFILL), None)
+        self.open.pop((shown_id, ENCODER), None)
         # Its prompt may have been computed by the step with which it ends.
         has_decoded = (
             getattr(request, "num_output_tokens", 0)
@@ -208,7 +211,7 @@ class HolderLog:
         )
         if has_decoded and start[0] < self.decoded:
             parent = getattr(request, "_ttft_parent", "")
-            self.ended.append((request_id, parent, *start, self.decoded, self.decode_steps))
+            self.ended.append((shown_id, parent, *start, self.decoded, self.decode_steps))
             self.just_ended += 1
 
     def start_wait(self, work: StepWork, elapsed: int) -> WaitStart:
@@ -251,6 +254,7 @@ class HolderLog:
             add(holder, 0, 0)
         found += self._list_decoders(start, running, work, elapsed)
         # Below zero: of one that has not begun to decode.
+        own_id = own_id[:MAX_ID_CHARS]
         found = [each for each in found if each[0] >> SCALE > 0 and each[3] != own_id]
         found.sort(key=lambda each: each[0], reverse=True)
         return [(each[0] >> SCALE, *each[1:]) for each in found[:MAX_NAMED]]
@@ -276,7 +280,7 @@ class HolderLog:
             parent = getattr(request, "_ttft_parent", "")
             held = now - max(decoded, start.decoded)
             tokens = steps_now - max(steps, start.decode_steps)
-            found.append((held, tokens, DECODE, request.request_id, parent))
+            found.append((held, tokens, DECODE, request.request_id[:MAX_ID_CHARS], parent))
         return found
 
     def is_truncated(self, start: WaitStart) -> bool:

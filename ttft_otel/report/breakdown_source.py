@@ -7,6 +7,7 @@ same from either (BreakdownSource).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -24,6 +25,7 @@ from ttft_otel import names
 from ttft_otel.report import database_schema
 from ttft_otel.report.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.terminal import remove_controls
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
@@ -167,6 +169,25 @@ def open_source(choice: SourceChoice) -> Iterator[BreakdownSource]:
             TempoSource(access, report_progress, lambda text: click.echo(f"note: {text}", err=True))
         ) as tempo:
             yield tempo
+
+
+@contextmanager
+def report_refusals(*kinds: type[Exception], as_json: bool = False) -> Iterator[None]:
+    """End the command with exit code 1 and one line of text at a StoreError, or an error of `kinds`.
+
+    as_json: the text is in a JSON document on stdout, {"answered": false, "refusal": ...}.
+    """
+    expected: tuple[type[Exception], ...] = (database_schema.StoreError, *kinds)
+    try:
+        yield
+    except expected as error:
+        # It may quote request IDs, instances and attributes, which anybody may have sent.
+        text = remove_controls(str(error))
+        # The same exit code either way: a script must not take a refusal for an answer.
+        if as_json:
+            click.echo(json.dumps({"answered": False, "refusal": text}, indent=2))
+            raise click.exceptions.Exit(1) from error
+        raise click.ClickException(text) from error
 
 
 @contextmanager

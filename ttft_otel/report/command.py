@@ -7,16 +7,18 @@ Needs a pip extra for Tempo only.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import click
 
-from ttft_otel.report import database_schema, json_answers, perfetto_trace, terminal
+from ttft_otel.report import json_answers, perfetto_trace, terminal
 from ttft_otel.report.breakdown_source import (
     BreakdownSource,
     SourceChoice,
     add_source_options,
     open_source,
+    report_refusals,
 )
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace
 from ttft_otel.report.report_types import Request
@@ -60,28 +62,25 @@ def report(
         raise click.UsageError("--last, --trace and --request exclude each other")
     if as_json and perfetto:
         raise click.UsageError("--json and --perfetto exclude each other")
-    try:
-        # Read-only: a command must not create an empty database where there is none.
-        with open_source(source) as opened:
-            if perfetto:
-                _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
-            elif request_id is not None:
-                request = opened.find_request(request_id)
-                _print_trace(
-                    opened.find_trace(request.trace_id) if request else None,
-                    request,
-                    request_id,
-                    as_json,
-                )
-            elif trace_id is not None:
-                # All requests of the trace; --request shows the sum of its own only.
-                _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
-            else:
-                _print_requests(
-                    opened.list_latest(RequestFilter(last=last or 200)), opened, last, as_json
-                )
-    except database_schema.StoreError as error:
-        raise click.ClickException(str(error)) from error
+    # Read-only: a command must not create an empty database where there is none.
+    with report_refusals(), open_source(source) as opened:
+        if perfetto:
+            _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
+        elif request_id is not None:
+            request = opened.find_request(request_id)
+            _print_trace(
+                opened.find_trace(request.trace_id) if request else None,
+                request,
+                request_id,
+                as_json,
+            )
+        elif trace_id is not None:
+            # All requests of the trace; --request shows the sum of its own only.
+            _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
+        else:
+            _print_requests(
+                opened.list_latest(RequestFilter(last=last or 200)), opened, last, as_json
+            )
 
 
 def _find_traces(
@@ -105,13 +104,28 @@ def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
         raise click.ClickException("nothing is stored for that; `ttft-otel report --last 20` lists")
     document = perfetto_trace.build_document(traces)
     try:
-        path.write_text(json.dumps(document), "utf-8")
+        _write_whole(path, json.dumps(document))
     except OSError as error:
         raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
     drawn = sum(event["ph"] == "X" for event in document["traceEvents"])
     click.echo(
         f"{path}: {len(traces)} traces, {drawn} spans. Open it in Perfetto's UI (Open trace file)."
     )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write all of a file, or leave what was there; into a pipe or a device as it comes."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    place = path.resolve()  # a link stays one
+    partial = place.with_name(f"{place.name}.part")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _print_trace(
@@ -155,4 +169,10 @@ def _print_requests(
 
 
 def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    # json.dumps() leaves controls beyond ASCII as they are, of which a terminal obeys some.
+    click.echo(re.sub(r"[^\x00-\x7e]", _escape_control, text))
+
+
+def _escape_control(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]

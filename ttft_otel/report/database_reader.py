@@ -74,7 +74,7 @@ class DatabaseReader:
         """
         for candidate in list_possible_ids(request_id):
             # As the column is cut; the whole ID is compared below.
-            searched = candidate[:MAX_SEARCHED_CHARS]
+            searched = _encode_value(candidate)
             for request in self._load_requests(
                 # The second term lets SQLite use the partial index.
                 "WHERE (request_id=? AND request_id<>'') OR "
@@ -146,8 +146,14 @@ class DatabaseReader:
 def open_reader(path: Path) -> Iterator[DatabaseReader]:
     """Open the database at `path` for reading. Raises StoreError, whose text has the remedy."""
     with closing(database_schema.open_for_reading(path)) as connection:
-        connection.execute("BEGIN")  # all queries of this reader see one snapshot
-        yield DatabaseReader(connection)
+        try:
+            connection.execute("BEGIN")  # all queries of this reader see one snapshot
+            yield DatabaseReader(connection)
+        except sqlite3.Error as error:
+            raise database_schema.StoreError(
+                f"cannot read {path}: {error}; if it is damaged, move it away, "
+                "or name another file with --db FILE"
+            ) from error
 
 
 def list_possible_ids(request_id: str) -> list[str]:
@@ -198,24 +204,29 @@ def _select_spans_by_id(
     return spans
 
 
+def _encode_value(text: str) -> str:
+    """A text as SQLite compares it with a column; bytes of a command line that are no UTF-8 match nothing."""
+    return text[:MAX_SEARCHED_CHARS].encode(errors="backslashreplace").decode()
+
+
 def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:
     parts: list[str] = []
     values: list[str | int] = []
     if wanted.model:
         # Values always as parameters: they come from a URL.
         parts.append("model=?")
-        values.append(wanted.model[:MAX_SEARCHED_CHARS])
+        values.append(_encode_value(wanted.model))
     if wanted.role:
         # `roles` is a list of words: with spaces around it `decode` does not match `prefill_decode`.
         parts.append("' '||roles||' ' LIKE ?")
-        values.append(f"% {wanted.role} %")
+        values.append(f"% {_encode_value(wanted.role)} %")
     if wanted.error == "any":
         parts.append("error<>''")
     elif wanted.error == "none":
         parts.append("error=''")
     elif wanted.error:
         parts.append("error=?")
-        values.append(wanted.error[:MAX_SEARCHED_CHARS])
+        values.append(_encode_value(wanted.error))
     if wanted.min_us:
         parts.append("ttft_us>=?")
         values.append(wanted.min_us)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
+import msgspec
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from ttft_otel import names
 
 MAX_HOLDERS: Final = 8  # of one span; ours have three
 MAX_ID_CHARS: Final = 256  # of a request ID: anybody can send spans
+# Of microseconds and tokens, with the bound that a stage's length has (request_assembly.MAX_DURATION_US).
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 42)]
 _FIELDS: Final = (
     ("us", names.HELD_BY_US),
     ("tokens", names.HELD_BY_TOKENS),
@@ -24,15 +27,15 @@ _FIELDS: Final = (
 )
 
 
-class StoredHolder(NamedTuple):
+class StoredHolder(msgspec.Struct, frozen=True):
     """A request that held another one; trace_id and span_id of its server span, "" without one."""
 
-    us: int
-    tokens: int
+    us: Count
+    tokens: Count
     kind: str
     request_id: str
-    trace_id: str
-    span_id: str
+    trace_id: str = ""
+    span_id: str = ""
 
 
 def write_holders(raw: trace_pb2.Span) -> str:
@@ -62,17 +65,6 @@ def read_holders(attributes: Mapping[str, Any]) -> list[StoredHolder]:
     """The holders of a stored span, the largest first; [] where there are none, or not in our form."""
     text = attributes.get(names.HELD_BY)
     try:
-        found = json.loads(text) if isinstance(text, str) else []
-        return [
-            StoredHolder(
-                int(each["us"]),
-                int(each["tokens"]),
-                str(each["kind"]),
-                str(each["request_id"]),
-                str(each.get("trace_id", "")),
-                str(each.get("span_id", "")),
-            )
-            for each in found
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return msgspec.json.decode(text, type=list[StoredHolder]) if isinstance(text, str) else []
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return []  # an attribute of this name that somebody else has sent

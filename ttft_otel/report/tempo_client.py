@@ -26,6 +26,7 @@ from ttft_otel.report.tempo_access import (
     TempoAccess,
     TempoError,
 )
+from ttft_otel.report.tempo_queries import is_trace_id
 
 MAX_SEARCH_BYTES: Final = 16 << 20  # of one answer to a search; 1000 traces have about 300 kB
 # Of one trace; Tempo's own limit at ingestion (max_bytes_per_trace) is 5 MB by default.
@@ -99,7 +100,7 @@ class TempoClient:
             if body is None:
                 raise ValueError("no such page")
             version = str(msgspec.json.decode(body)["version"])
-        except (ValueError, KeyError, TypeError, msgspec.DecodeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
             raise TempoError(
                 f"{self.access.shown_url} is not Tempo ({error}): {ADDRESS_REMEDY}"
             ) from error
@@ -142,7 +143,10 @@ class TempoClient:
             # Tempo ends a search at its limit; below that, a job that is missing has failed.
             jobs = (int(metrics.get(name) or 0) for name in ("completedJobs", "totalJobs"))
             completed, total = jobs
-        except (ValueError, KeyError, TypeError, AttributeError, msgspec.DecodeError) as error:
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError),
+            *(OverflowError, RecursionError, msgspec.DecodeError),
+        ) as error:
             raise TempoError(
                 f"{self.access.shown_url} gave no search result ({error}): {ADDRESS_REMEDY}"
             ) from error
@@ -195,7 +199,7 @@ class TempoClient:
         if status in (401, 403):
             return TempoError(f"{place}, it wants to know who asks: {HEADERS_REMEDY}")
         if 300 <= status < 400:
-            host = URL(response.headers.get("location", "")).host or "another page"
+            host = find_host(response.headers.get("location", "")) or "another page"
             return TempoError(
                 f"{place}, a redirection to {host}, which is not followed, since it would get the "
                 f"credentials. Is that a login page? {ADDRESS_REMEDY}; {HEADERS_REMEDY}"
@@ -255,7 +259,19 @@ def read_found_trace(found: Mapping[str, Any]) -> FoundTrace:
     # Rounded up: Tempo cuts the duration to whole milliseconds.
     end_ns = start_ns + (int(found.get("durationMs") or 0) + 1) * 1_000_000
     # Tempo leaves leading zeros of an ID out.
-    return FoundTrace(str(found["traceID"]).lower().zfill(32), start_ns, end_ns)
+    trace_id = str(found["traceID"]).lower().zfill(32)
+    # It becomes a part of an address, to which our credentials go.
+    if not is_trace_id(trace_id):
+        raise ValueError("a trace ID that is none")
+    return FoundTrace(trace_id, start_ns, end_ns)
+
+
+def find_host(location: str) -> str:
+    """The host of a redirection; "" for a path, and for what is no address."""
+    try:
+        return URL(location).host or ""
+    except ValueError:
+        return ""
 
 
 def parse_go_duration(text: str) -> float:

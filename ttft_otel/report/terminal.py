@@ -182,7 +182,7 @@ def _build_sum_panel(request: Request, width: int) -> Panel:
     bar = _draw_bar([*parts, (stages.UNATTRIBUTED, request.unattributed_us)], width - 4)
     title = remove_controls(request.request_id or request.trace_id)
     error = f" · {request.error} in {request.died or '?'}" if request.error else ""
-    roles = " → ".join(request.roles)
+    roles = remove_controls(" → ".join(request.roles))
     return Panel(
         Group(bar, Text(), table),
         title=Text(f"{title} · {roles}{remove_controls(error)}", style="red" if error else "bold"),
