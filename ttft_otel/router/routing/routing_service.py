@@ -210,7 +210,9 @@ class RoutingService:
             request = await self._tokenize_prompt(request, path, lookup, self.prompt_reader)
         if not request.prompt_tokens:
             estimated_tokens = min(len(request.body) // BYTES_PER_TOKEN, MAX_ESTIMATED_TOKENS)
-            request = structs.replace(request, prompt_tokens=estimated_tokens, tokens_estimated=True)
+            request = structs.replace(
+                request, prompt_tokens=estimated_tokens, tokens_estimated=True
+            )
         lookup.record_looked_up()
         return request
 
