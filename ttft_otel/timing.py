@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from ttft_otel import names, stages
 
@@ -68,8 +69,7 @@ class ClockNote(NamedTuple):
     error_us: int
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTiming:
+class ServerTiming(msgspec.Struct, frozen=True):
     """One server's breakdown in microseconds; stages and `unattributed` add up to `ttft`.
 
     rest: from the first token to the response, None for a stream.
@@ -78,7 +78,7 @@ class ServerTiming:
     clock: None when no worker has sent marks, or of a router.
     """
 
-    stages: dict[str, int] = field(default_factory=dict)
+    stages: dict[str, int] = {}
     unattributed: int = 0
     ttft: int = 0
     rest: int | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final, Protocol
+
+import msgspec
 
 from ttft_otel import clock, names
 from ttft_otel.context import TraceContext
@@ -31,8 +32,7 @@ class ExchangePhase(enum.IntEnum):
     FINISHED = 4  # the last bytes are being sent or were sent
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(msgspec.Struct):
     """One HTTP request of a client.
 
     first_chunk_us: when the first body chunk of an instance's answer was out; 0: not yet.
@@ -63,7 +63,7 @@ class Exchange:
     status: int = 0
     error: str = ""
     failed_stage: str = ""
-    attempt_chains: list[list[Attempt]] = field(default_factory=list)
+    attempt_chains: list[list[Attempt]] = []
     # how the first token travelled, and why not otherwise
     first_token_outcome: tuple[str, str] = ("", "")
     first_token_mismatch: bool = False  # D's first token was not P's

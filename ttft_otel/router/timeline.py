@@ -8,8 +8,9 @@ TTFT; those inside a leg come from its Server-Timing, and a leg without one is u
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
 
 from ttft_otel import clock, names
 from ttft_otel.breakdown import Breakdown, PartitionCursor
@@ -45,8 +46,7 @@ class AttemptListener(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """One HTTP call to a leg; times are microseconds of CLOCK_MONOTONIC, 0 if not reached yet.
 
     Fields up to `observer` are set at creation, the others only by its methods.
@@ -152,8 +152,7 @@ class Attempt:
         self.resumed_us = clock.now_us()
 
 
-@dataclass(slots=True)
-class PromptLookup:
+class PromptLookup(msgspec.Struct):
     """Times of tokenizing a prompt and looking up its prefix, before any leg; 0 if not reached yet."""
 
     began_us: int
@@ -170,8 +169,7 @@ class PromptLookup:
         self.tokenized_us = self.tokenized_us or self.looked_up_us
 
 
-@dataclass(slots=True)
-class RequestTimeline:
+class RequestTimeline(msgspec.Struct):
     """Times of one request in microseconds of CLOCK_MONOTONIC, 0 if not reached yet.
 
     critical_path: the attempts of each leg on it, in order. ended_us: when the first chunk was sent to the
@@ -180,7 +178,7 @@ class RequestTimeline:
 
     arrived_us: int
     parsed_us: int = 0
-    critical_path: list[list[Attempt]] = field(default_factory=list)
+    critical_path: list[list[Attempt]] = []
     ended_us: int = 0
     prompt_lookup: PromptLookup | None = None
 

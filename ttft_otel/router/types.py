@@ -83,8 +83,8 @@ class Instance:
         return self.in_flight + (0 if self.elsewhere is None else self.elsewhere.in_flight)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+# A Struct, as what comes for each request: made in C, in a twentieth of a frozen dataclass's time.
+class Decision(msgspec.Struct, frozen=True):
     """The choice of a policy; `reason` is one word for spans and logs.
 
     score: lower is better, in the unit of the policy. cached_tokens: prompt tokens cached at the instance.
@@ -101,8 +101,7 @@ class Decision:
     candidate_cached_tokens: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True):
     """A request on one leg, as policies and the upstream client see it.
 
     single_use: do not retry, because the KV blocks that the body names may be gone after one attempt.

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+from msgspec import structs
 
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.cli.test_router_options import INSTANCE_URL, read_options
@@ -360,7 +361,7 @@ def test_what_is_learnt() -> None:
     book_and_answer({"receive": 9000}, None)  # not traced as far as its engine
     book_and_answer({}, None)  # not traced at all, but alone
     book_and_answer({}, None, streaming=False)  # its whole answer
-    asked = replace(asked, tokens_estimated=True)
+    asked = structs.replace(asked, tokens_estimated=True)
     book_and_answer(stages, None)
     book_and_answer({}, None)
     book_and_answer(stages, TokenCounts(801, 320, 481, 481))  # its engine has counted

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ttft_otel.router import types
 from ttft_otel.router.disagg import stream_splice
@@ -31,8 +33,7 @@ from ttft_otel.stages import DECODE
 KvParams = dict[str, Any] | None
 
 
-@dataclass(slots=True)
-class DisaggregatedRequest:
+class DisaggregatedRequest(msgspec.Struct):
     """One request on its way through P and D; `held_kv_params` names KV blocks that P still keeps."""
 
     plan: LegPlan

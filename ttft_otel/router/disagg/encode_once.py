@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from ttft_otel.endpoints import CHAT_PATH
 from ttft_otel.router.disagg.ec_params import TransferParams

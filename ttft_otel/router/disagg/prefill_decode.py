@@ -7,8 +7,9 @@ released (kv_release.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from ttft_otel.router import types
 from ttft_otel.router.disagg import decode_leg, stream_splice

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -68,8 +67,7 @@ _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _text_decoder: Final = msgspec.json.Decoder(str)
 
 
-@dataclass(slots=True)
-class RequestBody:
+class RequestBody(msgspec.Struct):
     """A request's bytes and what the router knows of them; `media_items` are its distinct items.
 
     `item_positions`: where each of these came first among all `media_part_count` that are media.
@@ -84,7 +82,7 @@ class RequestBody:
     media_items: tuple[bytes, ...] = ()
     item_positions: tuple[int, ...] = ()
     media_part_count: int = 0
-    encoder_fields: dict[str, Raw] = field(default_factory=dict)
+    encoder_fields: dict[str, Raw] = {}
     problem: str = ""
     is_heavy: bool = False
 

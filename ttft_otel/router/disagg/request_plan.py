@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -87,15 +86,14 @@ _NULL_JSON: Final = Raw(b"null")
 _ZERO_JSON: Final = Raw(b"0")
 
 
-@dataclass(slots=True)
-class LegPlan:
+class LegPlan(msgspec.Struct):
     """The legs after the encoders, in order; first-token mode and the reason if it is not the wanted one."""
 
     legs: tuple[str, ...]
     mode: str = MODE_OFF
     reason: str = ""
     is_chat: bool = False
-    fields: dict[str, Raw] = field(default_factory=dict)
+    fields: dict[str, Raw] = {}
     max_tokens: int | None = None  # tokens that the client asked for; None is as many as fit
     min_tokens: int = 0
     seed: int | None = None

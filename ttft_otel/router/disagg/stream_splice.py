@@ -6,7 +6,6 @@ No I/O. prefill_decode.py and decode_leg.py pass P's response and D's chunks; th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -21,8 +20,7 @@ _decode_json: Final = msgspec.json.Decoder().decode
 _SHAPE_ERRORS: Final = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
 
 
-@dataclass(slots=True)
-class PrefillToken:
+class PrefillToken(msgspec.Struct):
     """P's response with one token, not streamed."""
 
     id: str
@@ -33,9 +31,9 @@ class PrefillToken:
     stop_reason: int | str | None
     role: str = "assistant"
     is_parsed: bool = False  # a parser may have split it into reasoning and the like
-    usage: dict[str, Any] = field(default_factory=dict)
-    token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
+    usage: dict[str, Any] = {}
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
     kv_params: dict[str, Any] | None = None
     fingerprint: str | None = None
 

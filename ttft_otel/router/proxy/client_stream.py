@@ -7,8 +7,9 @@ endpoint.py and prefill_decode.py pass the legs' responses; a slow client slows 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from ttft_otel import clock, names, timing
 from ttft_otel.guard import Guard

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from ttft_otel import clock, context, endpoints, names, stages
 from ttft_otel.breakdown import Breakdown

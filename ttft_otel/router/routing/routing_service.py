@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+from msgspec import structs
 
 from ttft_otel import clock
 from ttft_otel.guard import Guard
@@ -209,7 +210,9 @@ class RoutingService:
             request = await self._tokenize_prompt(request, path, lookup, self.prompt_reader)
         if not request.prompt_tokens:
             estimated_tokens = min(len(request.body) // BYTES_PER_TOKEN, MAX_ESTIMATED_TOKENS)
-            request = replace(request, prompt_tokens=estimated_tokens, tokens_estimated=True)
+            request = structs.replace(
+                request, prompt_tokens=estimated_tokens, tokens_estimated=True
+            )
         lookup.record_looked_up()
         return request
 
@@ -232,7 +235,7 @@ class RoutingService:
             cached_by_url = {
                 url: depth * index.block_size for url, depth in zip(urls, depths, strict=True)
             }
-        return replace(
+        return structs.replace(
             request,
             prompt_tokens=prompt.tokens,
             block_keys=prompt.block_keys,
@@ -249,7 +252,7 @@ class RoutingService:
         if self._options.slo_s and request.leg == self.prefilling_leg and candidates:
             now_us = clock.now_us()
             wait_s, are_busy = self._estimate_encode_wait(item_requests, now_us)
-            request = replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)
+            request = structs.replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)
             self.prefill_policy.policy.choose_instance(request, candidates, now_us, True)
 
     def _estimate_encode_wait(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from ttft_otel import context, names
 
@@ -44,12 +45,11 @@ _NOT_RETURNED: Final = _HOP_BY_HOP | {names.REQUEST_HEADER.encode()}
 _REQUEST_ID_PATTERN: Final = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-@dataclass(slots=True)
-class ClientHeaders:
+class ClientHeaders(msgspec.Struct):
     """The client's headers: `router_headers` are read by the router, `forwarded` go to every leg."""
 
-    router_headers: dict[str, str] = field(default_factory=dict)
-    forwarded: dict[str, str] = field(default_factory=dict)
+    router_headers: dict[str, str] = {}
+    forwarded: dict[str, str] = {}
 
     def get(self, name: str) -> str:
         """The router header `name`; repeated ones are joined by commas, "" if absent."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from ttft_otel.router.errors import SloUnreachable
 from ttft_otel.router.routing.policies.block_index import BlockHolders, SentHistory
@@ -218,8 +219,8 @@ def test_session() -> None:
 )
 def test_session_key(headers: dict[str, str], body: bytes) -> None:
     """The key is a header or one of the body's own."""
-    request = replace(build_request(), headers=headers, body=body)
-    plain = replace(build_request(), headers={"x-user": "ann"})
+    request = structs.replace(build_request(), headers=headers, body=body)
+    plain = structs.replace(build_request(), headers={"x-user": "ann"})
 
     found = choose_instance("session", build_state(session_key="X-User"), request)
 
@@ -235,7 +236,7 @@ def test_no_session(body: bytes) -> None:
     """A request without a session key goes to the instance that was sent the fewest."""
     assert (
         choose_instance(
-            "session", build_state(session_key="user"), replace(build_request(), body=body)
+            "session", build_state(session_key="user"), structs.replace(build_request(), body=body)
         ).reason
         == "qps"
     )
@@ -442,7 +443,7 @@ def test_start() -> None:
     for number in range(10):
         choice = choose_instance("ttft", known, build_request(number, 100))
         reasons.append(choice.reason)
-        known.record_sent(build_request(number, 100), replace(choice, instance=A), number)
+        known.record_sent(build_request(number, 100), structs.replace(choice, instance=A), number)
         known.record_first_token(build_request(number, 100), number, 0.1, 0)
 
     assert reasons == ["trapezoid"] * 8 + ["calibrated"] * 2
@@ -511,7 +512,7 @@ def test_outcome() -> None:
     known.models = PrefillModels(PrefillLine(0, 1e-3, 0))
     for number in range(4):
         request = build_request(number, 100 * (1 + number % 2))
-        choice = replace(
+        choice = structs.replace(
             choose_instance("ttft", known, request, number * US_PER_SECOND), instance=A
         )
         known.record_sent(request, choice, number * US_PER_SECOND)
