@@ -146,6 +146,7 @@ def generate_own_keys() -> Iterator[str]:
         for stage in (*stages.QUEUE_STAGES, stages.STALL_STAGE)
         for reason in stages.WAIT_REASON_NAMES
     }
+    keys |= {names.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES}
     after = (*router, names.FIRST_DECODE, stages.UNATTRIBUTED)
     keys |= {names.name_handover_attribute(stage) for stage in after}
     yield "- keep_keys(span.attributes, ["

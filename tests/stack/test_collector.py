@@ -118,6 +118,7 @@ def test_every_name_is_kept() -> None:
         stages.UNATTRIBUTED,
     ):
         assert names.name_handover_attribute(stage) in listed
+    assert {names.name_held_attribute(kind) for kind in stages.HOLDING_KINDS} <= listed
 
 
 @pytest.mark.parametrize(
