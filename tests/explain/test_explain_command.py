@@ -4,97 +4,56 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.resources import Resource
 
+from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
 from tests.fake_tempo import FakeTempo
 from ttft_otel import cli, names
-from ttft_otel.exporter import span_builder
-from ttft_otel.record import Attributes, Piece, Record, Server, Ttft
-from ttft_otel.report import otlp_decoder
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.record import Record, Server
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/explain.schema.json").read_text("utf-8"))
-BEGIN_S = 1_790_000_000
 COUNT = 200
 WAIT_US = 250_000
+WINDOW = name_window(0, COUNT)
 
 
 def make_record(number: int) -> Record:
-    """One request; every 16th waits for a place, on chat-0 of two instances. The last one failed."""
-    chance = random.Random(number)
-    slow = number % 16 == 0
-    lengths = {
-        "preprocess": round(2000 * chance.lognormvariate(0, 0.2)),
-        "prefill.queue": round(5000 * chance.lognormvariate(0, 0.3)) + (WAIT_US if slow else 0),
-        "prefill.compute": round(30_000 * chance.lognormvariate(0, 0.2)),
-    }
-    pieces, at = [], 0
-    for name, length in lengths.items():
-        pieces.append(Piece("stage", name, at, at + length))
-        at += length
-    queue = lengths["prefill.queue"]
-    reasons = {"in_step": queue - (WAIT_US if slow else 0), "max_num_seqs": WAIT_US * slow}
-    attributes: Attributes = {
+    """One request; every 16th waits for a place. The last one failed."""
+    wait_us = WAIT_US if number % 16 == 0 else 0
+    record = build_noisy_record(number, 600 + number, wait_us)
+    assert record.ttft is not None and record.server is not None
+    queue = record.ttft.stages["prefill.queue"]
+    reasons = {"in_step": queue - wait_us, "max_num_seqs": wait_us}
+    attributes = {
         names.name_reason_attribute("prefill.queue", reason): us
         for reason, us in reasons.items()
         if us
     }
     error = "timeout" if number == COUNT - 1 else ""
-    return Record(
-        version=1,
-        trace_id=f"{number + 1:032x}",
-        span_id=f"{number + 1:016x}",
-        parent_id="",
-        flags=1,
-        state="",
-        start_ns=(BEGIN_S + number) * 10**9,
-        role="mono",
-        outermost=True,
-        service="vllm",
-        request_id=f"r{number}",
-        attributes={names.MODEL: "tiny", names.PROVIDER: "vllm", names.INPUT_TOKENS: 600 + number},
-        ttft=Ttft(
-            f"{number + 9001:016x}",
-            names.TTFT,
-            0,
-            at,
-            lengths,
-            0,
-            0,
-            tuple(pieces),
-            attributes,
-            error=error,
-        ),
-        server=Server("POST /v1/completions", at, 504 if error else 200),
+    return msgspec.structs.replace(
+        record,
+        ttft=msgspec.structs.replace(record.ttft, attributes=attributes, error=error),
+        server=Server(record.server.name, record.server.end, 504 if error else 200),
     )
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """The same requests in a database, and in a Tempo."""
-    store = SpanStore(tmp_path_factory.mktemp("explain") / "spans.db")
+    """The same requests of two instances in a database, and in a Tempo; only chat-0 has late ones."""
+    spans = []
+    for instance in range(2):
+        records = [make_record(number) for number in range(instance, COUNT, 2)]
+        spans += build_spans(records, {"service.instance.id": f"chat-{instance}"})
+    path = store_spans(tmp_path_factory.mktemp("explain") / "spans.db", spans)
     with FakeTempo() as tempo:
-        for instance in range(2):
-            resource = Resource({"service.name": "vllm", "service.instance.id": f"chat-{instance}"})
-            spans = [
-                span
-                for number in range(instance, COUNT, 2)
-                for span in span_builder.build_spans(make_record(number), resource)
-            ]
-            message = encode_spans(spans).SerializeToString()
-            store.add(otlp_decoder.decode_export(message).spans).result(20)
-            tempo.add(spans)
-        store.close()
-        yield store.path, tempo.url
+        tempo.add(spans)
+        yield path, tempo.url
 
 
 def run_explain(database: Path, *words: str) -> Result:
@@ -102,15 +61,9 @@ def run_explain(database: Path, *words: str) -> Result:
     return CliRunner().invoke(cli.main, ["explain", "--db", str(database), *words])
 
 
-def name_window() -> str:
-    """The window of all requests, as a user writes it."""
-    ends = (datetime.fromtimestamp(BEGIN_S + each, timezone.utc) for each in (0, COUNT))
-    return "..".join(end.isoformat() for end in ends)
-
-
 def test_window(places: tuple[Path, str]) -> None:
     """Late by an objective: the stage, its share, reason and instance; the JSON keeps to its schema."""
-    words = ("--since", name_window(), "--slo", "150")
+    words = ("--since", WINDOW, "--slo", "150")
     result = run_explain(places[0], *words)
     assert result.exit_code == 0, result.output
     assert "13 of 199 requests were later than 150 ms" in result.output
@@ -143,8 +96,8 @@ def test_from_tempo(places: tuple[Path, str]) -> None:
     """Tempo gives the same answer, word by word, for a window and for a request."""
     database, url = places
     for words in (
-        ["--since", name_window(), "--slo", "150", "--json"],
-        ["--trace", f"{17:032x}", "--since", name_window()],
+        ["--since", WINDOW, "--slo", "150", "--json"],
+        ["--trace", f"{17:032x}", "--since", WINDOW],
     ):
         stored = run_explain(database, *words)
         searched = CliRunner().invoke(cli.main, ["explain", "--tempo", url, *words])

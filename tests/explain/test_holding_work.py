@@ -8,19 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.resources import Resource
 
+from tests.explain.stored_records import build_spans, store_spans
 from tests.explain.test_explain_command import COUNT, make_record, run_explain
 from tests.fake_tempo import FakeTempo
 from ttft_otel import names
 from ttft_otel.explain.holding_work import HoldingRequest, list_holders
-from ttft_otel.exporter import span_builder
 from ttft_otel.record import HeldBy, Record
-from ttft_otel.report import otlp_decoder
 from ttft_otel.report.breakdown_source import SourceChoice, open_source
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_store import SpanStore
 
 LONG = HeldBy(150_000, 4096, "prefill", "long-1", "ab" * 16, "cd" * 8)
 HIDDEN = HeldBy(50_000, 300, "decode", "hidden")  # not sampled: no span to link to
@@ -47,15 +43,12 @@ def make_held_record(number: int) -> Record:
 
 def test_holders(tmp_path: Path) -> None:
     """Kinds are shares of the wait, holders are joined over all that they held; from either source."""
-    store = SpanStore(tmp_path / "held.db")
-    resource = Resource({"service.name": "vllm", "service.instance.id": "chat-0"})
     made = [
         make_record(number) if number % 16 else make_held_record(number) for number in range(COUNT)
     ]
-    spans = [span for each in made for span in span_builder.build_spans(each, resource)]
-    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
-    store.close()
-    result = run_explain(store.path, "--slo", "150", "--json")
+    spans = build_spans(made, {"service.instance.id": "chat-0"})
+    path = store_spans(tmp_path / "held.db", spans)
+    result = run_explain(path, "--slo", "150", "--json")
     told = json.loads(result.stdout)
     assert told["held"]["kinds"] == {"prefill": 0.6, "decode": 0.2, "idle": 0.2}
     assert told["held"]["holders"] == [
@@ -76,12 +69,12 @@ def test_holders(tmp_path: Path) -> None:
             "delayed": told["requests"]["late"],
         },
     ]
-    text = run_explain(store.path, "--request", "r16").output
+    text = run_explain(path, "--request", "r16").output
     assert "Meanwhile the engine's time went to: prefill 60%, decode 20%, idle 20%." in text
     assert "Held longest by: long-1 (prefill, 4096 tokens, 150.00 ms, 1 held), hidden" in text
     with (
         FakeTempo() as tempo,
-        open_source(SourceChoice(db=store.path)) as stored,
+        open_source(SourceChoice(db=path)) as stored,
         open_source(SourceChoice(tempo=tempo.url)) as searched,
     ):
         tempo.add(spans)
@@ -112,17 +105,9 @@ def test_one_trace_for_many(tmp_path: Path) -> None:
 
 def test_not_told(tmp_path: Path) -> None:
     """Servers that do not tell who held: nothing is said, and nothing is read for it."""
-    store = SpanStore(tmp_path / "plain.db")
-    spans = [
-        span
-        for number in range(COUNT)
-        for span in span_builder.build_spans(
-            make_record(number), Resource({"service.name": "vllm"})
-        )
-    ]
-    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
-    store.close()
-    result = run_explain(store.path, "--slo", "150", "--json")
+    records = [make_record(number) for number in range(COUNT)]
+    path = store_spans(tmp_path / "plain.db", build_spans(records, {}))
+    result = run_explain(path, "--slo", "150", "--json")
     assert json.loads(result.stdout)["held"] is None
 
 

@@ -4,117 +4,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.resources import Resource
 
-from tests.explain.scheduler_truth import (
-    STREAM_US,
-    Arrival,
-    Served,
-    draw_arrivals,
-    run_scheduler,
+from tests.explain.scheduler_truth import run_scheduler
+from tests.explain.stored_records import (
+    build_served_record,
+    build_spans,
+    draw_busy_arrivals,
+    name_window,
+    store_spans,
 )
 from ttft_otel import cli, names
 from ttft_otel.explain.engine_model import EngineLimits
-from ttft_otel.exporter import span_builder
-from ttft_otel.record import Attributes, Piece, Record, Server, Ttft
-from ttft_otel.report import otlp_decoder
-from ttft_otel.report.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "whatif.schema.json"
-BEGIN_S = 1_790_000_000
-BEFORE_US = 1500
 LIMITS = EngineLimits(4, 512)
-WINDOW = (
-    "--since",
-    "..".join(
-        datetime.fromtimestamp(end, timezone.utc).isoformat()
-        for end in (BEGIN_S - 1, BEGIN_S + 600)
-    ),
-)
+WINDOW = ("--since", name_window(-1, 600))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def make_record(number: int, arrival: Arrival, one: Served) -> Record:
-    """One request of a single server, as its hooks would have recorded it."""
-    lengths = {
-        "preprocess": BEFORE_US,
-        "prefill.queue": one.queue,
-        "prefill.compute": one.compute,
-        "prefill.stall": one.stall,
-        "output": STREAM_US,
-    }
-    ttft_us = sum(lengths.values())
-    told: Attributes = {
-        names.INPUT_TOKENS: arrival.tokens,
-        names.CACHED_TOKENS: 0,
-        names.CHUNKS: one.chunks,
-        names.OWN_TOKENS: arrival.tokens,
-        names.STEP_TOKENS: one.step_tokens,
-        names.STREAMING: True,
-    }
-    return Record(
-        version=1,
-        trace_id=f"{number + 1:032x}",
-        span_id=f"{number + 1:016x}",
-        parent_id="",
-        flags=1,
-        state="",
-        start_ns=BEGIN_S * 10**9 + (arrival.at_us - BEFORE_US) * 1000,
-        role="mono",
-        outermost=True,
-        service="vllm",
-        request_id=f"r{number}",
-        attributes={names.MODEL: "tiny", names.PROVIDER: "vllm"},
-        ttft=Ttft(
-            f"{number + 90001:016x}",
-            names.TTFT,
-            0,
-            ttft_us,
-            lengths,
-            0,
-            0,
-            (Piece("stage", "prefill.compute", 0, one.compute),),
-            told,
-        ),
-        server=Server("POST /v1/completions", ttft_us + one.end - one.first_token, 200),
-    )
-
-
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A window of one server whose spans tell its settings."""
-    arrivals = [
-        Arrival(each.at_us + BEFORE_US, each.tokens, each.answer)
-        for each in draw_arrivals(21, 160, 40_000, (5, 25))
+    arrivals = draw_busy_arrivals()
+    served = run_scheduler(arrivals, LIMITS)
+    records = [
+        build_served_record(number, arrival, one)
+        for number, (arrival, one) in enumerate(zip(arrivals, served, strict=True))
     ]
-    store = SpanStore(tmp_path_factory.mktemp("whatif") / "spans.db")
-    resource = Resource.create(
-        {
-            "service.name": "vllm",
-            "service.instance.id": "chat-1",
-            names.ENGINE_MAX_SEQS: LIMITS.max_num_seqs,
-            names.ENGINE_MAX_TOKENS: LIMITS.max_batched_tokens,
-        }
+    resource = {
+        "service.instance.id": "chat-1",
+        names.ENGINE_MAX_SEQS: LIMITS.max_num_seqs,
+        names.ENGINE_MAX_TOKENS: LIMITS.max_batched_tokens,
+    }
+    return store_spans(
+        tmp_path_factory.mktemp("whatif") / "spans.db", build_spans(records, resource)
     )
-    spans = [
-        span
-        for number, (arrival, one) in enumerate(
-            zip(arrivals, run_scheduler(arrivals, LIMITS), strict=True)
-        )
-        for span in span_builder.build_spans(make_record(number, arrival, one), resource)
-    ]
-    message = encode_spans(spans).SerializeToString()
-    store.add(otlp_decoder.decode_export(message).spans).result(20)
-    store.close()
-    yield store.path
 
 
 def run_whatif(database: Path, *words: str) -> Result:

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of requests of one server, and a database with their spans; for the tests of explain's commands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from tests.explain.scheduler_truth import STREAM_US, Arrival, Served, draw_arrivals
+from ttft_otel import names
+from ttft_otel.exporter import span_builder
+from ttft_otel.record import Piece, Record, Server, Ttft
+from ttft_otel.report import otlp_decoder
+from ttft_otel.report.span_store import SpanStore
+
+BEGIN_S = 1_790_000_000  # Unix seconds of the first request
+BEFORE_US = (
+    1500  # from a request's arrival to the scheduler, of requests that a Scheduler has served
+)
+
+
+def build_record(number: int, start_us: int, lengths: dict[str, int], **more: Any) -> Record:
+    """Request `number`, `start_us` after BEGIN_S: the stages of `lengths` (us), one after another.
+
+    more: fields of its Ttft that differ.
+    """
+    pieces, at = [], 0
+    for name, length in lengths.items():
+        pieces.append(Piece("stage", name, at, at + length))
+        at += length
+    ttft = Ttft(f"{number + 9001:016x}", names.TTFT, 0, at, lengths, 0, 0, tuple(pieces))
+    return Record(
+        version=1,
+        trace_id=f"{number + 1:032x}",
+        span_id=f"{number + 1:016x}",
+        parent_id="",
+        flags=1,
+        state="",
+        start_ns=BEGIN_S * 10**9 + start_us * 1000,
+        role="mono",
+        outermost=True,
+        service="vllm",
+        request_id=f"r{number}",
+        attributes={names.MODEL: "tiny", names.PROVIDER: "vllm"},
+        ttft=msgspec.structs.replace(ttft, **more),
+        server=Server("POST /v1/completions", at, 200),
+    )
+
+
+def build_noisy_record(number: int, tokens: int, wait_us: int) -> Record:
+    """Request `number`, one a second: stages of usual lengths, and `wait_us` more in prefill.queue."""
+    chance = random.Random(number)
+    lengths = {
+        "preprocess": round(2000 * chance.lognormvariate(0, 0.2)),
+        "prefill.queue": round(5000 * chance.lognormvariate(0, 0.3)) + wait_us,
+        "prefill.compute": round(30_000 * chance.lognormvariate(0, 0.2)),
+    }
+    record = build_record(number, number * 1_000_000, lengths)
+    attributes = {**record.attributes, names.INPUT_TOKENS: tokens}
+    return msgspec.structs.replace(record, attributes=attributes)
+
+
+def build_served_record(number: int, arrival: Arrival, one: Served) -> Record:
+    """A request that vLLM's Scheduler has served, as its hooks would have recorded it."""
+    lengths = {
+        "preprocess": BEFORE_US,
+        "prefill.queue": one.queue,
+        "prefill.compute": one.compute,
+        "prefill.stall": one.stall,
+        "output": STREAM_US,
+    }
+    told = {
+        names.INPUT_TOKENS: arrival.tokens,
+        names.CACHED_TOKENS: 0,
+        names.CHUNKS: one.chunks,
+        names.OWN_TOKENS: arrival.tokens,
+        names.STEP_TOKENS: one.step_tokens,
+        names.STREAMING: True,
+    }
+    pieces = (Piece("stage", "prefill.compute", 0, one.compute),)
+    start_us = arrival.at_us - BEFORE_US
+    record = build_record(number, start_us, lengths, pieces=pieces, attributes=told)
+    end = sum(lengths.values()) + one.end - one.first_token
+    return msgspec.structs.replace(record, server=Server("POST /v1/completions", end, 200))
+
+
+def draw_busy_arrivals() -> list[Arrival]:
+    """160 requests that wait for each other on four places; none is at the scheduler before BEFORE_US."""
+    return [
+        Arrival(each.at_us + BEFORE_US, each.tokens, each.answer)
+        for each in draw_arrivals(21, 160, 40_000, (5, 25))
+    ]
+
+
+def build_spans(records: Sequence[Record], attributes: dict[str, Any]) -> list[ReadableSpan]:
+    """Their spans, of the service `vllm` with these other resource attributes."""
+    resource = Resource.create({"service.name": "vllm", **attributes})
+    return [span for record in records for span in span_builder.build_spans(record, resource)]
+
+
+def store_spans(path: Path, spans: Sequence[ReadableSpan]) -> Path:
+    """Write the spans into the database `path`, a new one where there is none; returns `path`."""
+    store = SpanStore(path)
+    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
+    store.close()
+    return path
+
+
+def name_window(first_s: float, last_s: float) -> str:
+    """The window between so many seconds after BEGIN_S, as a user writes it."""
+    ends = (datetime.fromtimestamp(BEGIN_S + each, timezone.utc) for each in (first_s, last_s))
+    return "..".join(end.isoformat() for end in ends)
