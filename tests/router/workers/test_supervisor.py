@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor: how long it waits before it replaces a worker, what it keeps private, when it gives up."""
+"""The supervisor: how long it waits before it replaces a worker, when it gives up."""
 
 from __future__ import annotations
 
 import socket
-import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ttft_otel.router.workers import supervisor
-from ttft_otel.router.workers.load_counts import LoadCounts
-from ttft_otel.router.workers.load_rings import LoadRings
 
 FAILING_START = """
 import sys
@@ -38,36 +34,6 @@ def test_ends_in_words() -> None:
     """A signal by its name, else the exit code."""
     assert supervisor.describe_end(-9) == "was ended by SIGKILL"
     assert supervisor.describe_end(1) == "ended with exit code 1"
-
-
-@pytest.mark.parametrize("runtime_folder", ["", "/nowhere", "/" + "x" * 200])
-def test_the_folder_is_private(monkeypatch: pytest.MonkeyPatch, runtime_folder: str) -> None:
-    """Nobody else may enter it, and a socket's path in it is short enough."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime_folder)
-    folder = supervisor.make_private_folder()
-    try:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert len(str(folder / "worker-255.sock")) < 108
-    finally:
-        folder.rmdir()
-
-
-def test_orphans_leave_nothing(tmp_path: Path) -> None:
-    """Each removes what is its own, and the last one the folder."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    seats = [
-        supervisor.WorkerSeat(number, 2, folder, LoadRings(2), LoadCounts(2), -1)
-        for number in range(2)
-    ]
-    for name in ("worker-0.sock", "worker-0.metrics", "worker-1.metrics"):
-        (folder / name).touch()
-
-    seats[0].leave_folder()
-    assert [each.name for each in folder.iterdir()] == ["worker-1.metrics"]
-
-    seats[1].leave_folder()
-    assert not folder.exists()
 
 
 def test_a_port_is_reserved() -> None:

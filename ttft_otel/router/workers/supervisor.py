@@ -7,14 +7,12 @@ a thread, so that a successor needs milliseconds, not the seconds that imports t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from typing import Any, Final
 
 from ttft_otel.router.workers.load_counts import LoadCounts
 from ttft_otel.router.workers.load_rings import LoadRings
+from ttft_otel.router.workers.private_folder import make_private_folder
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 STEADY_S: Final = 10.0  # seconds after which a worker that dies is replaced at once
@@ -31,7 +30,6 @@ FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled w
 MAX_PAUSE_S: Final = 30.0
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
 END_GRACE_S: Final = 10.0
-MAX_FOLDER_CHARS: Final = 80  # a Unix socket's path has at most 107
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -51,13 +49,6 @@ class WorkerSeat:
     counts: LoadCounts
     lifeline_fd: int
     is_successor: bool = False
-
-    def leave_folder(self) -> None:
-        """Remove what is this worker's, and the folder if it was the last: no supervisor does it."""
-        for path in self.folder.glob(f"worker-{self.number}.*"):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
 
 
 @dataclass(slots=True)
@@ -227,18 +218,6 @@ def describe_end(exit_code: int) -> str:
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
-
-
-def make_private_folder() -> Path:
-    """A new folder that only this user can enter, for the workers' sockets."""
-    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
-    is_usable = os.access(runtime_folder, os.W_OK) and len(runtime_folder) <= MAX_FOLDER_CHARS - 24
-    parent = runtime_folder if runtime_folder and is_usable else None
-    folder = Path(tempfile.mkdtemp(prefix="ttft-otel-router-", dir=parent))  # mode 0700
-    if len(str(folder)) > MAX_FOLDER_CHARS:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="ttft-otel-router-", dir="/tmp"))
-    return folder
 
 
 def reserve_port(host: str, port: int) -> tuple[int, list[socket.socket]]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.uvicorn_server import DrainingServer, run_router_server
+from ttft_otel.router.workers.private_folder import leave_folder
 from ttft_otel.router.workers.supervisor import WorkerSeat, bind_shared_port
 from ttft_otel.router.workers.worker_link import WorkerLink
 
@@ -51,7 +52,7 @@ class WorkerServer(DrainingServer):
         await super().shutdown(sockets)
         await self.link.close()
         if self.is_orphaned:
-            self.link.seat.leave_folder()
+            leave_folder(self.link.seat.folder, self.link.seat.number)
 
     def _leave_orphaned(self) -> None:
         # An end of file stays readable: this would be called in every turn of the loop.
