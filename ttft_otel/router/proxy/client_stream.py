@@ -28,6 +28,14 @@ class AnswerOutput(Protocol):
         """The head waits for the first part of the body."""
         ...
 
+    def begin_watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` when the client leaves, or at once if it has left."""
+        ...
+
+    def end_watch(self) -> None:
+        """The request is over."""
+        ...
+
     def begin_push(self, reader: AnswerReader) -> None:
         """From now on a slow client pauses `reader`."""
         ...

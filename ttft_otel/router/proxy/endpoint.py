@@ -24,13 +24,13 @@ from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_atte
 from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
 from ttft_otel.router.disagg.recomputed_media import RecomputedMediaLog
 from ttft_otel.router.errors import RequestRejected, RouterError, RouterFailed, SloUnreachable
-from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
+from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.body_budget import BodyBudget
-from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
-from ttft_otel.router.proxy.client_stream import ClientStream, find_output
+from ttft_otel.router.proxy.client_request import DisconnectWatch, read_body
+from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.records import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -86,7 +86,7 @@ class ProxyEndpoint:
         arrived_us = clock.now_us()
         client_headers = http_headers.split_headers(scope["headers"], self.send_record is not None)
         exchange = self._begin_exchange(scope, client_headers, arrived_us)
-        disconnect_watch: asyncio.Task[None] | None = None
+        disconnect_watch: DisconnectWatch | None = None
         client_body = None
         try:
             # Before the body is read: who is refused costs no memory.
@@ -97,11 +97,9 @@ class ProxyEndpoint:
             )
             if body_bytes is not None:
                 # The body is here: from now on receive() can only say that the client left.
-                current_task = asyncio.current_task()
-                disconnect_watch = asyncio.create_task(
-                    watch_disconnect(receive, exchange, current_task)
-                )
-                await self._serve_request(scope, client_headers, body_bytes, exchange, send)
+                output = find_output(scope)
+                disconnect_watch = DisconnectWatch(exchange, receive, output)
+                await self._serve_request(scope, client_headers, body_bytes, exchange, send, output)
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
                 exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
@@ -127,9 +125,8 @@ class ProxyEndpoint:
                 await error_responses.send_error(RouterFailed(), exchange, send)
             raise
         finally:
-            # After a complete response the watch ends by itself, which is cheaper than a cancellation.
-            if disconnect_watch is not None and exchange.phase < ExchangePhase.FINISHED:
-                disconnect_watch.cancel()
+            if disconnect_watch is not None:
+                disconnect_watch.end()
             exchange.record_last_send()
             if client_body is not None:
                 self.body_budget.release_body(client_body)
@@ -166,6 +163,7 @@ class ProxyEndpoint:
         body_bytes: bytes,
         exchange: Exchange,
         send: AsgiSend,
+        output: AnswerOutput | None,
     ) -> None:
         parsed_body = await self.body_parser.parse(
             body_bytes, exchange.path if self._has_media_legs(exchange.path) else ""
@@ -213,7 +211,7 @@ class ProxyEndpoint:
             send,
             client_headers.get(names.ASK) == "1",
             self.reporter,
-            find_output(scope),
+            output,
         )
         if leg_plan is not None:
             if len(leg_plan.legs) > 1:
