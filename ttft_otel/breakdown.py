@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from ttft_otel.held_waits import HeldPiece, divide_held
 from ttft_otel.stages import UNATTRIBUTED
 from ttft_otel.wait_reasons import ReasonSlice, divide_waits
@@ -89,8 +91,7 @@ class Marks:
     partial: bool = False  # it ended before its last chunk: none of its steps sampled a first token
 
 
-@dataclass(slots=True)
-class Breakdown:
+class Breakdown(msgspec.Struct):
     """Result of a partition; microseconds. sum(stages.values()) + unattributed == end - start.
 
     pieces: (stage, start, end) in time order, contiguous from start to end.
@@ -104,8 +105,8 @@ class Breakdown:
     stages: dict[str, int]
     unattributed: int
     clamped: int
-    reasons: list[ReasonSlice] = field(default_factory=list)
-    held: list[HeldPiece] = field(default_factory=list)
+    reasons: list[ReasonSlice] = []
+    held: list[HeldPiece] = []
 
 
 class PartitionCursor:

@@ -234,7 +234,7 @@ def split_stage(name: str) -> tuple[str, str]:
 
 # All names that can be: headers come from other servers, and names become labels.
 _PLAIN_NAMES: Final = (*STAGE_NAMES, UNATTRIBUTED)
-_KNOWN_NAMES: Final = frozenset(
+KNOWN_NAMES: Final = frozenset(
     (
         *_PLAIN_NAMES,
         *ROUTER_STAGES,
@@ -246,4 +246,4 @@ _KNOWN_NAMES: Final = frozenset(
 
 def is_known_stage(name: str) -> bool:
     """Whether `name` is the full name of a stage, with or without a leg's prefix."""
-    return name in _KNOWN_NAMES
+    return name in KNOWN_NAMES

@@ -152,7 +152,9 @@ def parse_server_timing(text: str) -> ServerTiming | None:
     # Not in the sum: it comes after the first token.
     rest = values.pop(names.TIMING_REST, None)
     unattributed = values.pop(stages.UNATTRIBUTED, 0)
-    parts = {name: value for name, value in values.items() if stages.is_known_stage(name)}
+    parts = values
+    if not values.keys() <= stages.KNOWN_NAMES:
+        parts = {name: value for name, value in values.items() if stages.is_known_stage(name)}
     # A proxy in between may have dropped or merged entries: what does not add up is not used.
     if ttft is None or sum(parts.values()) + unattributed != ttft:
         return None

@@ -74,30 +74,31 @@ def _build_identity(exchange: Exchange) -> Attributes:
 
 
 def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
-    servers, decisions = (
-        _map_stage_servers(exchange.timeline, breakdown),
-        _describe_decisions(exchange.timeline),
-    )
+    servers, start = _map_servers(exchange.timeline), breakdown.start
+    decisions = _describe_decisions(exchange.timeline)
     return Ttft(
         span_id=exchange.ttft_span_id,
         name=names.TTFT,
         start=0,
-        end=breakdown.end - breakdown.start,
+        end=breakdown.end - start,
         stages=breakdown.stages,
         unattributed=breakdown.unattributed,
         clamped=breakdown.clamped,
+        # A list within: a generator would be resumed for each piece.
         pieces=tuple(
-            Piece(
-                "stage",
-                name,
-                low - breakdown.start,
-                high - breakdown.start,
-                # our own stages have no server; of choices only the last piece tells
-                decisions.get(high, _NO_ATTRIBUTES)
-                if name == _ROUTE
-                else servers.get(name, _NO_ATTRIBUTES),
-            )
-            for name, low, high in breakdown.pieces
+            [
+                Piece(
+                    "stage",
+                    name,
+                    low - start,
+                    high - start,
+                    # our own stages have no server; of choices only the last piece tells
+                    decisions.get(high, _NO_ATTRIBUTES)
+                    if name == _ROUTE
+                    else servers.get(_find_stage_leg(name), _NO_ATTRIBUTES),
+                )
+                for name, low, high in breakdown.pieces
+            ]
         ),
         attributes=_describe_first_token(exchange),
         error="" if exchange.has_answered else exchange.error,
@@ -191,15 +192,14 @@ def _build_handover_pieces(exchange: Exchange) -> tuple[Piece, ...]:
     return tuple(steps)
 
 
-def _map_stage_servers(timeline: RequestTimeline, breakdown: Breakdown) -> dict[str, Attributes]:
-    """Instance attributes by stage name, so that a slow instance can be found."""
+def _map_servers(timeline: RequestTimeline) -> dict[str, Attributes]:
+    """Instance attributes by leg, so that a slow instance can be found."""
     # Of a leg that was retried only the last attempt has stages; the others are router.retry.
-    legs: dict[str, Attributes] = {
+    return {
         chain[-1].leg: {names.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
         for chain in timeline.critical_path
         if chain
     }
-    return {name: legs[leg] for name in breakdown.stages if (leg := _find_stage_leg(name)) in legs}
 
 
 @functools.cache  # as many as there are stages

@@ -8,6 +8,7 @@ TTFT; those inside a leg come from its Server-Timing, and a leg without one is u
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 CANCELLED: Final = names.ERROR_CANCELLED
 # A breakdown that is longer than its leg by more cannot be placed; by less, it is cut to the leg.
 MAX_EXCESS_US: Final = 1000
+MAX_STAGE_LISTS: Final = 256  # servers name few combinations of stages, again and again
 _STAGE_ORDER: Final = {name: place for place, name in enumerate(STAGE_NAMES)}
 
 
@@ -266,13 +268,20 @@ def _place_leg_stages(
         hop_us = 0
     cursor.close_stage(f"router.hop.{leg}", cursor.position + hop_us)
     lengths = server_timing.stages
-    # Stages of a newer release have no known place: they stay in what is unattributed.
-    known = [name for name in lengths if name in _STAGE_ORDER]
-    known.sort(key=_STAGE_ORDER.__getitem__)
-    for name in known:
+    for name, full_name in _order_stages(leg, tuple(lengths)):
         mark = cursor.position + lengths[name]
-        cursor.close_stage(f"{leg}.{name}", mark if mark < stop_us else stop_us)
+        cursor.close_stage(full_name, mark if mark < stop_us else stop_us)
     cursor.close_stage(UNATTRIBUTED, stop_us)
+
+
+@functools.lru_cache(MAX_STAGE_LISTS)
+def _order_stages(leg: str, names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """The known ones of a leg's stages in their order, each with its full name.
+
+    Stages of a newer release have no known place: they stay in what is unattributed.
+    """
+    known = sorted((name for name in names if name in _STAGE_ORDER), key=_STAGE_ORDER.__getitem__)
+    return tuple((name, f"{leg}.{name}") for name in known)
 
 
 def find_failed_stage(timeline: RequestTimeline) -> str:

@@ -73,6 +73,7 @@ class ClientConnection(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+            cast(ClientOutput, cycle.transport).report_lost()
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`; requests start as their heads are complete."""

@@ -9,6 +9,7 @@ within the read that brought it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -21,12 +22,14 @@ class ClientOutput(asyncio.Transport):
     It refers neither to the cycle nor to the connection: each request would leave a reference cycle.
     """
 
-    __slots__ = ("_transport", "_flow", "_reader", "_holds_head", "_head")
+    __slots__ = ("_transport", "_flow", "_reader", "_holds_head", "_head", "_is_lost", "_on_lost")
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._transport, self._flow = transport, flow
         self._reader: AnswerReader | None = None
         self._holds_head, self._head = False, b""
+        self._is_lost = False
+        self._on_lost: Callable[[], None] | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write `data`, or keep it as the head that waits."""
@@ -55,6 +58,25 @@ class ClientOutput(asyncio.Transport):
     def hold_head(self) -> None:
         """Keep what is written next until more is: the caller sends head and body without a pause."""
         self._holds_head = True
+
+    def begin_watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` when the client leaves, or at once if it has left. The body has been read."""
+        if self._is_lost:
+            on_lost()
+            return
+        self._on_lost = on_lost
+        # A large body has paused it, and who does not read hears of no end.
+        self._flow.resume_reading()
+
+    def end_watch(self) -> None:
+        """The request is over: nobody has to know."""
+        self._on_lost = None
+
+    def report_lost(self) -> None:
+        """The client has left."""
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost()
 
     def begin_push(self, reader: AnswerReader) -> None:
         """From now on a slow client pauses `reader`."""

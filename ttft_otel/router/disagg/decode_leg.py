@@ -23,7 +23,7 @@ from ttft_otel.router.upstream import retry
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
-from ttft_otel.router.upstream.response_relay import finish_attempt, relay_response, track_reading
+from ttft_otel.router.upstream.response_relay import AnswerReading, finish_attempt, relay_response
 from ttft_otel.router.upstream.upstream_client import (
     UpstreamClient,
     record_server_timing,
@@ -216,7 +216,7 @@ class DecodeLeg:
         timeline = job.exchange.handover_timeline
         rewritten = b""
         try:
-            with track_reading(response, attempt):
+            with AnswerReading(response, attempt):
                 chunk = await read_first_chunk(response, attempt)
                 record_server_timing(attempt, response)
                 # What only repeats P's token has no bytes left, and does not end the wait.
@@ -246,7 +246,7 @@ async def read_whole_answer(
     """Send `request` and read its whole response. Raises UpstreamUnavailable."""
     response = await upstream.send_request(request, exchange.trace_context, attempts)
     try:
-        with track_reading(response, attempts[-1]):
+        with AnswerReading(response, attempts[-1]):
             # All of it has to come within --first-byte-timeout: it is one token.
             with FirstByteWait(attempts[-1]):
                 data = await response.read()

@@ -40,10 +40,8 @@ _DECODE_ONLY_FIELDS: Final = (
     "prompt_embeds",
     "truncate_prompt_tokens",
 )
-_SINGLE_CHOICE_FIELDS: Final = (
-    "n",
-    "best_of",
-)  # of these D may be asked for one: several would fetch P's blocks
+# Of these D may be asked for one: several would fetch P's blocks.
+_SINGLE_CHOICE_FIELDS: Final = ("n", "best_of")
 # With these, P's response differs from the first event of a stream, or lacks information.
 _NO_FIRST_TOKEN_FIELDS: Final = (
     "logprobs",
@@ -68,11 +66,8 @@ _NO_CONTINUE_FIELDS: Final = (
     "continue_final_message",
     "suffix",
 )
-_OVERRIDDEN_FIELDS: Final = (
-    "stream_options",
-    "max_completion_tokens",
-    "stream_interval",
-)  # where max_tokens is 1
+# Where max_tokens is 1.
+_OVERRIDDEN_FIELDS: Final = ("stream_options", "max_completion_tokens", "stream_interval")
 _number_decoder: Final = msgspec.json.Decoder(int | None)
 _json_decoder: Final = msgspec.json.Decoder()
 _fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
@@ -83,7 +78,6 @@ _PROMPT_DECODERS: Final[Sequence[msgspec.json.Decoder[Any]]] = (
     msgspec.json.Decoder(list[int]),
 )
 _NULL_JSON: Final = Raw(b"null")
-_ZERO_JSON: Final = Raw(b"0")
 
 
 class LegPlan(msgspec.Struct):
@@ -204,14 +198,13 @@ def _read_limits(plan: LegPlan) -> str:
             plan.max_tokens = _number_decoder.decode(fields[name])
             if plan.max_tokens is not None or not plan.is_chat:
                 break
-    plan.min_tokens = _number_decoder.decode(fields.get("min_tokens", _ZERO_JSON)) or 0
-    plan.seed = _number_decoder.decode(fields.get("seed", _NULL_JSON))
+    plan.min_tokens = _decode_number(fields, "min_tokens") or 0
+    plan.seed = _decode_number(fields, "seed")
     for name in _SINGLE_CHOICE_FIELDS:
-        if _number_decoder.decode(fields.get(name, _NULL_JSON)) not in (None, 1):
+        if _decode_number(fields, name) not in (None, 1):
             return name
-    for name in _DECODE_ONLY_FIELDS:
-        if _is_requested(fields, name):
-            return name
+    if reason := _find_requested(fields, _DECODE_ONLY_FIELDS):
+        return reason
     if not plan.is_chat and not _is_single_prompt(fields.get("prompt", _NULL_JSON)):
         return "prompt"
     if _is_requested(fields, "echo") and _is_requested(fields, "logprobs"):
@@ -228,25 +221,22 @@ def _choose_mode(plan: LegPlan, is_streamed: bool, has_media: bool) -> None:
     if not is_streamed:
         plan.turn_off("not streamed")
         return
-    for name in _NO_FIRST_TOKEN_FIELDS:
-        if _is_requested(fields, name):
-            plan.turn_off(name)
-            return
+    if reason := _find_requested(fields, _NO_FIRST_TOKEN_FIELDS):
+        plan.turn_off(reason)
+        return
     options = _decode_field(fields, "stream_options")
     if options:
         if not isinstance(options, dict) or options.get("continuous_usage_stats"):
             plan.turn_off("stream_options")
             return
         plan.include_usage = options.get("include_usage") is True
-    plan.stop_strings = _read_stop_strings(fields.get("stop", _NULL_JSON))
+    if "stop" in fields:
+        plan.stop_strings = _read_stop_strings(fields["stop"])
     if plan.mode != MODE_CONTINUE:
         return
-    for name in _NO_CONTINUE_FIELDS:
-        if _is_requested(fields, name):
-            plan.mode, plan.reason = MODE_STRIP, name
-            return
-    if has_media:
-        plan.mode, plan.reason = MODE_STRIP, "media"
+    plan.reason = _find_requested(fields, _NO_CONTINUE_FIELDS) or ("media" if has_media else "")
+    if plan.reason:
+        plan.mode = MODE_STRIP
 
 
 def _read_stop_strings(stop: Raw) -> tuple[str, ...]:
@@ -255,6 +245,17 @@ def _read_stop_strings(stop: Raw) -> tuple[str, ...]:
     except msgspec.ValidationError:
         return ()  # of another type, which P refuses
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _decode_number(fields: dict[str, Raw], name: str) -> int | None:
+    """The number of a field, None where it has none. Raises ValidationError for anything else."""
+    # Most are absent: a decoder would take most of the time of a plan for nothing.
+    return _number_decoder.decode(fields[name]) if name in fields else None
+
+
+def _find_requested(fields: dict[str, Raw], names: Sequence[str]) -> str:
+    """The first of `names` whose field is set to something, or ""."""
+    return next((name for name in names if name in fields and _is_requested(fields, name)), "")
 
 
 def _is_requested(fields: dict[str, Raw], name: str) -> bool:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Final
 
 from ttft_otel.router import errors
-from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
+from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
 from ttft_otel.router.proxy.body_budget import BodyBudget, ClientBody
+from ttft_otel.router.proxy.client_stream import AnswerOutput
 from ttft_otel.router.types import AsgiReceive
 from ttft_otel.router.upstream import http_headers
 
@@ -56,12 +57,39 @@ async def read_body(
         budget.end_reading(client_body)
 
 
-async def watch_disconnect(
-    receive: AsgiReceive, exchange: Exchange, task: asyncio.Task[Any] | None
-) -> None:
-    """Cancel the request's task, and thereby its legs, when the client disconnects."""
-    # After the body uvicorn's receive() waits for the client to leave, or for the answer's end.
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if task is not None and exchange.record_client_left():
-        task.cancel()
+class DisconnectWatch:
+    """Cancels the current task, and thereby the legs of its request, when the client leaves.
+
+    It is made once the body is here, and ended with the request. output: the client's connection, where the
+    server offers it; from another server a task of its own learns it, which costs a request 5 us.
+    """
+
+    __slots__ = ("_exchange", "_task", "_output", "_watcher")
+
+    def __init__(
+        self, exchange: Exchange, receive: AsgiReceive, output: AnswerOutput | None
+    ) -> None:
+        self._exchange, self._task, self._output = exchange, asyncio.current_task(), output
+        self._watcher: asyncio.Task[None] | None = None
+        if output is not None:
+            output.begin_watch(self._cancel_request)
+        else:
+            self._watcher = asyncio.create_task(self._await_disconnect(receive))
+
+    async def _await_disconnect(self, receive: AsgiReceive) -> None:
+        # After the body receive() waits for the client to leave, or for the answer's end.
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel_request()
+
+    def _cancel_request(self) -> None:
+        if self._task is not None and self._exchange.record_client_left():
+            self._task.cancel()
+
+    def end(self) -> None:
+        """The request is over, or was cancelled."""
+        if self._output is not None:
+            self._output.end_watch()
+        # After a complete response the task ends by itself, which is cheaper than a cancellation.
+        elif self._watcher is not None and self._exchange.phase < ExchangePhase.FINISHED:
+            self._watcher.cancel()

@@ -12,9 +12,9 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from ttft_otel import clock, names, timing
-from ttft_otel.guard import Guard
 from ttft_otel.router.exchange import AnswerReader, Exchange
 from ttft_otel.router.proxy import error_responses
+from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.timeline import partition_timeline
 from ttft_otel.router.types import AsgiScope, AsgiSend, HeaderList
 
@@ -26,6 +26,14 @@ class AnswerOutput(Protocol):
 
     def hold_head(self) -> None:
         """The head waits for the first part of the body."""
+        ...
+
+    def begin_watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` when the client leaves, or at once if it has left."""
+        ...
+
+    def end_watch(self) -> None:
+        """The request is over."""
         ...
 
     def begin_push(self, reader: AnswerReader) -> None:
@@ -48,24 +56,20 @@ def find_output(scope: AsgiScope) -> AnswerOutput | None:
 
 
 class ClientStream:
-    """One request's client. `wants_timing`: it wants Server-Timing.
-    `report_first_token` takes the ttft half. `output`: its connection, if parts can be pushed to it."""
+    """One request's client. `wants_timing`: it wants Server-Timing. `reporter`: None without tracing.
+    `output`: its connection, if parts can be pushed to it."""
 
     def __init__(
         self,
         exchange: Exchange,
         send: AsgiSend,
         wants_timing: bool,
-        report_first_token: Callable[[Exchange], None],
+        reporter: ExchangeReporter | None,
         output: AnswerOutput | None = None,
     ) -> None:
         self._output, self._has_length = output, False
-        self.exchange, self.send, self.wants_timing, self.report_first_token = (
-            exchange,
-            send,
-            wants_timing,
-            report_first_token,
-        )
+        self.exchange, self.send, self.wants_timing = exchange, send, wants_timing
+        self._reporter = reporter
 
     async def send_first_chunk(
         self, status: int, response_headers: HeaderList, data: bytes, has_more: bool
@@ -86,9 +90,10 @@ class ClientStream:
             exchange.record_last_send()
         await self.send({"type": "http.response.body", "body": data, "more_body": has_more})
         exchange.record_first_chunk()
-        if exchange.is_streaming and has_more and exchange.operation and exchange.has_answered:
-            with Guard("router.first"):
-                self.report_first_token(exchange)
+        if self._reporter is None or not (exchange.is_streaming and has_more):
+            return
+        if exchange.operation and exchange.has_answered:
+            self._reporter.report_first_token(exchange)
 
     async def send_chunk(self, data: bytes) -> None:
         """Send the next chunk, `data`."""

@@ -14,9 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ttft_otel import clock, context, endpoints, names, stages
-from ttft_otel.breakdown import Breakdown
 from ttft_otel.endpoints import OPERATION_BY_PATH
-from ttft_otel.guard import Guard
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.body_parser import BodyParser
@@ -26,16 +24,17 @@ from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_atte
 from ttft_otel.router.disagg.prefill_decode import PrefillDecodeFlow
 from ttft_otel.router.disagg.recomputed_media import RecomputedMediaLog
 from ttft_otel.router.errors import RequestRejected, RouterError, RouterFailed, SloUnreachable
-from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
+from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.body_budget import BodyBudget
-from ttft_otel.router.proxy.client_request import read_body, watch_disconnect
-from ttft_otel.router.proxy.client_stream import ClientStream, find_output
-from ttft_otel.router.records import RecentReports, encode_known_parts
+from ttft_otel.router.proxy.client_request import DisconnectWatch, read_body
+from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
+from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
+from ttft_otel.router.records import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
-from ttft_otel.router.timeline import RequestTimeline, partition_timeline
+from ttft_otel.router.timeline import RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.response_relay import relay_response
@@ -69,8 +68,10 @@ class ProxyEndpoint:
         self.admission = admission or AdmissionGate(upstream)
         self.response_counts: Counter[str] = Counter()  # by class of status
         self.send_record = send_record
-        self._ended: list[tuple[Exchange, int]] = []  # and when, until they are reported
         self.reports = reports if reports is not None else RecentReports()
+        self.reporter = (
+            ExchangeReporter(send_record, self.reports, settings.metrics) if send_record else None
+        )
         self.recomputed_media = RecomputedMediaLog()
         self.first_token_mode, self.prefill_decode = first_token, PrefillDecodeFlow(upstream)
         self.encode_once = encode_once
@@ -85,7 +86,7 @@ class ProxyEndpoint:
         arrived_us = clock.now_us()
         client_headers = http_headers.split_headers(scope["headers"], self.send_record is not None)
         exchange = self._begin_exchange(scope, client_headers, arrived_us)
-        disconnect_watch: asyncio.Task[None] | None = None
+        disconnect_watch: DisconnectWatch | None = None
         client_body = None
         try:
             # Before the body is read: who is refused costs no memory.
@@ -96,11 +97,9 @@ class ProxyEndpoint:
             )
             if body_bytes is not None:
                 # The body is here: from now on receive() can only say that the client left.
-                current_task = asyncio.current_task()
-                disconnect_watch = asyncio.create_task(
-                    watch_disconnect(receive, exchange, current_task)
-                )
-                await self._serve_request(scope, client_headers, body_bytes, exchange, send)
+                output = find_output(scope)
+                disconnect_watch = DisconnectWatch(exchange, receive, output)
+                await self._serve_request(scope, client_headers, body_bytes, exchange, send, output)
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
                 exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
@@ -126,9 +125,8 @@ class ProxyEndpoint:
                 await error_responses.send_error(RouterFailed(), exchange, send)
             raise
         finally:
-            # After a complete response the watch ends by itself, which is cheaper than a cancellation.
-            if disconnect_watch is not None and exchange.phase < ExchangePhase.FINISHED:
-                disconnect_watch.cancel()
+            if disconnect_watch is not None:
+                disconnect_watch.end()
             exchange.record_last_send()
             if client_body is not None:
                 self.body_budget.release_body(client_body)
@@ -165,6 +163,7 @@ class ProxyEndpoint:
         body_bytes: bytes,
         exchange: Exchange,
         send: AsgiSend,
+        output: AnswerOutput | None,
     ) -> None:
         parsed_body = await self.body_parser.parse(
             body_bytes, exchange.path if self._has_media_legs(exchange.path) else ""
@@ -211,8 +210,8 @@ class ProxyEndpoint:
             exchange,
             send,
             client_headers.get(names.ASK) == "1",
-            self._report_first_token,
-            find_output(scope),
+            self.reporter,
+            output,
         )
         if leg_plan is not None:
             if len(leg_plan.legs) > 1:
@@ -259,21 +258,6 @@ class ProxyEndpoint:
             # Also of a request that failed: its time ended in the call that failed.
             exchange.timeline.critical_path.append(select_critical_attempts(attempt_chains))
 
-    def _report_first_token(self, exchange: Exchange) -> None:
-        if self.send_record is None:
-            return
-        breakdown = partition_timeline(exchange.timeline)
-        self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
-        exchange.record_ttft_reported()
-        self._send_known_parts(exchange, breakdown)
-
-    def _send_known_parts(
-        self, exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0
-    ) -> None:
-        data = encode_known_parts(exchange, breakdown, ended_us, self.settings.metrics)
-        if data and self.send_record is not None:
-            self.send_record(data)
-
     def _end_exchange(self, exchange: Exchange) -> None:
         for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):
             self.upstream.pool.record_ended(attempt)
@@ -281,21 +265,5 @@ class ProxyEndpoint:
         self.response_counts[
             f"{exchange.status // 100}xx" if exchange.status else exchange.error
         ] += 1
-        if self.send_record is None:
-            return
-        if not self._ended:
-            # Once for all that end in this turn of the loop: one after the other they cost half as much,
-            # as code and data of the last one are still in the processor's caches.
-            asyncio.get_running_loop().call_soon(self._report_ended)
-        self._ended.append((exchange, clock.now_us()))
-
-    def _report_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        for exchange, ended_us in ended:
-            with Guard("router.end"):
-                breakdown = None
-                exchange.record_ended(ended_us)
-                if exchange.has_ttft and not exchange.has_reported_ttft:
-                    breakdown = partition_timeline(exchange.timeline)
-                    self.reports.add_report(exchange.request_id, exchange.timeline, breakdown)
-                self._send_known_parts(exchange, breakdown, ended_us)
+        if self.reporter is not None:
+            self.reporter.report_end(exchange)
