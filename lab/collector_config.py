@@ -179,6 +179,40 @@ def generate_connectors() -> Iterator[str]:
         yield from COMMON_CONNECTOR_SETTINGS
 
 
+def generate_held() -> Iterator[str]:
+    """Processors that make of a queue's span one for each kind of work that held it."""
+    held = {
+        kind: format_attribute(names.name_held_attribute(kind))
+        for kind in stages.HOLDING_KIND_NAMES
+    }
+    yield "# Queues that work of one kind held."
+    for kind, length in held.items():
+        yield f"filter/held_{kind}:"
+        yield "  error_mode: ignore"
+        yield "  trace_conditions:"
+        yield (
+            f"    - {format_attribute(names.STAGE)} == nil or {length} == nil or not IsInt({length})"
+        )
+    yield "# As of recomputed items: in its branch a span is as long as that work held it."
+    for kind, length in held.items():
+        yield f"transform/held_{kind}:"
+        yield "  error_mode: silent"
+        yield "  trace_statements:"
+        yield "    - context: span"
+        yield "      statements:"
+        yield f"        - set(span.end_time_unix_nano, span.start_time_unix_nano + {length} * 1000)"
+        yield f'        - set({format_attribute(names.HELD_BY_KIND)}, "{kind}")'
+
+
+def generate_held_pipelines() -> Iterator[str]:
+    """A pipeline for each kind of work; all end in one connector."""
+    for kind in stages.HOLDING_KIND_NAMES:
+        yield f"traces/held_{kind}:"
+        yield "  receivers: [forward/held]"
+        yield f"  processors: [filter/held_{kind}, transform/held_{kind}]"
+        yield f"  exporters: [span_metrics/{names.METRIC_HELD}]"
+
+
 # Resource attributes that may hold a secret; transform/scrub has the same for spans.
 SECRET_KEYS: Final = (
     r"(?i)(process\\.command|authorization|api[._-]?key|cookie|passw|secret|credential|bearer"
@@ -228,6 +262,8 @@ def generate_received() -> Iterator[str]:
 BLOCK_GENERATORS: Final = {
     "derive": generate_derive_statements,
     "own": generate_own_keys,
+    "held": generate_held,
+    "held_pipelines": generate_held_pipelines,
     "connectors": generate_connectors,
     "received": generate_received,
 }

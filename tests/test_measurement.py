@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from full_record import make_short_record
 
-from ttft_otel import measurement, names
+from ttft_otel import measurement, names, stages
 from ttft_otel.measurement import MEASUREMENT_VERSION, NOT_MEASURED, MeasurementHead
 from ttft_otel.record import (
     Piece,
@@ -142,6 +142,31 @@ def test_items_behind_a_router() -> None:
     assert (found.recomputed_items, found.head.stages) == (2, ())
 
 
+@pytest.mark.parametrize("outermost", [True, False])
+def test_waits(outermost: bool) -> None:
+    """Queues count by reason and by what held them, at any server; stalls and sums count in neither."""
+    held = {names.name_held_attribute("prefill"): 20, names.name_held_attribute("own"): 10}
+    pieces = (
+        Piece("stage", "prefill.queue", 0, 30, {names.QUEUE_REASON: "in_step"} | held),
+        Piece("stage", "encoder.queue", 30, 35, {names.name_held_attribute("decode"): 5}),
+        Piece("reason", "lora", 30, 32, {names.QUEUE_REASON: "lora"}),
+        Piece("reason", "lora", 32, 35, {names.QUEUE_REASON: "lora"}),
+        Piece("stage", "prefill.stall", 40, 70, {names.STALL_REASON: "in_step"} | held),
+    )
+    record = msgspec.structs.replace(
+        change_ttft(pieces=pieces, attributes=dict(held)), outermost=outermost
+    )
+    found = measurement.decode_measurement(measurement.encode_for_exporter(record))
+
+    reasons, kinds = stages.WAIT_REASON_NAMES, stages.HOLDING_KIND_NAMES
+    assert [(reasons[code], us) for code, us in found.reasons] == [
+        *(("in_step", 30), ("lora", 2), ("lora", 3))
+    ]
+    assert [(kinds[code], us) for code, us in found.held] == [
+        *(("prefill", 20), ("own", 10), ("decode", 5))
+    ]
+
+
 def test_backwards() -> None:
     """A span that ends before it begins has no length; neither has its measurement one below 0."""
     found = measurement.measure_record(
@@ -161,6 +186,9 @@ def test_backwards() -> None:
         b"m" + msgspec.msgpack.encode((MEASUREMENT_VERSION + 1, (), (1,), -1)),
         b"m" + msgspec.msgpack.encode((MEASUREMENT_VERSION, (), (-1,), -1)),
         b"m" + msgspec.msgpack.encode((MEASUREMENT_VERSION, (), (1.5,), -1)),
+        b"m" + msgspec.msgpack.encode((MEASUREMENT_VERSION, (), (1,), -1, ((99, 1),))),
+        b"m" + msgspec.msgpack.encode((MEASUREMENT_VERSION, (), (1,), -1, (), ((0, -1),))),
+        b"m" + msgspec.msgpack.encode((MEASUREMENT_VERSION, (), (1,), -1, (), ((0,),))),
     ],
 )
 def test_foreign(data: bytes) -> None:

@@ -74,6 +74,8 @@ def is_known_word(word: str) -> bool:
     """Whether a `ttft.*` word is a name, a stage's attribute or the beginning of some."""
     return (
         word in list_constants().values()
+        # The collector's connector appends the end of a metric's name itself.
+        or f"{word}.duration" in list_constants().values()
         or names.parse_stage_attribute(word) is not None
         or names.parse_reason_attribute(word) is not None
         or names.parse_held_attribute(word) is not None

@@ -7,27 +7,36 @@ them; of a sampled request it makes the same from the Record itself.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from ttft_otel import names
+from ttft_otel import names, stages
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.record import Piece, Record, RecordDecodeError, Ttft, encode_record
 
 # Host and exporter are one installation, but a restarted exporter may be a newer one.
-MEASUREMENT_VERSION: Final = 2
+MEASUREMENT_VERSION: Final = 3
 # A Record is a MessagePack array; this byte cannot begin one, it is the number 109.
 PREFIX: Final = b"m"
 # Not 0, which says that a consumer of encodings encoded nothing again.
 NOT_MEASURED: Final = -1
+_REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
+_HELD_CODES: Final = {
+    names.name_held_attribute(kind): code for code, kind in enumerate(stages.HOLDING_KIND_NAMES)
+}
+# (code, microseconds) of parts of queues.
+Waits: TypeAlias = tuple[tuple[int, int], ...]
+_Length = Annotated[int, msgspec.Meta(ge=0)]
+_ReasonCode = Annotated[int, msgspec.Meta(ge=0, lt=len(_REASON_CODES))]
+_HeldCode = Annotated[int, msgspec.Meta(ge=0, lt=len(_HELD_CODES))]
 
 
 class MeasurementHead(msgspec.Struct, frozen=True, array_like=True):
     """What the labels of a request's series are made of: few values, which recur.
 
     service: as in Record. model, operation, error: "" without one; `error` is that of the TTFT.
-    is_outermost: whether its TTFT is the client's; of another request encodings and decoding are counted.
+    is_outermost: whether its TTFT is the client's; of others queues, encodings and decoding are counted.
     is_encoder: its TTFT is an encoder's, which the semantic convention does not count.
     stages: (full name, host:port of the server behind a router or "") of each piece of the TTFT.
     has_ttft: a stream's TTFT is sent with its first token, and what follows at its end.
@@ -54,12 +63,16 @@ class Measurement(msgspec.Struct, frozen=True, array_like=True):
     times_us: in this order, what the head has of them: the TTFT, then each piece's length, as many as it
     has stages; the whole request; the time per output token.
     recomputed_items: media items encoded again, NOT_MEASURED where nothing can be.
+    reasons, held: the parts of its queues by the reason (a position in stages.WAIT_REASON_NAMES), and by the
+    work that ran (in HOLDING_KIND_NAMES). Not in the head: there are too many combinations of them.
     """
 
     version: int
     head: MeasurementHead
     times_us: tuple[int, ...]
     recomputed_items: int
+    reasons: Waits = ()
+    held: Waits = ()
 
 
 class RawMeasurement(msgspec.Struct, frozen=True, array_like=True):
@@ -67,8 +80,10 @@ class RawMeasurement(msgspec.Struct, frozen=True, array_like=True):
 
     version: int
     head: msgspec.Raw
-    times_us: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    times_us: tuple[_Length, ...]
     recomputed_items: int
+    reasons: tuple[tuple[_ReasonCode, _Length], ...] = ()
+    held: tuple[tuple[_HeldCode, _Length], ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -79,8 +94,10 @@ _head_decoder = msgspec.msgpack.Decoder(MeasurementHead)
 def measure_record(record: Record) -> Measurement | None:
     """The measurement of `record`; None where nothing is to count."""
     ttft, recomputed = record.ttft, _count_recomputed(record.ttft)
+    reasons, held = _list_waits(ttft)
     # The outermost server counts the client's TTFT; every leg would count it once more.
-    if ttft is not None and not record.outermost and recomputed == NOT_MEASURED:
+    is_inner = not record.outermost and recomputed == NOT_MEASURED
+    if ttft is not None and is_inner and not (reasons or held):
         ttft = None
     end_error, token_time_us = _measure_end(record)
     if ttft is None and end_error is None and not token_time_us:
@@ -110,13 +127,32 @@ def measure_record(record: Record) -> Measurement | None:
         end_error,
         token_time_us > 0,
     )
-    return Measurement(MEASUREMENT_VERSION, head, tuple(times_us), recomputed)
+    return Measurement(MEASUREMENT_VERSION, head, tuple(times_us), recomputed, reasons, held)
 
 
 def _count_recomputed(ttft: Ttft | None) -> int:
     items = ttft.attributes.get(names.EC_RECOMPUTED_ITEMS) if ttft else None
     # An encoder's own encodings are never "again".
     return items if ttft and isinstance(items, int) and ttft.name == names.TTFT else NOT_MEASURED
+
+
+def _list_waits(ttft: Ttft | None) -> tuple[Waits, Waits]:
+    """Measurement.reasons and Measurement.held: of its spans those that the collector would count."""
+    reasons: list[tuple[int, int]] = []
+    held: list[tuple[int, int]] = []
+    for piece in ttft.pieces if ttft else ():
+        # Nearly all pieces have none: only waiting ones say why, and behind what.
+        if not piece.attributes:
+            continue
+        reason = _REASON_CODES.get(str(piece.attributes.get(names.QUEUE_REASON)))
+        if reason is not None:
+            reasons.append((reason, max(0, piece.end - piece.start)))
+        if piece.name in stages.QUEUE_STAGES and piece.kind == "stage":
+            for key, length in piece.attributes.items():
+                code = _HELD_CODES.get(key)
+                if code is not None and isinstance(length, int):
+                    held.append((code, max(0, length)))
+    return tuple(reasons), tuple(held)
 
 
 def _measure_end(record: Record) -> tuple[str | None, int]:

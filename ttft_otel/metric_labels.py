@@ -21,6 +21,7 @@ METRIC_LABELS: Final = {
         names.ERROR_TYPE,
     ),
     names.METRIC_REASON: (names.ROLE, names.MODEL, names.QUEUE_REASON, names.ERROR_TYPE),
+    names.METRIC_HELD: (names.ROLE, names.MODEL, names.HELD_BY_KIND, names.ERROR_TYPE),
     names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
     names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
     names.METRIC_REQUEST: (names.OPERATION, names.PROVIDER, names.MODEL, names.ERROR_TYPE),

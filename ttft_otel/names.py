@@ -156,6 +156,7 @@ ENGINE_SETTINGS: Final = (
 METRIC_TTFT: Final = "ttft.duration"
 METRIC_STAGE: Final = "ttft.stage.duration"
 METRIC_REASON: Final = "ttft.queue.reason.duration"
+METRIC_HELD: Final = "ttft.queue.held.duration"
 METRIC_RECOMPUTED: Final = "ttft.ec.recomputed"
 METRIC_CONVENTION: Final = "gen_ai.server.time_to_first_token"
 METRIC_REQUEST: Final = "gen_ai.server.request.duration"

@@ -28,7 +28,7 @@ from ttft_otel import (
 from ttft_otel.measurement import encode_for_exporter
 from ttft_otel.record import RECORD_VERSION, Piece, Record, Server, Ttft
 from ttft_otel.request_trace import EngineRequest, RequestTrace
-from ttft_otel.roles import identity, is_outermost, resolve_role
+from ttft_otel.roles import is_outermost, resolve_role
 from ttft_otel.settings import Settings
 
 MAX_AWAITING_REQUESTS: Final = 16384
@@ -77,23 +77,14 @@ def begin_trace(headers: Iterable[tuple[bytes, bytes]], settings: Settings) -> R
     leg = values.get(_LEG_HEADER, "")
     # Anybody can send the header: only known words become span names and labels.
     leg_role = leg if leg in stages.ROLES else ""
-    is_counted = settings.metrics and _may_be_counted(leg_role)
-    if not (asked or trace_context.sampled or is_counted):
+    if not (asked or trace_context.sampled or settings.metrics):
         return None
     trace = RequestTrace(arrive, trace_context, asked)
-    trace.leg, trace.is_counted = leg_role, is_counted
+    trace.leg, trace.is_counted = leg_role, settings.metrics
     trace.encoded_before = values.get(_ENCODED_HEADER) == "1" and leg in _LEGS_AFTER_ENCODERS
     # The caller's wins over the engine's. Cut, because it goes on spans.
     trace.request_id = values.get(b"x-request-id", "")[:256]
     return trace
-
-
-def _may_be_counted(leg_role: str) -> bool:
-    """Whether metrics may count a request: behind a router, what was encoded again, and decode steps."""
-    # Encoders and prefill instances have neither, nor the client's TTFT.
-    decodes = not {leg_role, identity.role} & set(stages.INTERMEDIATE_ROLES)
-    # Only a consumer of encodings can see that an encoder had worked in vain.
-    return identity.takes_encodings or decodes
 
 
 def register_engine_request(trace: RequestTrace, engine_id: str) -> None:

@@ -15,7 +15,7 @@ from grafana.build import panel_kinds, series_colors, ttft_queries
 from ttft_otel import metric_labels, names
 
 TTFT_UID: Final = "ttft"
-WHY_PANEL: Final = 32  # the id of the panel "Why?"; tests/stack/test_dashboards.py holds it
+WHY_PANEL: Final = 35  # the id of the panel "Why?"; tests/stack/test_dashboards.py holds it
 # Tempo has no port of its own in docker-compose.yml; the data source's uid is what the variable holds.
 TEMPO_THROUGH_GRAFANA: Final = (
     "http://127.0.0.1:3000/api/datasources/proxy/uid/${tempo:percentencode}"

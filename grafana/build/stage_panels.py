@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The panels of the TTFT dashboard about stages: their means, shares and percentiles, why requests wait,
-and media items that were encoded twice; ttft_dashboard.py adds them.
+"""The panels of the TTFT dashboard about stages: their means, shares and percentiles, why requests wait
+and behind what, and media items that were encoded twice; ttft_dashboard.py adds them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from grafana.build import panel_kinds, series_colors, ttft_queries
+from grafana.build import panel_kinds, series_colors, server_queries, ttft_queries
 from grafana.build.ttft_queries import RANGE, RATE
 from ttft_otel import palette
 
@@ -76,7 +76,8 @@ def add_stages(dashboard_builder: Any) -> None:
             panel_kinds.rank_series(tails, "max"), series_colors.list_stage_colors()
         ).height(11)
     )
-    dashboard_builder.with_panel(_build_reason_panel().height(8).span(24))
+    dashboard_builder.with_panel(_build_reason_panel().height(8).span(12))
+    dashboard_builder.with_panel(_build_held_panel().height(8).span(12))
     dashboard_builder.with_panel(_build_recomputed_panel().height(6).span(24))
 
 
@@ -89,8 +90,20 @@ def _build_reason_panel() -> Any:
         "docs/concepts.md explains all of them. Of all servers, filtered by model alone.",
         "none",
         panel_kinds.build_range_target(
-            ttft_queries.waiting_requests(RATE), "{{ttft_queue_reason}}"
+            server_queries.waiting_requests(RATE), "{{ttft_queue_reason}}"
         ),
+    )
+
+
+def _build_held_panel() -> Any:
+    """Whose work the queues stood behind: it says whether prompts, answers or media are to be moved."""
+    return panel_kinds.build_stacked_panel(
+        "What held waiting requests",
+        "The same waiting requests by what their engine worked on meanwhile: prompts, answers (decode) or "
+        "media of other requests, or nothing (idle). Which requests these were, the links of a queue's "
+        "span tell. Of all servers, filtered by model alone.",
+        "none",
+        panel_kinds.build_range_target(server_queries.held_requests(RATE), "{{ttft_held_by_kind}}"),
     )
 
 
@@ -103,6 +116,6 @@ def _build_recomputed_panel() -> Any:
         "docs/router.md, 'Encoder-cache parameters', says what to check. Filtered by model alone.",
         "none",
         panel_kinds.build_range_target(
-            ttft_queries.recomputed_items(RATE), "{{ttft_role}} {{instance}}"
+            server_queries.recomputed_items(RATE), "{{ttft_role}} {{instance}}"
         ),
     )

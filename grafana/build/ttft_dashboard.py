@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from grafana_foundation_sdk.builders import dashboard
-from grafana_foundation_sdk.models import dashboard as models
-
-from grafana.build import panel_kinds, request_panels, series_colors, stage_panels, ttft_queries
+from grafana.build import (
+    answer_panels,
+    dashboard_variables,
+    panel_kinds,
+    request_panels,
+    series_colors,
+    stage_panels,
+    ttft_queries,
+)
 from grafana.build.ttft_queries import RANGE, RATE
-
-# The same as ttft:slo:seconds in grafana/prometheus/rules; each is changed by itself.
-SLO_MS: Final = "1000"
-# A TraceQL search that finds nothing, and says what to do: an empty box would be an error.
-NO_TRACE_QUERY: Final = '{ name = "click a request above" }'
 
 _PERCENTILES: Final = (
     (0.5, "p50", series_colors.CALM_COLOR),
@@ -54,7 +54,7 @@ def build_ttft_dashboard() -> Any:
         "Where the time to first token of vLLM requests goes, from the spans of ttft-otel.",
         ("Pipeline health", "ttft-health"),
     )
-    for variable in build_variables():
+    for variable in dashboard_variables.build_variables():
         dashboard_builder.with_variable(variable)
     _add_current_state(dashboard_builder.with_row(panel_kinds.build_row("How is TTFT now?")))
     _add_time_series(dashboard_builder.with_row(panel_kinds.build_row("How was it over time?")))
@@ -73,43 +73,6 @@ def build_ttft_dashboard() -> Any:
     request_panels.add_why(dashboard_builder)
     dashboard_builder.with_row(request_panels.build_budget_row())
     return dashboard_builder.with_row(request_panels.build_common_stages_row())
-
-
-def build_variables() -> list[Any]:
-    """Data sources, filters, the SLO, and the request to look at."""
-    variable_list = f"{ttft_queries.DURATION_METRIC}{{{ttft_queries.NOT_ENCODE_SELECTOR}}}"
-    return [
-        panel_kinds.build_datasource_variable("prometheus", "prometheus", "Prometheus"),
-        panel_kinds.build_datasource_variable("tempo", "tempo", "Tempo"),
-        panel_kinds.build_label_variable(
-            "model", "Model", f"label_values({variable_list}, {ttft_queries.MODEL_LABEL})"
-        ),
-        panel_kinds.build_label_variable(
-            "role", "Role", f"label_values({variable_list}, {ttft_queries.ROLE_LABEL})"
-        ),
-        *_build_place_variables(variable_list),
-        panel_kinds.build_label_variable(
-            "instance", "Instance", f"label_values({variable_list}, instance)"
-        ),
-        _build_text_variable("slo", "SLO (ms)", SLO_MS),
-        _build_text_variable("trace", "Trace", NO_TRACE_QUERY),
-    ]
-
-
-def _build_place_variables(metric: str) -> list[Any]:
-    """Kubernetes' namespace and pod; without it they are empty lists, and All is everything."""
-    return [
-        panel_kinds.build_label_variable(name, label, f"label_values({metric}, {source})")
-        for name, label, source in (
-            ("namespace", "Namespace", ttft_queries.NAMESPACE_LABEL),
-            ("pod", "Pod", ttft_queries.POD_LABEL),
-        )
-    ]
-
-
-def _build_text_variable(name: str, label: str, value: str) -> Any:
-    made = dashboard.TextBoxVariable(name).label(label).default_value(value)
-    return made.current(models.VariableOption(text=value, value=value, selected=True))
 
 
 def _add_current_state(dashboard_builder: Any) -> None:
@@ -205,6 +168,7 @@ def _add_time_series(dashboard_builder: Any) -> None:
         ).height(6)
     )
     dashboard_builder.with_panel(_build_burn_rate_panel().height(6))
+    answer_panels.add_whole_answers(dashboard_builder, _PERCENTILES)
 
 
 def _build_burn_rate_panel() -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromQL and TraceQL of the dashboards, built from the names in names.py and stages.py.
 
-All metrics but RECOMPUTED_METRIC and REASON_METRIC come from outermost spans only (the collector sees to
-that), so a request that crosses router, encoder and decoder counts once. `$__rate_interval` is for lines,
-`$__range` for numbers.
+All these metrics come from outermost spans only (the collector sees to that), so a request that crosses
+router, encoder and decoder counts once; those of every server are in server_queries.py. `$__rate_interval` is
+for lines, `$__range` for numbers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ def format_label(name: str) -> str:
 # Native histograms: one series without suffix, to which histogram_quantile() and the like apply.
 DURATION_METRIC: Final = f"{format_label(names.METRIC_TTFT)}_seconds"
 STAGE_METRIC: Final = f"{format_label(names.METRIC_STAGE)}_seconds"
-REASON_METRIC: Final = f"{format_label(names.METRIC_REASON)}_seconds"
-RECOMPUTED_METRIC: Final = f"{format_label(names.METRIC_RECOMPUTED)}_total"
 # The convention fixes bounds, so this is a classic histogram: one series per bucket, with `le`.
 CONVENTION_METRIC: Final = f"{format_label(names.METRIC_CONVENTION)}_seconds_bucket"
+REQUEST_METRIC: Final = f"{format_label(names.METRIC_REQUEST)}_seconds_bucket"
 
 MODEL_LABEL: Final = format_label(names.MODEL)
 ROLE_LABEL: Final = format_label(names.ROLE)
 LEG_LABEL: Final = format_label(names.LEG)
 STAGE_LABEL: Final = format_label(names.STAGE)
-REASON_LABEL: Final = format_label(names.QUEUE_REASON)
 INSTANCE_LABEL: Final = format_label(names.INSTANCE)
 ERROR_LABEL: Final = format_label(names.ERROR_TYPE)
 NAMESPACE_LABEL: Final = format_label(metric_labels.K8S_NAMESPACE)
@@ -211,22 +209,16 @@ def mean_by_instance(window: str) -> str:
     return drop_nan(f"{time} / {_sum_by_place(*place, 'histogram_count', first)}")
 
 
-def waiting_requests(window: str) -> str:
-    """How many requests wait for each reason, on average: their waiting time per time.
-
-    Of all servers, also those behind a router; so not by `$instance` and `$role`.
-    """
-    chosen = f'{MODEL_LABEL}=~"$model"'
-    time = f"histogram_sum({histogram_rate(REASON_METRIC, chosen, window)})"
-    return f"sum by ({REASON_LABEL}) ({time})"
+def request_quantile(part: float, window: str) -> str:
+    """A quantile of the durations of whole answers, interpolated between the convention's bounds."""
+    chosen = f'{MODEL_LABEL}=~"$model",{PLACE_SELECTOR},{ERROR_LABEL}=""'
+    return bounded_quantile(part, REQUEST_METRIC, chosen, window)
 
 
-def recomputed_items(window: str) -> str:
-    """Media items that each encoder-cache consumer encoded again; behind routers, so not by `$instance`."""
-    return (
-        f"sum by ({ROLE_LABEL}, instance) "
-        f'(increase({RECOMPUTED_METRIC}{{{MODEL_LABEL}=~"$model"}}[{window}]))'
-    )
+def bounded_quantile(part: float, metric: str, chosen: str, window: str) -> str:
+    """A quantile of a histogram with given bounds."""
+    rate = histogram_rate(metric, chosen, window)
+    return drop_nan(f"histogram_quantile({part}, sum by (le) ({rate}))")
 
 
 def ttft_heatmap(window: str) -> str:

@@ -17,7 +17,7 @@ from ttft_otel.exporter.request_metrics import RequestMetrics
 from ttft_otel.exporter.resource_cache import ResourceCache
 from ttft_otel.exporter.series_registry import MAX_IDLE_NS, SeriesRegistry
 from ttft_otel.metric_labels import METRIC_LABELS, OVERFLOW_LABEL, STATUS_LABEL
-from ttft_otel.record import Piece, Record
+from ttft_otel.record import Piece, Record, Ttft
 
 RecordMaker = Callable[..., Record]
 
@@ -293,3 +293,32 @@ def test_one_service_name_for_all_roles(
     points = [(name, *sorted(labels.items())) for name, labels, _ in list_points(data)]
     assert len(points) == len(set(points))
     assert series_registry.MAX_SERIES == 2000
+
+
+@pytest.mark.parametrize("outermost", [True, False])
+def test_queues(make_record: RecordMaker, outermost: bool) -> None:
+    """Sampled or not, outermost or not, a queue counts for its reason and for each kind that held it."""
+    held = {names.name_held_attribute("decode"): 300, names.name_held_attribute("idle"): 100}
+    queue = Piece("stage", "prefill.queue", 0, 400, {names.QUEUE_REASON: "kv_blocks"} | held)
+    made = make_record()
+    assert isinstance(made.ttft, Ttft)
+    metrics = build_metrics()
+    for flags in (0, 1):
+        ttft = msgspec.structs.replace(made.ttft, pieces=(queue,))
+        add(metrics, msgspec.structs.replace(made, flags=flags, ttft=ttft, outermost=outermost))
+    points = list_points(metrics.take_data())
+    found = {
+        (name, labels.get(names.QUEUE_REASON) or labels.get(names.HELD_BY_KIND)): (
+            point.count,
+            round(point.sum * 1e6),
+        )
+        for name, labels, point in points
+        if name in (names.METRIC_REASON, names.METRIC_HELD)
+    }
+
+    assert found == {
+        (names.METRIC_REASON, "kv_blocks"): (2, 800),
+        (names.METRIC_HELD, "decode"): (2, 600),
+        (names.METRIC_HELD, "idle"): (2, 200),
+    }
+    assert any(name == names.METRIC_TTFT for name, _, _ in points) == outermost

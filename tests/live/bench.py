@@ -41,6 +41,15 @@ def get_announced_params(answer: TimedResponse) -> dict[str, Any]:
     return {"ec_transfer_params": answer.json().get("ec_transfer_params")}
 
 
+def read_output_tokens(answer: TimedResponse) -> int:
+    """Output tokens as vLLM tells its client in `usage`."""
+    if not answer.events:
+        return int(answer.json()["usage"]["completion_tokens"])
+    lines = [line for line in answer.body.decode().split("data: ") if '"usage"' in line]
+    found = [json.loads(line.split("\n")[0]).get("usage") for line in lines]
+    return int([usage for usage in found if usage][-1]["completion_tokens"])
+
+
 class LiveDeployment:
     """One deployment under test.
 
@@ -148,5 +157,6 @@ __all__ = [
     "TimedRequest",
     "get_announced_params",
     "read_breakdown",
+    "read_output_tokens",
     "medians",
 ]

@@ -30,10 +30,14 @@ from lab.local_servers import LocalServer
 from lab.server_commands import VllmOptions
 from lab.ttft_client import TimedRequest
 from tests import injected_folder
-from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown
+from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown, read_output_tokens
 from tests.live.conftest import DeploymentDeck
+from tests.stack.otlp_sinks import MetricSink
 from ttft_otel import meter, names, stages
 
+END_METRICS = (
+    *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME, names.METRIC_REASON, names.METRIC_HELD),
+)
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 
@@ -198,6 +202,78 @@ def test_two_api_servers_share_one_metrics_page(deck: DeploymentDeck, tmp_path: 
         assert float(found[names.METRIC_PENDING]) == 0
         for reason in meter.LOSS_REASONS:
             assert float(found[f'{names.METRIC_LOST}_total{{reason="{reason}"}}']) == 0
+
+
+def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Path) -> None:
+    """With --api-server-count 2 the processes' histograms together have every request once, sampled or not.
+
+    Durations fit into the clients' own, tokens into their `usage`; what held the queues is the queues.
+    """
+    sink = MetricSink()
+    env = {
+        names.ENV_METRICS: "1",
+        names.ENV_METRICS_ENDPOINT: f"{sink.env['TTFT_PROMETHEUS_URL']}/v1/metrics",
+        names.ENV_METRICS_INTERVAL: "1000",
+        names.ENV_SAMPLER: "always_off",
+    }
+    many = [
+        TimedRequest(
+            prompt=f"q{number}",
+            max_tokens=8,
+            stream=bool(number % 2),
+            # Of a body that streams vLLM tells its usage only if it is asked.
+            extra={"ignore_eos": True}
+            | ({"stream_options": {"include_usage": True}} if number % 2 else {}),
+        )
+        for number in range(16)
+    ]
+    flags = ("--api-server-count", "2")
+    try:
+        with run_alone(deck, tmp_path, flags, env=env, max_num_seqs=2) as bench:
+            before = {metric: _sum_settled(sink, metric) for metric in END_METRICS}
+            bench.control.set_injections({"forward": 20})
+            answers = ttft_client.send_timed_requests(bench.front_url, many)
+            bench.control.set_injections({})
+            refused = bench.send_request(bench.front_url, model="made-up", stream=False)
+            after = {metric: _sum_settled(sink, metric) for metric in END_METRICS}
+        durations = sink.get_series(names.METRIC_REQUEST)
+    finally:
+        sink.close()
+    found = {
+        metric: (after[metric][0] - before[metric][0], after[metric][1] - before[metric][1])
+        for metric in END_METRICS
+    }
+
+    assert {labels.get(names.ERROR_TYPE, "") for labels, _ in durations} == {"", "404"}
+    # Both processes have answered, each with sums of its own.
+    assert len({labels["instance"] for labels, _ in durations}) == 2
+    client_s = sum(answer.total_us for answer in (*answers, refused)) / 1e6
+    count, request_s = found[names.METRIC_REQUEST]
+    assert count == len(many) + 1
+    assert 0.5 * client_s < request_s <= client_s
+    # Steps of 20 ms at least, and no more of them than `usage` tells tokens after the first.
+    tokens = [read_output_tokens(answer) for answer in answers]
+    assert tokens == [8] * len(many)
+    count, token_s = found[names.METRIC_TOKEN_TIME]
+    assert count == len(many)
+    assert 0.02 * count <= token_s <= request_s / 7
+    # Two run at a time, so that the others wait: for the same time by reason and by what held them.
+    _, waited_s = found[names.METRIC_REASON]
+    assert found[names.METRIC_HELD][1] == pytest.approx(waited_s, abs=1e-4)
+    assert waited_s >= 6 * 0.02 * len(many)
+
+
+def _sum_settled(sink: MetricSink, metric: str) -> tuple[float, float]:
+    """Count and sum of a metric, once three pushes have changed nothing."""
+    deadline = time.monotonic() + 60
+    last = (-1.0, -1.0)
+    while time.monotonic() < deadline:
+        found = (sink.sum_field(metric), sink.sum_field(metric, "sum"))
+        if found == last and found[0]:
+            return found
+        last = found
+        time.sleep(3.5)
+    raise AssertionError(f"{metric} does not settle: {last}")
 
 
 def test_injected(deck: DeploymentDeck, tmp_path: Path) -> None:

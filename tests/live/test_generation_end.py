@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment
+from tests.live.bench import LiveDeployment, read_output_tokens
 from ttft_otel import names
 from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
@@ -32,15 +32,6 @@ def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str,
     return answer, server["attributes"]
 
 
-def read_usage(answer: TimedResponse) -> int:
-    """Output tokens as vLLM tells its client."""
-    if not answer.events:
-        return int(answer.json()["usage"]["completion_tokens"])
-    lines = [line for line in answer.body.decode().split("data: ") if '"usage"' in line]
-    found = [json.loads(line.split("\n")[0]).get("usage") for line in lines]
-    return int([usage for usage in found if usage][-1]["completion_tokens"])
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
 def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
@@ -49,7 +40,7 @@ def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
     extra = USAGE if stream else {"ignore_eos": True}
     answer, told = call(epd, path=path, stream=stream, max_tokens=12, extra=extra)
 
-    assert told[names.OUTPUT_TOKENS] == read_usage(answer) == 12
+    assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
     assert json.loads(told[names.FINISH_REASONS]) == ["length"]
     assert told[names.TOKEN_TIME_US] >= 30_000
     # All steps after the first token fit into the exchange, as the client saw it.
@@ -61,7 +52,7 @@ def test_several_generations(epd: LiveDeployment) -> None:
     """With n = 2 tokens add up, and the steps are nobody's own."""
     answer, told = call(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
 
-    assert told[names.OUTPUT_TOKENS] == read_usage(answer) == 10
+    assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
     assert json.loads(told[names.FINISH_REASONS]) == ["length"] * 2
     assert names.TOKEN_TIME_US not in told
 
@@ -82,7 +73,7 @@ def test_stop_string(epd: LiveDeployment) -> None:
 
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
     assert json.loads(told[names.FINISH_REASONS]) == ["stop"]
-    assert told[names.OUTPUT_TOKENS] == read_usage(answer) <= 12
+    assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
 
 
 def test_beam_search(epd: LiveDeployment) -> None:

@@ -356,6 +356,24 @@ def sum_reasons_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
     return sums
 
 
+def sum_held_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
+    """Microseconds in queues of all servers by the work that held them, as of reasons."""
+    sums: dict[str, int] = {}
+    for leg in (leg for row in rows for leg in (*row.legs, *row.spare)):
+        for stage in QUEUE_STAGES:
+            for kind, us in divide_by_work(leg.lengths.get(stage, 0)).items():
+                sums[kind] = sums.get(kind, 0) + us
+    return sums
+
+
+def divide_by_work(us: int) -> dict[str, int]:
+    """What held a known request in a queue that long; some kinds are missing, as in most queues."""
+    kinds = ("prefill", "decode", "encoder", "idle")[us % 2 :: 2]
+    first = us // 3
+    found = dict(zip(kinds, (first, us - first), strict=True))
+    return {kind: length for kind, length in found.items() if length}
+
+
 def get_reason(us: int) -> str:
     """Why a known request waited for so long; each queue has one reason."""
     return ("max_num_seqs", "token_budget", "in_step")[us % 3]
@@ -372,7 +390,11 @@ def _build_server_record(
     """What one server records; outermost when no router called it."""
     pieces, at = [], 0
     for name, us in leg.lengths.items():
-        waited: Attributes = {names.QUEUE_REASON: get_reason(us)} if name in QUEUE_STAGES else {}
+        waited: Attributes = {}
+        if name in QUEUE_STAGES:
+            waited[names.QUEUE_REASON] = get_reason(us)
+            held = divide_by_work(us)
+            waited |= {names.name_held_attribute(kind): length for kind, length in held.items()}
         pieces.append(Piece("stage", name, at, at + us, waited))
         if name == "preprocess":
             pieces.append(Piece("part", "tokenize", at, at + us // 2))

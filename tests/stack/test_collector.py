@@ -108,7 +108,8 @@ def test_every_name_is_kept() -> None:
     named = {key: value for key, value in vars(names).items() if isinstance(value, str)}
     said = {value for key, value in named.items() if key.isupper() and "." in value}
     metrics = {names.METRIC_TTFT, names.METRIC_STAGE}
-    metrics |= {names.METRIC_REASON, names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
+    metrics |= {names.METRIC_REASON, names.METRIC_HELD}
+    metrics |= {names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
     metrics |= {names.METRIC_REQUEST, names.METRIC_TOKEN_TIME}
 
     assert said - listed <= metrics
@@ -353,6 +354,47 @@ def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownReq
     assert told == pytest.approx({reason: us / 1e6 for reason, us in wanted.items()})
 
 
+def test_holding_work(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
+    """Each server's queue counts for each kind of work that held it; together they are the queues."""
+    wanted = known_requests.sum_held_us(rows)
+    metric, whole = names.METRIC_HELD, sum(wanted.values()) / 1e6
+    assert whole == pytest.approx(sum(known_requests.sum_reasons_us(rows).values()) / 1e6)
+    wait_until(lambda: front.metrics.sum_field(metric, "sum") >= whole - 1e-6)
+    told = dict.fromkeys(wanted, 0.0)
+    for labels, point in front.metrics.get_series(metric):
+        told[labels[names.HELD_BY_KIND]] += point.sum
+
+    assert told == pytest.approx({kind: us / 1e6 for kind, us in wanted.items()})
+
+
+def test_queue_with_several_reasons(front: CollectorFront) -> None:
+    """Its parts tell the reasons, its own span the work; sums on `ttft` spans and stalls are in neither."""
+    held = {names.name_held_attribute("decode"): 300, names.name_held_attribute("own"): 700}
+    inner = {names.ROLE: "prefill", names.OUTERMOST: False, names.MODEL: "several"}
+    in_queue = {names.STAGE: "prefill.queue"} | held
+    spans = [
+        otlp_requests.build_raw_span(names.TTFT, **inner, **held),
+        otlp_requests.build_raw_span("prefill.queue", us=1000, **inner, **in_queue),
+        otlp_requests.build_raw_span("lora", us=400, **inner, **{names.QUEUE_REASON: "lora"}),
+        otlp_requests.build_raw_span("grammar", us=600, **inner, **{names.QUEUE_REASON: "grammar"}),
+        otlp_requests.build_raw_span(
+            "prefill.stall", us=1000, **inner, **held, **{names.STAGE: "prefill.stall"}
+        ),
+    ]
+    front.send_and_wait(otlp_requests.build_export_request(spans, service="several"))
+
+    for metric, label, sums in (
+        (names.METRIC_REASON, names.QUEUE_REASON, {"lora": 400e-6, "grammar": 600e-6}),
+        (names.METRIC_HELD, names.HELD_BY_KIND, {"decode": 300e-6, "own": 700e-6}),
+    ):
+        wait_until(lambda metric=metric: front.metrics.sum_field(metric, job="several") >= 2)
+        told = {
+            labels[label]: point.sum
+            for labels, point in front.metrics.get_series(metric, job="several")
+        }
+        assert told == pytest.approx(sums)
+
+
 def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Labels are those listed, and no request or trace id is the value of one."""
     ids = {each for row in rows for each in (row.trace_id, row.request_id)}
@@ -362,6 +404,7 @@ def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) 
             *(names.ROLE, names.MODEL, names.ERROR_TYPE, names.STAGE, names.LEG, names.INSTANCE)
         },
         names.METRIC_REASON: {names.ROLE, names.MODEL, names.ERROR_TYPE, names.QUEUE_REASON},
+        names.METRIC_HELD: {names.ROLE, names.MODEL, names.ERROR_TYPE, names.HELD_BY_KIND},
     }
     for metric, labels in allowed.items():
         found = [each for each, _ in front.metrics.get_series(metric)]

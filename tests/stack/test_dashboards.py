@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from grafana.build import panel_kinds, pipeline_queries, series_colors, ttft_queries
+from grafana.build import (
+    panel_kinds,
+    pipeline_queries,
+    series_colors,
+    server_queries,
+    ttft_queries,
+)
 from grafana.build.all_dashboards import Dashboard as Schema
 from grafana.build.all_dashboards import JSONEncoder, render_dashboards
 from lab.stack.program_pins import CHECKOUT
@@ -40,7 +46,8 @@ LABELS = {
         for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)
     ),
     *(ttft_queries.format_label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
-    *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL, ttft_queries.REASON_LABEL),
+    *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL),
+    *(server_queries.REASON_LABEL, server_queries.HELD_LABEL),
     *("job", "instance", "exported_instance", "le", "status_code"),
     *("exporter", "data_type", "policy", "sampled", "leg", "state", "result", "hop"),
     *("role", "server"),  # made by label_join
@@ -73,9 +80,12 @@ def list_known_metrics() -> set[str]:
     ours = {
         ttft_queries.DURATION_METRIC,
         ttft_queries.STAGE_METRIC,
-        ttft_queries.REASON_METRIC,
-        ttft_queries.RECOMPUTED_METRIC,
+        server_queries.REASON_METRIC,
+        server_queries.HELD_METRIC,
+        server_queries.RECOMPUTED_METRIC,
+        server_queries.TOKEN_TIME_METRIC,
         ttft_queries.CONVENTION_METRIC,
+        ttft_queries.REQUEST_METRIC,
     }
     return (
         ours

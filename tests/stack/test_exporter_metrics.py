@@ -24,7 +24,7 @@ from ttft_otel.settings import Settings
 
 METRICS = (
     *(names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION),
-    *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME),
+    *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME, names.METRIC_REASON, names.METRIC_HELD),
 )
 OWN_LABELS = ("instance", "collector.instance.id")
 SeriesSums = dict[tuple[str, frozenset[tuple[str, Any]]], tuple[int, float]]

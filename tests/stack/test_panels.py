@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,8 +23,13 @@ from tests.stack.known_requests import (
     SERVER_ERRORS,
     SLO_MS,
     KnownTruth,
+    build_known_records,
+    sum_held_us,
+    sum_reasons_us,
 )
 from tests.stack.panel_queries import PanelAsker, PanelQuery
+from ttft_otel import names
+from ttft_otel.metric_labels import BUCKET_BOUNDS_S
 
 # Exponential histograms, 16 buckets an octave over what TTFT spans here: as wide as an error can be.
 BUCKET = 2 ** (1 / 16) - 1
@@ -239,6 +245,57 @@ def test_by_instance(filled: FilledStack) -> None:
     assert set(found) == set(served) | routers
     for place, lengths in served.items():
         assert is_near(found[place], sum(lengths) / len(lengths) / 1e6, 0.02), place
+
+
+def test_why_and_behind_what(filled: FilledStack) -> None:
+    """Queues of all servers by reason and by the work that held them: the rows' own shares of one whole."""
+    for title, label, sums in (
+        ("Why requests wait", "ttft_queue_reason", sum_reasons_us(filled.rows)),
+        ("What held waiting requests", "ttft_held_by_kind", sum_held_us(filled.rows)),
+    ):
+        drawn = query_whole_range(build_asker(filled), get_query(title))
+        found = {each["metric"][label]: float(each["value"][1]) for each in drawn}
+        whole, true_whole = sum(found.values()), sum(sums.values())
+        assert set(found) == set(sums)
+        for word, us in sums.items():
+            assert found[word] / whole == pytest.approx(us / true_whole, rel=0.01), word
+        # Requests that wait at one time, over the range: seconds of waiting per second.
+        span = build_asker(filled).end - build_asker(filled).start
+        assert is_near(whole * span, true_whole / 1e6, 0.05), title
+
+
+@pytest.mark.parametrize("share", (0.5, 0.9, 0.99))
+def test_whole_answers(filled: FilledStack, share: float) -> None:
+    """Durations and times per output token are in the convention's bucket of the rows' own quantile."""
+    servers = [
+        (record, record.server)
+        for row in filled.rows
+        for record in (each.record for each in build_known_records(row, 0))
+        if record.server is not None
+    ]
+    for title, metric, values in (
+        (
+            "Request duration",
+            names.METRIC_REQUEST,
+            [each.end for record, each in servers if record.outermost and not each.error],
+        ),
+        (
+            "Time per output token",
+            names.METRIC_TOKEN_TIME,
+            [
+                int(str(each.attributes[names.TOKEN_TIME_US]))
+                for _, each in servers
+                if names.TOKEN_TIME_US in each.attributes
+            ],
+        ),
+    ):
+        ref = f"p{share * 100:.0f}"
+        [drawn] = query_whole_range(build_asker(filled), get_query(title, ref))
+        bounds = (0.0, *BUCKET_BOUNDS_S[metric], math.inf)
+        true = sorted(values)[math.ceil(share * len(values)) - 1] / 1e6
+        (low, high) = next(each for each in pairwise(bounds) if each[0] < true <= each[1])
+        # The bounds themselves: rates round, and a quantile may lie on one.
+        assert low * 0.999 <= float(drawn["value"][1]) <= high * 1.001, (title, true)
 
 
 def test_media_encoded_twice(filled: FilledStack) -> None:

@@ -13,13 +13,13 @@ from typing import Final
 
 from opentelemetry.sdk.metrics.export import MetricsData
 
-from ttft_otel import measurement, names
+from ttft_otel import measurement, names, stages
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.measured_series import Series, TraceExample
 from ttft_otel.exporter.series_registry import SeriesRegistry
 from ttft_otel.exporter.span_writer import list_kind_attributes
-from ttft_otel.measurement import NOT_MEASURED, MeasurementHead
+from ttft_otel.measurement import NOT_MEASURED, Measurement, MeasurementHead, RawMeasurement
 from ttft_otel.metric_labels import METRIC_LABELS, STATUS_LABEL, STATUS_VALUES
 from ttft_otel.record import Attributes, Record, RecordDecodeError
 
@@ -28,15 +28,21 @@ MAX_PLANS: Final = 4096  # heads whose series are known
 
 
 class _Plan:
-    """Where the numbers of one head go. columns: the series of each time; rows: times, not counted yet."""
+    """Where the numbers of one head go.
 
-    __slots__ = ("columns", "head", "recomputed_items", "rows")
+    columns: the series of each time. rows: times, not counted yet. reasons, held: microseconds of queues, not
+    counted yet, by code.
+    """
+
+    __slots__ = ("columns", "head", "held", "reasons", "recomputed_items", "rows")
 
     def __init__(self, head: MeasurementHead, columns: list[list[Series]]) -> None:
         self.head = head
         self.columns = columns
         self.rows: list[tuple[int, ...]] = []
         self.recomputed_items: list[int] = []
+        self.reasons: dict[int, list[int]] = {}
+        self.held: dict[int, list[int]] = {}
 
 
 class RequestMetrics:
@@ -58,7 +64,7 @@ class RequestMetrics:
             for data in batch:
                 try:
                     found = measurement.decode_measurement(data)
-                    self._add_row(bytes(found.head), found.times_us, found.recomputed_items)
+                    self._add_row(bytes(found.head), found)
                 except RecordDecodeError:
                     foreign += 1
             self.counters.add("counted", len(batch) - foreign)
@@ -74,7 +80,7 @@ class RequestMetrics:
         example = TraceExample(int(record.trace_id, 16), int(span_id, 16), time.time_ns())
         with self._lock:
             head = measurement.encode_head(measured.head)
-            plan = self._add_row(head, measured.times_us, measured.recomputed_items)
+            plan = self._add_row(head, measured)
             self.counters.add("counted")
             for column, value_us in zip(plan.columns, measured.times_us, strict=True):
                 for series in column:
@@ -89,19 +95,23 @@ class RequestMetrics:
                 self._plans.clear()
             return self.registry.take_data(time_ns)
 
-    def _add_row(self, head: bytes, times_us: tuple[int, ...], recomputed_items: int) -> _Plan:
+    def _add_row(self, head: bytes, measured: RawMeasurement | Measurement) -> _Plan:
         plan = self._plans.get(head)
         if plan is None:
             plan = self._make_plan(head)
         # The columns are paired with the times by position: one too few would shift all of them.
-        if len(times_us) != len(plan.columns):
+        if len(measured.times_us) != len(plan.columns):
             raise RecordDecodeError("a measurement with more or fewer times than its head has")
         if self._pending_rows >= MAX_PENDING_ROWS:
             self._count_rows()
         self._pending_rows += 1
-        plan.rows.append(times_us)
-        if recomputed_items != NOT_MEASURED:
-            plan.recomputed_items.append(recomputed_items)
+        plan.rows.append(measured.times_us)
+        if measured.recomputed_items != NOT_MEASURED:
+            plan.recomputed_items.append(measured.recomputed_items)
+        for code, length_us in measured.reasons:
+            plan.reasons.setdefault(code, []).append(length_us)
+        for code, length_us in measured.held:
+            plan.held.setdefault(code, []).append(length_us)
         return plan
 
     def _count_rows(self) -> None:
@@ -118,6 +128,18 @@ class RequestMetrics:
                 series = self._find_series(names.METRIC_RECOMPUTED, plan.head, {})
                 self._add_values(series, tuple(plan.recomputed_items))
                 plan.recomputed_items = []
+            self._count_waits(plan)
+
+    def _count_waits(self, plan: _Plan) -> None:
+        """Count the queues' parts; their series are few, and found anew each time."""
+        for metric, label, words, lengths in (
+            (names.METRIC_REASON, names.QUEUE_REASON, stages.WAIT_REASON_NAMES, plan.reasons),
+            (names.METRIC_HELD, names.HELD_BY_KIND, stages.HOLDING_KIND_NAMES, plan.held),
+        ):
+            for code, values_us in lengths.items():
+                series = self._find_series(metric, plan.head, {label: words[code]})
+                self._add_values(series, tuple(values_us))
+            lengths.clear()
 
     def _add_values(self, series: Series, values: tuple[int, ...]) -> None:
         series.add_values(values)

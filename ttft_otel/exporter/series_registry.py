@@ -48,6 +48,12 @@ class _Metric(NamedTuple):
 METRIC_KINDS: Final = {
     names.METRIC_TTFT: _Metric("s", "Time to first token.", ExponentialSeries),
     names.METRIC_STAGE: _Metric("s", "Lengths of the stages of a TTFT.", ExponentialSeries),
+    names.METRIC_REASON: _Metric(
+        "s", "Time in queues, by the reason why a request waited.", ExponentialSeries
+    ),
+    names.METRIC_HELD: _Metric(
+        "s", "Time in queues, by the work that held the engine meanwhile.", ExponentialSeries
+    ),
     names.METRIC_CONVENTION: _Metric("s", "Time to generate first token.", BoundedSeries),
     names.METRIC_REQUEST: _Metric(
         "s", "Duration of requests, to the last byte of the answer.", BoundedSeries

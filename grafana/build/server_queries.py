@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromQL of metrics that every server tells, also those behind a router; stage_panels.py draws them.
+
+`$instance` and `$role` choose outermost servers, hence these are filtered by model alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grafana.build.ttft_queries import (
+    MODEL_LABEL,
+    ROLE_LABEL,
+    bounded_quantile,
+    format_label,
+    histogram_rate,
+)
+from ttft_otel import names
+
+REASON_METRIC: Final = f"{format_label(names.METRIC_REASON)}_seconds"
+HELD_METRIC: Final = f"{format_label(names.METRIC_HELD)}_seconds"
+RECOMPUTED_METRIC: Final = f"{format_label(names.METRIC_RECOMPUTED)}_total"
+TOKEN_TIME_METRIC: Final = f"{format_label(names.METRIC_TOKEN_TIME)}_seconds_bucket"
+REASON_LABEL: Final = format_label(names.QUEUE_REASON)
+HELD_LABEL: Final = format_label(names.HELD_BY_KIND)
+MODEL_SELECTOR: Final = f'{MODEL_LABEL}=~"$model"'
+
+
+def waiting_requests(window: str) -> str:
+    """How many requests wait for each reason, on average: their waiting time per time."""
+    return _count_waiting(REASON_METRIC, REASON_LABEL, window)
+
+
+def held_requests(window: str) -> str:
+    """How many requests wait behind each kind of work, on average; as many as wait for all reasons."""
+    return _count_waiting(HELD_METRIC, HELD_LABEL, window)
+
+
+def _count_waiting(metric: str, label: str, window: str) -> str:
+    return f"sum by ({label}) (histogram_sum({histogram_rate(metric, MODEL_SELECTOR, window)}))"
+
+
+def recomputed_items(window: str) -> str:
+    """Media items that each encoder-cache consumer encoded again."""
+    increase = f"increase({RECOMPUTED_METRIC}{{{MODEL_SELECTOR}}}[{window}])"
+    return f"sum by ({ROLE_LABEL}, instance) ({increase})"
+
+
+def token_time_quantile(part: float, window: str) -> str:
+    """A quantile of the times per output token, interpolated between the convention's bounds."""
+    return bounded_quantile(part, TOKEN_TIME_METRIC, MODEL_SELECTOR, window)
