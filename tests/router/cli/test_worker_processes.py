@@ -10,6 +10,8 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,24 +163,32 @@ def test_one_worker_starts_nothing(tmp_path: Path) -> None:
     fake_instances.run_with_timeout(run_scenario, 2 * TIMEOUT_S)
 
 
+@asynccontextmanager
+async def run_two_workers(
+    folder: Path, permits: asyncio.Semaphore
+) -> AsyncIterator[tuple[FakeInstance, CommandProcess]]:
+    """An instance, each chunk of which needs one of `permits`, and a router with two workers that serve."""
+    async with (
+        fake_instances.run_instance(InstancePlan(permits=permits)) as one,
+        run_command(folder, "--backend", one.url, "--workers", "2") as it,
+    ):
+        await wait_for_workers(it, 2)
+        yield one, it
+
+
 def test_drain(tmp_path: Path) -> None:
     """On SIGTERM streams of all workers go on to their ends; then all of them end with 0."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with (
-            fake_instances.run_instance(plan) as one,
-            run_command(tmp_path, "--backend", one.url, "--workers", "2") as it,
-        ):
-            await wait_for_workers(it, 2)
+        permits = asyncio.Semaphore(0)
+        async with run_two_workers(tmp_path, permits) as (one, it):
             streams = [asyncio.create_task(post_alone(it)) for _ in range(FEW_CLIENTS)]
             while len(one.received) < FEW_CLIENTS:
                 await asyncio.sleep(0.01)
             it.send_signal(signal.SIGTERM)
             await it.wait_for_log("shutting down", 2)
-            assert plan.permits is not None
             for _ in range(2 * FEW_CLIENTS):
-                plan.permits.release()
+                permits.release()
             assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
             assert await it.process.wait() == 0
 
@@ -342,21 +352,16 @@ def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
     """Killed, it can tell them nothing: they drain all the same, and leave the port."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with (
-            fake_instances.run_instance(plan) as one,
-            run_command(tmp_path, "--backend", one.url, "--workers", "2") as it,
-        ):
-            await wait_for_workers(it, 2)
+        permits = asyncio.Semaphore(0)
+        async with run_two_workers(tmp_path, permits) as (one, it):
             pids = list_worker_pids(it)
             stream = asyncio.create_task(post_alone(it))
             while not one.received:
                 await asyncio.sleep(0.01)
             it.send_signal(signal.SIGKILL)
             await it.wait_for_log("the supervisor of the workers is gone", 2)
-            assert plan.permits is not None
-            plan.permits.release()
-            plan.permits.release()
+            permits.release()
+            permits.release()
             assert await stream == 200
             while any(is_running(pid) for pid in pids):
                 await asyncio.sleep(0.05)

@@ -416,15 +416,21 @@ def test_many_instances() -> None:
     assert asyncio.run(run_scenario()) == 10_000
 
 
+@asynccontextmanager
+async def run_history_source() -> AsyncIterator[tuple[InstancePool, PrefixSource]]:
+    """Two instances, and the source that knows what the router has sent them."""
+    here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
+    history = prefixes.build_source("history", block_size=BLOCK_TOKENS)
+    async with run_source(here, history) as source:
+        yield here, source
+
+
 @pytest.mark.parametrize("draining", [False, True])
 def test_history_of_a_process(draining: bool) -> None:
     """What an instance was sent before it failed counts no more: who is back may be another process."""
 
     async def run_scenario() -> None:
-        here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
-        async with run_source(
-            here, prefixes.build_source("history", block_size=BLOCK_TOKENS)
-        ) as source:
+        async with run_history_source() as (here, source):
             one, two = here
             for each in here:
                 source.index.record_served(each.url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
@@ -446,10 +452,7 @@ def test_gone() -> None:
     """A request that was still under way at an instance that is gone brings nothing of it back."""
 
     async def run_scenario() -> None:
-        here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
-        async with run_source(
-            here, prefixes.build_source("history", block_size=BLOCK_TOKENS)
-        ) as source:
+        async with run_history_source() as (here, source):
             gone, stays = here
             here.remove_instance(gone)
             source.sync_instances()
