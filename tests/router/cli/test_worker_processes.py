@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--workers` as processes: one router to clients and operators, also while workers are killed."""
+"""`--workers` as real processes: clients and operators see one router, also while workers are killed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def post_alone(it: CommandProcess, request_id: str = "") -> int:
 
 @pytest.mark.slow
 def test_one_router(tmp_path: Path) -> None:
-    """Whoever is asked: reports and metrics of all; SIGHUP reaches all, SIGTERM drains all."""
+    """Reports and metrics are those of all workers; SIGHUP reloads and SIGTERM drains all of them."""
 
     async def run_scenario() -> None:
         file = tmp_path / "router.yaml"
@@ -130,7 +130,7 @@ def describe_process(pid: int, folder: Path) -> dict[str, Any]:
 
 
 def test_one_worker_starts_nothing(tmp_path: Path) -> None:
-    """No process, thread, socket, file or shared memory more than without the flag; two have them all."""
+    """--workers 1 needs no process, thread, socket, file or shared memory more than no flag; 2 do."""
 
     async def describe(*flags: str) -> dict[str, Any]:
         # Not tmp_path, in which a socket's path would be too long.
@@ -177,7 +177,7 @@ async def run_two_workers(
 
 
 def test_drain(tmp_path: Path) -> None:
-    """On SIGTERM streams of all workers go on to their ends; then all of them end with 0."""
+    """After SIGTERM the open streams of all workers are completed, then all processes end with status 0."""
 
     async def run_scenario() -> None:
         permits = asyncio.Semaphore(0)
@@ -203,7 +203,7 @@ async def list_instances(it: CommandProcess, admin: str) -> dict[str, Any]:
 
 
 def test_orders_reach_all(tmp_path: Path) -> None:
-    """An instance added at one worker is in all of them, and in the successor of one that was killed."""
+    """An instance added through one worker is known to all, and to the successor of a killed worker."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
@@ -235,7 +235,7 @@ def test_orders_reach_all(tmp_path: Path) -> None:
 
 
 def signal_worker(pid: int) -> None:
-    """Kill a worker, which can say nothing any more."""
+    """Kill a worker with SIGKILL."""
     os.kill(pid, signal.SIGKILL)
 
 
@@ -252,7 +252,7 @@ def signal_worker(pid: int) -> None:
 def test_workers_are_killed_under_load(
     tmp_path: Path, policy: str, workers: int, kills: int
 ) -> None:
-    """Killed at random: replaced and said, no request sent twice, nothing left in anybody's books."""
+    """Killed workers are replaced and logged; no request is sent twice; load counts return to 0."""
     flags = ("--routing-logic", policy, "--workers", str(workers))
 
     async def run_scenario() -> None:
@@ -301,12 +301,12 @@ async def kill_meanwhile(
 
 
 def count_requests(instance: FakeInstance) -> Counter[str]:
-    """How often it got each request."""
+    """How often the instance received each request ID."""
     return Counter(each.headers[names.REQUEST_HEADER] for each in instance.received)
 
 
 async def wait_until_empty(it: CommandProcess, admin: str) -> None:
-    """Wait until each worker knows of nothing under way."""
+    """Wait until each worker counts no request in flight."""
     await wait_for_load(it, admin, 0)
     for _ in range(10):
         found = await list_instances(it, admin)
@@ -324,7 +324,7 @@ async def wait_for_load(it: CommandProcess, admin: str, in_flight: int) -> None:
 
 
 def test_load_is_shared(tmp_path: Path) -> None:
-    """Streams that stay open are spread evenly, whichever worker gets them."""
+    """Open streams are spread evenly over instances, whichever worker accepts them."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(permits=asyncio.Semaphore(0))
@@ -349,7 +349,7 @@ def test_load_is_shared(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
-    """Killed, it can tell them nothing: they drain all the same, and leave the port."""
+    """When the supervisor is killed, workers finish their streams, end, and free the port."""
 
     async def run_scenario() -> None:
         permits = asyncio.Semaphore(0)
@@ -378,7 +378,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_used_port(tmp_path: Path) -> None:
-    """It is said by the supervisor, before any worker starts."""
+    """The supervisor reports a port that is in use, before it starts any worker."""
     with fake_instances.open_listening_socket() as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
