@@ -43,7 +43,10 @@ MAX_STEP_US: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An event whose host time is known to half of `width_us`."""
+    """A CUDA event whose time on the host's clock is known.
+
+    at_us: that time, the middle of an interval. width_us: the interval's length.
+    """
 
     event: Any
     at_us: float

@@ -34,7 +34,10 @@ START_TIMEOUT_S: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """When it is sent, and its lengths."""
+    """One request of the load.
+
+    at_s: when it is sent, seconds after the first one. tokens: of its prompt. answer: tokens to generate.
+    """
 
     at_s: float
     tokens: int

@@ -51,6 +51,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
         "guard",
         "otlp_exporter",
         "child_command",
+        "command_options",
         "metric_labels",
     ),
 }

@@ -69,7 +69,10 @@ class TargetResult:
 
 @dataclass(frozen=True, slots=True)
 class FieldResult:
-    """A field that hooks read; `without` says what goes wrong when it is lost."""
+    """Where a field that hooks read is in vLLM's sources.
+
+    without: what goes wrong when it is not there.
+    """
 
     place: PlaceResult
     without: str

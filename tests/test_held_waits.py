@@ -6,6 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.test_wait_reasons import PIECES, QUEUE
 from ttft_otel import carrier, names
 from ttft_otel.breakdown import Breakdown
 from ttft_otel.context import start_context
@@ -16,13 +17,6 @@ from ttft_otel.request_trace import RequestTrace
 from ttft_otel.settings import Settings
 from ttft_otel.stages import STALL_STAGE
 
-QUEUE = "prefill.queue"
-PIECES = [
-    ("ipc", 0, 100),
-    (QUEUE, 100, 400),
-    ("prefill.compute", 400, 500),
-    (STALL_STAGE, 500, 600),
-]
 # From 50 on: 100 us of prompts, 200 us half prompts and half answers, nothing, own and others.
 SEGMENTS = [50, 100, 100, 0, 0, 0, 200, 100, 100, 0, 0, 140, 0, 0, 0, 0, 120, 60, 0, 0, 60]
 TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"

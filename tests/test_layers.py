@@ -18,7 +18,7 @@ MAX_LINES = 300
 # The order of ttft_otel/__init__.py's docstring; a unit is a file or a folder of the package.
 WORDS = (
     *("stages", "names", "endpoints", "clock", "settings", "guard", "otlp_exporter"),
-    *("child_command", "metric_labels"),
+    *("child_command", "command_options", "metric_labels"),
 )
 SHAPE = ("record",)
 HOT = (

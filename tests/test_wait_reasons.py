@@ -18,7 +18,7 @@ from ttft_otel.wait_reasons import MAX_SLICES, ReasonSlice, divide_waits
 
 KV, TOKENS = WAIT_REASON_NAMES.index("kv_blocks"), WAIT_REASON_NAMES.index("token_budget")
 QUEUE = "prefill.queue"
-PIECES = [
+PIECES = [  # name, start and end in us; test_held_waits.py divides the same ones
     ("ipc", 0, 100),
     (QUEUE, 100, 400),
     ("prefill.compute", 400, 500),

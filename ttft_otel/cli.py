@@ -19,7 +19,10 @@ from ttft_otel import __version__
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """A row of the subcommands: its module, the pip extra it needs, its help, its click command."""
+    """One subcommand, which is imported when it is called.
+
+    extra: the pip extra that it needs, "" without one. command: the name of its click command in `module`.
+    """
 
     module: str
     extra: str

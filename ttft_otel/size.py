@@ -69,7 +69,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The answer; bytes are OTLP before compression, cores are those of one busy core of the benchmarks."""
+    """What a load costs to trace, to store and to process.
+
+    Bytes are OTLP before compression; a core is one of the machine that the benchmarks ran on.
+    """
 
     spans_per_s: float
     otlp_bytes_per_s: float

@@ -29,7 +29,10 @@ STOP_TIMEOUT_S: Final = 10.0
 
 @dataclass(slots=True)
 class PartStatus:
-    """One part on the screen and in `status --json`."""
+    """State of one program of the stack, as the screen and `status --json` show it.
+
+    note: what it does, and how long its start took.
+    """
 
     name: str
     url: str

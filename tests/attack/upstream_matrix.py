@@ -34,7 +34,11 @@ CHAT_PATH: Final = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class FaultCell:
-    """One cell: the leg's instance with the fault gets the request's first or second attempt there."""
+    """One combination of the matrix.
+
+    fault: what the instance does wrong. leg: which of the request's legs it serves. form: streamed or not.
+    attempt: whether the request's first or second attempt at that leg meets it.
+    """
 
     fault: str
     leg: str

@@ -131,6 +131,11 @@ def make_span(
     )
 
 
+def name_stages(lengths: dict[str, int]) -> dict[str, int]:
+    """The attributes of stages with these lengths in us."""
+    return {names.name_stage_attribute(stage): us for stage, us in lengths.items()}
+
+
 def test_read_recording() -> None:
     """A routed request's engine, tokens, end of the answer and settings are read from its spans."""
     leg = {
@@ -143,30 +148,28 @@ def test_read_recording() -> None:
         names.STEP_TOKENS: 60,
         names.OWN_TOKENS: 24,
         names.RANK: 1,
-        **{
-            names.name_stage_attribute(stage): us
-            for stage, us in {
+        **name_stages(
+            {
                 "preprocess": 100,
                 "prefill.queue": 200,
                 "prefill.compute": 500,
                 "output": 100,
-            }.items()
-        },
+            }
+        ),
     }
     router = {
         names.ROLE: "router",
         names.OUTERMOST: True,
         names.TOTAL_US: 1000,
-        **{
-            names.name_stage_attribute(stage): us
-            for stage, us in {
+        **name_stages(
+            {
                 "router.hop.mono": 100,
                 "mono.preprocess": 100,
                 "mono.prefill.queue": 200,
                 "mono.prefill.compute": 500,
                 "mono.output": 100,
-            }.items()
-        },
+            }
+        ),
     }
     resource = {"service.instance.id": "chat-1", names.ENGINE_MAX_SEQS: 64, names.ENGINE_ASYNC: 0}
     call = {names.LEG: "mono", names.POLICY: "least_requests"}

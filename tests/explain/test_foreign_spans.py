@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from tests.explain.test_explain_command import make_record, name_window
+from tests.explain.test_explain_command import WINDOW, make_record
 from ttft_otel import cli, names
 from ttft_otel.exporter import span_builder
 from ttft_otel.report import otlp_decoder
@@ -71,9 +71,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ["explain"],
         ["explain", "--slo", "300"],  # refused, with the IDs of the late ones
         ["explain", "--trace", f"{17:032x}"],
-        ["diff", "--a", name_window(), "--b", name_window()],
+        ["diff", "--a", WINDOW, "--b", WINDOW],
         ["diff", "--by", "service.version", "--a", "7", "--b", "8"],  # refused, with the values
-        ["whatif", "--since", name_window()],  # refused, with the instance's name
+        ["whatif", "--since", WINDOW],  # refused, with the instance's name
     ],
 )
 def test_no_controls(database: Path, words: list[str], form: list[str]) -> None:

@@ -89,12 +89,9 @@ def test_one_trace_for_many(tmp_path: Path) -> None:
         else make_record(number)
         for number in range(COUNT)
     ]
-    resource = Resource({"service.name": "vllm", "service.instance.id": "chat-0"})
-    spans = [span for each in records for span in span_builder.build_spans(each, resource)]
-    store = SpanStore(tmp_path / "shared.db")
-    store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
-    store.close()
-    told = json.loads(run_explain(store.path, "--slo", "150", "--json").stdout)
+    spans = build_spans(records, {"service.instance.id": "chat-0"})
+    path = store_spans(tmp_path / "shared.db", spans)
+    told = json.loads(run_explain(path, "--slo", "150", "--json").stdout)
     late = told["requests"]["late"]
     assert late == 13
     assert [(each["ms"], each["delayed"]) for each in told["held"]["holders"]] == [

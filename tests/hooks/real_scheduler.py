@@ -137,6 +137,12 @@ class SchedulerDriver:
         self.scheduler.add_request(request)
         return request
 
+    def queue_behind(self, answer: int) -> None:
+        """The request `first`, in its first step of so many tokens; then `second` comes, and waits."""
+        self.add("first", answer=answer)
+        self.step()
+        self.add("second")
+
     def build(
         self,
         name: str,

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ttft_otel.hooks import held_steps, holders, vllm_fields
 from ttft_otel.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
 
 from . import blame_reference
 from .fakes import FakeEngineCore, clear_waiting, make_request
+from .scheduler_events import with_any_events
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MakeDriver = Callable[..., Any]
@@ -59,9 +58,7 @@ def test_long_prompt(drive: MakeDriver) -> None:
 def test_decoding(drive: MakeDriver) -> None:
     """One place: who decodes has held it, though it has ended when the wait ends."""
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=40)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(40)
     driver.run_until_answered("second")
 
     assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 390_000}
@@ -136,9 +133,7 @@ def test_aborted(drive: MakeDriver) -> None:
     from ttft_otel.hooks import scheduler
 
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=20)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(20)
     driver.step()
     driver.begin_step()
     driver.clock.tick(2_500)
@@ -231,27 +226,8 @@ def check_blame(driver: Any, name: str) -> None:
     assert len(told) >= len(expected)
 
 
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["add", "add", "other", "image", "step", "step", "begin", "abort", "pause"]
-        ),
-        st.integers(1, 400),
-        st.integers(0, 3_000),
-    ),
-    min_size=5,
-    max_size=60,
-)
-
-
 @pytest.mark.parametrize("overlapping", [False, True])
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(events=EVENTS, places=st.integers(1, 4), tokens=st.sampled_from([32, 64, 512]))
+@with_any_events(["add", "add", "other", "image", "step", "step", "begin", "abort", "pause"])
 def test_any_steps(
     drive: MakeDriver,
     overlapping: bool,

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ttft_otel.hooks import ec_connectors, held_steps, scheduler, waiting, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
@@ -18,6 +16,7 @@ from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE
 from ttft_otel.wait_reasons import divide_waits
 
 from .fakes import clear_waiting
+from .scheduler_events import with_any_events
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MakeDriver = Callable[..., Any]
@@ -49,9 +48,7 @@ def test_in_step(drive: MakeDriver) -> None:
 def test_max_num_seqs(drive: MakeDriver) -> None:
     """One place: the second request waits for the end of the first one's answer."""
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=40)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(40)
     driver.run_until_answered("second")
 
     assert_reason(driver, "second", "max_num_seqs")
@@ -233,9 +230,7 @@ def test_paused_while_waiting(drive: MakeDriver) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=8)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(8)
     for _ in range(3):
         driver.step()
     driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -271,9 +266,7 @@ def test_two_at_once(drive: MakeDriver) -> None:
 def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler with none of the fields: the reason is "other", and nothing is raised."""
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=20)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(20)
     real = driver.scheduler
     output = SimpleNamespace(
         scheduled_new_reqs=[], num_scheduled_tokens={}, total_num_scheduled_tokens=0
@@ -311,24 +304,7 @@ def test_untraced(drive: MakeDriver) -> None:
     assert not (waiting.arrived or waiting.waiting_requests or waiting._times)
 
 
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "step", "pause", "resume", "abort", "image"]),
-        st.integers(1, 400),
-        st.integers(0, 3_000),
-    ),
-    min_size=5,
-    max_size=60,
-)
-
-
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(events=EVENTS, places=st.integers(1, 4), tokens=st.sampled_from([32, 64, 512]))
+@with_any_events(["add", "step", "pause", "resume", "abort", "image"])
 def test_sums(
     drive: MakeDriver, events: list[tuple[str, int, int]], places: int, tokens: int
 ) -> None:

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_turnaround(drive: MakeDriver) -> None:
     """What passes until the next step is scheduled is the step's before, also for one that ended with it."""
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=10)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(10)
     while "second" not in driver.headers:
         driver.step(idle_us=700)
 
@@ -45,9 +43,7 @@ def test_came_in_a_turnaround(drive: MakeDriver) -> None:
 def test_pause(drive: MakeDriver) -> None:
     """A pause between two steps is nobody's, nor is the turnaround before it."""
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=10)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(10)
     driver.step()
     driver.clock.tick(300)
     driver.pause(5_000)
@@ -60,9 +56,7 @@ def test_pause(drive: MakeDriver) -> None:
 def test_nothing_schedulable(drive: MakeDriver) -> None:
     """Of steps that schedule nothing all is idle, also until the next one."""
     driver = drive(max_num_seqs=1)
-    driver.add("first", answer=10)
-    driver.step()
-    driver.add("second")
+    driver.queue_behind(10)
     driver.step()
     limit = driver.scheduler.max_num_scheduled_tokens
     driver.scheduler.max_num_scheduled_tokens = 0

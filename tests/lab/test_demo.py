@@ -160,7 +160,7 @@ def test_one_microsecond(key: str, by: int, word: str) -> None:
 
 
 def test_what_was_encoded_twice_is_a_fault() -> None:
-    """An image that PD encoded although E had: how many, and where the remedy stands."""
+    """An image that PD encoded again although E had is a fault, with number and remedy."""
     spans = build_routed_spans()
     again = {**spans[-1].attributes, names.EC_RECOMPUTED_ITEMS: 2}
     none = {**spans[-1].attributes, names.EC_RECOMPUTED_ITEMS: 0}
@@ -177,7 +177,7 @@ def test_what_was_encoded_twice_is_a_fault() -> None:
 
 
 def test_clean(tmp_path: Path) -> None:
-    """Files of an earlier demo go, other people's stay."""
+    """Files of an earlier demo are removed, others are kept."""
     for name in ("report.json", "spans.db-wal", "mine.txt"):
         (tmp_path / name).touch()
     (tmp_path / "logs").mkdir()
@@ -188,7 +188,7 @@ def test_clean(tmp_path: Path) -> None:
 
 
 def test_schema() -> None:
-    """A report of another shape is not passed off as one."""
+    """A report that does not match its schema is refused."""
     line = dict.fromkeys(("p50", "p95", "p99", "mean"), 1.0) | {"count": 1}
     summary = {
         **{"count": 1, "failed": 0, "closed": True, "ttft": line, "missing": [], "by_kind": {}},

@@ -59,7 +59,7 @@ def test_events_measure_host_time_and_return_to_the_pool(guest: Any) -> None:
 def test_only_an_idle_engine_rests(
     guest: Any, monkeypatch: pytest.MonkeyPatch, what: str, producer: bool
 ) -> None:
-    """It wants the next step at once if something is under way or a peer asks, else after a rest."""
+    """With work under way or a peer's question the next step runs at once, else after a pause."""
     now = [100.0]
     monkeypatch.setattr(guest, "time", SimpleNamespace(monotonic=lambda: now[0]))
     module: Any = ModuleType("scheduler")
@@ -82,7 +82,7 @@ def test_only_an_idle_engine_rests(
 
 
 def test_a_waiting_engine_looks_up_and_takes_a_request_at_once(guest: Any) -> None:
-    """Its queue is empty after a while, as vLLM expects of a queue that does not block."""
+    """An idle engine's get() raises Empty after a while instead of blocking; a request is taken at once."""
 
     core = SimpleNamespace(input_queue=queue.Queue())
     module: Any = ModuleType("core")
@@ -101,7 +101,7 @@ def test_a_waiting_engine_looks_up_and_takes_a_request_at_once(guest: Any) -> No
 
 
 def test_the_region_leaves_no_file_behind(guest: Any, tmp_path: Path) -> None:
-    """The first of scheduler and worker makes it, the second takes its name away."""
+    """Scheduler and worker share one memory region; its file is unlinked once both have it."""
     path = tmp_path / "region"
 
     def open_region(region: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is brought to a machine with a GPU: pieces are packed, measured, unpacked and refused as told."""
+"""The pieces for a machine with a GPU are packed, measured, unpacked, and refused with a remedy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_parts_of_a_remote_wheel(index: str, tmp_path: Path) -> None:
 
 
 def test_index_without_ranges(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index that would send 300 MB for each question is named, not endured."""
+    """A package index without range requests is refused with its name."""
     monkeypatch.setattr(RangeHandler, "gives_ranges", False)
 
     with pytest.raises(SystemExit, match="no byte ranges"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering delays: the control file, the guest that obeys it, and its hook into imports."""
+"""Injected delays: the control file, the module in the server that obeys it, and its import hook."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_since(control: injection.InjectionControl, guest: InjectGuest) -> None:
 
 
 def test_broken(control: injection.InjectionControl, guest: InjectGuest) -> None:
-    """A file that cannot be read leaves things as they were."""
+    """An unreadable control file leaves the delays as they were."""
     control.set_injections({"sample": 4})
     guest.control.read()
     control.path.write_text("{", encoding="utf-8")

@@ -89,7 +89,7 @@ def test_timeout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """A caller that is terminated or interrupted takes its servers with it."""
+    """A caller that gets SIGTERM or SIGINT stops its servers."""
     fake = build_command()
     caller = (
         "import sys; from pathlib import Path\n"

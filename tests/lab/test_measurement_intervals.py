@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on repeated measurements: noise alone is accepted, a wrong number never is."""
+"""Verdicts on repeated measurements: noise alone passes, a wrong number fails."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_a_stage_that_is_wrong_by_twice_the_tolerance_fails(wrong: float) -> Non
 
 
 def test_what_is_too_noisy_to_tell_fails_and_says_so() -> None:
-    """Intervals as wide as the delay could hide all of it."""
+    """An interval as wide as the delay fails, with the noise as reason."""
     with pytest.raises(AssertionError, match="too wide to tell"):
         measure_until_decided(make_rounds(1, 150.0), get_tolerance)
 
 
 def test_what_is_inside_open_limits_may_be_as_wide_as_it_is() -> None:
-    """At least so much, and it was far more each time: nothing is left to tell."""
+    """With a lower limit only, an interval far above it passes however wide it is."""
     tolerance = ErrorTolerance(-6.0, math.inf, 10.0)
 
     assert tolerance.explain_failure(MedianInterval(90.0, 70.0, 110.0)) == ""
@@ -86,13 +86,13 @@ def test_what_is_inside_open_limits_may_be_as_wide_as_it_is() -> None:
 
 
 def test_a_failure_names_the_stage_its_interval_and_the_limits() -> None:
-    """Who reads it must not have to measure again."""
+    """The failure's text has the stage, its interval and the limits."""
     with pytest.raises(AssertionError, match=r"dispatch: \+5\.\d+ \[.* ms is outside -2\.00 to"):
         measure_until_decided(make_rounds(1, 0.1, dispatch=5.0), get_tolerance)
 
 
 def test_quiet_measurements_take_the_fewest_rounds() -> None:
-    """Nothing is measured longer than it has to be."""
+    """Without noise the smallest number of rounds decides."""
     assert len(measure_until_decided(make_rounds(1, 0.1), get_tolerance)) == evidence.MIN_ROUNDS
 
 

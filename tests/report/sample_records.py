@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as the exporter would send them: Records in, real SDK spans out; the tests' raw material."""
+"""Records of sample requests, and the spans that the exporter makes of them; for the report's tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of marks that another clock took is told below the figures when it is worth a word."""
+"""The error of marks taken on another host's clock is shown below the figures when it is large."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store_request(path: Path, error_us: int) -> tuple[Request, StoredTrace]:
 
 @pytest.mark.parametrize(("error_us", "said"), [(1900, True), (NOTABLE_ERROR_US, False)])
 def test_told(tmp_path: Path, error_us: int, said: bool) -> None:
-    """By terminal and pages, over many requests and for one; not while it is small."""
+    """Terminal and pages show it, for many requests and for one; not while it is small."""
     request, trace = store_request(tmp_path / "spans.db", error_us)
     console = Console(file=io.StringIO(), width=200)
     terminal.print_summary([request], console)

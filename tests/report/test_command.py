@@ -67,7 +67,7 @@ def test_one(stored_database: Path, width: int) -> None:
 
 
 def test_json(stored_database: Path) -> None:
-    """--json gives one request's original report, or all requests with their summary."""
+    """--json prints one request's report, or all requests with their summary."""
     one = json.loads(
         run_command("report", "--db", str(stored_database), "--request", "two", "--json").output
     )
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text(stored_database: Path, words: tuple[str, ...]) -
 
 
 def test_remedies(stored_database: Path, tmp_path: Path) -> None:
-    """What is not there is said with what to do."""
+    """For what is not stored the error says what to do."""
     nothing = run_command("report", "--db", str(tmp_path / "none.db"))
     assert nothing.exit_code == 1 and "ttft-otel serve" in nothing.output
     unknown = run_command("report", "--db", str(stored_database), "--request", "nobody")
@@ -125,7 +125,7 @@ def test_remedies(stored_database: Path, tmp_path: Path) -> None:
 
 
 def test_export(stored_database: Path) -> None:
-    """report.json keeps to its schema, joins the client's numbers, and closes."""
+    """report.json keeps to its schema, has the client's own measurements, and its sums close."""
     client = report_files.read_measurements(
         [
             {"request_id": "chatcmpl-one", "kind": "image", "client_ttft_ms": 151.0, "ignored": 1},
@@ -163,7 +163,7 @@ def find_free_port() -> int:
 
 
 def test_serve(tmp_path: Path) -> None:
-    """The command starts, says where it is, takes spans, and ends on SIGTERM with all on disk."""
+    """The command starts, prints its addresses, stores spans, and on SIGTERM has all of them on disk."""
     port, database = find_free_port(), tmp_path / "spans.db"
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
     words = ["serve", "--http-port", str(port), "--grpc-port", "0", "--db", str(database)]
@@ -196,7 +196,7 @@ def test_serve(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "host.example"])
 def test_other_machines(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address that other machines reach needs a word of consent, because nobody is asked for a key."""
+    """An address that other machines can reach needs --insecure."""
     started: list[str] = []
     monkeypatch.setattr(serve, "run_server", lambda options, _: started.append(options.host))
     words = ("serve", "--db", str(tmp_path / "spans.db"), "--host")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An outage in the report: what got no first token, for whatever reason, moves no percentile."""
+"""Requests without a first token, as in an outage, change no percentile and no mean of the report."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_percentiles_are_those_of_first_tokens(summary: Any) -> None:
 
 
 def test_ends_are_counted_by_whose_doing(summary: Any) -> None:
-    """Failed are all others, of which clients left and requests were refused."""
+    """All others count as failed, with those that the client ended or the router refused apart."""
     counts = {error: sum(pair) for error, pair in ENDS.items()}
 
     assert summary["failed"] == sum(counts.values()) + 1

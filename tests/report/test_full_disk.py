@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ttft-otel serve` on a disk that is full: it says so, loses nothing that it confirmed, and goes on."""
+"""`ttft-otel serve` on a full disk: exports get 503, confirmed spans stay, and it recovers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def make_batch(number: int) -> bytes:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """503 and said in /healthz while it is full; confirmed spans stay; all is well once there is room."""
+    """While the disk is full exports get 503 and /healthz says so; confirmed spans stay; then it recovers."""
     with run_disk_server(tmp_path) as server:
         assert server.fetch("/v1/traces", make_batch(0))[0] == 200
         server.fill_disk()

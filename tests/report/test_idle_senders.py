@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Senders that open, begin and wait: they cost an honest export nothing, and hold a bounded memory."""
+"""Senders that open connections or begin exports and then wait: others are served, memory is bounded."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_idle_senders(
 
 
 def test_half_bodies(report_server: RunningServer) -> None:
-    """Half bodies of more bytes than the receiver holds give way to an export."""
+    """Unfinished bodies that fill the receiver's memory are dropped for a complete export."""
     count = 2 * receiver.BodyBudget().max_bytes // MAX_BODY_BYTES
     senders: list[socket.socket] = []
     for _ in range(count):
@@ -135,7 +135,7 @@ def test_half_bodies(report_server: RunningServer) -> None:
 
 
 def test_budget() -> None:
-    """The largest body that is arriving gives way, of equal ones the oldest; complete ones stay."""
+    """The largest unfinished body is dropped first, of equal ones the oldest; complete ones are kept."""
     budget = BodyBudget(max_bytes=100)
     with budget.hold_body() as complete, budget.hold_body() as old, budget.hold_body() as young:
         budget.extend_body(complete, b"c" * 50)
@@ -177,7 +177,7 @@ def test_half_heads(
 
 
 def test_many_connections(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound connections that wait are closed, and a new one is served."""
+    """Beyond the limit idle connections are closed, and a new one is served."""
     monkeypatch.setattr(waiting_connections, "MAX_CONNECTIONS", 10)
     with contextlib.ExitStack() as stack:
         senders = [stack.enter_context(sender) for sender in open_senders(report_server, b"", 30)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: it renders, it escapes, it loads nothing from elsewhere, and it says what is missing."""
+"""The report's pages: complete, escaped, self-contained, and clear about what is missing."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_trace(report_server: RunningServer) -> None:
 
 
 def test_no_token(report_server: RunningServer) -> None:
-    """A trace of other people's spans is shown, and says that no first token is in it."""
+    """A trace without any span of ours is shown, with a note that it has no first token."""
     record = replace_ttft(sample_records.make_leg_record("mono", {"sample": 5}))
     store_records(report_server, [record])
     status, text, _ = fetch_page(report_server, f"/trace/{record.trace_id}")
@@ -130,7 +130,7 @@ def replace_ttft(record: Record) -> Record:
 
 
 def test_policy(report_server: RunningServer) -> None:
-    """Nothing on the page needs what its policy forbids: no inline style or script, no foreign URL."""
+    """Pages keep to their Content-Security-Policy: no inline style or script, no foreign URL."""
     records = sample_records.make_routed_records("far")
     store_records(report_server, records)
     for path in ("/", f"/trace/{records[0].trace_id}"):
@@ -216,7 +216,7 @@ def test_window(store: SpanStore) -> None:
 
 
 def test_numbers() -> None:
-    """Durations are short for people, exact where they are to be added up."""
+    """Durations are rounded for reading, and exact where they are to be added up."""
     assert [pages.format_duration(us) for us in (7, 1234, 123_456, 1_234_567)] == [
         *("7 µs", "1.23 ms", "123.5 ms", "1.23 s")
     ]

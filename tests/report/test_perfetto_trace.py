@@ -147,14 +147,14 @@ def test_a_track_is_used_again() -> None:
 
 
 def test_a_clock_that_is_behind() -> None:
-    """A child that seems to begin before its parent, on another host, is drawn where its clock says."""
+    """A child whose host's clock is behind is drawn where that clock says."""
     drawn = draw_spans(make_span("call", 50, 90), make_span("work", 10, 20, "call", host="b"))
     assert (drawn["work"]["ts"], drawn["call"]["ts"]) == (0.0, 40_000.0)
     assert drawn["work"]["pid"] != drawn["call"]["pid"]
 
 
 def test_remedies(database: Path, tmp_path: Path) -> None:
-    """What cannot be written, or is not there, is said in a sentence; nothing is overwritten for it."""
+    """What is not stored or cannot be written is an error; no file is overwritten."""
     for words, told in (
         (["--perfetto", str(tmp_path / "no" / "such.json")], "cannot write"),
         (["--perfetto", str(tmp_path / "a.json"), "--request", "nobody"], "nothing is stored"),

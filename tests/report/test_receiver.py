@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver, as real exporters and as broken senders see it."""
+"""The OTLP receiver with the SDK's exporters and with broken senders."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def test_api(report_server: RunningServer) -> None:
 
 
 def test_slow(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body that never ends is given up, so that it holds no place for ever."""
+    """A body that never ends is given up after a time."""
     monkeypatch.setattr(receiver, "MAX_READ_S", 0.3)
     with socket.create_connection(("127.0.0.1", report_server.doors.http), timeout=10) as slow:
         slow.sendall(
@@ -398,7 +398,7 @@ def test_slow(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_our_own_error(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of ours while writing is told to the sender as temporary; the writer lives on."""
+    """An error of ours while writing is temporary to the sender; the writer keeps running."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
     data = encode_spans(
         sample_records.make_spans([sample_records.make_leg_record("mono", {"sample": 5})])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Media that was encoded twice is told by terminal, page and JSON, with the instance and the remedy."""
+"""Media encoded twice: terminal, pages and JSON have number, instance and remedy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_sentence_names_what_to_check() -> None:
 
 
 def test_the_terminal_says_it_once(tmp_path: Path) -> None:
-    """Below the percentiles and below a waterfall, and not at all where nothing was encoded twice."""
+    """The sentence stands below percentiles and waterfalls, and is absent where the number is 0."""
     path = tmp_path / "spans.db"
     twice, once = store_requests(path, 2, 0)
     shown = []

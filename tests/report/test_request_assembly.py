@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which legs belong to which request, with and without a router of ours, in any order."""
+"""Which spans belong to which request, with and without our router, in any order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_detail(detail: str) -> None:
 
 
 def test_lost_client_span() -> None:
-    """A leg whose way up is broken is found by its time."""
+    """A leg whose client span is missing is assigned by its time."""
     records = sample_records.make_routed_records("a")
     calls = frozenset(call.span_id for call in records[-1].calls)
     (request,) = assemble_records(records, calls)
@@ -147,7 +147,7 @@ def test_encoder_only() -> None:
 
 
 def test_loop_of_parents() -> None:
-    """Spans that are each other's parents neither hang nor vanish."""
+    """Spans that name each other as parents neither block the assembly nor get lost."""
     records = sample_records.make_routed_records("a")
     spans = sample_records.make_stored_spans(records)
     parents = {span.span_id: spans[(n + 1) % len(spans)].span_id for n, span in enumerate(spans)}

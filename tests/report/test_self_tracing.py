@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""serve's own traces: pages and API only, and only where the operator asked."""
+"""Traces of `ttft-otel serve` itself: pages and API only, and only where an endpoint is configured."""
 
 from __future__ import annotations
 

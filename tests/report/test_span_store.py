@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store: idempotent, bounded, readable while it is written."""
+"""The span store: repeated exports change nothing, size and age are limited, readers do not wait."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_readers(store: SpanStore) -> None:
 
 
 def test_overflow(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the disk is too slow a batch is refused at once, never kept without a bound."""
+    """When the disk is too slow a batch is refused at once instead of being queued without limit."""
     lock = sqlite3.connect(store.path, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     span = sample_records.make_stored_spans([sample_records.make_leg_record("mono", {"sample": 5})])
@@ -153,7 +153,7 @@ def test_overflow(store: SpanStore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closed(store: SpanStore) -> None:
-    """What waits is written at the end; what comes later is refused."""
+    """At the end what is queued is written; later batches are refused."""
     done = store.add(sample_records.make_stored_spans(sample_records.make_routed_records("r1")))
     store.close()
     store.close()
@@ -163,7 +163,7 @@ def test_closed(store: SpanStore) -> None:
 
 
 def test_schema(tmp_path: Path) -> None:
-    """A file of another version, no database, or no file at all: each with its remedy."""
+    """A file of another schema version, of no database, or none at all: each has its own remedy."""
     other = tmp_path / "other.db"
     with sqlite3.connect(other) as connection:
         connection.execute("PRAGMA user_version=99")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sender can make the database hold: bytes for each byte received, traces, and their age."""
+"""Limits of what a sender can make the database hold: bytes for each byte received, traces, age."""
 
 from __future__ import annotations
 

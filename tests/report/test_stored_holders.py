@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who held a request, and engine steps: from records' spans to the database, and to Perfetto's file."""
+"""Requests that held others, and engine steps: from records to the database and to Perfetto's file."""
 
 from __future__ import annotations
 

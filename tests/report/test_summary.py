@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentiles as documented, means that add up, one order of stages."""
+"""The summary's percentiles are as documented, its means add up, its stages have one order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time in somebody else's router: told beside the sum, and never further off than its error says."""
+"""The time before our router or server, in a foreign router: shown beside the TTFT, with its error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def measure_callers(
     ],
 )
 def test_on_one_host_only_reading_the_clock_is_uncertain(resource: dict[str, str]) -> None:
-    """Both took the same wall clock: what is off is our calibration, at most."""
+    """On one host both read the same wall clock: only our clock's calibration is uncertain."""
     before = measure_callers(
         make_server(12_345, 80_000), make_span("c", "", CLIENT, 0, 90_000, resource=resource)
     )
@@ -91,7 +91,7 @@ def test_on_one_host_only_reading_the_clock_is_uncertain(resource: dict[str, str
 
 
 def test_a_router_is_measured_from_its_receiving_the_request() -> None:
-    """Its span of kind server, not that of its call to us: routing and queueing there count."""
+    """It is measured from the foreign router's server span, so that its routing and queueing count."""
     callers = (
         make_span("c", "b", CLIENT, 9_000, 90_000, resource=SAME_HOST_RESOURCE),
         make_span("b", "a", 1, 2_000, 91_000, resource=SAME_HOST_RESOURCE),
@@ -103,7 +103,7 @@ def test_a_router_is_measured_from_its_receiving_the_request() -> None:
 
 
 def test_another_process_further_out_is_not_the_router() -> None:
-    """An application that calls the router has its own time, which is no part of the router's."""
+    """Spans of an application that calls the router are not taken for the router's."""
     app = {"service.name": "app", "host.name": "gpu-1"}
     callers = (
         make_span("c", "a", CLIENT, 9_000, 90_000, resource=SAME_HOST_RESOURCE),
@@ -116,7 +116,7 @@ def test_another_process_further_out_is_not_the_router() -> None:
 
 @pytest.mark.parametrize("host", ["", "localhost"])
 def test_a_host_without_a_name_is_another_one(host: str) -> None:
-    """What many hosts are called proves nothing."""
+    """Without host.name, or with a common one, both are taken for different hosts."""
     resource = {"service.name": "r", "host.name": host}
     server = make_server(4_000, 12_000, resource={"service.instance.id": f"{host}:7"})
     before = measure_callers(server, make_span("c", "", CLIENT, 0, 10_000, resource=resource))
@@ -132,21 +132,21 @@ NESTED_CALLERS = (
 
 
 def test_two_clocks_are_bounded_by_nesting() -> None:
-    """The call took 81 ms, of which 80 were ours until the first token: it is 1 ms at most."""
+    """Across hosts the error is what nesting allows: an 81 ms call around our 80 ms leaves 1 ms."""
     before = measure_callers(make_server(12_000, 95_000), *NESTED_CALLERS)
 
     assert before == TimeBefore(12_000, 600, "their-router", "a" * 16)
 
 
 def test_clocks_that_disagree_are_set_right_as_far_as_nesting_says() -> None:
-    """Our host's clock is 300 ms behind: by the clocks we answered before we were asked."""
+    """A host's clock that is 300 ms behind is corrected as far as the nesting of spans proves it."""
     before = measure_callers(make_server(12_000 - 300_000, 95_000 - 300_000), *NESTED_CALLERS)
 
     assert before == TimeBefore(11_400, 1_000, "their-router", "a" * 16)
 
 
 def test_it_is_never_further_off_than_its_error() -> None:
-    """Whatever the clocks' difference: the truth lies within the error."""
+    """For any difference of the clocks the true time lies within the error."""
     draw = random.Random(13)
     for _ in range(2_000):
         routing, way, work, back, rest, late = (draw.randrange(200_000) for _ in range(6))
@@ -166,7 +166,7 @@ def test_it_is_never_further_off_than_its_error() -> None:
 
 
 def test_a_call_that_ended_with_the_head_is_no_bound() -> None:
-    """The head of a plain answer goes out before its body: what ends with it proves no other clock."""
+    """A caller's span that ends with the response's head bounds no clock."""
     callers = (
         make_span("c", "a", CLIENT, 9_000, 90_000),
         make_span("a", "", SERVER, 0, 95_000),
@@ -177,7 +177,7 @@ def test_a_call_that_ended_with_the_head_is_no_bound() -> None:
 
 
 def test_a_caller_that_ended_early_bounds_nothing() -> None:
-    """Some end theirs with a response's head: then nobody knows how far the clocks are apart."""
+    """Where the caller's span ends before our answer, the clocks' difference stays unknown."""
     before = measure_callers(make_server(2_000, 90_000), make_span("c", "", CLIENT, 0, 10_000))
 
     assert before == TimeBefore(2_000, None, "their-router", "c" * 16)
@@ -192,12 +192,12 @@ def test_a_caller_that_ended_early_bounds_nothing() -> None:
     ],
 )
 def test_nothing_is_told_without_a_foreign_parent(callers: tuple[StoredSpan, ...]) -> None:
-    """No parent, a router of ours, or a parent that is not stored: nothing to measure from."""
+    """No time is given without a parent, with a router of ours as parent, or with one not stored."""
     assert measure_callers(make_server(2_000, 80_000), *callers) is None
 
 
 def test_parents_in_a_loop_end() -> None:
-    """Foreign data may be anything."""
+    """Foreign spans that are each other's parents do not block the search."""
     callers = (
         make_span("c", "a", CLIENT, 0, 90_000),
         make_span("a", "c", CLIENT, 0, 90_000),
@@ -249,7 +249,7 @@ def stored_request(store: SpanStore, spans: Sequence[StoredSpan]) -> tuple[Reque
 def test_a_request_behind_a_foreign_router(
     store: SpanStore, legs: tuple[tuple[str, int], ...]
 ) -> None:
-    """Before is until its first leg; its sum closes as ever, and holds none of it."""
+    """The time before ends with the first leg; the sum of stages does not include it."""
     request, _ = stored_request(store, make_foreign_trace(*legs))
 
     assert request.before == TimeBefore(7_000, clock.WALL_ERROR_US, "their-router", "a" * 16)
@@ -270,7 +270,7 @@ def test_a_failed_request_is_bounded_by_its_arrival(store: SpanStore) -> None:
 
 
 def test_behind_our_router_nothing_is_before(store: SpanStore) -> None:
-    """Its own `ttft` is the client's."""
+    """Behind our router no time is given: its `ttft` span starts at the client's request."""
     store.add(sample_records.make_stored_spans(sample_records.make_routed_records("r1"))).result(10)
     with open_reader(store.path) as db_reader:
         (request,) = db_reader.list_latest(RequestFilter())
@@ -279,7 +279,7 @@ def test_behind_our_router_nothing_is_before(store: SpanStore) -> None:
 
 
 def test_a_gateway_in_front_of_our_router(store: SpanStore) -> None:
-    """Its time is before ours."""
+    """The time in a gateway before our router is given as well."""
     records = sample_records.make_routed_records("r1", trace_id=TRACE_ID, start_ns=BASE_NS)
     records[-1] = set_parent(records[-1], "a" * 16)
     gateway = make_span("a", "", SERVER, -3_000, 900_000, resource={"service.name": "gateway"})
@@ -297,7 +297,7 @@ def set_parent(record: Record, span_id: str) -> Record:
 
 
 def test_the_routers_spans_may_come_last(store: SpanStore) -> None:
-    """A router sends its spans when its answer has ended: until then nothing is told."""
+    """Until the foreign router's spans have arrived no time is given."""
     spans = make_foreign_trace(("mono", 0))
     theirs = [span for span in spans if span.scope != names.SCOPE]
     request, _ = stored_request(store, [span for span in spans if span.scope == names.SCOPE])
@@ -308,7 +308,7 @@ def test_the_routers_spans_may_come_last(store: SpanStore) -> None:
 
 
 def test_it_is_shown_and_never_stored(store: SpanStore) -> None:
-    """The `ttft` span of a trace that is read has both attributes; the stored one has not."""
+    """A `ttft` span that is read has both attributes; the stored one does not."""
     spans = make_foreign_trace(("mono", 0))
     _, trace = stored_request(store, spans)
     (trunk,) = [span for span in trace.spans if span.is_ttft_span]
@@ -365,7 +365,7 @@ def test_in_json(store: SpanStore) -> None:
 
 
 def test_by_a_real_tracer(report_server: RunningServer) -> None:
-    """A router with OpenTelemetry's SDK on this host, our span below its: told on the page, too."""
+    """With spans of the OpenTelemetry SDK as foreign router the page shows the time."""
     exporter = OTLPSpanExporter(f"{report_server.http}/v1/traces")
     provider = TracerProvider(
         resource=Resource.create(OUR_RESOURCE | {"service.name": "their-router"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a request waited stands below its queue and its stall, by terminal, pages and JSON."""
+"""The reasons of a wait stand below queue and stall, in terminal, pages and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELD = {"ttft.held.decode_us": 8_500, "ttft.held.idle_us": 900, "ttft.held.other
 
 
 def test_shown(tmp_path: Path) -> None:
-    """Behind a router, too: the leg's stage has the leg's reasons, longest first; other words have none."""
+    """Also behind a router a leg's stage has that leg's reasons, longest first; other stages have none."""
     records = sample_records.make_routed_records("r", start_ns=10**18)
     spans = [
         replace(span, attributes=span.attributes | REASONS | HELD)

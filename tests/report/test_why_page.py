@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's "Why?": it is linked from a request, answers in sentences, and survives what anybody sends."""
+"""The page's "Why?": linked from a request, answered in sentences, safe with any request ID."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_explainer(
 
 
 def test_one_at_a_time(start_report_server: Callable[..., RunningServer]) -> None:
-    """While one request is explained, a second one is told to try again; after that it is answered."""
+    """While one request is explained a second one gets 503 and is told to try again; later it is answered."""
     begun, done = threading.Event(), threading.Event()
 
     def wait_to_answer(_: Path, request_id: str) -> list[str]:

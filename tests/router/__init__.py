@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router before real sockets: fake_instances.py has the servers, each test file one part's promises."""
+"""Tests of the router over real sockets; fake_instances.py has servers, folders mirror router/'s."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both dashboards in a real browser before anybody has sent anything: empty, and not a single error."""
+"""Both dashboards in a real browser before any data arrived: no panel shows an error."""
 
 from __future__ import annotations
 

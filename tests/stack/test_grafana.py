@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grafana with our files: from provisioning, or given to one that runs already; nobody else may change it."""
+"""Grafana with our files, provisioned or added to a running one; viewers cannot change anything."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_provisioned(provisioned: RunningGrafana) -> None:
 
 
 def test_nobody(provisioned: RunningGrafana) -> None:
-    """There is no admin to guess, and a viewer changes nothing."""
+    """There is no admin login, and an anonymous viewer can change nothing."""
     admin = provisioned.url.replace("http://", "http://admin:admin@")
 
     with pytest.raises(backend_queries.BackendQueryError, match="answered 401"):
@@ -69,7 +69,7 @@ def test_nobody(provisioned: RunningGrafana) -> None:
 
 
 def test_adopted(foreign: str) -> None:
-    """One that runs already gets the same, twice without harm; its password stays off the screen."""
+    """A Grafana that runs already gets the same files, also twice; its password is not printed."""
     at = StackAddresses.choose_free()
     public = grafana_import.strip_credentials(foreign)
 

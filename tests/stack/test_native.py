@@ -89,7 +89,7 @@ def up(
 
 @pytest.fixture
 def asked(up: StackTerminal) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run another command of scripts/stack on the same data, as from a second terminal."""
+    """Run another command of scripts/stack on the same data folder, as from a second terminal."""
 
     def run_command(*words: str) -> subprocess.CompletedProcess[str]:
         command = (*STACK, *words, "--data", str(up.data))

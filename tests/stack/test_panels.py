@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every panel's query against real Tempo and Prometheus with 2 000 known requests: data, right numbers.
-
-Queries are asked directly, variables as a dashboard opens with them; test_browser.py sees them drawn.
-Lines use a short window, numbers the whole range: here both take the whole range, so both have one truth.
-"""
+"""Every panel's query on real Tempo and Prometheus with 2 000 known requests: data, and right numbers."""
 
 from __future__ import annotations
 
@@ -98,7 +94,7 @@ def test_percentiles(filled: FilledStack, share: float) -> None:
 
 
 def test_shares(filled: FilledStack) -> None:
-    """Over SLO, and who did not get a first token by whose doing, are exact: 1 s is a bucket's bound."""
+    """The shares over the SLO and without a first token are exact: 1 s is a bucket's boundary."""
     assert read_stat(build_asker(filled), "Over SLO") == pytest.approx(
         filled.truth.compute_share_over(), rel=0.01
     )
@@ -195,7 +191,7 @@ def test_the_distribution(filled: FilledStack) -> None:
 
 
 def test_who(filled: FilledStack) -> None:
-    """The table has one row per model, role and instance, each with its own rows' numbers."""
+    """The table has one row for each model, role and instance, with that row's numbers."""
     keys = {(row.model, row.role, row.instance) for row in filled.truth.all}
     ask = build_asker(filled)
     for ref, share in (("B", 0.5), ("C", 0.9), ("D", 0.99)):
@@ -319,7 +315,7 @@ def test_media_encoded_twice(filled: FilledStack) -> None:
 
 
 def test_the_slow_list(filled: FilledStack) -> None:
-    """The requests over the SLO are exactly the known ones."""
+    """The table of requests over the SLO has exactly the known ones."""
     found = build_asker(filled).run_query(get_query("Requests over the SLO"))
     assert {each["traceID"].zfill(32) for each in found} == {
         row.trace_id for row in filled.truth.list_slow_rows()

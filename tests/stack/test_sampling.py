@@ -135,7 +135,7 @@ def test_ratio(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
 
 
 def test_late(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
-    """Spans that come after the decision follow kept traces; slow and failed ones are kept even then."""
+    """Spans that arrive after the decision follow it; slow and failed traces are kept even then."""
     spans, _ = sinks
     draw = random.Random(3)
     slow = [otlp_requests.build_own_record(2_000) for _ in range(5)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stack's programs: built from pins with committed hashes, found again, and judges of our files."""
+"""The stack's programs: built from pinned modules with committed hashes; they check our files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_collector(binaries: StackBinaries, tmp_path: Path, configs: tuple[str, 
 
 
 def test_combined() -> None:
-    """No file of the collector is left out of the test above."""
+    """Every configuration file of the collector is in the test above."""
     files = {path.relative_to(COLLECTOR).as_posix() for path in COLLECTOR.rglob("*.yaml")}
 
     assert files - {"builder.yaml"} == {name for names in COMBINATIONS for name in names}

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
 
 from ttft_otel.bench.load_plan import DATASETS
 from ttft_otel.bench.trace_replay import BLOCK_TOKENS
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-OptionDecorator = Callable[[Any], Any]
+from ttft_otel.command_options import OptionDecorator
 
 POSITIVE_INT: Final = click.IntRange(min=1)
 NON_NEGATIVE_INT: Final = click.IntRange(min=0)
@@ -191,15 +188,3 @@ OUTPUT_OPTIONS: Final = (
     click.option("--output", type=RESULT_FILE, help="Also write the JSON to this file."),
     click.option("--html", type=RESULT_FILE, help="Also write an HTML page with charts."),
 )
-
-
-def add_options(*groups: tuple[OptionDecorator, ...]) -> Callable[[Command], Command]:
-    """A decorator that adds the options of all `groups` to a command, in their order."""
-
-    def apply_options(command: Command) -> Command:
-        # Decorators apply from the innermost out: reversed, --help lists the options in this order.
-        for option in reversed([group_option for group in groups for group_option in group]):
-            command = option(command)
-        return command
-
-    return apply_options

@@ -30,7 +30,6 @@ from ttft_otel.bench.bench_options import (
     MULTI_ROUND_OPTIONS,
     OUTPUT_OPTIONS,
     TARGET_OPTIONS,
-    add_options,
     list_misplaced_flags,
 )
 from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
@@ -40,6 +39,7 @@ from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.load_plan import CHAT_DATASETS, ContextTooSmallError, LoadPlan
 from ttft_otel.bench.request_factory import RequestFactory
 from ttft_otel.bench.result_document import build_document
+from ttft_otel.command_options import add_options
 
 SLO_METRICS: Final = ("ttft", "tpot", "latency")
 # RFC 9110: a token, then visible characters; a line feed in it would begin another header.
@@ -81,7 +81,9 @@ Examples:
 \b
 Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C.""",
 )
-@add_options(TARGET_OPTIONS, DATASET_OPTIONS, MULTI_ROUND_OPTIONS, LOAD_OPTIONS, OUTPUT_OPTIONS)
+@add_options(
+    *TARGET_OPTIONS, *DATASET_OPTIONS, *MULTI_ROUND_OPTIONS, *LOAD_OPTIONS, *OUTPUT_OPTIONS
+)
 def bench(**given: Any) -> None:
     """Send load to a server, and break each request's time to first token down into stages."""
     slo_ms = _parse_slo_limits(given["slos"])
@@ -138,15 +140,7 @@ def _build_plan(options: dict[str, Any]) -> LoadPlan:
         rounds=_build_rounds(options),
         **{
             key: options[key]
-            for key in (
-                "rate",
-                "arrivals",
-                "concurrency",
-                "warmup",
-                "repeat",
-                "seed",
-                "apart",
-            )
+            for key in ("rate", "arrivals", "concurrency", "warmup", "repeat", "seed", "apart")
         },
         timeout_s=options["timeout"],
         max_unfinished=options["most"],

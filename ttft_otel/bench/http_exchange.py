@@ -26,7 +26,10 @@ USER_AGENT: Final = "ttft-otel-bench"
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """A server's address, and headers for every request to it."""
+    """A server's address, and the headers of every request to it.
+
+    base_path: stands before every path of the API. headers: those that --header gives.
+    """
 
     url: str
     host: str

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 
 import click
-from rich import progress
-from rich.console import Console
 
 from ttft_otel.explain import difference_text
 from ttft_otel.explain.request_facts import RequestFacts, read_facts
@@ -21,14 +18,10 @@ from ttft_otel.explain.stage_difference import (
     TooFewRequestsError,
     compare_windows,
 )
-from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
-from ttft_otel.report.breakdown_source import (
-    BreakdownSource,
-    SourceChoice,
-    add_source_options,
-    open_source,
-    report_refusals,
-)
+from ttft_otel.explain.time_windows import WINDOW_HELP
+from ttft_otel.explain.window_reading import list_with_progress, parse_window_option
+from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
 
 
@@ -50,7 +43,7 @@ Examples:
 )
 @click.option("--model", default="", help="Only requests for this model.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
-@add_source_options
+@breakdown_source.add_source_options
 def diff(
     a: str, b: str, by: str, since: str, model: str, as_json: bool, source: SourceChoice
 ) -> None:
@@ -58,8 +51,8 @@ def diff(
     # Without --by both windows have times already: a third one could only contradict them.
     if since and not by:
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
-    with report_refusals(TooFewRequestsError, as_json=as_json):
-        with open_source(source) as opened:
+    with breakdown_source.report_refusals(TooFewRequestsError, as_json=as_json):
+        with breakdown_source.open_source(source) as opened:
             first, second = load_sides(opened, a, b, by, since, model)
         difference = compare_windows(first, second)
     show_difference(difference, as_json)
@@ -85,29 +78,16 @@ def load_window(opened: BreakdownSource, window: str, model: str, by: str) -> li
     # 0 is "no bound" to the store's filter.
     since_ns = until_ns = 0
     if window:
-        try:
-            found = parse_window(window, datetime.now().astimezone())
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
+        found = parse_window_option(window)
         since_ns, until_ns = found.since_ns, found.until_ns
     wanted = RequestFilter(model=model, since_ns=since_ns, until_ns=until_ns, last=MAX_REQUESTS)
-    requests = opened.list_latest(wanted)
-    # To stderr, as the bar is: stdout may be JSON that a program reads.
-    if len(requests) == MAX_REQUESTS:
-        click.echo(
-            f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
-            err=True,
-        )
-    console = Console(stderr=True)
-    # On a terminal only: a bar in a log is noise.
-    bar = progress.track(
-        requests,
+    requests = list_with_progress(
+        opened,
+        wanted,
         f"reading {window or 'requests'}",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
+        f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
     )
-    facts = list(read_facts(opened, bar, by))
+    facts = list(read_facts(opened, requests, by))
     # The store lists the newest first; a change's start is looked for in the order of time.
     return facts[::-1]
 

@@ -75,7 +75,12 @@ class QueuedPrompt:
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine. parts: (prompt, its tokens); the others of `tokens` are decodes."""
+    """One step of the engine.
+
+    scheduled: when, in us. parts: prompts, and how many tokens of each. decodes: requests that generate one
+    token. tokens: of both together. pairs: of tokens that attention compares. items: media items to encode.
+    completed: prompts whose last part this is.
+    """
 
     number: int
     scheduled: int

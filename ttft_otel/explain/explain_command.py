@@ -7,9 +7,7 @@ Reads the embedded store, or Tempo; prints sentences, or JSON (docs/explain.sche
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 
 import click
 from rich import progress
@@ -22,17 +20,16 @@ from ttft_otel.explain.remedy_prediction import REPETITIONS, predict_remedy
 from ttft_otel.explain.replay_facts import read_recording
 from ttft_otel.explain.request_evidence import RequestEvidence, read_evidence
 from ttft_otel.explain.single_answer import add_holding, build_filter, explain_one
-from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
+from ttft_otel.explain.time_windows import WINDOW_HELP
 from ttft_otel.explain.window_check import CannotTellError
-from ttft_otel.report.breakdown_source import (
-    BreakdownSource,
-    SourceChoice,
-    add_source_options,
-    open_source,
-    report_refusals,
+from ttft_otel.explain.window_reading import (
+    list_with_progress,
+    make_span_finder,
+    parse_window_option,
 )
+from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
-from ttft_otel.report.report_types import StoredSpan
 
 
 @click.command(
@@ -67,7 +64,7 @@ Examples:
     help="Of a window: also predict what the remedy would bring, by what-if; takes some seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
-@add_source_options
+@breakdown_source.add_source_options
 def explain(
     request_id: str | None,
     trace_id: str | None,
@@ -88,11 +85,9 @@ def explain(
     if is_single and predict:
         raise click.UsageError("--predict is for a window, which what-if replays")
     slo_us = round((slo or 0) * 1000)
-    try:
-        window = parse_window(since, datetime.now().astimezone()) if since else None
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    with report_refusals(NoExplanationError, as_json=as_json), open_source(source) as opened:
+    window = parse_window_option(since) if since else None
+    refusals = breakdown_source.report_refusals(NoExplanationError, as_json=as_json)
+    with refusals, breakdown_source.open_source(source) as opened:
         if is_single:
             explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
         else:
@@ -116,15 +111,11 @@ def add_prediction(
     if rule is None or not explanation.is_named:
         return explanation
 
-    def find_spans(trace_id: str) -> Sequence[StoredSpan]:
-        trace = opened.find_trace(trace_id)
-        return trace.spans if trace else ()
-
     console = Console(stderr=True)
     with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replaying", total=REPETITIONS)
         try:
-            recording = read_recording(opened.list_latest(wanted), find_spans)
+            recording = read_recording(opened.list_latest(wanted), make_span_finder(opened))
             predicted = predict_remedy(
                 rule, recording, track=lambda done: bar.update(task, advance=done)
             )
@@ -135,16 +126,7 @@ def add_prediction(
 
 def load_evidence(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestEvidence]:
     """The evidence of all requests that match. Raises StoreError."""
-    requests = opened.list_latest(wanted)
-    # To stderr, as the bar is: stdout may be JSON that a program reads.
-    if len(requests) == MAX_REQUESTS:
-        click.echo(f"only the newest {MAX_REQUESTS} requests are explained", err=True)
-    console = Console(stderr=True)
-    bar = progress.track(
-        requests,
-        "reading requests",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
+    cut_note = f"only the newest {MAX_REQUESTS} requests are explained"
+    return list(
+        read_evidence(opened, list_with_progress(opened, wanted, "reading requests", cut_note))
     )
-    return list(read_evidence(opened, bar))

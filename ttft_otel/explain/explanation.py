@@ -42,7 +42,10 @@ MAX_EXAMPLES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another cause that a reader would think of. excluded: the data speak against it."""
+    """Another cause that a reader may think of, and what the data say about it.
+
+    excluded: the data speak against it. sentence: the figures that say so, or that it stays possible.
+    """
 
     name: str
     excluded: bool

@@ -32,7 +32,10 @@ MODEL_NAME: Final = "model"
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One engine of the plan; name: the recorded instance, or that of one that is added."""
+    """One engine of the fleet that is simulated.
+
+    name: of the recorded instance; "+1", "+2" of those that are added.
+    """
 
     name: str
     limits: EngineLimits

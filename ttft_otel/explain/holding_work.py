@@ -23,7 +23,11 @@ MAX_HOLDERS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class HoldingRequest:
-    """A request whose work held others. us: over all of them. delayed: how many late requests it held."""
+    """A request whose work late requests waited for.
+
+    trace_id: "" when it was not sampled. kind: of its work, see stages.HOLDING_KIND_NAMES.
+    us, tokens: of that work, over all requests that it held. delayed: how many late requests it held.
+    """
 
     request_id: str
     trace_id: str

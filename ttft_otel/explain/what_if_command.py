@@ -7,43 +7,45 @@ Reads the embedded store, or Tempo; prints a table and sentences, or JSON (docs/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from datetime import datetime
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import click
 from rich import progress
 from rich.console import Console
 
+from ttft_otel.command_options import OptionDecorator
 from ttft_otel.explain import planned_change, what_if, what_if_text
 from ttft_otel.explain.planned_change import PlannedChange
 from ttft_otel.explain.replay_facts import Recording, read_recording
-from ttft_otel.explain.time_windows import WINDOW_HELP, parse_window
+from ttft_otel.explain.time_windows import WINDOW_HELP
 from ttft_otel.explain.window_check import CannotTellError
-from ttft_otel.report.breakdown_source import (
-    BreakdownSource,
-    SourceChoice,
-    add_source_options,
-    open_source,
-    report_refusals,
+from ttft_otel.explain.window_reading import (
+    list_with_progress,
+    make_span_finder,
+    parse_window_option,
 )
+from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
-from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 
-Parsed = TypeVar("Parsed")
 
+def declare_change(
+    flag: str, metavar: str, parse: Callable[[str], object], help_text: str
+) -> OptionDecorator:
+    """An option of the planned change; the command gets None where it is not given.
 
-def parse_with(parse: Callable[[str], Parsed]) -> Callable[[Any, Any, str], Parsed | None]:
-    """A click callback that parses an option's text; None where it is not given."""
+    parse: reads its text, and raises ValueError for one that it cannot read.
+    """
 
-    def check(context: Any, option: Any, text: str) -> Parsed | None:
+    def check(context: Any, option: Any, text: str) -> object:
         try:
             return parse(text) if text else None
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
 
-    return check
+    return click.option(flag, metavar=metavar, default="", callback=check, help=help_text)
 
 
 @click.command(
@@ -56,20 +58,13 @@ Examples:
   ttft-otel whatif                                        how well it knows the window itself
 """
 )
-@click.option(
+@declare_change(
     "--instances",
-    metavar="+N",
-    default="",
-    callback=parse_with(planned_change.parse_more),
-    help="So many more instances, each like the first one.",
+    "+N",
+    planned_change.parse_more,
+    "So many more instances, each like the first one.",
 )
-@click.option(
-    "--encoders",
-    metavar="+N",
-    default="",
-    callback=parse_with(planned_change.parse_more),
-    help="So many more encoder instances.",
-)
+@declare_change("--encoders", "+N", planned_change.parse_more, "So many more encoder instances.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's option of this name.")
 @click.option(
     "--max-num-batched-tokens", type=click.IntRange(1), help="vLLM's option of this name."
@@ -79,19 +74,17 @@ Examples:
     type=click.Choice(list(POLICIES)),
     help="The router's policy; those that decide by shared prefixes or sessions are refused.",
 )
-@click.option(
+@declare_change(
     "--rate",
-    metavar="FACTORx",
-    default="",
-    callback=parse_with(planned_change.parse_rate),
-    help="The same requests, so many times as fast: 1.5x.",
+    "FACTORx",
+    planned_change.parse_rate,
+    "The same requests, so many times as fast: 1.5x.",
 )
-@click.option(
+@declare_change(
     "--cache-hit",
-    metavar="SHARE%",
-    default="",
-    callback=parse_with(planned_change.parse_share),
-    help="So much more of all prompt tokens is in the prefix cache: +20%.",
+    "SHARE%",
+    planned_change.parse_share,
+    "So much more of all prompt tokens is in the prefix cache: +20%.",
 )
 @click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
 @click.option("--model", default="", help="Only requests for this model.")
@@ -113,7 +106,7 @@ Examples:
     help="Replays of the window, each with its own noise; more give steadier intervals.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
-@add_source_options
+@breakdown_source.add_source_options
 def whatif(
     instances: int | None,
     encoders: int | None,
@@ -144,8 +137,8 @@ def whatif(
         max_num_seqs=recorded_max_num_seqs or 0,
         max_batched_tokens=recorded_max_num_batched_tokens or 0,
     )
-    with report_refusals(CannotTellError, as_json=as_json):
-        with open_source(source) as opened:
+    with breakdown_source.report_refusals(CannotTellError, as_json=as_json):
+        with breakdown_source.open_source(source) as opened:
             recording = load_recording(opened, since, model)
         answer = replay_with_progress(recording, change, given, repetitions)
     if as_json:
@@ -156,31 +149,13 @@ def whatif(
 
 def load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
     """The newest MAX_REQUESTS requests of the window. Raises click.UsageError, StoreError."""
-    try:
-        found = parse_window(since, datetime.now().astimezone())
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    found = parse_window_option(since)
     wanted = RequestFilter(
         model=model, since_ns=found.since_ns, until_ns=found.until_ns, last=MAX_REQUESTS
     )
-    requests = opened.list_latest(wanted)
-    # To stderr, as the bar is: stdout may be JSON that a program reads.
-    if len(requests) == MAX_REQUESTS:
-        click.echo(f"{since}: only the newest {MAX_REQUESTS} requests are replayed", err=True)
-    console = Console(stderr=True)
-    bar = progress.track(
-        requests,
-        f"reading {since}",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-    def find_spans(trace_id: str) -> Sequence[StoredSpan]:
-        trace = opened.find_trace(trace_id)
-        return trace.spans if trace else ()
-
-    return read_recording(bar, find_spans)
+    cut_note = f"{since}: only the newest {MAX_REQUESTS} requests are replayed"
+    requests = list_with_progress(opened, wanted, f"reading {since}", cut_note)
+    return read_recording(requests, make_span_finder(opened))
 
 
 def replay_with_progress(

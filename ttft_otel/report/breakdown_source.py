@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import click
 from opentelemetry.util.re import parse_env_headers
@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ttft_otel import names
+from ttft_otel.command_options import Command, add_options
 from ttft_otel.report import database_schema
 from ttft_otel.report.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.terminal import remove_controls
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 NEEDED_EXTRA: Final = "explain"  # the pip extra that reading from Tempo needs
 
 
@@ -86,7 +86,7 @@ def add_source_options(command: Command) -> Command:
         choice = SourceChoice(db, tempo, parse_headers(tempo_header), tempo_ca, tempo_timeout)
         return command(*args, source=choice, **rest)
 
-    options = [
+    decorate = add_options(
         click.option(
             "--db",
             type=click.Path(path_type=Path, dir_okay=False),
@@ -119,11 +119,9 @@ def add_source_options(command: Command) -> Command:
             type=click.FloatRange(0.1),
             help="How long one answer of Tempo may take.",
         ),
-    ]
-    made: Any = call
-    for option in reversed(options):
-        made = option(made)
-    result: Command = made
+    )
+    decorated: Any = decorate(call)
+    result: Command = decorated
     return result
 
 

@@ -12,14 +12,8 @@ from pathlib import Path
 
 import click
 
-from ttft_otel.report import json_answers, perfetto_trace, terminal
-from ttft_otel.report.breakdown_source import (
-    BreakdownSource,
-    SourceChoice,
-    add_source_options,
-    open_source,
-    report_refusals,
-)
+from ttft_otel.report import breakdown_source, json_answers, perfetto_trace, terminal
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.summary import summarize
@@ -47,7 +41,7 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="Write the spans to this file instead, for Perfetto's UI.",
 )
-@add_source_options
+@breakdown_source.add_source_options
 def report(
     last: int | None,
     trace_id: str | None,
@@ -63,7 +57,7 @@ def report(
     if as_json and perfetto:
         raise click.UsageError("--json and --perfetto exclude each other")
     # Read-only: a command must not create an empty database where there is none.
-    with report_refusals(), open_source(source) as opened:
+    with breakdown_source.report_refusals(), breakdown_source.open_source(source) as opened:
         if perfetto:
             _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
         elif request_id is not None:
@@ -84,7 +78,10 @@ def report(
 
 
 def _find_traces(
-    opened: BreakdownSource, last: int | None, trace_id: str | None, request_id: str | None
+    opened: BreakdownSource,
+    last: int | None,
+    trace_id: str | None,
+    request_id: str | None,
 ) -> list[StoredTrace]:
     """The traces that the options name, each once, newest first."""
     if trace_id is not None:
@@ -145,7 +142,10 @@ def _print_trace(
 
 
 def _print_requests(
-    requests: list[Request], opened: BreakdownSource, last: int | None, as_json: bool
+    requests: list[Request],
+    opened: BreakdownSource,
+    last: int | None,
+    as_json: bool,
 ) -> None:
     if not requests:
         raise click.ClickException(

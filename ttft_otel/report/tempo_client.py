@@ -46,7 +46,10 @@ ADDRESS_REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class FoundTrace:
-    """One hit of a search: all its spans lie in [start_ns, end_ns], as far as Tempo knows them."""
+    """One hit of a search.
+
+    start_ns, end_ns: Unix nanoseconds between which all of its spans lie that Tempo had when it answered.
+    """
 
     trace_id: str
     start_ns: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, variables and file become Options, or a sentence that says what would be right."""
+"""Flags, environment variables and the YAML file become RouterOptions, or an error with its remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def test_topologies() -> None:
-    """The legs follow from which flags there are; an instance that is named twice is one."""
+    """The given --backend, --prefill, --decode and --encoder decide the legs; duplicates count once."""
     plain, d, p, e = (
         ["--backend", INSTANCE_URL],
         ["--decode", INSTANCE_URL],
@@ -50,7 +50,7 @@ def test_topologies() -> None:
 
 
 def test_first_token() -> None:
-    """The original flag's name is an alias of strip, and no other mode's."""
+    """--stream-prefill-token, the flag's earlier name, means --first-token strip, which is the default."""
     assert (
         read_options().resolved_first_token
         == read_options("--stream-prefill-token").resolved_first_token
@@ -62,7 +62,7 @@ def test_first_token() -> None:
 
 
 def test_order(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag beats its variable, that beats the file, that beats the default."""
+    """A flag takes precedence over its environment variable, that over the file, that over the default."""
     config_file.write_text("retries: 1\nmax_body: 1\nreports: 1\ndrain-delay: 0.5\n")
     monkeypatch.setenv("TTFT_OTEL_ROUTER_RETRIES", "2")
     monkeypatch.setenv("TTFT_OTEL_ROUTER_MAX_BODY", "2")
@@ -72,7 +72,7 @@ def test_order(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_file_speaks_yaml(config_file: Path) -> None:
-    """Lists are lists, numbers may be keys, and a bare off is the word, not false."""
+    """In the file lists are lists, keys may be numbers, and `off` is the text off, not false."""
     config_file.write_text(
         f"backend: [{INSTANCE_URL}]\nfirst-token: off\napi-key: [1234]\ntrust-trace-headers: yes"
     )
@@ -87,7 +87,7 @@ def test_file_speaks_yaml(config_file: Path) -> None:
 
 
 def test_an_empty_key_opens_nothing(config_file: Path) -> None:
-    """A key from a variable that nobody set is refused, not taken for one that everybody knows."""
+    """An empty --api-key, as from an unset variable, is refused; it would accept every client."""
     config_file.write_text("api-key: [null]")
     for flags in (["--api-key", ""], ["--api-key", " x"], ["--config", str(config_file)]):
         with pytest.raises(click.BadParameter, match="a key is empty"):
@@ -96,7 +96,7 @@ def test_an_empty_key_opens_nothing(config_file: Path) -> None:
 
 
 def test_one_value_is_no_list(config_file: Path) -> None:
-    """A list where there is one value is a sentence, at the start and at SIGHUP, not a traceback."""
+    """A list for an option with one value is reported in one sentence, at the start and at SIGHUP."""
     for text in ("retries: [1]", "retries: {a: 1}", "admin-token: [x]"):
         config_file.write_text(text)
         with pytest.raises(click.UsageError, match="is one value"):
@@ -104,7 +104,7 @@ def test_one_value_is_no_list(config_file: Path) -> None:
 
 
 def test_numbers(config_file: Path) -> None:
-    """What is no time, or no whole number, is refused, not rounded or kept as a bound that nothing meets."""
+    """Values that are no finite time or no whole number are refused, neither rounded nor kept."""
     for word in ("nan", "inf", "-inf"):
         with pytest.raises(click.BadParameter):
             read_options("--routing-logic", "ttft", "--slo-ttft-ms", word)
@@ -121,13 +121,13 @@ def test_numbers(config_file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a b", " a", "a\n", "a\r\nb", "a\0"])
 def test_a_session_key_is_a_name(name: str) -> None:
-    """No header can be called so: it is refused, else no request would ever have a session."""
+    """A --session-key that cannot be a header name is refused: no request could have it."""
     with pytest.raises(click.BadParameter, match="leave out its blanks"):
         read_options("--routing-logic", "session", "--session-key", name)
 
 
 def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router does not trust callers unless it is told to, by its own or the general variable."""
+    """Callers' sampled flags are honoured only if the router's own or the general variable says so."""
     assert not read_options().trust_trace_headers
     monkeypatch.setenv(names.ENV_TRUST, "1")
     assert read_options().trust_trace_headers
@@ -136,7 +136,7 @@ def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_others_reach_needs_a_key() -> None:
-    """Without a key the router starts on loopback only, unless --insecure says that this is wanted."""
+    """Without a key the router listens on loopback only, unless --insecure is given."""
     backend = ("--backend", INSTANCE_URL)
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
         read_options(*backend, "--host", host).check_exposure()

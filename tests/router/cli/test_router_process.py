@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command as a process: SIGTERM drains it, SIGHUP changes its fleet, nothing is dropped."""
+"""The router command as a process: SIGTERM drains it, SIGHUP reloads its instances, no request is cut."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def run_command(folder: Path, *flags: str, **env: str) -> AsyncIterator[Co
 
 
 def test_drain(tmp_path: Path) -> None:
-    """On SIGTERM not ready at once, nothing new, the stream under way whole; then it ends with 0."""
+    """After SIGTERM /readyz fails, new requests get 503, the open stream is completed, exit status is 0."""
 
     async def run_scenario() -> None:
         async with (
@@ -106,7 +106,7 @@ def test_drain(tmp_path: Path) -> None:
 
 
 def test_drain_delay(tmp_path: Path) -> None:
-    """While the load balancer has not noticed yet, new requests are served, though it is not ready."""
+    """During --drain-delay new requests are served, while /readyz already fails."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance(InstancePlan({})) as one:
@@ -122,7 +122,7 @@ def test_drain_delay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [True, False])
 def test_drain_timeout(tmp_path: Path, second: bool) -> None:
-    """After the time-out, or a second signal, a stream that does not end is cut, at its server too."""
+    """After --drain-timeout, or a second signal, open streams are cut, at the instance as well."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance(InstancePlan(gap_s=25)) as one:
@@ -145,7 +145,7 @@ def test_drain_timeout(tmp_path: Path, second: bool) -> None:
 
 
 def test_reload(tmp_path: Path) -> None:
-    """SIGHUP: other instances and keys, the stream under way goes on where it is."""
+    """SIGHUP applies other instances and keys; an open stream goes on at its instance."""
 
     async def run_scenario() -> None:
         file = tmp_path / "router.yaml"
@@ -173,7 +173,7 @@ def test_reload(tmp_path: Path) -> None:
 
 
 def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
-    """The old fleet goes on, and the log says what is wrong and what would be right."""
+    """A file with an error leaves the configuration as it was; the log names the error and its remedy."""
 
     async def run_scenario() -> None:
         file = tmp_path / "router.yaml"
@@ -211,7 +211,7 @@ def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_everything_by_environment(tmp_path: Path) -> None:
-    """Variables alone start it; a flag beats its variable, that beats the file."""
+    """Environment variables alone start the router; flags override them, and they override the file."""
 
     async def run_scenario() -> None:
         file = tmp_path / "router.yaml"
@@ -235,7 +235,7 @@ def test_everything_by_environment(tmp_path: Path) -> None:
 
 
 def test_an_open_port_is_refused_at_start() -> None:
-    """`--host 0.0.0.0` without a key ends with the remedy, and with --insecure it serves."""
+    """`--host 0.0.0.0` without a key is refused with the remedy; with --insecure it serves."""
     flags = ["--backend", "http://127.0.0.1:1", "--host", "0.0.0.0", "--port", "1"]
     refused = CliRunner().invoke(command, flags)
     assert refused.exit_code == 2
@@ -243,7 +243,7 @@ def test_an_open_port_is_refused_at_start() -> None:
 
 
 def test_a_reload_does_not_open_the_port(tmp_path: Path) -> None:
-    """A file that has lost its keys is refused at SIGHUP: the keys stay."""
+    """At SIGHUP a file without the keys it had is refused: the old keys stay in force."""
     config = tmp_path / "router.yaml"
     config.write_text("backend: [http://127.0.0.1:1]\nhost: 0.0.0.0\napi-key: [k]\n")
 

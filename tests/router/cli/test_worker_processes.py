@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--workers` as processes: one router to clients and operators, also while workers are killed."""
+"""`--workers` as real processes: clients and operators see one router, also while workers are killed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ async def post_alone(it: CommandProcess, request_id: str = "") -> int:
 
 @pytest.mark.slow
 def test_one_router(tmp_path: Path) -> None:
-    """Whoever is asked: reports and metrics of all; SIGHUP reaches all, SIGTERM drains all."""
+    """Reports and metrics are those of all workers; SIGHUP reloads and SIGTERM drains all of them."""
 
     async def run_scenario() -> None:
         file = tmp_path / "router.yaml"
@@ -128,7 +130,7 @@ def describe_process(pid: int, folder: Path) -> dict[str, Any]:
 
 
 def test_one_worker_starts_nothing(tmp_path: Path) -> None:
-    """No process, thread, socket, file or shared memory more than without the flag; two have them all."""
+    """--workers 1 needs no process, thread, socket, file or shared memory more than no flag; 2 do."""
 
     async def describe(*flags: str) -> dict[str, Any]:
         # Not tmp_path, in which a socket's path would be too long.
@@ -161,24 +163,32 @@ def test_one_worker_starts_nothing(tmp_path: Path) -> None:
     fake_instances.run_with_timeout(run_scenario, 2 * TIMEOUT_S)
 
 
+@asynccontextmanager
+async def run_two_workers(
+    folder: Path, permits: asyncio.Semaphore
+) -> AsyncIterator[tuple[FakeInstance, CommandProcess]]:
+    """An instance, each chunk of which needs one of `permits`, and a router with two workers that serve."""
+    async with (
+        fake_instances.run_instance(InstancePlan(permits=permits)) as one,
+        run_command(folder, "--backend", one.url, "--workers", "2") as it,
+    ):
+        await wait_for_workers(it, 2)
+        yield one, it
+
+
 def test_drain(tmp_path: Path) -> None:
-    """On SIGTERM streams of all workers go on to their ends; then all of them end with 0."""
+    """After SIGTERM the open streams of all workers are completed, then all processes end with status 0."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with (
-            fake_instances.run_instance(plan) as one,
-            run_command(tmp_path, "--backend", one.url, "--workers", "2") as it,
-        ):
-            await wait_for_workers(it, 2)
+        permits = asyncio.Semaphore(0)
+        async with run_two_workers(tmp_path, permits) as (one, it):
             streams = [asyncio.create_task(post_alone(it)) for _ in range(FEW_CLIENTS)]
             while len(one.received) < FEW_CLIENTS:
                 await asyncio.sleep(0.01)
             it.send_signal(signal.SIGTERM)
             await it.wait_for_log("shutting down", 2)
-            assert plan.permits is not None
             for _ in range(2 * FEW_CLIENTS):
-                plan.permits.release()
+                permits.release()
             assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
             assert await it.process.wait() == 0
 
@@ -193,7 +203,7 @@ async def list_instances(it: CommandProcess, admin: str) -> dict[str, Any]:
 
 
 def test_orders_reach_all(tmp_path: Path) -> None:
-    """An instance added at one worker is in all of them, and in the successor of one that was killed."""
+    """An instance added through one worker is known to all, and to the successor of a killed worker."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
@@ -225,7 +235,7 @@ def test_orders_reach_all(tmp_path: Path) -> None:
 
 
 def signal_worker(pid: int) -> None:
-    """Kill a worker, which can say nothing any more."""
+    """Kill a worker with SIGKILL."""
     os.kill(pid, signal.SIGKILL)
 
 
@@ -242,7 +252,7 @@ def signal_worker(pid: int) -> None:
 def test_workers_are_killed_under_load(
     tmp_path: Path, policy: str, workers: int, kills: int
 ) -> None:
-    """Killed at random: replaced and said, no request sent twice, nothing left in anybody's books."""
+    """Killed workers are replaced and logged; no request is sent twice; load counts return to 0."""
     flags = ("--routing-logic", policy, "--workers", str(workers))
 
     async def run_scenario() -> None:
@@ -291,12 +301,12 @@ async def kill_meanwhile(
 
 
 def count_requests(instance: FakeInstance) -> Counter[str]:
-    """How often it got each request."""
+    """How often the instance received each request ID."""
     return Counter(each.headers[names.REQUEST_HEADER] for each in instance.received)
 
 
 async def wait_until_empty(it: CommandProcess, admin: str) -> None:
-    """Wait until each worker knows of nothing under way."""
+    """Wait until each worker counts no request in flight."""
     await wait_for_load(it, admin, 0)
     for _ in range(10):
         found = await list_instances(it, admin)
@@ -314,7 +324,7 @@ async def wait_for_load(it: CommandProcess, admin: str, in_flight: int) -> None:
 
 
 def test_load_is_shared(tmp_path: Path) -> None:
-    """Streams that stay open are spread evenly, whichever worker gets them."""
+    """Open streams are spread evenly over instances, whichever worker accepts them."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(permits=asyncio.Semaphore(0))
@@ -339,24 +349,19 @@ def test_load_is_shared(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
-    """Killed, it can tell them nothing: they drain all the same, and leave the port."""
+    """When the supervisor is killed, workers finish their streams, end, and free the port."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with (
-            fake_instances.run_instance(plan) as one,
-            run_command(tmp_path, "--backend", one.url, "--workers", "2") as it,
-        ):
-            await wait_for_workers(it, 2)
+        permits = asyncio.Semaphore(0)
+        async with run_two_workers(tmp_path, permits) as (one, it):
             pids = list_worker_pids(it)
             stream = asyncio.create_task(post_alone(it))
             while not one.received:
                 await asyncio.sleep(0.01)
             it.send_signal(signal.SIGKILL)
             await it.wait_for_log("the supervisor of the workers is gone", 2)
-            assert plan.permits is not None
-            plan.permits.release()
-            plan.permits.release()
+            permits.release()
+            permits.release()
             assert await stream == 200
             while any(is_running(pid) for pid in pids):
                 await asyncio.sleep(0.05)
@@ -373,7 +378,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_used_port(tmp_path: Path) -> None:
-    """It is said by the supervisor, before any worker starts."""
+    """The supervisor reports a port that is in use, before it starts any worker."""
     with fake_instances.open_listening_socket() as taken:
         taken.listen()
         port = str(taken.getsockname()[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin port: instances are added, drained and removed while requests run."""
+"""The admin API: instances are added, drained and removed while requests run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def open_admin(
 
 
 def test_instances_come_and_go() -> None:
-    """What is added gets requests; what is drained gets none, until it is added again; removed: gone."""
+    """Added instances get requests; drained ones none until added again; removed ones are gone."""
 
     async def run_scenario() -> None:
         async with (
@@ -77,7 +77,7 @@ def test_instances_come_and_go() -> None:
 
 
 def test_requests_under_way_end_where_they_are() -> None:
-    """A stream whose instance is drained, then removed, comes to its end."""
+    """An open stream is completed, though its instance is drained and then removed."""
 
     async def run_scenario() -> None:
         async with (
@@ -100,7 +100,7 @@ def test_requests_under_way_end_where_they_are() -> None:
 
 
 def test_wrong_orders_change_nothing() -> None:
-    """Unknown legs, instances, actions and bodies are refused with what would be right."""
+    """Unknown legs, instances, actions and bodies are refused with the accepted values."""
 
     async def run_scenario() -> None:
         async with (
@@ -133,7 +133,7 @@ def test_wrong_orders_change_nothing() -> None:
 
 
 def test_only_who_has_the_token_and_is_here() -> None:
-    """Without the token 401; a foreign Host, as a page in a browser would send it, 403."""
+    """Without the token 401; with a foreign Host header, as a web page would send it, 403."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, a):
@@ -151,7 +151,7 @@ def test_only_who_has_the_token_and_is_here() -> None:
 
 
 def test_what_the_policy_believes_is_seen() -> None:
-    """Each instance tells what it has to do, what was learnt of it, and how good predictions were."""
+    """GET /instances shows each instance's pending work, its learnt speed and how good predictions were."""
 
     async def run_scenario() -> None:
         plan = InstancePlan({"prefill.compute": 1000})

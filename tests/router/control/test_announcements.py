@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What instances and launchers send to /instances: with which token, and what is refused with which words."""
+"""Registrations that instances and launchers send to /instances: tokens, refusals and their texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_basic_auth(text: str) -> dict[str, str]:
 
 
 def test_the_token_may_be_in_three_places() -> None:
-    """In vLLM's header, as a bearer token, or in the URL: its user information is basic authentication."""
+    """The token is accepted in vLLM's header, as a bearer token, and as the URL's user information."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registration_site() as site:
@@ -72,7 +72,7 @@ def test_the_token_may_be_in_three_places() -> None:
 
 
 def test_two_tokens_for_two_doors() -> None:
-    """Who may register may not order; the operator may both; without any token nothing is told."""
+    """The registration token may only register and list, the admin token may do everything."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registration_site("--admin-token", "boss") as site:
@@ -97,7 +97,7 @@ def test_two_tokens_for_two_doors() -> None:
 
 
 def test_a_page_in_a_browser_registers_nothing() -> None:
-    """The admin port answers to its loopback address only, whatever the token."""
+    """A request with a foreign Host header cannot register anything, whatever its token."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registration_site() as site:
@@ -109,7 +109,7 @@ def test_a_page_in_a_browser_registers_nothing() -> None:
 
 
 def test_wrong_announcements_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Each with what would be right; nothing of it reaches the fleet, or forges a line of the log."""
+    """Each malformed one is refused with its remedy, changes no instance, and cannot forge a log line."""
     roles = ", ".join(REGISTRABLE_ROLES)
     url = "write it like http://10.0.0.7:8001"
     wrong = (
@@ -171,7 +171,7 @@ def test_wrong_announcements_are_refused(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_what_it_cannot_use_it_says(caplog: pytest.LogCaptureFixture) -> None:
-    """A consumer's addresses for pushed encodings are not told to encoders: one line, the first time."""
+    """Addresses for pushed encodings are not forwarded to encoders; the log says so once."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registration_site() as site:
@@ -187,7 +187,7 @@ def test_what_it_cannot_use_it_says(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_roster_is_that_of_the_proxy() -> None:
-    """URLs by role, whatever leg it became; ours beside it."""
+    """GET has URLs by vLLM's role names, as vLLM's EPD proxy has, and our own description beside it."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registration_site() as site:
@@ -208,7 +208,7 @@ def test_the_roster_is_that_of_the_proxy() -> None:
 
 
 def test_without_register_nobody_registers() -> None:
-    """The admin port is as it was: no DELETE, and an announcement is no order."""
+    """Without --register the admin API has no DELETE, and refuses registrations."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, a):
@@ -243,21 +243,21 @@ def test_without_register_nobody_registers() -> None:
     ],
 )
 def test_no_door_is_left_open(flags: list[str], words: str) -> None:
-    """A registering router has a port and a token, and what others reach has the operator's."""
+    """--register needs an admin port and a token; an address that others reach needs the admin token."""
     wanted = router_options.RouterOptions.from_flags(command.make_context("router", flags).params)
     with pytest.raises(click.UsageError, match=words):
         build_router(wanted, settings.Settings(), None)
 
 
 def test_tokens_are_visible() -> None:
-    """What a header could not hold would let nobody in."""
+    """Tokens with characters that no header can carry are refused at the start."""
     for token in ("a b", "\u00e9", "a\n"):
         with pytest.raises(click.BadParameter, match="visible ASCII"):
             command.make_context("router", ["--register-token", token])
 
 
 def test_other_machines_reach_it_where_it_is_told_so() -> None:
-    """With --admin-host any name leads there, and nothing is told without a token."""
+    """With --admin-host any Host header is accepted, and every request needs a token."""
     for host, own in (("::1", True), ("127.0.0.2", True), ("localhost", True), ("router", False)):
         assert admin.is_loopback(host) is own
     with pytest.raises(ValueError, match="needs a token"):

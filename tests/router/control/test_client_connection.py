@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may send before and around a request, over raw sockets; limits, refusals, upgrades."""
+"""What clients send before and around a request, over raw sockets: limits, refusals, upgrades, pipelining."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_heads_beyond_limits(data: bytes, status: int, reason: str) -> None:
 
 
 def test_a_body_that_is_refused_while_the_client_waits() -> None:
-    """No `100 Continue` follows the refusal, and it is no failure of the router."""
+    """After a refusal no `100 Continue` follows, and the router logs no error."""
 
     async def run_scenario() -> None:
         async with run_limited() as (router, _):
@@ -201,7 +201,7 @@ def test_slow_heads() -> None:
 
 
 def test_time_between_requests_is_not_counted() -> None:
-    """A connection kept open between requests, and a long answer, are no slow heads."""
+    """Idle time between requests and long answers do not count as slow request heads."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 400})
@@ -242,7 +242,7 @@ def test_too_many_connections() -> None:
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
 @pytest.mark.parametrize("split", [False, True])
 def test_upgrade_is_ignored(upgrade: str, split: bool) -> None:
-    """The body after an Upgrade header is the body, and not another request."""
+    """After an Upgrade header the body is still read as the body, not as another request."""
     smuggled = encode_post(path="/v1/SMUGGLED")
     lines = [f"upgrade: {upgrade}", "connection: Upgrade, x-hop", "x-hop: no", "x-own: yes"]
     data = encode_post(smuggled, *lines, path=UPLOAD).replace(b"application/json", b"audio/wav", 1)
@@ -268,7 +268,7 @@ def test_upgrade_is_ignored(upgrade: str, split: bool) -> None:
 
 
 def test_trailers_are_dropped() -> None:
-    """What follows a chunked body is no header of this request, nor of the next."""
+    """Trailers of a chunked body become headers neither of this request nor of the next one."""
     body = b'11\r\n{"model": "tiny"}\r\n0\r\nx-late: 1\r\nauthorization: Bearer k\r\n\r\n'
 
     async def run_scenario() -> None:
@@ -284,7 +284,7 @@ def test_trailers_are_dropped() -> None:
 
 
 def test_trailers_are_no_key() -> None:
-    """A key in a trailer opens nothing."""
+    """An API key in a trailer is not accepted."""
     body = b'11\r\n{"model": "tiny"}\r\n0\r\nauthorization: Bearer k\r\n\r\n'
 
     async def run_scenario() -> None:
@@ -297,7 +297,7 @@ def test_trailers_are_no_key() -> None:
 
 
 def test_many_trailers() -> None:
-    """Trailers count as headers."""
+    """Trailers count against the limit of headers."""
 
     async def run_scenario() -> None:
         async with run_limited(max_headers=50) as (router, _):
@@ -309,7 +309,7 @@ def test_many_trailers() -> None:
 
 
 def test_garbage_after_a_request() -> None:
-    """It does not break into the answer under way, which comes first and whole."""
+    """Bytes after a request that are no request do not cut its answer, which is sent first and whole."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(gap_s=0.1)
@@ -326,7 +326,7 @@ def test_garbage_after_a_request() -> None:
 
 
 def test_garbage_within_a_body_that_was_refused() -> None:
-    """A request gets one answer, also if its body turns out malformed after it."""
+    """A request gets one answer, also if its body turns out malformed after the refusal."""
 
     async def run_scenario() -> None:
         async with run_limited(keys=["k"]) as (router, _), connect(router) as client:
@@ -339,7 +339,7 @@ def test_garbage_within_a_body_that_was_refused() -> None:
 
 
 def test_pipelined_requests_are_bounded() -> None:
-    """So many are answered, in order; then the connection ends with 429."""
+    """A bounded number of pipelined requests is answered, in order; then 429 ends the connection."""
     number = front_door.MAX_PIPELINED_REQUESTS
 
     async def run_scenario() -> None:
@@ -359,7 +359,7 @@ def test_pipelined_requests_are_bounded() -> None:
 
 
 def test_a_client_that_pipelines_and_leaves() -> None:
-    """Its first request, which is under way, ends too."""
+    """When a pipelining client disconnects, its request in flight is ended as well."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 20_000})

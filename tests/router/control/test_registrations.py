@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that register: which leg they join, how they leave, and what configuration says beside them."""
+"""Instances that register: their leg, how they leave, and how they stand beside configured ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def list_log_lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 
 def test_an_encoder_and_a_backend_that_announce_themselves_serve_an_image() -> None:
-    """The roles are vLLM's inference: who is no encoder and no KV producer calls itself `decode`."""
+    """Roles as vLLM infers them: what is no encoder and no KV producer registers as `decode`."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan({}), InstancePlan({})]) as (
@@ -45,7 +45,7 @@ def test_an_encoder_and_a_backend_that_announce_themselves_serve_an_image() -> N
 def test_who_decodes_waits_for_prefill_instances_once_there_are_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """D comes first and answers alone; with P the same D answers after P, and without P not at all."""
+    """A `decode` instance serves whole requests until prefill instances register, then only after them."""
 
     async def run_scenario() -> None:
         model = fake_pair.PairModel()
@@ -83,7 +83,7 @@ def test_who_decodes_waits_for_prefill_instances_once_there_are_some(
 
 
 def test_a_router_without_instances_says_what_it_waits_for() -> None:
-    """Not ready, and a request is refused with what is missing; the first one to register changes it."""
+    """Not ready, and requests are refused naming the missing leg, until the first instance registers."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan({})]) as (site, one):
@@ -110,7 +110,7 @@ def test_a_router_without_instances_says_what_it_waits_for() -> None:
 
 
 def test_a_prefill_instance_alone_is_not_enough() -> None:
-    """Its requests would have nowhere to go after it."""
+    """With prefill instances only, the router is not ready: nothing could decode."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan({})]) as (site, p):
@@ -123,7 +123,7 @@ def test_a_prefill_instance_alone_is_not_enough() -> None:
 
 
 def test_who_deregisters_ends_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
-    """Its stream comes to its end, new requests go elsewhere, then it is gone; one line says so."""
+    """After deregistration open streams are completed, new requests go elsewhere, one log line says so."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants(
@@ -153,7 +153,7 @@ def test_who_deregisters_ends_what_it_has(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("adds", ["instance", "operator"])
 def test_who_is_added_again_while_it_drains_stays(adds: str) -> None:
-    """An instance that deregistered and then registers again, or that an operator adds, is kept."""
+    """An instance that registers again, or is added by an operator, while it drains is kept."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan(gap_s=0.3)]) as (site, a):
@@ -175,7 +175,7 @@ def test_who_is_added_again_while_it_drains_stays(adds: str) -> None:
 
 
 def test_announcements_are_repeated(caplog: pytest.LogCaptureFixture) -> None:
-    """Instances do it every 30 s: no second instance, no second line, and no operator's order undone."""
+    """Repeated registrations add no second instance or log line, and undo no operator's order."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan({})]) as (site, a):
@@ -198,7 +198,7 @@ def test_announcements_are_repeated(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_who_stays_unreachable_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed at once, removed after --register-ttl; back when it registers again."""
+    """An unreachable instance is removed after --register-ttl, and is back when it registers again."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants(
@@ -233,7 +233,7 @@ def test_who_stays_unreachable_is_forgotten(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_with_a_ttl_of_zero_nobody_is_forgotten() -> None:
-    """As vLLM's --evicted-ttl 0: instances that are restarted in place are waited for."""
+    """--register-ttl 0, as vLLM's --evicted-ttl 0, never removes an instance."""
 
     async def run_scenario() -> None:
         gone = fake_instances.find_unused_url()
@@ -258,7 +258,7 @@ def config_file(tmp_path: Path) -> Path:
 def test_configuration_and_registration_stand_side_by_side(
     config_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A URL that both name is one instance, and SIGHUP takes nobody away who registered."""
+    """A URL both configured and registered is one instance; SIGHUP removes no registered one."""
     a, b, c = fake_instances.find_unused_urls(3)
 
     async def run_scenario() -> None:
@@ -299,7 +299,7 @@ def test_configuration_and_registration_stand_side_by_side(
 def test_a_configuration_that_does_not_fit_who_registered_changes_nothing(
     config_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Combined instances are registered: a file with prefill and decode apart is refused, with why."""
+    """A file with separate prefill and decode is refused while combined instances are registered."""
     a, p, d = fake_instances.find_unused_urls(3)
 
     async def run_scenario() -> None:
@@ -327,7 +327,7 @@ def test_a_configuration_that_does_not_fit_who_registered_changes_nothing(
 
 
 def test_roles_that_cannot_be_mixed() -> None:
-    """As at vLLM's proxy: combined instances, or prefill and decode apart; 409 says what is there."""
+    """Combined instances beside separate prefill and decode are refused: 409 names what is there."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registration_site() as site:
@@ -358,7 +358,7 @@ def test_roles_that_cannot_be_mixed() -> None:
 
 
 def test_an_instance_has_one_role() -> None:
-    """Started anew as something else, it is taken from the leg where it was."""
+    """An instance that registers with another role moves to that role's leg."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants([InstancePlan({})]) as (site, a):
@@ -372,7 +372,7 @@ def test_an_instance_has_one_role() -> None:
 
 
 def test_there_is_a_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """429 for one too many, whoever it is; who is there is still heard."""
+    """One instance more than the limit gets 429; registered ones may still repeat theirs."""
     monkeypatch.setattr(registrations, "MAX_REGISTERED_INSTANCES", 2)
 
     async def run_scenario() -> None:
@@ -390,7 +390,7 @@ def test_there_is_a_most(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_instance_that_announces_itself_is_asked_at_once() -> None:
-    """It came back; nobody waits for the next probe's turn."""
+    """A failed instance that registers again is probed at once, not at the next interval."""
 
     async def run_scenario() -> None:
         async with registration_site.run_registrants(
@@ -409,7 +409,7 @@ def test_a_failed_instance_that_announces_itself_is_asked_at_once() -> None:
 
 
 def test_policies_follow_the_legs() -> None:
-    """The policy that the operator chose is the one of the leg that prefills, whichever that is now."""
+    """The chosen policy applies to the leg that prefills, also when that leg changes."""
 
     async def run_scenario() -> None:
         flags = ("--routing-logic", "ttft", "--encoder-routing-logic", "ttft")

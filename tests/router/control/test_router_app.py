@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane and the command."""
+"""The control plane's endpoints, and the command that starts them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ttft_otel.settings import Settings
 
 
 def test_health_follows_the_fleet() -> None:
-    """Alive at once; ready when each leg has an instance that is."""
+    """/healthz succeeds at once, /readyz and /health when each leg has a healthy instance."""
 
     async def run_scenario() -> None:
         down = fake_instances.find_unused_url()
@@ -48,7 +48,7 @@ def test_health_follows_the_fleet() -> None:
 
 
 def test_models_are_merged() -> None:
-    """Each model once, however many backends have it; 502 when none answers."""
+    """/v1/models lists each model once, however many instances have it; 502 when none answers."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
@@ -70,7 +70,7 @@ def test_models_are_merged() -> None:
 
 
 def test_what_answers_without_a_key() -> None:
-    """Probes and metrics do; nothing describes the API, and the rest needs the key."""
+    """Probes and metrics need no key; everything else does, and no page describes the API."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
@@ -130,7 +130,7 @@ def test_metrics_count_drops() -> None:
 
 
 def test_bad_url_says_what_to_write() -> None:
-    """A flag that is no server's URL is refused with an example."""
+    """A flag whose value is no server's URL is refused with an example."""
     with pytest.raises(ValueError, match="write it like http"):
         types.parse_instance_url("localhost:8000", "mono")
     answer = CliRunner().invoke(command, ["--backend", "ftp://x"])
@@ -138,7 +138,7 @@ def test_bad_url_says_what_to_write() -> None:
 
 
 def test_help_has_examples() -> None:
-    """--help shows how to start it, in commands that are right, and every flag's variable."""
+    """--help has example commands that parse, and names every flag's environment variable."""
     text = CliRunner().invoke(command, ["--help"]).output
     joined = " ".join(text.split())
     for option in command.params:
@@ -173,7 +173,7 @@ async def run_traced_control_plane(
 
 
 def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an endpoint configured a GET makes one span, without send and receive; a POST none."""
+    """With an OTLP endpoint a GET makes one span, and a POST to the data path none of these."""
 
     async def run_scenario() -> None:
         async with run_traced_control_plane(monkeypatch) as (router, collector, end_export):
@@ -189,7 +189,7 @@ def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
-    """A source that does not fit the instances is one line with the remedy, and everything is closed."""
+    """A prefix source that does not fit the instances ends the start with one line; nothing stays open."""
 
     async def run_scenario() -> None:
         urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
@@ -241,7 +241,7 @@ def test_an_untrusted_caller_has_no_trace_of_the_control_plane(
 
 
 def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No endpoint, no provider: the application stays as it was built."""
+    """Without an OTLP endpoint no tracer provider is set up, and the application is not wrapped."""
     monkeypatch.delenv(names.ENV_ENDPOINT, raising=False)
     monkeypatch.delenv(names.ENV_TRACES_ENDPOINT, raising=False)
 

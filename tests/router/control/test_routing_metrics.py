@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's /metrics on what instances have cached, and how the router came to know."""
+"""The router's /metrics about cached prefixes: how many blocks, from which source."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReportingSource(scripted_knowledge.ScriptedSource):
 
 
 def test_each_instances_cache_is_on_metrics() -> None:
-    """Blocks by instance and source; of KV events what became of them, of nobody else."""
+    """Blocks by instance and source; of instances with KV events also gaps, replays and clears."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
@@ -44,7 +44,7 @@ def test_each_instances_cache_is_on_metrics() -> None:
 
 
 def test_without_prompts_nothing_is_known() -> None:
-    """A policy that asks for no prompts has no caches to tell of."""
+    """With a policy that reads no prompts there are no cache metrics."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):

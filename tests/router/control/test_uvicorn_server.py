@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's process and its file descriptors."""
+"""The router's HTTP server: file descriptors, and what a stop does to requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READYZ = b"GET /readyz HTTP/1.1\r\nhost: router\r\n\r\n"
 
 
 def test_file_limit_is_raised() -> None:
-    """A soft limit below the hard one is raised at start."""
+    """The soft limit of file descriptors is raised to the hard one at the start."""
 
     async def run_scenario() -> None:
         async with (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heavy bodies are parsed beside the event loop, and those beyond all bounds not at all."""
+"""Large bodies are parsed in a thread; those beyond the limits are not parsed at all."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_heavy_bodies(data: bytes, is_heavy: bool) -> None:
     ids=["parts", "strings", "outside", "escapes"],
 )
 def test_too_much(inner: bytes) -> None:
-    """A body with more of anything is not parsed; as a text it is nothing."""
+    """A body beyond any of the limits is not parsed and counts as unreadable."""
     parsed = run_parser(lambda parser: parser.parse(IDS % inner))
     assert "The body has more than" in parsed.problem
     text = inner.replace(b"\\", b"").replace(b'"', b"")
@@ -81,7 +81,7 @@ def test_thread() -> None:
 
 
 def test_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who left while others were parsed is not parsed any more."""
+    """A request whose client disconnected while it waited for the parser is not parsed any more."""
     begun, may_end, parsed = threading.Event(), threading.Event(), []
 
     def parse_slowly(data: bytes, path: str) -> RequestBody:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What encoders announce reaches the leg that prefills, whole and bounded, and nobody else."""
+"""Encoders' ec_transfer_params reach the leg that prefills, complete and within limits, and no other leg."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
 
 
 def test_parts_that_differ_may_be_the_same_image() -> None:
-    """Two spellings of one image are two calls and one entry."""
+    """Two spellings of one image are two encoder calls and one entry."""
 
     async def run_scenario() -> None:
         async with run_encoder_and_server(plan_encoder()) as (e, server, router):
@@ -113,7 +113,7 @@ def test_parts_that_differ_may_be_the_same_image() -> None:
     ],
 )
 def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> None:
-    """Older releases and shared folders: the body goes on as it came, the header says encoded."""
+    """Without parameters (older releases, shared folders) the body is unchanged, the header is set."""
 
     async def run_scenario() -> None:
         async with run_encoder_and_server(plan_encoder(lambda _: answer)) as (e, server, router):
@@ -126,7 +126,7 @@ def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> Non
 
 
 def test_clients_own_parameters_are_replaced() -> None:
-    """However a client spells them, the next leg reads the encoder's."""
+    """ec_transfer_params of a client are replaced by the encoders', however their name is escaped."""
 
     async def run_scenario() -> None:
         async with run_encoder_and_server(plan_encoder()) as (e, server, router):
@@ -278,7 +278,7 @@ HOSTILE_ANSWERS = {
 
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)
 def test_a_hostile_answer_is_a_502(name: str) -> None:
-    """Another encoder is tried once; then the client reads what was wrong, and nobody prefills."""
+    """An unusable encoder answer is retried once; then the client gets a 502 with the reason."""
     answer, why = HOSTILE_ANSWERS[name]
 
     async def run_scenario() -> None:
@@ -303,7 +303,7 @@ def test_a_hostile_answer_is_a_502(name: str) -> None:
 
 
 def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
-    """Its breaker stays closed: what the router cannot read may be of a client's making."""
+    """Unreadable answers do not open the encoder's circuit breaker: a client may cause them."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
@@ -401,7 +401,7 @@ def test_any_answer_is_taken_or_refused(answers: list[bytes]) -> None:
 
 
 def test_the_fuller_announcement_stays() -> None:
-    """Of two for one image, in either order: one may have been evicted and have no address."""
+    """Of two entries for one image the one with an address is kept, in either order."""
     answers = [
         b'{"%b": {"a": %b}}' % (EC_PARAMS_FIELD.encode(), each)
         for each in (b'{"metadata":{}}', ENTRY_JSON.encode())
@@ -414,7 +414,7 @@ def test_the_fuller_announcement_stays() -> None:
 
 
 def test_the_bounds_are_of_all_answers_together() -> None:
-    """Each may be long, all of them may not; as deep as is allowed is taken."""
+    """Size limits hold for all answers of a request together; depth at the limit is accepted."""
     collected = TransferParams()
     collected.add_answer(build_nested_answer(ec_params.MAX_NESTING_DEPTH))
     entry = json.dumps({"x": "x" * 900_000})
@@ -452,7 +452,7 @@ def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
 
 
 def test_who_is_told_that_items_are_encoded() -> None:
-    """The leg after encoders; not a request without images; and a client cannot say so."""
+    """The header is set for the leg after encoders only, and removed from a client's request."""
 
     async def run_scenario() -> None:
         async with run_encoder_and_server(plan_encoder()) as (e, server, router):
@@ -467,7 +467,7 @@ def test_who_is_told_that_items_are_encoded() -> None:
 
 
 def test_with_tracing_off_parameters_still_travel() -> None:
-    """They are the deployment's, not the tracing's; nothing is said about them."""
+    """With tracing off the parameters are still passed on, without our header."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(encoders=[plan_encoder()], traced=False) as (

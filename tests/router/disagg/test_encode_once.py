@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With --encode-once prefill gets references to encodings; else all media, and the reason is told."""
+"""With --encode-once prefill gets references instead of media, or the span says why not."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_backend_gets_references_and_where_to_fetch(stream: bool) -> None:
 
 
 def test_without_the_flag_nothing_is_replaced_and_nothing_told() -> None:
-    """Off is the default."""
+    """Without the flag nothing is replaced, and no reason is recorded."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
@@ -134,7 +134,7 @@ def test_without_the_flag_nothing_is_replaced_and_nothing_told() -> None:
 
 
 def test_a_request_without_media_is_told_nothing_of() -> None:
-    """Only where there was something to replace."""
+    """A request without media has no reason on its span."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
@@ -170,7 +170,7 @@ def test_a_request_without_media_is_told_nothing_of() -> None:
 def test_media_stay_where_the_request_needs_them(
     path: str, body: dict[str, Any], reason: str
 ) -> None:
-    """The body goes on as without the flag, and the span has the reason."""
+    """Where media cannot be replaced the body is unchanged, and the span has the reason."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
@@ -281,7 +281,7 @@ def test_a_hash_that_is_not_the_items_is_not_used(mm_hash: str) -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_answer_must_be_about_one_item(count: int) -> None:
-    """Which of several is this one cannot be told."""
+    """An answer with no entry or with several is not used: it does not say which is the item's."""
     params = TransferParams()
     entries = {f"{number:064x}": Raw(IMAGE_ENTRY_JSON.encode()) for number in range(count)}
     params.add_answer(msgspec.json.encode({EC_PARAMS_FIELD: entries}), ITEM_JSON.encode())
@@ -314,7 +314,7 @@ def test_a_part_with_two_kinds_of_media_is_kept() -> None:
 
 
 def test_items_of_one_modality_need_equal_metadata() -> None:
-    """vLLM merges them."""
+    """Items of one modality with different metadata keep their media: vLLM merges metadata."""
     other = ITEM_JSON.replace('"x"', '"y"')
     params = collect_params(ITEM_JSON.encode(), name=lambda _: "aa" * 32)
     entry = {"metadata": {"other": [1]}, "peer_host": "e"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with media: prompts are read before any encoder is asked, and items go where the least work is."""
+"""Media requests: prompts are tokenized before encoders are called, items go to the least loaded one."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_items_go_where_the_least_work_is() -> None:
 
 
 def test_items_of_unknown_size_are_alike() -> None:
-    """Where nobody has counted them each encoder gets as many, and nothing is learnt."""
+    """Items of unknown size are spread evenly by number, and no speed is learnt from them."""
 
     async def run_scenario() -> None:
         plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
@@ -268,7 +268,7 @@ def test_items_of_unknown_size_are_alike() -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
 def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
-    """GET /instances and /metrics tell of encoders, too; `ttft.predicted_ms` is not theirs."""
+    """GET /instances and /metrics show encoders' load and learnt speed; `ttft.predicted_ms` excludes them."""
 
     async def run_scenario() -> None:
         plan = InstancePlan()
@@ -309,7 +309,7 @@ def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
 
 
 def test_too_late_is_refused_before_encoders_work() -> None:
-    """A prefill instance that is too busy, or encoders that are: a 429, and no encoder is asked."""
+    """When prefill or encoders are too busy for the SLO, the answer is 429, before any encoder call."""
 
     async def run_scenario() -> None:
         routing = scripted_knowledge.build_routing_factory(encoders="ttft", slo_s=0.5)
@@ -347,7 +347,7 @@ def test_too_late_is_refused_before_encoders_work() -> None:
 
 
 def test_time_already_spent_counts() -> None:
-    """What came long ago, or will be with encoders for long, is too late sooner; an idle one tries it."""
+    """Time since arrival and expected encoding count against the SLO; idle instances are tried."""
     second = 1_000_000
     now = 10 * second
     state = PolicyState(
@@ -409,7 +409,7 @@ def test_encoders_by_work_need_items_that_are_counted(flags: tuple[str, ...], re
 
 
 def test_an_encoder_that_is_gone_is_forgotten() -> None:
-    """What was learnt of it goes with it, at once."""
+    """What was learnt of an encoder is dropped when it is removed."""
     fleet = InstancePool(
         {ENCODE: [A, B], "prefill_decode": [parse_instance_url(INSTANCE_URL, "prefill_decode")]}
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request through P and D: what each is asked, what the client gets, and that P is left empty."""
+"""A request through prefill (P) and decode (D): what each gets and the client gets; P frees its blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
 def test_plain_answers_are_decodes(mode: str) -> None:
-    """Nobody sees the first token of an answer that is not streamed: D makes it and answers."""
+    """An answer that is not streamed is D's alone."""
 
     async def run_scenario() -> None:
         async with fake_pair.run_fleet(mode) as fleet:
@@ -182,7 +182,7 @@ def test_the_first_token_does_not_wait_for_decode() -> None:
 
 
 def test_the_handover_is_told() -> None:
-    """The time from P's token to D's next one is a span below the server span, cut into its parts."""
+    """The time from P's token to D's next one is a span below the server span, divided into parts."""
 
     async def run_scenario() -> None:
         for mode, last in (("strip", names.FIRST_DECODE), ("continue", "router.egress")):
@@ -204,7 +204,7 @@ def test_the_handover_is_told() -> None:
 
 
 def test_one_token_is_prefills_alone() -> None:
-    """max_tokens 1: P answers, streamed or not, keeps nothing, and D hears nothing of it."""
+    """With max_tokens 1, P answers and keeps no blocks; D is not called."""
 
     async def run_scenario() -> None:
         for mode in ("off", "strip", "continue"):
@@ -217,7 +217,7 @@ def test_one_token_is_prefills_alone() -> None:
 
 
 def test_an_answer_that_ends_on_prefill_ends_there() -> None:
-    """P's finish reason is the stream's: no D, and P's blocks are given back."""
+    """If P's token ends the answer, D generates nothing, and P's blocks are freed."""
 
     async def run_scenario() -> None:
         for mode in ("strip", "continue"):
@@ -249,7 +249,7 @@ def test_decode_may_merge_tokens() -> None:
 
 
 def test_another_first_token_is_counted() -> None:
-    """Strip: the stream stays one sentence, the server span says it and /metrics counts it."""
+    """In strip, a different first token of D is replaced, marked on the server span and counted."""
 
     async def run_scenario() -> None:
         async with fake_pair.run_fleet("strip", first="Yo") as fleet:
@@ -272,7 +272,7 @@ async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None
 
 
 def test_half_a_character_waits_for_decode() -> None:
-    """A first token that is no text yet is D's to say, so nothing of it can be wrong."""
+    """A first token that is an incomplete character is not sent from P: D's event has the text."""
 
     async def run_scenario() -> None:
         for mode in ("strip", "continue"):
@@ -298,7 +298,7 @@ def test_one_time_for_all_events() -> None:
 
 
 def test_prefills_refusal_is_the_clients() -> None:
-    """What P will not serve is answered with P's status and body; D is not asked."""
+    """P's error status and body are the client's; D is not called."""
 
     async def run_scenario() -> None:
         async with fake_pair.run_fleet("strip") as fleet:
@@ -349,7 +349,7 @@ def test_a_decode_that_is_gone_ends_the_stream() -> None:
     ("slow", "late", "wait"), [(5.0, 0.0, 0.2), (0.0, 5.0, 0.2)], ids=["in P", "between P and D"]
 )
 def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: float) -> None:
-    """Whoever works for it is told within 100 ms, and what P kept is given back."""
+    """100 ms after the client disconnects both legs have ended, and P's blocks are freed."""
 
     async def run_scenario() -> None:
         for mode in ("off", "strip", "continue"):
@@ -418,7 +418,7 @@ def test_a_decode_that_refused_has_nothing_in_flight() -> None:
 
 
 def test_no_retries_is_no_second_decode() -> None:
-    """With --retries 0 the error of a decode is the client's answer, though another decode is free."""
+    """With --retries 0 a decode instance's error is the answer, though another instance is free."""
 
     async def run_scenario() -> None:
         async with run_refusing_decode(first_token="off", retries=0) as (fleet, busy, idle):
@@ -429,7 +429,7 @@ def test_no_retries_is_no_second_decode() -> None:
 
 
 def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
-    """The router neither fails nor answers for them: P gets what the client sent."""
+    """A `stop` of a wrong type is forwarded to P as it came, for P to refuse."""
 
     async def run_scenario() -> None:
         for stop in (5, True, 1.5, {"a": 1}, [None]):
@@ -456,7 +456,7 @@ def test_several_answers_are_decodes_alone() -> None:
 
 
 def test_a_clients_own_parameters_reach_nobody() -> None:
-    """Neither at the top nor by vLLM's side door, on any path, in any leg."""
+    """kv_transfer_params of a client reach no instance, on any path, vllm_xargs included."""
 
     async def run_scenario() -> None:
         evil = {"do_remote_prefill": True, "remote_block_ids": [[1]], "prompt_token_ids": [1]}

@@ -27,7 +27,7 @@ def build_attempt(number: int, recomputed: int) -> Attempt:
 
 
 def test_one_line_a_minute(clock: testing.FakeClock, caplog: pytest.LogCaptureFixture) -> None:
-    """The first at once, then the sum of a minute, with who, why that can be and where to read on."""
+    """The first case is logged at once, then one line a minute with sum, instance, likely cause and link."""
     items = RecomputedMediaLog()
     items.record_attempt(build_attempt(0, 0))
     assert not caplog.messages
@@ -49,7 +49,7 @@ def test_one_line_a_minute(clock: testing.FakeClock, caplog: pytest.LogCaptureFi
 
 
 def test_those_that_say_nothing_count_nothing() -> None:
-    """Servers without the entry, or without any timing: no item, and no error."""
+    """Servers that do not report the number, or no timings, count as no item and cause no error."""
     items = RecomputedMediaLog()
     silent, plain = build_attempt(0, 1), build_attempt(0, 1)
     silent.server_timing, plain.server_timing = None, ServerTiming()

@@ -193,7 +193,7 @@ ODD_MESSAGES = [
 @pytest.mark.parametrize("path", CONVERSATION_FIELDS)
 @pytest.mark.parametrize("conversation", ODD_MESSAGES)
 def test_what_is_no_item_is_left_to_the_server(conversation: bytes, path: str) -> None:
-    """Malformed, empty, or of no use to vLLM: no encoder is asked, and nothing fails here."""
+    """Malformed or empty parts, and those that vLLM ignores, cause no encoder call and no error."""
     data = b'{"model": "tiny", "%b": %b}' % (CONVERSATION_FIELDS[path].encode(), conversation)
     found = parse_body(data, path)
     assert (found.data, found.media_items, found.media_part_count) == (data, (), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of what sources say: several sources, forgotten instances, tasks that will not end."""
+"""How findings of several sources become instances: forgotten ones, refusals, failures, cancellation."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_another_source_still_names_stays() -> None:
 
 
 def test_who_was_forgotten_comes_back_and_who_is_there_is_not_asked_again() -> None:
-    """An instance that was unreachable for --register-ttl is out of the pool, but still named."""
+    """An instance removed after --register-ttl is added again while a source names it; others stay."""
     roster = Roster()
     discovery = build_discovery(roster, None)
     (source,) = discovery.watched

@@ -75,7 +75,7 @@ def test_srv_records_say_ports_and_a_role_comes_from_the_source() -> None:
 
 
 def test_a_hundred_pods_do_not_fit_a_datagram() -> None:
-    """The answer is truncated, and asked for again by TCP."""
+    """A truncated answer is asked for again over TCP."""
 
     async def run_scenario() -> None:
         async with run_dns_server() as dns:
@@ -93,7 +93,7 @@ def test_a_hundred_pods_do_not_fit_a_datagram() -> None:
 def test_a_resolver_that_fails_takes_nobody_away(
     failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The instances stay, one line says so, and the next answer counts again."""
+    """When DNS fails the instances stay, one line is logged, and the next answer is applied."""
 
     async def run_scenario() -> None:
         async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
@@ -120,7 +120,7 @@ def test_a_resolver_that_fails_takes_nobody_away(
 def test_a_name_without_addresses_is_said_and_must_be_said_twice(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One empty answer changes nothing; a Service may just have been made anew."""
+    """One empty answer changes nothing, since a Service may have just been made anew; a second one does."""
 
     async def run_scenario() -> None:
         async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:

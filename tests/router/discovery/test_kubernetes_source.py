@@ -113,7 +113,7 @@ def test_a_version_that_was_compacted_is_listed_anew() -> None:
 
 
 def test_an_api_server_that_goes_away_leaves_everybody(caplog: pytest.LogCaptureFixture) -> None:
-    """Watches break and lists fail; requests go on, and the metric counts."""
+    """While the API server is away instances stay and serve; the failures are counted."""
 
     async def run_scenario() -> None:
         async with run_cluster() as (cluster, one, site):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may come in, what a caller may decide, and what the router's own refusals look like."""
+"""Who may use the router, what a caller may decide, and the form of the router's own refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_refusal(body: bytes, status: int, kind: str) -> str:
 
 
 def test_api_key_opens_and_ends_here() -> None:
-    """Only one of the keys opens; instances never see it, they get their own."""
+    """Only a configured key is accepted; instances get the upstream key, never the client's."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances(
@@ -51,7 +51,7 @@ def test_api_key_opens_and_ends_here() -> None:
 
 
 def test_without_keys_authorization_passes() -> None:
-    """Instances that check keys themselves get the client's."""
+    """Without keys the client's Authorization header is passed on to instances."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
@@ -88,7 +88,7 @@ def test_only_json_generates() -> None:
 
 @pytest.mark.parametrize("trust", [True, False])
 def test_callers_do_not_decide_what_is_sampled(trust: bool) -> None:
-    """An untrusted caller keeps its trace id, not its flag; nor does it make us an inner router."""
+    """An untrusted caller's trace ID is kept, its sampled flag is not; it cannot claim to be a router."""
 
     async def run_scenario() -> None:
         for sampler, flag in (("parentbased_always_off", "01"), ("parentbased_always_on", "00")):
@@ -152,7 +152,7 @@ def test_an_answer_cut_short_is_cut_for_the_client() -> None:
 
 
 def test_nonsense_is_never_an_error_of_ours() -> None:
-    """Odd methods, paths, queries and headers are answered below 500."""
+    """Odd methods, paths, queries and headers never get a status of 500 or above."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
@@ -187,7 +187,7 @@ def test_half_a_surrogate_pair_is_no_model() -> None:
 
 
 def test_models_are_told_and_learnt_for_the_clients_key() -> None:
-    """Another key gets the instances' 401, not what they told before; a new model is found with it."""
+    """A wrong key gets the instances' 401, not cached models; with the right one a new model is found."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances([InstancePlan({}, models_key="theirs")]) as (
@@ -241,7 +241,7 @@ ESCAPES = (
 
 @pytest.mark.parametrize("path", ESCAPES)
 def test_paths_that_mean_another_one(path: str) -> None:
-    """A path that an instance may take for one outside /v1 is refused and reaches nobody."""
+    """Paths that an instance could resolve to one outside /v1 are refused and not forwarded."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):
@@ -259,7 +259,7 @@ def test_paths_that_mean_another_one(path: str) -> None:
 
 
 def test_a_name_that_no_instance_lists_is_no_label() -> None:
-    """A model that a client made up, and paths that it made up, are not on spans as names or labels."""
+    """Unknown model names and paths of a client appear neither in span names nor in metric labels."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
@@ -308,7 +308,7 @@ def test_refusals_are_counted() -> None:
     "path", ["/v1/messages", "/v1/chat/completions/batch", "/v1/chat/completions"]
 )
 def test_json_that_cannot_be_read_is_refused_on_every_path(path: str) -> None:
-    """Nested too deeply for the router's parser, it might hold transfer parameters."""
+    """JSON nested too deeply to parse is refused: transfer parameters could hide in it."""
     deep = b'{"kv_transfer_params": {"a": 1}, "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}"
 
     async def run_scenario() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slow client slows its leg down, and nobody else; one that leaves ends its legs at once."""
+"""A slow client slows down only its own request; one that disconnects ends its legs at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEDIA_BODY = (
 
 
 def test_a_slow_client_slows_its_leg() -> None:
-    """Twenty clients that read nothing of endless streams: little is read ahead, little is kept."""
+    """Twenty clients that read nothing of endless streams: the router reads and keeps little of each."""
 
     async def run_scenario() -> None:
         async with (
@@ -73,7 +73,7 @@ async def wait_until_written(raw_instance: raw_http.RawInstance) -> int:
 
 
 def test_leaving_ends_every_leg() -> None:
-    """Before the first byte, within a stream and among encoders: 100 ms later no leg is open."""
+    """100 ms after a client disconnects no leg is open: before the first byte, in a stream, at encoders."""
 
     async def run_scenario() -> None:
         async with (

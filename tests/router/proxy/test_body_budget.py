@@ -38,7 +38,7 @@ async def send_half_body(router: RunningRouter, number: int) -> AsyncIterator[Ra
 
 
 def test_slow_bodies() -> None:
-    """A body that does not arrive in time gets 408, however steadily it trickles; nothing stays held."""
+    """A body that does not arrive within the limit gets 408, and its memory is released."""
 
     async def run_scenario() -> None:
         async with run_limited(body_timeout=0.3) as (router, one):
@@ -61,7 +61,7 @@ def test_slow_bodies() -> None:
 
 
 def test_long_answers_are_no_slow_bodies() -> None:
-    """The body's time limit ends with the body and does not cut a long answer."""
+    """The time limit for bodies ends with the body; a long answer is not cut by it."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 500})
@@ -106,7 +106,7 @@ def test_bodies_together() -> None:
 
 
 def test_whole_bodies_fill_the_budget() -> None:
-    """While requests that are served hold all of it, the next body is refused, and later is not."""
+    """When bodies of requests in service fill the budget, the next body is refused until they end."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 500})

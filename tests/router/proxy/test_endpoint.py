@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data path's promises to the client, over real sockets."""
+"""What the data path does with requests and answers, over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ttft_otel.router.limits import RouterLimits
 
 
 def test_stream_is_not_buffered() -> None:
-    """A backend that sends a chunk only when the client has the one before is read to its end."""
+    """Each chunk reaches the client before the instance sends the next one."""
 
     async def run_scenario() -> None:
         permits, got = asyncio.Semaphore(0), []
@@ -54,7 +54,7 @@ def test_bytes_pass_unmodified() -> None:
 
 
 def test_hop_by_hop_headers_stop_here() -> None:
-    """What belongs to one connection, or is named by Connection, is not forwarded; the rest is."""
+    """Hop-by-hop headers, and those that Connection names, are not forwarded; all others are."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):
@@ -75,7 +75,7 @@ def test_hop_by_hop_headers_stop_here() -> None:
 
 
 def test_images_go_to_encoders_at_once() -> None:
-    """Three distinct images of four are encoded side by side; the backend starts when all are in."""
+    """Distinct images are encoded concurrently; the backend is called when all have answered."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"encoder.compute": 400})
@@ -171,7 +171,7 @@ def test_request_id_is_kept_or_made() -> None:
 
 
 def test_malformed_context_breaks_nothing() -> None:
-    """Nonsense in traceparent, tracestate and baggage starts a new trace and is served."""
+    """A malformed traceparent, tracestate or baggage starts a new trace; the request is served."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):
@@ -210,7 +210,7 @@ def test_client_leaving_stops_the_legs() -> None:
 
 
 def test_client_leaving_stops_the_encoders() -> None:
-    """Encoder calls in flight end too, and the backend is never called."""
+    """When the client disconnects, encoder calls in flight end and the backend is not called."""
 
     async def run_scenario() -> None:
         slow = InstancePlan({"encoder.compute": 5000})
@@ -267,7 +267,7 @@ def test_failed_encoder_answers() -> None:
 
 
 def test_backend_down() -> None:
-    """Nobody listening is a 502 in OpenAI's form, and the record says where it died."""
+    """A refused connection is a 502 in OpenAI's form, and the record names the stage it died in."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
@@ -284,7 +284,7 @@ def test_backend_down() -> None:
 
 
 def test_refused_connection_tries_another() -> None:
-    """A backend that goes down costs one request a retry, the lost time is router.retry."""
+    """A refused connection is retried on another backend; the lost time is stage router.retry."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_instance() as one, contextlib.AsyncExitStack() as stack:
@@ -354,7 +354,7 @@ def test_malformed_json_is_refused_here() -> None:
 
 
 def test_a_response_in_the_background_has_no_ttft() -> None:
-    """Its answer says that it is queued; one that is refused has failed all the same."""
+    """A queued background response has no TTFT; a refused one is recorded as failed."""
 
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
@@ -437,7 +437,7 @@ def test_client_may_ask_for_the_breakdown() -> None:
 
 
 def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[str]) -> None:
-    """The client gets an error in OpenAI's form, the span its type; the log has the traceback."""
+    """An exception in the router is a 500 in OpenAI's form, error.type on the span, a log traceback."""
 
     class FailingPolicy(types.RoutingPolicy):
         def choose_instance(self, *_: Any) -> types.Decision:

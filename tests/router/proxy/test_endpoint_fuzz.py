@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is sent to the router, it answers like a server: no 5xx of its own, no traceback."""
+"""Random and malformed requests get no 5xx that the router made, and leave no traceback in its log."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ MALFORMED = (
 
 
 def test_malformed_http(tmp_path: Path) -> None:
-    """What is no HTTP is refused or cut off, and the router goes on."""
+    """Malformed HTTP is refused or the connection closed; the router keeps serving."""
     log = tmp_path / "stderr"
     with run_fleet("mono", log) as (url, _):
         for data in MALFORMED:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever becomes of its requests, nothing of them stays with the router."""
+"""After requests of every kind nothing of them is left in the router: tasks, objects, memory, sockets."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 
 import pytest
 
+from router.workers.forked_process import run_forked
 from ttft_otel.router.workers.load_counts import MAX_CHANGES, CountReader, CountWriter, LoadCounts
 
 
@@ -74,14 +74,12 @@ def test_between_processes() -> None:
     number = 70_000
     counts = LoadCounts(1)
     reader = CountReader(counts, 0)
-    process = multiprocessing.get_context("fork").Process(target=count_up, args=(counts, number))
-    process.start()
     seen = {index: (0, 0) for index in range(7)}
-    is_over = False
-    while not is_over:
-        is_over = not process.is_alive()  # before the read, which is then the last
-        for index, in_flight, arrivals in reader.read_changes(7):
-            assert 0 <= in_flight <= number and seen[index][1] <= arrivals <= number // 7
-            seen[index] = (in_flight, arrivals)
-    process.join()
+    with run_forked(count_up, counts, number) as process:
+        is_over = False
+        while not is_over:
+            is_over = not process.is_alive()  # before the read, which is then the last
+            for index, in_flight, arrivals in reader.read_changes(7):
+                assert 0 <= in_flight <= number and seen[index][1] <= arrivals <= number // 7
+                seen[index] = (in_flight, arrivals)
     assert seen == {index: (0, number // 7) for index in range(7)}

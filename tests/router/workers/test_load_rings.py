@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 
 import pytest
 
+from router.workers.forked_process import run_forked
 from ttft_otel.router.errors import RingOverrun
 from ttft_otel.router.workers import load_rings
 from ttft_otel.router.workers.load_rings import (
@@ -137,10 +137,8 @@ def test_between_processes() -> None:
     count = 200_000
     rings = LoadRings(2)
     reader = RingReader(rings, 1)
-    process = multiprocessing.get_context("fork").Process(target=write_numbers, args=(rings, count))
-    process.start()
     last, overruns = -1, 0
-    try:
+    with run_forked(write_numbers, rings, count) as process:
         while last < count - 1:
             try:
                 frames = reader.read_frames(500)
@@ -160,9 +158,6 @@ def test_between_processes() -> None:
                 last = number
             if not frames and not process.is_alive() and not reader.has_news():
                 break
-    finally:
-        process.join(30)
-    assert process.exitcode == 0
     assert overruns or last == count - 1
 
 

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import click
 
 from ttft_otel import names
+from ttft_otel.command_options import Command, OptionDeclarer, add_options
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-
-def add_access_options(
-    declare_option: Callable[..., Callable[[Decorated], Decorated]],
-) -> Callable[[Decorated], Decorated]:
+def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
     """Add the flags to a command."""
-    declared = (
+    return add_options(
         declare_option(
             # Repeatable: while one key replaces another (SIGHUP applies it), both have to be valid.
             "--api-key",
@@ -55,14 +51,6 @@ def add_access_options(
             help="An origin whose web pages may call the router, like https://chat.example; repeatable.",
         ),
     )
-
-    def decorate(command: Decorated) -> Decorated:
-        # Decorators apply from the innermost out: reversed, --help lists the flags as above.
-        for each in reversed(declared):
-            command = each(command)
-        return command
-
-    return decorate
 
 
 def check_keys(_: click.Context, __: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import click
 
+from ttft_otel.command_options import Command, OptionDeclarer, add_options
 from ttft_otel.router.discovery.discovery import Discovery, InstanceRoster
 from ttft_otel.router.discovery.findings import InstanceSource
 from ttft_otel.router.discovery.source_address import (
@@ -18,14 +19,10 @@ from ttft_otel.router.discovery.source_address import (
 
 DISCOVER_INTERVAL_S: Final = 5.0  # seconds between two questions to DNS; the TTL of cluster DNS
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-
-def add_discovery_options(
-    declare_option: Callable[..., Callable[[Decorated], Decorated]],
-) -> Callable[[Decorated], Decorated]:
+def add_discovery_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
     """Add the flags to a command."""
-    declared = (
+    return add_options(
         declare_option(
             "--discover",
             multiple=True,
@@ -46,13 +43,6 @@ def add_discovery_options(
             help="API server for k8s://, like that of `kubectl proxy`; by default the pod's own.",
         ),
     )
-
-    def decorate(command: Decorated) -> Decorated:
-        for each in reversed(declared):
-            command = each(command)
-        return command
-
-    return decorate
 
 
 def check_sources(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:

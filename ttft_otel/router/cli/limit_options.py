@@ -5,35 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from ttft_otel.command_options import Command, OptionDeclarer, add_options
 from ttft_otel.router.limits import RouterLimits
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-
-def add_limit_options(
-    declare_option: Callable[..., Callable[[Decorated], Decorated]],
-) -> Callable[[Decorated], Decorated]:
+def add_limit_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
     """Add a flag per limit to a command, in the order of the fields."""
-
-    def decorate(command: Decorated) -> Decorated:
-        # Decorators apply from the innermost out: reversed, --help lists limits in their own order.
-        for each in reversed(fields(RouterLimits)):
-            # By the default and not the annotation, which is only a string here: see declare_limit.
-            is_seconds = isinstance(each.default, float)
-            kind = click.FloatRange if is_seconds else click.IntRange
-            command = declare_option(
+    return add_options(
+        *(
+            declare_option(
                 f"--{each.name.replace('_', '-')}",
                 default=each.default,
-                type=kind(min=each.metadata["minimum"]),
+                type=_choose_range(each.default)(min=each.metadata["minimum"]),
                 help=each.metadata["text"],
-            )(command)
-        return command
+            )
+            for each in fields(RouterLimits)
+        )
+    )
 
-    return decorate
+
+def _choose_range(default: object) -> type[click.IntRange | click.FloatRange]:
+    # By the default and not the annotation, which is only a string here: see declare_limit.
+    return click.FloatRange if isinstance(default, float) else click.IntRange
 
 
 def take_limits(given: Mapping[str, Any]) -> tuple[RouterLimits, dict[str, Any]]:

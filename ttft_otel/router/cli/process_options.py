@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import click
+
+from ttft_otel.command_options import Command, OptionDeclarer, add_options
 
 DRAIN_TIMEOUT_S: Final = 30.0  # seconds for requests in flight to finish after SIGTERM
 MAX_WORKERS: Final = 256  # each tells all others of each of its requests
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-
-def add_process_options(
-    declare_option: Callable[..., Callable[[Decorated], Decorated]],
-) -> Callable[[Decorated], Decorated]:
+def add_process_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
     """Add the flags to a command."""
-    declared = (
+    return add_options(
         declare_option(
             "--workers",
             default=1,
@@ -38,10 +36,3 @@ def add_process_options(
             help="Seconds after SIGTERM within which requests in flight may finish.",
         ),
     )
-
-    def decorate(command: Decorated) -> Decorated:
-        for each in reversed(declared):
-            command = each(command)
-        return command
-
-    return decorate

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Final, Literal, get_args
 
 import click
 from click.core import ParameterSource
 
+from ttft_otel.command_options import Command, OptionDeclarer, add_options
 from ttft_otel.router import types
 from ttft_otel.router.routing import routing_service
 from ttft_otel.router.routing.policies import pending_load
@@ -51,8 +52,6 @@ POLICIES_BY_OPTION: Final[Mapping[str, tuple[str, ...]]] = {
     "session_key": ("session", "kvaware"),
     "request_stats_window": tuple(name for name, each in POLICIES.items() if each.tracks_load),
 }
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +188,12 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     return value
 
 
-def add_routing_options(
-    declare_option: Callable[..., Callable[[Decorated], Decorated]],
-) -> Callable[..., Any]:
-    """One decorator that adds all routing flags.
+def add_routing_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
+    """A decorator that adds all routing flags to a command.
 
     declare_option: declares one flag together with its environment variable.
     """
-    declared = (
+    return add_options(
         declare_option(
             "--routing-logic",
             type=click.Choice(tuple(POLICIES)),
@@ -288,11 +285,3 @@ def add_routing_options(
             help="Count a prefix cached at one instance as cached at all of them.",
         ),
     )
-
-    def decorate(command: Decorated) -> Decorated:
-        # Decorators apply from the innermost out: reversed, --help lists the flags as above.
-        for each in reversed(declared):
-            command = each(command)
-        return command
-
-    return decorate

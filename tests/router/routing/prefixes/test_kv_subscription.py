@@ -185,7 +185,7 @@ def test_hole(tmp_path: Path) -> None:
 
 
 def test_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An instance that tells no endpoint is known by what it was sent, and the operator hears why."""
+    """An instance without an endpoint is known by what it was sent; the log says why."""
     caplog.set_level(logging.WARNING, "ttft_otel")
 
     async def run_scenario() -> None:
@@ -204,7 +204,7 @@ def test_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An instance that answers something else is told to the operator with what to write."""
+    """An unexpected answer to /kv_event_sources is logged with what to configure."""
 
     class RanklessPublisher(FakePublisher):
         async def answer_sources(self, _: web.Request) -> web.Response:
@@ -223,7 +223,7 @@ def test_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the index cannot hold is counted for operators, and they are told what it means."""
+    """Blocks beyond the index's limit are counted, and logged with their meaning."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
     caplog.set_level(logging.WARNING, "ttft_otel")
 
@@ -322,7 +322,7 @@ def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_slices() -> None:
-    """Long work leaves the event loop to others again and again."""
+    """Long work yields to the event loop at short intervals."""
 
     async def run_scenario() -> int:
         turns = 0
@@ -416,15 +416,21 @@ def test_many_instances() -> None:
     assert asyncio.run(run_scenario()) == 10_000
 
 
+@asynccontextmanager
+async def run_history_source() -> AsyncIterator[tuple[InstancePool, PrefixSource]]:
+    """Two instances, and the source that knows what the router has sent them."""
+    here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
+    history = prefixes.build_source("history", block_size=BLOCK_TOKENS)
+    async with run_source(here, history) as source:
+        yield here, source
+
+
 @pytest.mark.parametrize("draining", [False, True])
 def test_history_of_a_process(draining: bool) -> None:
-    """What an instance was sent before it failed counts no more: who is back may be another process."""
+    """What an instance was sent before it failed does not count: it may be a new process."""
 
     async def run_scenario() -> None:
-        here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
-        async with run_source(
-            here, prefixes.build_source("history", block_size=BLOCK_TOKENS)
-        ) as source:
+        async with run_history_source() as (here, source):
             one, two = here
             for each in here:
                 source.index.record_served(each.url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
@@ -443,13 +449,10 @@ def test_history_of_a_process(draining: bool) -> None:
 
 
 def test_gone() -> None:
-    """A request that was still under way at an instance that is gone brings nothing of it back."""
+    """A request in flight at an instance that was removed adds nothing to the index."""
 
     async def run_scenario() -> None:
-        here = build_fleet("http://127.0.0.1:1", "http://127.0.0.1:2")
-        async with run_source(
-            here, prefixes.build_source("history", block_size=BLOCK_TOKENS)
-        ) as source:
+        async with run_history_source() as (here, source):
             gone, stays = here
             here.remove_instance(gone)
             source.sync_instances()

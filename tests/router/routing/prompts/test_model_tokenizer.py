@@ -235,7 +235,7 @@ def test_format(template: str, wanted: bool) -> None:
 
 
 def test_reads() -> None:
-    """A template's own variables are no one's to give."""
+    """Variables that the template itself sets cannot be given by a request."""
     assert template_format.list_template_variables("{% set a = b %}{{ a }}{{ c.d }}") == {"b", "c"}
 
 
@@ -409,7 +409,7 @@ def test_expand() -> None:
 
 @pytest.mark.parametrize("items", [[(None, 1, "a")], [(9, 1, "a"), (9, 1, "b")]])
 def test_unfit(items: list[tuple[int | None, int, str]]) -> None:
-    """Items that have no place in the prompt are not put anywhere."""
+    """Items without a placeholder in the prompt are not inserted anywhere."""
     assert expand_placeholders(array("I", [1, 9, 2]), items) is None
 
 
@@ -496,7 +496,7 @@ def test_refused(read_prompt: PromptReading, path: str, body: dict[str, Any], er
     [{"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}],
 )
 def test_template(read_prompt: PromptReading, given: dict[str, Any]) -> None:
-    """A client's program is not run here, and vLLM refuses it too."""
+    """A chat template in the request is not run; vLLM refuses it by default as well."""
     assert (
         read_prompt("chat", messages=[{"role": "user", "content": "a"}], **given).error == "refused"
     )
@@ -523,7 +523,7 @@ def test_long_unknown(read_prompt: PromptReading) -> None:
 
 
 def test_foreign_code(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path: Path) -> None:
-    """A tokenizer that is code of the model's own is not run, and nobody is asked about it."""
+    """A tokenizer that needs the model's own code is not loaded, and the user is not prompted."""
     small_tokenizer.build_tokenizer(tmp_path)
     (tmp_path / "own.py").write_text("raise SystemExit(3)")
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
@@ -537,7 +537,7 @@ def test_foreign_code(tokenizer_child: small_tokenizer.TokenizerChild, tmp_path:
 
 
 def test_orphan(tmp_path: Path) -> None:
-    """A process that nobody can kill any more ends itself, whatever keeps it busy."""
+    """A tokenizer process whose router was killed ends by itself, even while it is busy."""
     hurried = f"import {CHILD_MODULE} as child; child.PROMPT_TIMEOUT_S = 1; child.main()"
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", hurried], stdin=pipe, stdout=pipe)

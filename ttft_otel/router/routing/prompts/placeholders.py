@@ -37,7 +37,10 @@ _ORIENTATION_TAG: Final = 0x0112
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderSpan:
-    """The placeholders of one item: first position and number in the prompt, and a key of its content."""
+    """The placeholder tokens of one media item in a prompt.
+
+    start: position of the first one. length: their number. key: identifies the item's content.
+    """
 
     start: int
     length: int
