@@ -13,20 +13,19 @@ encodes for export, as a server with tracing of its own would do; for other step
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import process_time_ns
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import SpanKind, Tracer
 
 from benchmarks import fake_vllm
+from benchmarks.api_requests import run_api_requests, serve_one_chunk
 from benchmarks.fake_vllm import REQUESTS_PER_ROUND, STEPS_PER_ROUND, FakeVllmHost
 from benchmarks.figures import (
     Figure,
@@ -37,11 +36,9 @@ from benchmarks.figures import (
 )
 from benchmarks.sdk_exporter import build_exported_spans
 from benchmarks.waiting_steps import run_waiting_steps
-from ttft_otel import carrier, clock, handoff, meter, names, roles
+from ttft_otel import handoff, meter, roles
 from ttft_otel.asgi import TracingMiddleware
-from ttft_otel.carrier import EngineTimeline
 from ttft_otel.endpoints import CHAT_PATH
-from ttft_otel.hooks import api_server
 from ttft_otel.settings import Settings
 
 ROUNDS: Final = 15
@@ -88,73 +85,6 @@ class HookCase:
     count: int
     goal: float
     exported_goal: float | None = None
-
-
-async def serve_one_chunk(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI app that streams one chunk; `marks`: whether our API server hooks run inside it."""
-    if scope["marks"]:
-        mark_trip(scope["id"])
-    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-    await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-CARRIED_JOURNEY = carrier.encode_timeline(
-    EngineTimeline(
-        added=10**9,
-        scheduled=10**9 + 1,
-        entered=10**9 + 5,
-        prompt=9,
-        steps=[(clock.get_boot_number(), 10**9 + 4, 0, 10, 10**9 + 2, 10**9 + 3)],
-    )
-)
-ENGINE_REQUEST = SimpleNamespace(request_id="", trace_headers=None, sampling_params=True)
-ENGINE_OUTPUT = SimpleNamespace(request_id="", trace_headers={names.CARRIER: CARRIED_JOURNEY})
-
-
-def mark_trip(name: str) -> None:
-    """The front-end hooks of one text request."""
-    api_server.stamp_render()
-    token = api_server.stamp_part_start()
-    api_server.HOOKS["frontend.tokenize"].after(token)  # type: ignore[misc]
-    ENGINE_REQUEST.request_id = ENGINE_OUTPUT.request_id = name
-    api_server.stamp_assigned(None, None, ENGINE_REQUEST)
-    api_server.register_request(None, ENGINE_REQUEST)
-    api_server.record_outputs(api_server.stamp_outputs_received(), None, None, [ENGINE_OUTPUT])
-
-
-def run_api_requests(handler: Any, marks: bool) -> int:
-    """REQUESTS_PER_ROUND requests through the ASGI app. CPU ns."""
-
-    async def run_requests() -> int:
-        headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"accept", b"*/*")]
-        scopes = [
-            {
-                "type": "http",
-                "method": "POST",
-                "path": CHAT_PATH,
-                "headers": headers,
-                "app": None,
-                "marks": marks,
-                "id": f"r{n}",
-            }
-            for n in range(REQUESTS_PER_ROUND)
-        ]
-        began = process_time_ns()
-        for scope in scopes:
-            await handler(scope, receive, send)
-        return process_time_ns() - began
-
-    return asyncio.run(run_requests())
-
-
-async def receive() -> dict[str, Any]:
-    return {"type": "http.request"}
-
-
-async def send(message: Any) -> None:
-    return None
 
 
 def run_sdk_spans(tracer: Tracer) -> int:
