@@ -280,8 +280,7 @@ def _build_breakdown(cursor: PartitionCursor, marks: Marks) -> Breakdown:
     totals: dict[str, int] = {}
     for label, low, high in cursor.pieces:
         totals[label] = totals.get(label, 0) + high - low
-    # It is the remainder, no stage that somebody can tune.
-    lost = totals.pop(UNATTRIBUTED, 0)
+    lost = totals.pop(UNATTRIBUTED, 0)  # the remainder, no stage that somebody can tune
     many = len(cursor.pieces) > MAX_PIECES
     pieces = _merge_tail_pieces(cursor.pieces) if many else cursor.pieces
     waits = divide_waits(pieces, marks.reasons), divide_held(pieces, marks.held)
