@@ -7,12 +7,12 @@ and the decode leg chooses by requests in flight.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
-from msgspec import structs
+from msgspec.structs import replace
 
 from ttft_otel import clock
 from ttft_otel.guard import Guard
@@ -45,7 +45,7 @@ BYTES_PER_TOKEN: Final = 4  # bytes of the body per token, if the prompt could n
 MAX_ESTIMATED_TOKENS: Final = 8192  # limit of that estimate: long bodies mostly hold images
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class LegPolicy:
     """The policy of one leg and its state."""
 
@@ -103,7 +103,7 @@ class RoutingService:
 
     def _build_leg_policy(self, policy_name: str) -> LegPolicy:
         """A policy for a leg without prefix cache and TTFT objective."""
-        options = replace(self._options, shared_cache=False, slo_s=0.0)
+        options = dataclasses.replace(self._options, shared_cache=False, slo_s=0.0)
         state = PolicyState(BlockHolders(1), options, PendingLoads(window_s=self._window_s))
         return LegPolicy(policy_name, POLICIES[policy_name](state), state)
 
@@ -186,10 +186,7 @@ class RoutingService:
 
     def _sync_states(self) -> None:
         for leg, leg_policy in self._leg_policies.items():
-            leg_policy.state.sync_instances(self._list_urls(leg))
-
-    def _list_urls(self, leg: str) -> set[str]:
-        return {each.url for each in self.pool.get(leg)}
+            leg_policy.state.sync_instances({each.url for each in self.pool.get(leg)})
 
     async def read_prompt(
         self, request: RoutingRequest, path: str, timeline: RequestTimeline, has_media: bool = False
@@ -210,9 +207,7 @@ class RoutingService:
             request = await self._tokenize_prompt(request, path, lookup, self.prompt_reader)
         if not request.prompt_tokens:
             estimated_tokens = min(len(request.body) // BYTES_PER_TOKEN, MAX_ESTIMATED_TOKENS)
-            request = structs.replace(
-                request, prompt_tokens=estimated_tokens, tokens_estimated=True
-            )
+            request = replace(request, prompt_tokens=estimated_tokens, tokens_estimated=True)
         lookup.record_looked_up()
         return request
 
@@ -235,7 +230,7 @@ class RoutingService:
             cached_by_url = {
                 url: depth * index.block_size for url, depth in zip(urls, depths, strict=True)
             }
-        return structs.replace(
+        return replace(
             request,
             prompt_tokens=prompt.tokens,
             block_keys=prompt.block_keys,
@@ -252,7 +247,7 @@ class RoutingService:
         if self._options.slo_s and request.leg == self.prefilling_leg and candidates:
             now_us = clock.now_us()
             wait_s, are_busy = self._estimate_encode_wait(item_requests, now_us)
-            request = structs.replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)
+            request = replace(request, encode_wait_s=wait_s, encoders_busy=are_busy)
             self.prefill_policy.policy.choose_instance(request, candidates, now_us, True)
 
     def _estimate_encode_wait(
@@ -283,7 +278,7 @@ class RoutingService:
         status = {} if prefix_source is None else prefix_source.describe_instances()
         fits = state.models.list_fits()
         described: dict[str, dict[str, Any]] = {}
-        for url in sorted(self._list_urls(leg)):
+        for url in sorted({each.url for each in self.pool.get(leg)}):
             load, outcome = state.pending.get_load(url), state.outcomes.get(url)
             described[url] = {
                 "pending": {
