@@ -57,7 +57,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # The router's rooms; files beside the folders are rooms of their own, drawn below them.
 ROUTER_ROOMS: Final = (
-    *("cli", "workers", "control", "proxy", "disagg", "routing", "discovery", "upstream"),
+    *("cli", "peers", "workers", "control", "proxy", "disagg", "routing", "discovery", "upstream"),
 )
 
 RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> files that import

@@ -95,6 +95,7 @@ def test_every_value_is_documented() -> None:
         ("trial.enabled=false", "collector.tempoEndpoint is empty"),
         ("router.discover=null", "the router has no instances"),
         ("router.auth.insecure=false", "router.auth needs existingSecret"),
+        ("router.peers.enabled=true", "router.peers needs existingSecret"),
         ("monitors.vllm.enabled=true", "monitors.vllm.matchLabels is empty"),
     ],
 )
@@ -171,6 +172,35 @@ def test_discovery_may_read_slices_and_nothing_else() -> None:
     assert not [name for kind, name in dns_only if kind == "Role"]
     router = dns_only["Deployment", "ttft-ttft-otel-router"]["spec"]["template"]["spec"]
     assert router["automountServiceAccountToken"] is False
+
+
+def test_replicas_reach_one_another_and_nobody_else_does() -> None:
+    """One port in flag, pod, headless Service and policy; the key comes from the Secret."""
+    documents = index_documents(chart.CHART / "ci" / "peers-values.yaml")
+    name = "ttft-ttft-otel-router"
+    pod = documents["Deployment", name]["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    flags = dict(each.split("=", 1) for each in container["args"] if "=" in each)
+    service = documents["Service", f"{name}-peers"]
+    rules = documents["NetworkPolicy", name]["spec"]["ingress"]
+
+    assert flags["--peers"] == f"dns://{name}-peers.{chart.NAMESPACE}.svc:9100"
+    assert service["spec"]["clusterIP"] == "None"
+    assert (service["spec"]["ports"][0]["port"], service["spec"]["ports"][0]["protocol"]) == (
+        *(9100, "UDP"),
+    )
+    assert {"name": "peers", "containerPort": 9100, "protocol": "UDP"} in container["ports"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (rule,) = (each for each in rules if {"port": "peers", "protocol": "UDP"} in each["ports"])
+    (source,) = rule["from"]
+    assert source["podSelector"]["matchLabels"] == service["spec"]["selector"]
+    (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == "peers-key")
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "peers-key")
+    assert volume["secret"]["secretName"] == "router-peers"
+    path = f"{mount['mountPath']}/{volume['secret']['items'][0]['path']}"
+    assert flags["--peers-key-file"] == path
+    without = index_documents(chart.CHART / "ci" / "router-only-values.yaml")
+    assert ("Service", f"{name}-peers") not in without
 
 
 def test_every_container_is_contained() -> None:

@@ -49,7 +49,10 @@ LEVEL = {
     for unit in units
 }
 # The router's rooms, the ground floor first; a room is a folder of router/, and "" its own files.
-ROOMS = (*("", "upstream", "discovery", "routing", "disagg", "proxy", "control", "workers", "cli"),)
+ROOMS = (
+    *("", "upstream", "discovery", "routing", "disagg", "proxy", "control", "workers", "peers"),
+    "cli",
+)
 FORBIDDEN_ROOMS = {("upstream", "routing"), ("disagg", "proxy")}  # rooms that stay apart for ever
 OUTSIDE = ("lab", "benchmarks", "grafana", "tests")  # in no wheel
 FOREIGN = {"vllm", "torch", "transformers"}

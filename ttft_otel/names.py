@@ -188,7 +188,6 @@ METRIC_DROPPED: Final = "ttft_otel_dropped"
 METRIC_LOST: Final = "ttft_otel_lost"
 METRIC_ERRORS: Final = "ttft_otel_hook_errors"
 METRIC_PENDING: Final = "ttft_otel_pending"
-
 # Prometheus metrics of the router alone.
 METRIC_REQUESTS: Final = "ttft_otel_router_requests"
 METRIC_REFUSALS: Final = "ttft_otel_router_refusals"
@@ -218,6 +217,8 @@ METRIC_KV_EVENTS: Final = "ttft_otel_router_kv_events"
 METRIC_WORKERS: Final = "ttft_otel_router_workers"
 METRIC_WORKER_RESTARTS: Final = "ttft_otel_router_worker_restarts"
 METRIC_WORKER_MESSAGES_LOST: Final = "ttft_otel_router_worker_messages_lost"
+METRIC_PEERS: Final = "ttft_otel_router_peers"
+METRIC_PEER_MESSAGES: Final = "ttft_otel_router_peer_messages"
 
 # Environment.
 ENV_ON: Final = "TTFT_OTEL"

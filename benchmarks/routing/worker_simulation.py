@@ -172,9 +172,10 @@ def simulate_workers(
     seed: int,
     worker_count: int,
     are_sharing: bool,
+    kind: type[WorkerSimulation] = WorkerSimulation,
 ) -> float:
-    """Simulate one case; returns the mean TTFT in seconds."""
-    simulation = WorkerSimulation(case, policy, seed, worker_count, are_sharing)
+    """Simulate one case; returns the mean TTFT in seconds. kind: how they tell one another."""
+    simulation = kind(case, policy, seed, worker_count, are_sharing)
     capacity = sum(each.speed for each in simulation.servers)
     simulation.run(rows, compute_speedup(rows, case["load"], capacity))
     assert len(simulation.ttfts_s) == len(rows)

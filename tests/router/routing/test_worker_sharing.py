@@ -91,4 +91,4 @@ def test_command(tmp_path: Path) -> None:
 
     figures = json.loads((tmp_path / "out.json").read_text("utf-8"))
 
-    assert [figure["goal"] for figure in figures.values()] == [1.03, None, None]
+    assert [figure["goal"] for figure in figures.values()] == [1.03, 1.05, None, None]

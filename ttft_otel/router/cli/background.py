@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from ttft_otel.router.cli.router_options import RouterOptions
 from ttft_otel.router.control import admin
@@ -14,6 +15,9 @@ from ttft_otel.router.control.registrations import Registrations
 from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 
+if TYPE_CHECKING:
+    from ttft_otel.router.peers.peer_link import LonePeerLink
+
 
 @asynccontextmanager
 async def run_background(
@@ -21,8 +25,12 @@ async def run_background(
     endpoint: ProxyEndpoint,
     registered: Registrations | None,
     discovery: Discovery | None,
+    peers: LonePeerLink | None,
 ) -> AsyncIterator[None]:
-    """Run what `options` ask for meanwhile; registered: None where no instance can come or go."""
+    """Run what `options` ask for meanwhile; registered: None where no instance can come or go.
+
+    peers: joins this router to its replicas, None without --peers or with several workers.
+    """
     async with AsyncExitStack() as stack:
         announcements = None
         if registered is not None and options.register:
@@ -43,6 +51,9 @@ async def run_background(
             )
         if discovery is not None:
             await stack.enter_async_context(discovery.run())
+        if peers is not None:
+            await peers.start()
+            stack.push_async_callback(peers.close)
         yield
 
 

@@ -17,6 +17,7 @@ from ttft_otel.router.cli import (
     access_options,
     discovery_options,
     limit_options,
+    peer_options,
     process_options,
     router_options,
     routing_options,
@@ -173,6 +174,7 @@ Where a request's time went:
     help="Seconds until a registered instance that stays unreachable is removed; 0: never.",
 )
 @discovery_options.add_discovery_options(declare_option)
+@peer_options.add_peer_options(declare_option)
 @limit_options.add_limit_options(declare_option)
 @routing_options.add_routing_options(declare_option)
 @click.pass_context
@@ -276,12 +278,14 @@ def build_router(
         discovery = discovery_options.build_discovery(
             options.discover, options.discover_interval, options.kubernetes_api, registered
         )
+    peers = peer_options.build_lone_link(options, pool, routing)
     app = control.build_app(
         endpoint,
         handoff.get_counts,
-        functools.partial(run_background, options, endpoint, registered, discovery),
+        functools.partial(run_background, options, endpoint, registered, discovery, peers),
         discovery,
     )
+    app.metrics.collect_peers = None if peers is None else peers.collect_metrics
     app.cors_origins = options.cors_origin
     if registered is not None:
         app.registrations, app.metrics.registration_counts = registered, registered.result_counts

@@ -69,6 +69,9 @@ class RouterOptions(RoutingOptions):
     discover: tuple[str, ...]
     discover_interval: float
     kubernetes_api: str
+    peers: str
+    peers_key_file: str
+    peers_host: str
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:

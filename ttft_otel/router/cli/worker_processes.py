@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from ttft_otel.router.cli import router_options
+from ttft_otel.router.cli import peer_options, router_options
 from ttft_otel.router.cli.router_options import RouterOptions
 from ttft_otel.router.workers.supervisor import WorkerSeat, WorkerSupervisor, reserve_port
 from ttft_otel.router.workers.worker_server import run_worker_server
@@ -32,7 +32,8 @@ class WorkerProcesses:
 
     def run_worker(self, seat: WorkerSeat) -> None:
         """Be a worker, until a signal ends it."""
-        self.serve(self.options, functools.partial(run_worker_server, seat))
+        build = functools.partial(peer_options.build_worker_link, self.options)
+        self.serve(self.options, functools.partial(run_worker_server, seat, build))
 
     def reload_options(self) -> None:
         """Read the configuration again for workers that start later; those that run do so themselves."""

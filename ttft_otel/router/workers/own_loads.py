@@ -8,7 +8,7 @@ each request, through the ring.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
 from ttft_otel import clock
 from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
@@ -33,8 +33,23 @@ MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are told anew: 1.
 MAX_RESENT: Final = 16_384  # attempts that are told anew
 
 
+class LoadListener(Protocol):
+    """Who hears of this process's load besides its workers: peers/peer_link.py."""
+
+    def record_change(self) -> None:
+        """A number of load_counts.py is another one now."""
+        ...
+
+    def record_message(self, message: LoadMessage) -> None:
+        """This is told to the other workers."""
+        ...
+
+
 class OwnLoads:
-    """The attempts of this worker that others know of. send: tells all of them."""
+    """The attempts of this worker that others know of. send: tells all of them.
+
+    listener: hears of the same, None without --peers.
+    """
 
     def __init__(
         self,
@@ -44,6 +59,7 @@ class OwnLoads:
         send: Callable[[LoadMessage], None],
     ) -> None:
         self.pool, self.routing, self.counts, self.send = pool, routing, counts, send
+        self.listener: LoadListener | None = None
         self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
         self._places: list[tuple[str, str]] = []  # leg and URL, by index
         self._indices: dict[tuple[str, str], int] = {}
@@ -64,6 +80,7 @@ class OwnLoads:
             index = self._add_place(place)
         if index < MAX_PLACES:
             self.counts.count_sent(index)
+            self._note_change()
         leg_policy = self.routing.get_leg_policy(attempt.leg)
         # Who reads no prompts compares no work: the numbers are all that is needed.
         if leg_policy.policy.reads_prompts:
@@ -71,22 +88,23 @@ class OwnLoads:
             entry = leg_policy.state.pending.find_entry((attempt.leg, attempt.span_id))
             if entry is not None:
                 self._pending[attempt.span_id] = attempt
-                self.send(_describe_entry(attempt, entry, MAX_BLOCK_KEYS))
+                self._say(_describe_entry(attempt, entry, MAX_BLOCK_KEYS))
 
     def record_first_token(
         self, key: RequestKey, now_us: int, sample: PrefillSample | None
     ) -> None:
         """Tell of the first token of the request of `key`, and what its prefill took."""
         if self._pending.pop(key[1], None) is not None:
-            self.send(FirstToken(key[1], now_us, *(() if sample is None else sample)))
+            self._say(FirstToken(key[1], now_us, *(() if sample is None else sample)))
 
     def record_ended(self, attempt: Attempt) -> None:
         """Tell of its end."""
         index = self._indices.get((attempt.leg, attempt.instance.url), MAX_PLACES)
         if index < MAX_PLACES:
             self.counts.count_ended(index)
+            self._note_change()
         if self._pending.pop(attempt.span_id, None) is not None:
-            self.send(Ended(attempt.span_id, clock.now_us()))
+            self._say(Ended(attempt.span_id, clock.now_us()))
 
     def describe_places(self) -> Places:
         """What the numbers mean to who has not read them before."""
@@ -114,6 +132,15 @@ class OwnLoads:
             InstanceTotals(each.leg, each.url, dict(each.attempt_results)) for each in self.pool
         ]
         return Totals(len(self._pending), len(self._places), rows)
+
+    def _note_change(self) -> None:
+        if self.listener is not None:
+            self.listener.record_change()
+
+    def _say(self, message: LoadMessage) -> None:
+        self.send(message)
+        if self.listener is not None:
+            self.listener.record_message(message)
 
     def _add_place(self, place: tuple[str, str]) -> int:
         """Give `place` an index, one of an instance that has left the pool if there is one."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other workers have under way, put into this worker's instances and policies.
+"""What other workers and replicas have under way, put into this worker's instances and policies.
 
 How much, by the numbers of load_counts.py; which work, by messages of their rings. One may be lost: once a
 second totals are compared (load_link.py), and what a worker has under way is forgotten with it.
@@ -7,7 +7,7 @@ second totals are compared (load_link.py), and what a worker has under way is fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from ttft_otel.router.routing.policies.pending_load import PendingRequest
@@ -37,7 +37,7 @@ class SiblingBook:
 
 
 class SiblingLoads:
-    """The books of all other workers, by their seat.
+    """The books of all other workers, by their seat; of other replicas by whatever names a process.
 
     find_instance: by leg and URL, None if this worker has it not (yet). find_state: of the leg's policy.
     """
@@ -48,7 +48,7 @@ class SiblingLoads:
         find_state: Callable[[str], PolicyState],
     ) -> None:
         self._find_instance, self._find_state = find_instance, find_state
-        self._books: dict[int, SiblingBook] = {}
+        self._books: dict[Hashable, SiblingBook] = {}
 
     def count_attempts(self) -> int:
         """The attempts of all others that are under way."""
@@ -57,12 +57,12 @@ class SiblingLoads:
             for book in self._books.values()
         )
 
-    def count_places(self, seat: int) -> int:
+    def count_places(self, seat: Hashable) -> int:
         """The instances that the worker on `seat` has numbers of."""
         book = self._books.get(seat)
         return 0 if book is None else len(book.places)
 
-    def apply_places(self, seat: int, places: Places) -> None:
+    def apply_places(self, seat: Hashable, places: Places) -> None:
         """The numbers of the worker on `seat` mean this from now on; those that mean the same stay."""
         book = self._get_book(seat)
         before = book.places
@@ -78,7 +78,9 @@ class SiblingLoads:
             view.elsewhere = self._find_elsewhere(leg, url)
             book.places.append(view)
 
-    def apply_counts(self, seat: int, changes: Iterable[tuple[int, int, int]], now_us: int) -> None:
+    def apply_counts(
+        self, seat: Hashable, changes: Iterable[tuple[int, int, int]], now_us: int
+    ) -> None:
         """Index, requests in flight and ever sent, of what has changed at the worker on `seat`."""
         book = self._books.get(seat)
         if book is None:
@@ -96,7 +98,7 @@ class SiblingLoads:
                 pending.count_arrivals(view.url, now_us, arrivals - view.arrivals)
                 view.arrivals = arrivals
 
-    def apply_sent(self, seat: int, sent: Sent) -> None:
+    def apply_sent(self, seat: Hashable, sent: Sent) -> None:
         """The worker on `seat` sent this, whose work is pending. Idempotent."""
         book = self._get_book(seat)
         # It may come twice: as it happens, and when another worker has missed something.
@@ -109,7 +111,7 @@ class SiblingLoads:
         pending = self._find_state(sent.leg).pending
         pending.add_pending((sent.leg, sent.span_id), entry, is_counted=True)
 
-    def apply_first_token(self, seat: int, token: FirstToken) -> None:
+    def apply_first_token(self, seat: Hashable, token: FirstToken) -> None:
         """Its attempt has its first token: the work is done, the blocks are cached, the time is known."""
         book = self._books.get(seat)
         sent = None if book is None else book.attempts.pop(token.span_id, None)
@@ -121,14 +123,14 @@ class SiblingLoads:
         key = (sent.leg, token.span_id)
         self._find_state(sent.leg).record_first_token_elsewhere(key, token.now_us, sample)
 
-    def apply_ended(self, seat: int, ended: Ended) -> None:
+    def apply_ended(self, seat: Hashable, ended: Ended) -> None:
         """Its attempt is over without a first token: the work is not waited for any more."""
         book = self._books.get(seat)
         sent = None if book is None else book.attempts.pop(ended.span_id, None)
         if sent is not None:
             self._remove_pending(sent, ended.now_us)
 
-    def drop_seat(self, seat: int, now_us: int) -> None:
+    def drop_seat(self, seat: Hashable, now_us: int) -> None:
         """The worker is gone, or says everything anew: forget what it had under way."""
         book = self._books.pop(seat, None)
         if book is None:
@@ -159,7 +161,7 @@ class SiblingLoads:
             if view.elsewhere is not None:
                 view.elsewhere.in_flight += view.in_flight
 
-    def _get_book(self, seat: int) -> SiblingBook:
+    def _get_book(self, seat: Hashable) -> SiblingBook:
         book = self._books.get(seat)
         if book is None:
             book = self._books[seat] = SiblingBook()

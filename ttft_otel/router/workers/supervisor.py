@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -39,7 +40,7 @@ class WorkerSeat:
     """One worker's place among `count`. folder: private, with the sockets and files of all.
 
     rings, counts: memory that all share. lifeline_fd: at its end of file the supervisor is gone.
-    is_successor: another worker died on this seat.
+    is_successor: another worker died on this seat. replica: names this router among its replicas.
     """
 
     number: int
@@ -49,6 +50,7 @@ class WorkerSeat:
     counts: LoadCounts
     lifeline_fd: int
     is_successor: bool = False
+    replica: str = ""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class WorkerSupervisor:
     ) -> None:
         self.run_worker, self.drain_timeout_s, self.reload = run_worker, drain_timeout_s, reload
         self.folder = make_private_folder()
+        self._replica = secrets.token_hex(8)
         # Before the first fork: successors have it, too.
         self._rings, self._counts = LoadRings(count), LoadCounts(count)
         self._states = [WorkerState() for _ in range(count)]
@@ -110,7 +113,7 @@ class WorkerSupervisor:
     def _start_worker(self, number: int) -> None:
         state, is_successor = self._states[number], self._has_served(number)
         shared = (self.folder, self._rings, self._counts, self._lifeline[0])
-        seat = WorkerSeat(number, len(self._states), *shared, is_successor)
+        seat = WorkerSeat(number, len(self._states), *shared, is_successor, self._replica)
         state.process = self._context.Process(
             target=self._enter_worker, args=(seat,), name=f"ttft-otel-worker-{number}"
         )

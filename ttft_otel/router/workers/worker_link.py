@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,10 +34,23 @@ ANSWER_TIMEOUT_S: Final = 1.0  # seconds for the others to answer a question
 log: Final = logging.getLogger("ttft_otel")
 
 
+class Companion(Protocol):
+    """What a worker has besides the others: peers/peer_link.py."""
+
+    async def start(self) -> None:
+        """The worker has joined the others. Raises ValueError if it cannot serve so."""
+        ...
+
+    async def close(self) -> None:
+        """It leaves them."""
+        ...
+
+
 class WorkerLink:
-    """What one worker and the others know of one another."""
+    """What one worker and the others know of one another; `companion` starts and ends with it."""
 
     def __init__(self, seat: WorkerSeat, app: RouterApp) -> None:
+        self.companion: Companion | None = None
         self.seat, self.app = seat, app
         self.pool = app.endpoint.upstream.pool
         self.socket = WorkerSocket(seat.folder, seat.number, seat.count, self.receive_frame)
@@ -65,12 +78,16 @@ class WorkerLink:
             data = await self._ask_others("roster")
             if data:
                 roster.apply_roster(self.app, data)
+        if self.companion is not None:
+            await self.companion.start()
         # Last, as its file is also the sign for the supervisor that this worker has started.
         self._write_metrics(self.app.metrics.collect_own())
         self._tasks.append(asyncio.create_task(self._compare_forever()))
 
     async def close(self) -> None:
         """Leave; the others forget what was under way here."""
+        if self.companion is not None:
+            await self.companion.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

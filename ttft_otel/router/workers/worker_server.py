@@ -15,7 +15,7 @@ from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.uvicorn_server import DrainingServer, run_router_server
 from ttft_otel.router.workers.private_folder import leave_folder
 from ttft_otel.router.workers.supervisor import WorkerSeat, bind_shared_port
-from ttft_otel.router.workers.worker_link import WorkerLink
+from ttft_otel.router.workers.worker_link import Companion, WorkerLink
 
 log: Final = logging.getLogger("ttft_otel")
 
@@ -66,6 +66,7 @@ class WorkerServer(DrainingServer):
 
 def run_worker_server(
     seat: WorkerSeat,
+    build_companion: Callable[[WorkerLink], Companion | None],
     app: RouterApp,
     host: str,
     port: int,
@@ -73,7 +74,9 @@ def run_worker_server(
     drain_timeout_s: float,
     reload: Callable[[], None],
 ) -> None:
-    """Serve `app` on the port that all workers share; the arguments are those of run_router_server()."""
+    """Serve `app` on the port that all workers share; further arguments are those of run_router_server()."""
+    link = WorkerLink(seat, app)
+    link.companion = build_companion(link)
     run_router_server(
         app,
         host,
@@ -81,6 +84,6 @@ def run_worker_server(
         drain_delay_s,
         drain_timeout_s,
         reload,
-        functools.partial(WorkerServer, link=WorkerLink(seat, app)),
+        functools.partial(WorkerServer, link=link),
         bind_shared_port(host, port),
     )
