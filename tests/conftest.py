@@ -22,6 +22,7 @@ from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
 
 # With --hypothesis-profile quick, as in scripts/test --quick; by default there are a hundred examples.
+# Tests that need more or fewer take a multiple of `settings.default.max_examples`.
 hypothesis.settings.register_profile("quick", max_examples=20)
 
 

@@ -135,7 +135,7 @@ CLOCKS = st.builds(
 STEADY_CLOCKS = st.builds(ProcessClock, offset=OFFSETS)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples, deadline=None)
 @given(api=STEADY_CLOCKS, core=CLOCKS, worker=CLOCKS, is_aborted=st.booleans())
 def test_no_duration_is_longer_than_the_request(
     api: ProcessClock, core: ProcessClock, worker: ProcessClock, is_aborted: bool
@@ -151,7 +151,7 @@ def test_no_duration_is_longer_than_the_request(
     }
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples, deadline=None)
 @given(api=CLOCKS, core=CLOCKS, worker=CLOCKS, is_aborted=st.booleans())
 def test_a_step_of_the_api_servers_clock(
     api: ProcessClock, core: ProcessClock, worker: ProcessClock, is_aborted: bool

@@ -354,7 +354,12 @@ JSON = LEAVES | LISTS | some.dictionaries(some.text(max_size=5), LEAVES | LISTS,
 OBJECTS = some.dictionaries(some.text(max_size=8) | some.just(EC_PARAMS_FIELD), JSON, max_size=4)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(
+    max_examples=3 * settings.default.max_examples, deadline=None, derandomize=True, database=None
+)
+
+
+@EXAMPLES
 @given(
     OBJECTS,
     some.dictionaries(some.text(max_size=8), OBJECTS, min_size=1, max_size=4),
@@ -386,7 +391,7 @@ ANSWERS = some.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@EXAMPLES
 @given(some.lists(ANSWERS, max_size=4))
 def test_any_answer_is_taken_or_refused(answers: list[bytes]) -> None:
     """Whatever encoders say, what is made of it is JSON that Python's reader takes, of objects only."""

@@ -114,7 +114,7 @@ async def run_steps(harness: FeedHarness, steps: list[tuple[Any, ...]]) -> None:
     await harness.deliver_events("heard")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(STEP_LISTS, st.booleans())
 def test_equal(steps: list[tuple[Any, ...]], arrays: bool) -> None:
     """When all messages can be replayed, the index equals the engine's cache, whatever was lost."""
@@ -129,7 +129,7 @@ def test_equal(steps: list[tuple[Any, ...]], arrays: bool) -> None:
     assert len(world.index) == len(world.feed.ledger) == world.index.reported_blocks == copies
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(STEP_LISTS, st.integers(1, 3), st.booleans(), st.booleans())
 def test_never_more(
     steps: list[tuple[Any, ...]], guard_keeps: int, answers: bool, replays: bool
