@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Final
 
 from ttft_otel.router.routing.policies.pending_load import InstanceLoad
 from ttft_otel.router.routing.policies.policy_state import PolicyState
+from ttft_otel.router.routing.policies.session_ring import HashRing
 from ttft_otel.router.types import Decision, Instance, RoutingPolicy, RoutingRequest
+
+MAX_LOAD_FACTOR: Final = 1.25  # of an instance's requests to the mean, as KubeAI has it by default
 
 
 class TokenLoadPolicy(RoutingPolicy):
@@ -70,4 +75,31 @@ class DecayPolicy(TokenLoadPolicy):
         return load.tokens_to_compute + new_tokens - done
 
 
-PEER_POLICIES = {each.name: each for each in (TokenLoadPolicy, BatchPolicy, DecayPolicy)}
+class HashedPrefixPolicy(RoutingPolicy):
+    """Consistent hashing of the prompt's beginning with bounded load (KubeAI's PrefixHash)."""
+
+    name = "hashed_prefix"
+    tracks_load = reads_prompts = True
+
+    def __init__(self, state: PolicyState) -> None:
+        self._ring = HashRing()
+
+    def choose_instance(
+        self, request: RoutingRequest, instances: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """The first clockwise from the hash of what the prompt begins with that is not overloaded."""
+        # Two blocks: the first one alone is the same in nearly all conversations of the trace.
+        key = str(request.block_keys[:2][-1:])
+        mean = (sum(each.all_in_flight for each in instances) + 1) / len(instances)
+        offered = {
+            each.url: each
+            for each in instances
+            if each.all_in_flight + 1 <= math.ceil(MAX_LOAD_FACTOR * mean)
+        }
+        self._ring.add_urls({each.url for each in instances})
+        return Decision(offered[self._ring.find_owner(key, offered)], 0.0, self.name)
+
+
+PEER_POLICIES = {
+    each.name: each for each in (TokenLoadPolicy, BatchPolicy, DecayPolicy, HashedPrefixPolicy)
+}

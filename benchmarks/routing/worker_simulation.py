@@ -21,6 +21,7 @@ from benchmarks.routing.fleet_simulation import (
     Simulation,
 )
 from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
+from benchmarks.routing.peer_policies import PEER_POLICIES
 from ttft_otel.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory
@@ -82,7 +83,8 @@ class WorkerSimulation(Simulation):
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
         instances = {url: types.parse_instance_url(url, LEG) for url in self.by_url}
         siblings = SiblingLoads(lambda _, url: instances.get(url), lambda _: state)
-        return SimulatedWorker(instances, state, POLICIES[name](state), siblings)
+        made = (PEER_POLICIES.get(name) or POLICIES[name])(state)
+        return SimulatedWorker(instances, state, made, siblings)
 
     def handle_arrival(self, number: int, row: TraceRow, now_us: int) -> None:
         """A worker that the kernel chose by chance sends the request where its policy says."""
@@ -175,6 +177,20 @@ def simulate_workers(
     kind: type[WorkerSimulation] = WorkerSimulation,
 ) -> float:
     """Simulate one case; returns the mean TTFT in seconds. kind: how they tell one another."""
+    simulation = run_workers(case, policy, rows, seed, worker_count, are_sharing, kind)
+    return statistics.fmean(simulation.ttfts_s)
+
+
+def run_workers(
+    case: dict[str, Any],
+    policy: str,
+    rows: tuple[TraceRow, ...],
+    seed: int,
+    worker_count: int,
+    are_sharing: bool,
+    kind: type[WorkerSimulation] = WorkerSimulation,
+) -> WorkerSimulation:
+    """One case after its last first token. kind: how they tell one another."""
     simulation = kind(case, policy, seed, worker_count, are_sharing)
     capacity = sum(each.speed for each in simulation.servers)
     simulation.run(rows, compute_speedup(rows, case["load"], capacity))
@@ -182,4 +198,4 @@ def simulate_workers(
     for worker in simulation.workers:
         assert not len(worker.state.pending) and not worker.siblings.count_attempts()
         assert not any(each.all_in_flight for each in worker.instances.values())
-    return statistics.fmean(simulation.ttfts_s)
+    return simulation

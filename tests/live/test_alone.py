@@ -185,9 +185,14 @@ def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
     assert seen == ranks
 
 
-def test_two_api_servers_share_one_metrics_page(deck: DeploymentDeck, tmp_path: Path) -> None:
-    """With --api-server-count 2 each scrape has our metrics of both processes, all of them."""
-    with run_alone(deck, tmp_path, ("--api-server-count", "2")) as bench:
+@pytest.mark.parametrize("flags", [("--api-server-count", "2"), ()], ids=["two", "one"])
+def test_shared_metrics_page(deck: DeploymentDeck, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """With --api-server-count 2, and in a folder that the operator names, each scrape has all our metrics."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    # Charts set it for a single server, too; two servers get a folder of vLLM's own without it.
+    env = {} if flags else {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    with run_alone(deck, tmp_path, flags, env=env) as bench:
         many = [TimedRequest(max_tokens=2) for _ in range(24)]
         ttft_client.send_timed_requests(bench.front_url, many)
         time.sleep(3 * meter.PUBLISH_PAUSE_S)
@@ -202,6 +207,7 @@ def test_two_api_servers_share_one_metrics_page(deck: DeploymentDeck, tmp_path: 
         assert float(found[names.METRIC_PENDING]) == 0
         for reason in meter.LOSS_REASONS:
             assert float(found[f'{names.METRIC_LOST}_total{{reason="{reason}"}}']) == 0
+    assert bool(list(folder.glob("*.db"))) == bool(env)
 
 
 def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Path) -> None:
@@ -209,12 +215,15 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
 
     Durations fit into the clients' own, tokens into their `usage`; what held the queues is the queues.
     """
-    sink = MetricSink()
+    sink, shared = MetricSink(), tmp_path / "shared"
+    shared.mkdir()
     env = {
         names.ENV_METRICS: "1",
         names.ENV_METRICS_ENDPOINT: f"{sink.env['TTFT_PROMETHEUS_URL']}/v1/metrics",
         names.ENV_METRICS_INTERVAL: "1000",
         names.ENV_SAMPLER: "always_off",
+        # Prometheus' metrics of several processes beside ours over OTLP: neither disturbs the other.
+        "PROMETHEUS_MULTIPROC_DIR": str(shared),
     }
     many = [
         TimedRequest(

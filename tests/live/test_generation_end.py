@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, read_output_tokens
+from tests.live.bench import LiveDeployment, read_breakdown, read_output_tokens
 from ttft_otel import names
 from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
@@ -43,9 +43,11 @@ def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
     assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
     assert json.loads(told[names.FINISH_REASONS]) == ["length"]
     assert told[names.TOKEN_TIME_US] >= 30_000
-    # All steps after the first token fit into the exchange, as the client saw it.
-    first_us = answer.client_ttft_us or 0
-    assert told[names.TOKEN_TIME_US] * 11 <= answer.total_us - first_us + 30_000
+    # What the server says of the time before its first output and after it fits into the client's exchange.
+    # The client's own first chunk is no bound: it may come late. Rounding: half a microsecond a token.
+    cut = read_breakdown(answer)
+    until_output_us = cut["ttft"] - cut.get("egress", 0)
+    assert until_output_us + told[names.TOKEN_TIME_US] * 11 <= answer.total_us + 6
 
 
 def test_several_generations(epd: LiveDeployment) -> None:
