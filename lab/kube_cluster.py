@@ -218,7 +218,8 @@ def build_api_command(
         f"--service-account-key-file={folder / 'accounts.key'}",
         f"--service-account-signing-key-file={folder / 'accounts.key'}",
         f"--service-cluster-ip-range={SERVICE_NETWORK}",
-        *(without_pods if address == HOST else ()),
+        # The node's name is in no DNS.
+        *(without_pods if address == HOST else ("--kubelet-preferred-address-types=InternalIP",)),
         "--v=1",
     )
     return ServerCommand("kube-apiserver", argv, {}, port, "/readyz", address)

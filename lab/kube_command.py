@@ -60,6 +60,7 @@ class ProgressLines:
 Examples:
   scripts/kube                       all steps: about 10 minutes once everything is built
   scripts/kube --until service       the node alone; a minute
+  scripts/kube --stand-in            without vLLM: pods, discovery, rollouts; five minutes
   scripts/kube --json figures.json   the figures; - is standard output
   scripts/kube --keep                leave all of it up until Ctrl-C
 Needs root, Go 1.25, and Debian's packages that it names. The first run builds Kubernetes (20 minutes of
@@ -75,6 +76,9 @@ Exit codes: 0 all as it should be, 1 something was not (it says what), 2 it cann
     default=STEPS[-1],
     help="Stop after this step.  [default: all]",
 )
+@click.option(
+    "--stand-in", is_flag=True, help="Small servers in place of vLLM; no traces of servers."
+)
 @click.option("--keep", is_flag=True, help="Leave the node up until Ctrl-C.")
 @click.option(
     "--logs",
@@ -82,7 +86,7 @@ Exit codes: 0 all as it should be, 1 something was not (it says what), 2 it cann
     default=CHECKOUT / "out" / "kube",
     help="Where logs of a run with faults go.  [default: out/kube]",
 )
-def run_kube(target: str | None, until: str, keep: bool, logs: Path) -> None:
+def run_kube(target: str | None, until: str, stand_in: bool, keep: bool, logs: Path) -> None:
     """Start a whole Kubernetes node, and on it vLLM servers, our router and our collector.
 
     \b
@@ -103,7 +107,7 @@ def run_kube(target: str | None, until: str, keep: bool, logs: Path) -> None:
         sys.exit(CANNOT_RUN_CODE)
     with exit_on_sigterm():
         try:
-            result = run_node(lines, until, keep, logs)
+            result = run_node(lines, until, stand_in, keep, logs)
         except KeyboardInterrupt:
             lines.say_always("interrupted; the machine is as it was")
             sys.exit(INTERRUPTED_CODE)
@@ -117,7 +121,9 @@ def run_kube(target: str | None, until: str, keep: bool, logs: Path) -> None:
     sys.exit(FAULT_CODE if result["faults"] else 0)
 
 
-def run_node(lines: ProgressLines, until: str, keep: bool, logs: Path) -> dict[str, Any]:
+def run_node(
+    lines: ProgressLines, until: str, stand_in: bool, keep: bool, logs: Path
+) -> dict[str, Any]:
     """Build what is missing, start the node, and give what it wrote as its result."""
     programs = go_builds.build_tool(KUBERNETES_TOOL, lines.say)
     node_programs = go_builds.build_tool(KUBERNETES_NODE_TOOL, lines.say)
@@ -132,6 +138,7 @@ def run_node(lines: ProgressLines, until: str, keep: bool, logs: Path) -> dict[s
             archives=tuple(map(str, archives)),
             environment=sys.prefix,
             model=str(model),
+            stand_in=stand_in,
             last=until,
             keep=keep,
         )

@@ -30,7 +30,8 @@ class InsidePlan:
     """What the node needs to know; all paths as text.
 
     programs, node_programs: folders of the built programs. environment: the Python environment with vLLM.
-    last: the step after which the trial ends. keep: wait for the end of the process afterwards.
+    stand_in: small servers in place of vLLM. last: the step after which the trial ends.
+    keep: wait for the end of the process afterwards.
     """
 
     folder: str
@@ -40,6 +41,7 @@ class InsidePlan:
     archives: tuple[str, ...]
     environment: str
     model: str
+    stand_in: bool
     last: str
     keep: bool
 
@@ -66,7 +68,7 @@ def run_plan(plan: InsidePlan) -> InsideResult:
         node.start([Path(each) for each in plan.archives], say)
         result.figures["node"] = {"seconds": round(time.monotonic() - started, 1)}
         vllm = kube_workload.mount_vllm(Path(plan.environment), folder / "vllm")
-        trial = KubeTrial(node, vllm, Path(plan.model), say)
+        trial = KubeTrial(node, vllm, Path(plan.model), say, plan.stand_in)
         try:
             trial.run_steps(plan.last)
         finally:

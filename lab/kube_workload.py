@@ -16,6 +16,7 @@ import yaml
 
 from lab.guests import GUESTS_FOLDER
 from lab.kube_configs import NODE_ADDRESS
+from lab.kube_images import ROUTER_IMAGE
 from lab.stack.program_pins import CHECKOUT
 
 MANIFEST: Final = CHECKOUT / "deploy" / "kubernetes" / "mono.yaml"
@@ -23,7 +24,7 @@ NAMESPACE, RELEASE = "observability", "ttft"  # as the manifest names the collec
 VLLM_SELECTOR: Final = "app=vllm"
 SPANS_PORT, METRICS_PORT = 4317, 9090  # of the trial's receivers, on the node
 VLLM_FOLDER: Final = "/opt/vllm"  # where the image's command expects its environment
-MODEL_FOLDER, GUEST_FOLDER = "/models/tiny", "/opt/calm"
+MODEL_FOLDER, GUEST_FOLDER, STAND_IN_FOLDER = "/models/tiny", "/opt/calm", "/opt/stand-in"
 VLLM_ENV: Final = {
     # Two servers share two cores, so none is bound to one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -80,6 +81,20 @@ def build_vllm_objects(vllm: Path, model: Path) -> list[dict[str, Any]]:
         pod["volumes"].append({"name": name, "hostPath": {"path": str(source)}})
         container["volumeMounts"].append({"name": name, "mountPath": target, "readOnly": True})
     return [service, deployment]
+
+
+def replace_vllm(deployment: dict[str, Any]) -> None:
+    """Put a small server in the place of vLLM; probes, hooks and the init container stay."""
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    container["image"] = ROUTER_IMAGE  # for its Python
+    container["command"] = ["python3", f"{STAND_IN_FOLDER}/stand_in_server.py"]
+    del container["args"]
+    source = {"path": str(GUESTS_FOLDER / "stand_in")}
+    pod["volumes"].append({"name": "stand-in", "hostPath": source})
+    container["volumeMounts"].append(
+        {"name": "stand-in", "mountPath": STAND_IN_FOLDER, "readOnly": True}
+    )
 
 
 def build_chart_values() -> dict[str, Any]:

@@ -103,3 +103,16 @@ def test_names_of_services(address: str, line: str) -> None:
     service = {"metadata": {"name": "web", "namespace": "team"}, "spec": {"clusterIP": address}}
 
     assert kube_configs.render_hosts({"items": [service]}) == line
+
+
+def test_a_stand_in_keeps_the_pod() -> None:
+    """With --stand-in only image, command and arguments of the server differ."""
+    _, server = kube_workload.build_vllm_objects(VLLM, MODEL)
+    _, small = kube_workload.build_vllm_objects(VLLM, MODEL)
+    kube_workload.replace_vllm(small)
+
+    (old,), (new,) = (each["spec"]["template"]["spec"]["containers"] for each in (server, small))
+    assert {key for key in old | new if old.get(key) != new.get(key)} == {
+        *("image", "command", "args", "volumeMounts"),
+    }
+    assert new["image"] in kube_images.list_image_names()
