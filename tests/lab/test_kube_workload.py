@@ -78,7 +78,7 @@ def test_archives_follow_the_sources(tmp_path: Path) -> None:
 
     (package := tmp_path / "ttft_otel").mkdir()
     for name in kube_images.SOURCES[1:]:
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     first = kube_images.build_archive_folder(Programs, tmp_path)  # type: ignore[arg-type]
     (package / "__pycache__").mkdir()
