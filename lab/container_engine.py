@@ -45,9 +45,9 @@ def find_missing() -> str:
 
 
 class ContainerEngine:
-    """dockerd below `folder`. compose: the plugin `docker compose`, as a program."""
+    """dockerd below `folder`. compose: the plugin `docker compose`, as a program; None: without it."""
 
-    def __init__(self, folder: Path, compose: Path) -> None:
+    def __init__(self, folder: Path, compose: Path | None = None) -> None:
         self.folder, self.compose = folder, compose
         self.namespace = f"ttft-{os.urandom(4).hex()}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -160,7 +160,8 @@ class ContainerEngine:
     def _prepare(self) -> None:
         plugins = self.folder / "config" / "cli-plugins"
         plugins.mkdir(parents=True)
-        (plugins / "docker-compose").symlink_to(self.compose)
+        if self.compose:
+            (plugins / "docker-compose").symlink_to(self.compose)
         subprocess.run(("ip", "netns", "add", self.namespace), check=True)
         subprocess.run(self.enter_network(("ip", "link", "set", "lo", "up")), check=True)
 
@@ -174,7 +175,7 @@ class ContainerEngine:
 
 
 @contextmanager
-def run_engine(folder: Path, compose: Path) -> Iterator[ContainerEngine]:
+def run_engine(folder: Path, compose: Path | None = None) -> Iterator[ContainerEngine]:
     """An engine, ready when the block begins, gone without a trace when it ends."""
     engine = ContainerEngine(folder, compose)
     with exit_on_sigterm():

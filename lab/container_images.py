@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -78,21 +78,31 @@ def find_tempo() -> Path:
     return tempo
 
 
+def find_grafana() -> Path:
+    """Grafana's folder. Raises ImageSourceError."""
+    found = grafana_server.find_grafana_home()
+    if found is None:
+        raise ImageSourceError(f"no Grafana; {grafana_server.GRAFANA_REMEDY}")
+    return found
+
+
 class ImageMaker:
-    """Makes all images in an engine. work: a folder for what they are made of."""
+    """Makes images in an engine. work: a folder for what they are made of. Raises ImageSourceError."""
 
     def __init__(self, engine: ContainerEngine, binaries: StackBinaries, work: Path) -> None:
         self.engine, self.binaries, self.work = engine, binaries, work
-        self.tempo = find_tempo()
-        grafana = grafana_server.find_grafana_home()
-        if grafana is None:
-            raise ImageSourceError(f"no Grafana; {grafana_server.GRAFANA_REMEDY}")
-        self.grafana = grafana
         if not BUSYBOX.is_file():
             raise ImageSourceError("no busybox: apt-get install busybox-static")
 
     def make_all(self) -> None:
         """All images that are named. Raises EngineError, ImageSourceError."""
+        # What is missing is said before the first image is made.
+        find_tempo()
+        find_grafana()
+        self.make_images(list_named_images())
+
+    def make_images(self, names: Iterable[str]) -> None:
+        """These images, of those that are named. Raises EngineError, ImageSourceError."""
         makers = {
             "otel/opentelemetry-collector-contrib": self._make_collector,
             "grafana/tempo": self._make_tempo,
@@ -101,22 +111,22 @@ class ImageMaker:
             "busybox": self._make_busybox,
             "python": self._make_python,
         }
-        for name in sorted(list_named_images()):
+        for name in sorted(names):
             makers[name.partition(":")[0]](name)
 
     def _make_collector(self, name: str) -> None:
-        with self._open_root() as root:
+        with self.open_root() as root:
             place_program(self.binaries.collector, root / "otelcol-contrib")
             self.engine.import_image(root, name, 'ENTRYPOINT ["/otelcol-contrib"]', "USER 10001")
 
     def _make_tempo(self, name: str) -> None:
-        with self._open_root() as root:
-            place_program(self.tempo, root / "tempo")
+        with self.open_root() as root:
+            place_program(find_tempo(), root / "tempo")
             make_owned_folder(root / "var" / "tempo", 10001)
             self.engine.import_image(root, name, 'ENTRYPOINT ["/tempo"]', "USER 10001:10001")
 
     def _make_prometheus(self, name: str) -> None:
-        with self._open_root() as root:
+        with self.open_root() as root:
             place_busybox(root, "sh", "wget", "chown")
             place_program(self.binaries.prometheus, root / "bin" / "prometheus")
             make_owned_folder(root / "prometheus", 65534)
@@ -124,13 +134,13 @@ class ImageMaker:
             self.engine.import_image(root, name, 'ENTRYPOINT ["/bin/prometheus"]', "USER nobody")
 
     def _make_busybox(self, name: str) -> None:
-        with self._open_root() as root:
+        with self.open_root() as root:
             place_busybox(root, "sh", "cp", "ls", "chmod")
             self.engine.import_image(root, name, 'CMD ["sh"]')
 
     def _make_grafana(self, name: str) -> None:
-        with self._open_debian() as root:
-            copy_tree(self.grafana, root / "usr" / "share" / "grafana")
+        with self.open_debian() as root:
+            copy_tree(find_grafana(), root / "usr" / "share" / "grafana")
             place_program(BUSYBOX, root / "usr" / "bin" / "wget")
             (root / "run.sh").write_text(GRAFANA_START, "utf-8")
             (root / "run.sh").chmod(0o755)
@@ -145,7 +155,7 @@ class ImageMaker:
             raise ImageSourceError(
                 "the Python of the tests must be one outside /usr, as uv installs"
             )
-        with self._open_debian() as root:
+        with self.open_debian() as root:
             local = root / "usr" / "local"
             copy_tree(Path(sys.base_prefix), local, "site-packages", "test", "tests", "__pycache__")
             # Its shared library, if it has one.
@@ -185,7 +195,7 @@ class ImageMaker:
         pip.chmod(0o755)
 
     @contextmanager
-    def _open_root(self) -> Iterator[Path]:
+    def open_root(self) -> Iterator[Path]:
         """An empty folder that becomes an image, then goes."""
         folder = Path(tempfile.mkdtemp(dir=self.work))
         folder.chmod(0o755)
@@ -195,9 +205,9 @@ class ImageMaker:
             shutil.rmtree(folder)
 
     @contextmanager
-    def _open_debian(self) -> Iterator[Path]:
+    def open_debian(self) -> Iterator[Path]:
         """The same with Debian in it."""
-        with self._open_root() as root:
+        with self.open_root() as root:
             subprocess.run(("tar", "-xf", prepare_debian(), "-C", root), check=True)
             yield root
 

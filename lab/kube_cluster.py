@@ -22,6 +22,7 @@ from typing import Any, Final
 import yaml
 
 from lab import free_ports, kube_tools
+from lab.kube_configs import API_SERVICE_ADDRESS, SERVICE_NETWORK
 from lab.local_servers import LocalServer, exit_on_sigterm
 from lab.server_commands import HOST, ServerCommand
 from lab.stack import go_builds
@@ -74,16 +75,17 @@ class KubeCluster:
     """etcd and an API server in `folder`; run_cluster() starts and stops it.
 
     programs: the folder with both. The ports stay the same when the API server is started again.
+    address: where the API server listens; one that is not loopback is for pods, too.
     """
 
-    def __init__(self, folder: Path, programs: Path) -> None:
-        self.folder, self.programs = folder, programs
+    def __init__(self, folder: Path, programs: Path, address: str = HOST) -> None:
+        self.folder, self.programs, self.address = folder, programs, address
         self.certificate, self.kubeconfig = folder / "tls.crt", folder / "kubeconfig"
         self.port, client_port, peer_port = (free_ports.find_free_port() for _ in range(3))
         self.etcd = LocalServer(
             build_etcd_command(programs, folder, client_port, peer_port), folder / "etcd.log"
         )
-        self._api_command = build_api_command(programs, folder, self.port, client_port)
+        self._api_command = build_api_command(programs, folder, self.port, client_port, address)
         self.api = self._build_api()
 
     @property
@@ -93,7 +95,7 @@ class KubeCluster:
 
     def start(self) -> None:
         """Make what is secret, start both programs and wait for them. Raises LocalServerError."""
-        token = write_secrets(self.folder)
+        token = write_secrets(self.folder, self.address)
         self.kubeconfig.touch(0o600)
         self.kubeconfig.write_text(
             yaml.safe_dump(build_kubeconfig(self.url, self.certificate, token)), "utf-8"
@@ -192,13 +194,21 @@ def build_etcd_command(
     return ServerCommand("etcd", argv, {}, client_port)
 
 
-def build_api_command(programs: Path, folder: Path, port: int, etcd_port: int) -> ServerCommand:
-    """An API server with RBAC, on loopback."""
+def build_api_command(
+    programs: Path, folder: Path, port: int, etcd_port: int, address: str = HOST
+) -> ServerCommand:
+    """An API server with RBAC; on loopback it serves no pods."""
+    without_pods = (
+        # The Service `kubernetes` would need an address that is not loopback.
+        "--endpoint-reconciler-type=none",
+        # Pods would wait for accounts that no controller makes.
+        "--disable-admission-plugins=ServiceAccount",
+    )
     argv = (
         str(programs / KUBE_APISERVER.name),
         f"--etcd-servers=http://{HOST}:{etcd_port}",
-        f"--bind-address={HOST}",
-        f"--advertise-address={HOST}",
+        f"--bind-address={address}",
+        f"--advertise-address={address}",
         f"--secure-port={port}",
         f"--tls-cert-file={folder / 'tls.crt'}",
         f"--tls-private-key-file={folder / 'tls.key'}",
@@ -207,19 +217,18 @@ def build_api_command(programs: Path, folder: Path, port: int, etcd_port: int) -
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={folder / 'accounts.key'}",
         f"--service-account-signing-key-file={folder / 'accounts.key'}",
-        "--service-cluster-ip-range=10.96.0.0/16",
-        # The Service `kubernetes` would need an address that is not loopback.
-        "--endpoint-reconciler-type=none",
-        # Pods would wait for accounts that no controller makes.
-        "--disable-admission-plugins=ServiceAccount",
+        f"--service-cluster-ip-range={SERVICE_NETWORK}",
+        # The node's name is in no DNS.
+        *(without_pods if address == HOST else ("--kubelet-preferred-address-types=InternalIP",)),
         "--v=1",
     )
-    return ServerCommand("kube-apiserver", argv, {}, port, "/readyz")
+    return ServerCommand("kube-apiserver", argv, {}, port, "/readyz", address)
 
 
-def write_secrets(folder: Path) -> str:
+def write_secrets(folder: Path, address: str = HOST) -> str:
     """Make the certificate, the accounts' key and the admin's token, which is returned."""
-    names = ("-addext", f"subjectAltName=IP:{HOST}")
+    named = ",".join(f"IP:{each}" for each in dict.fromkeys((HOST, address, API_SERVICE_ADDRESS)))
+    names = ("-addext", f"subjectAltName={named}")
     words = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=ttft-otel-test")
     out = ("-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt"))
     subprocess.run(("openssl", "req", *words, *names, *out), check=True, capture_output=True)

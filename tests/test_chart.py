@@ -274,3 +274,12 @@ def test_manifests_beside_the_chart(path: Path) -> None:
         validate_documents(documents)
     if "TTFT_OTEL" in text:
         assert re.search(r"name: TTFT_OTEL\b", text)
+
+
+@pytest.mark.parametrize("name", ["mono.yaml", "prefill-decode.yaml", "encode-prefill-decode.yaml"])
+def test_busy_servers_stay_ready(name: str) -> None:
+    """A server that answers its probe within seconds keeps its requests; the default is one second."""
+    for document in read_documents((KUBERNETES / name).read_text("utf-8")):
+        if document["kind"] == "Deployment":
+            for container in document["spec"]["template"]["spec"]["containers"]:
+                assert container["readinessProbe"]["timeoutSeconds"] >= 5

@@ -42,6 +42,7 @@ class GoTool:
 
     tags: Go build tags. generated: the collector's manifest, when the builder writes the sources.
     linked_value: a variable that the linker sets, as -X takes it; "" for none.
+    module: the folder in tests/stack/tools, where that is not its name.
     """
 
     name: str
@@ -49,11 +50,12 @@ class GoTool:
     tags: str = ""
     generated: Path | None = None
     linked_value: str = ""
+    module: str = ""
 
     @property
     def module_folder(self) -> Path:
         """The folder of its go.mod and go.sum."""
-        return GO_MODULES / self.name
+        return GO_MODULES / (self.module or self.name)
 
     @property
     def build_flags(self) -> tuple[str, ...]:
@@ -113,6 +115,17 @@ KUBERNETES_TOOL: Final = GoTool(
     (KUBE_APISERVER, ETCD),
     # Without it kubectl and helm take the server for v0.0.0.
     linked_value="k8s.io/component-base/version.gitVersion=v1.35.4",
+)
+# What makes a machine a node of that cluster; six minutes more that only scripts/kube needs.
+NODE_PROGRAMS: Final = tuple(
+    StackProgram(name, f"k8s.io/kubernetes/cmd/{name}", f"TTFT_{name.upper().replace('-', '_')}")
+    for name in ("kubelet", "kube-scheduler", "kube-controller-manager", "kube-proxy")
+)
+KUBERNETES_NODE_TOOL: Final = GoTool(
+    "kubernetes-node",
+    NODE_PROGRAMS,
+    linked_value=KUBERNETES_TOOL.linked_value,
+    module=KUBERNETES_TOOL.name,
 )
 
 DOCKER_COMPOSE: Final = StackProgram(
