@@ -30,6 +30,7 @@ from ttft_otel.report.breakdown_source import (
     add_source_options,
     open_source,
     report_refusals,
+    require_number,
 )
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
 from ttft_otel.report.report_types import StoredSpan
@@ -57,7 +58,8 @@ Examples:
 @click.option(
     "--slo",
     metavar="MS",
-    type=click.FloatRange(0, min_open=True),
+    type=click.FloatRange(0.001, 1e9),
+    callback=require_number,
     help="Late is what took longer than this.  [default: the slowest hundredth]",
 )
 @click.option("--model", default="", help="Only requests for this model.")
