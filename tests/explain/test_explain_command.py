@@ -129,6 +129,9 @@ def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
         (["--request", "r1", "--trace", "f" * 32], "exclude each other"),
         (["--request", "r1", "--slo", "500"], "--slo is for a window"),
         (["--slo", "90000"], "leave --slo out"),
+        (["--slo", "nan"], "nan is not a number"),
+        (["--slo", "inf"], "is not in the range"),
+        (["--slo", "0.0001"], "is not in the range"),
     ],
 )
 def test_remedies(places: tuple[Path, str], words: list[str], told: str) -> None:

@@ -92,6 +92,8 @@ def test_nothing_changed(database: Path) -> None:
         (["--encoders", "+1"], "no request of the window was at an encoder instance"),
         (["--rate", "fast"], "'fast' is not a rate"),
         (["--instances", "2"], "write +1"),
+        (["--instances", "+99999999999"], "up to +1000"),
+        (["--encoders", "+1" + "0" * 5000], "up to +1000"),
         (["--cache-hit", "20"], "write +20%"),
         (["--since", "1999-01-01..1999-01-02"], "50 are needed"),
         (["--model", "other"], "50 are needed"),

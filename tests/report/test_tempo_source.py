@@ -285,6 +285,24 @@ def test_failures(tempo: FakeTempo, fault: TempoFault, told: str) -> None:
     assert SECRET not in result.output and "\x1b" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tempo", "http://[::1"], "is no address"),
+        (["--tempo", "http://127.0.0.1:99999"], "is no address"),
+        (["--tempo", "ftp://127.0.0.1"], "is not an HTTP address"),
+        (["--tempo", "http://127.0.0.1:1", "--tempo-header", "a=b\r\nc: d"], "no header may have"),
+        (["--tempo", "http://127.0.0.1:1", "--tempo-header", "\udcff=b"], "no header may have"),
+        (["--tempo", "http://127.0.0.1:1", "--tempo-timeout", "nan"], "not a number"),
+    ],
+)
+def test_what_is_no_address(words: list[str], told: str) -> None:
+    """Addresses and headers that cannot be used are refused with a sentence."""
+    result = CliRunner().invoke(cli.main, ["report", *words])
+    assert result.exit_code != 0 and isinstance(result.exception, SystemExit), result.exception
+    assert told in " ".join(result.output.split())
+
+
 def test_nobody_there() -> None:
     """A refused connection, and an address that is none."""
     with socket.socket() as free:

@@ -54,7 +54,8 @@ Examples:
 @click.option(
     "--slo",
     metavar="MS",
-    type=click.FloatRange(0, min_open=True),
+    type=click.FloatRange(0.001, 1e9),
+    callback=breakdown_source.require_number,
     help="Late is what took longer than this.  [default: the slowest hundredth]",
 )
 @click.option("--model", default="", help="Only requests for this model.")

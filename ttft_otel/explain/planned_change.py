@@ -10,6 +10,7 @@ from typing import Final
 RATE_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)x?")
 SHARE_PATTERN: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)%")
 COUNT_PATTERN: Final = re.compile(r"\+(\d+)")
+MAX_MORE: Final = 1000  # servers; each is an engine of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class PlannedChange:
 def parse_more(text: str) -> int:
     """`+2` -> 2. Raises ValueError with a sentence."""
     found = COUNT_PATTERN.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is not a number of servers to add: write +1")
+    # Before int(): thousands of digits are no number of servers either.
+    if found is None or len(found[1]) > 4 or int(found[1]) > MAX_MORE:
+        raise ValueError(f"{text!r} is not a number of servers to add: write +1, up to +{MAX_MORE}")
     return int(found[1])
 
 

@@ -258,8 +258,7 @@ def drop_request(scheduler: Any, request_id: str, now: int) -> None:
         return
     if not held.ended:
         _end_early(held, scheduler, now)
-    elif held in _ended:
-        # While its first step runs, of which no end will tell.
+    elif held in _ended:  # its first step runs, of which no end will tell
         _ended.remove(held)
         _forget_arrival(held)
     _release(request_id)

@@ -22,8 +22,7 @@ MAX_ENDED: Final = 64  # requests that have decoded, and ended, that are kept
 MAX_STARTED: Final = 2048  # requests whose first decode step is known
 MAX_RUNNING: Final = 8  # running requests that are asked whether they decode
 MAX_NAMED: Final = 3  # holders that are told of a wait
-# Of a request ID, which clients choose; IDs with the same beginning count as one.
-MAX_ID_CHARS: Final = 256
+MAX_ID_CHARS: Final = 256  # of a request ID, which clients choose
 SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
 _NEVER: Final = 1 << 80  # a sum that is not reached: it has not begun to decode
 
@@ -204,8 +203,8 @@ class HolderLog:
         request_id = request.request_id
         start = self.started.pop(request_id, (0, 0))
         shown_id = request_id[:MAX_ID_CHARS]
-        self.open.pop((shown_id, PREFILL), None)
-        self.open.pop((shown_id, ENCODER), None)
+        for kind in (PREFILL, ENCODER):
+            self.open.pop((shown_id, kind), None)
         # Its prompt may have been computed by the step with which it ends.
         has_decoded = (
             getattr(request, "num_output_tokens", 0)
@@ -237,16 +236,12 @@ class HolderLog:
     ) -> list[HolderShare]:
         """Holders of a wait that ended `elapsed` microseconds after the begin of a step; largest first."""
         shares = share_parts(work, elapsed)
-        found: list[tuple[int, int, int, str, str]] = []
+        found: list[HolderShare] = []
 
         def add(holder: Holder, held: int, tokens: int) -> None:
             share, more = shares.get(holder, (0, 0))
-            found.append(
-                (
-                    holder.held + share - held, holder.tokens + more - tokens,
-                    holder.kind, holder.request_id, holder.parent,
-                )
-            )  # fmt: skip
+            held, tokens = holder.held + share - held, holder.tokens + more - tokens
+            found.append((held, tokens, holder.kind, holder.request_id, holder.parent))
 
         for each in start.partial:
             add(*each)
@@ -256,8 +251,8 @@ class HolderLog:
             add(holder, 0, 0)
         found += self._list_decoders(start, running, work, elapsed)
         # Below zero: of one that has not begun to decode.
-        own_id = own_id[:MAX_ID_CHARS]
-        found = [each for each in found if each[0] >> SCALE > 0 and each[3] != own_id]
+        shown_id = own_id[:MAX_ID_CHARS]
+        found = [each for each in found if each[0] >> SCALE > 0 and each[3] != shown_id]
         found.sort(key=lambda each: each[0], reverse=True)
         return [(each[0] >> SCALE, *each[1:]) for each in found[:MAX_NAMED]]
 

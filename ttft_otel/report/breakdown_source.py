@@ -116,13 +116,21 @@ def add_source_options(command: Command) -> Command:
             metavar="SECONDS",
             default=30.0,
             show_default=True,
-            type=click.FloatRange(0.1),
+            type=click.FloatRange(0.1, 86_400),
+            callback=require_number,
             help="How long one answer of Tempo may take.",
         ),
     )
     decorated: Any = decorate(call)
     result: Command = decorated
     return result
+
+
+def require_number(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """For options that are numbers: "nan" is one to Python, and in every range to click."""
+    if isinstance(value, float) and value != value:
+        raise click.BadParameter("nan is not a number", context, option)
+    return value
 
 
 def parse_headers(given: tuple[str, ...]) -> dict[str, str]:
@@ -138,6 +146,9 @@ def parse_headers(given: tuple[str, ...]) -> dict[str, str]:
             name, found, value = each.partition(":")
         if not found or not name.strip() or not value.strip():
             raise click.UsageError("--tempo-header is NAME=VALUE, with a name and a value")
+        # They would end the header, or not be sent at all.
+        if not (name.strip() + value.strip()).isprintable() or not name.strip().isascii():
+            raise click.UsageError("--tempo-header has characters that no header may have")
         headers[name.strip().lower()] = value.strip()
     return headers
 

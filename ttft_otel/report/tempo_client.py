@@ -61,7 +61,11 @@ class TempoClient:
 
     def __init__(self, access: TempoAccess) -> None:
         self.access = access
-        self._url = URL(access.url.rstrip("/"))
+        try:
+            self._url = URL(access.url.rstrip("/"))
+        except ValueError as error:
+            # Without the text, which may have credentials in a place where nobody looks for them.
+            raise TempoError(f"--tempo is no address ({error}): {ADDRESS_REMEDY}") from error
         if self._url.scheme not in ("http", "https") or not self._url.host:
             raise TempoError(f"{access.shown_url!r} is not an HTTP address: {ADDRESS_REMEDY}")
         self._session: aiohttp.ClientSession | None = None
