@@ -22,7 +22,7 @@ from tests.explain.scheduler_truth import (
     run_scheduler,
 )
 from ttft_otel import cli, names
-from ttft_otel.explain.engine_model import EngineLimits
+from ttft_otel.explain.engine_parts import EngineLimits
 from ttft_otel.exporter import span_builder
 from ttft_otel.record import Attributes, Piece, Record, Server, Ttft
 from ttft_otel.report import otlp_decoder
@@ -161,7 +161,7 @@ def test_nothing_changed(database: Path) -> None:
         (["--rate", "4x"], "more requests arrive than are served"),
         (["--routing-logic", "prefix"], "traces do not tell"),
         (["--encoders", "+1"], "no request of the window was at an encoder instance"),
-        (["--rate", "fast"], "'fast' is not a rate"),
+        (["--rate", "fast"], "'fast' is not a factor"),
         (["--instances", "2"], "write +1"),
         (["--cache-hit", "20"], "write +20%"),
         (["--since", "1999-01-01..1999-01-02"], "50 are needed"),

@@ -9,7 +9,8 @@ from typing import Final
 
 RATE_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)x?")
 SHARE_PATTERN: Final = re.compile(r"([+-]?\d+(?:\.\d+)?)%")
-COUNT_PATTERN: Final = re.compile(r"\+(\d+)")
+COUNT_PATTERN: Final = re.compile(r"\+(\d{1,4})")
+MAX_ADDED: Final = 1000  # servers; each is simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class PlannedChange:
     """What is changed; a field with its default leaves things as they were.
 
     instances, encoders: how many more. policy: name of --routing-logic. rate: arrivals come so many
-    times as fast. cache_hit: share of all prompt tokens that is cached in addition.
+    times as fast. cache_hit: share of all prompt tokens that is cached in addition. kv_cache: the KV cache
+    holds so many times as much.
     """
 
     instances: int = 0
@@ -27,13 +29,16 @@ class PlannedChange:
     policy: str = ""
     rate: float = 1.0
     cache_hit: float = 0.0
+    kv_cache: float = 1.0
 
 
 def parse_more(text: str) -> int:
     """`+2` -> 2. Raises ValueError with a sentence."""
     found = COUNT_PATTERN.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is not a number of servers to add: write +1")
+    if found is None or int(found[1]) > MAX_ADDED:
+        raise ValueError(
+            f"{text!r} is not a number of servers to add: write +1, at most +{MAX_ADDED}"
+        )
     return int(found[1])
 
 
@@ -41,7 +46,7 @@ def parse_rate(text: str) -> float:
     """`1.5x` -> 1.5. Raises ValueError with a sentence."""
     found = RATE_PATTERN.fullmatch(text.strip())
     if found is None or not 0.01 <= float(found[1]) <= 100:
-        raise ValueError(f"{text!r} is not a rate: write 1.5x for half as many again")
+        raise ValueError(f"{text!r} is not a factor: write 1.5x for half as many again")
     return float(found[1])
 
 

@@ -93,6 +93,13 @@ Examples:
     callback=parse_with(planned_change.parse_share),
     help="So much more of all prompt tokens is in the prefix cache: +20%.",
 )
+@click.option(
+    "--kv-cache",
+    metavar="FACTORx",
+    default="",
+    callback=parse_with(planned_change.parse_rate),
+    help="The KV cache holds so many times as much: 2x for --kv-cache-dtype fp8.",
+)
 @click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
 @click.option("--model", default="", help="Only requests for this model.")
 @click.option(
@@ -122,6 +129,7 @@ def whatif(
     routing_logic: str | None,
     rate: float | None,
     cache_hit: float | None,
+    kv_cache: float | None,
     since: str,
     model: str,
     recorded_max_num_seqs: int | None,
@@ -139,6 +147,7 @@ def whatif(
         policy=routing_logic or "",
         rate=rate or 1.0,
         cache_hit=cache_hit or 0.0,
+        kv_cache=kv_cache or 1.0,
     )
     given = PlannedChange(
         max_num_seqs=recorded_max_num_seqs or 0,
