@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,13 @@ from lab import session_processes, tiny_models
 from lab.injection import InjectionControl
 from lab.local_deployment import build_router_command
 from lab.local_servers import LocalServer, run_servers
-from lab.server_commands import VllmOptions, build_mono_command
+from lab.server_commands import (
+    ServerCommand,
+    VllmOptions,
+    build_encoder_command,
+    build_mono_command,
+    build_prefill_decode_command,
+)
 from lab.ttft_client import TimedRequest, send_timed_request
 from ttft_otel import names
 from ttft_otel.endpoints import COMPLETIONS_PATH
@@ -26,10 +32,15 @@ from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, open_r
 
 RATE_BY_STEP: Final = 0.16  # requests that arrive within a step's sleep, on average
 MAX_SEQS, MAX_TOKENS = 4, 512
+MAX_PROMPT: Final = 1600
 MAX_TOKEN_ID: Final = 90  # the tiny model's vocabulary is small
+BLOCK_TOKENS: Final = (
+    32  # of a KV block, the least on a CPU: what a prefix cache finds is a multiple
+)
 WARM_UP: Final = 12  # requests before the first window; not counted
 SETTLE_S: Final = 4.0  # until the exporters have sent the last spans
 START_TIMEOUT_S: Final = 400
+CPU_PRESSURE: Final = Path("/proc/pressure/cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +48,30 @@ class PlannedRequest:
     """One request of the load.
 
     at_s: when it is sent, seconds after the first one. tokens: of its prompt. answer: tokens to generate.
+    picture: it has an image, for servers that take some.
     """
 
     at_s: float
     tokens: int
     answer: int
+    picture: bool = False
 
 
-def plan_load(count: int, delay_ms: float, seed: int = 1) -> list[PlannedRequest]:
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What one run gave. clients: their TTFTs, milliseconds.
+
+    pressure: share of its time in which something waited for a core; -1 where the kernel does not tell.
+    """
+
+    recording: Recording
+    clients: Sequence[float]
+    pressure: float
+
+
+def plan_load(
+    count: int, delay_ms: float, seed: int = 1, *, pictures: bool = False
+) -> list[PlannedRequest]:
     """Poisson arrivals; log-normal prompts of one to four chunks, short answers.
 
     delay_ms: that each step sleeps; slower servers get fewer requests.
@@ -52,28 +79,44 @@ def plan_load(count: int, delay_ms: float, seed: int = 1) -> list[PlannedRequest
     chance, at_s, planned = random.Random(seed), 0.0, []
     for _ in range(count):
         at_s += chance.expovariate(RATE_BY_STEP / delay_ms * 1000)
-        tokens = round(min(max(chance.lognormvariate(5.6, 0.9), 16), 1600))
-        planned.append(PlannedRequest(at_s, tokens, chance.randint(3, 12)))
+        tokens = round(min(max(chance.lognormvariate(5.6, 0.9), 16), MAX_PROMPT))
+        planned.append(PlannedRequest(at_s, tokens, chance.randint(3, 12), pictures))
     return planned
 
 
-def send_load(url: str, planned: Sequence[PlannedRequest], rate: float, seed: int) -> list[float]:
+def build_request(planned: PlannedRequest, chance: random.Random, cached: float) -> TimedRequest:
+    """One request. cached: share of its prompt that begins like SHARED, in whole blocks."""
+    if planned.picture:
+        return TimedRequest(
+            prompt="what is in the picture",
+            pictures=(chance.getrandbits(31),),
+            max_tokens=planned.answer,
+        )
+    known = round(planned.tokens * cached / BLOCK_TOKENS) * BLOCK_TOKENS
+    own = [chance.randint(11, MAX_TOKEN_ID) for _ in range(planned.tokens - known)]
+    return TimedRequest(
+        path=COMPLETIONS_PATH,
+        max_tokens=planned.answer,
+        extra={"prompt": [*draw_shared(known), *own], "ignore_eos": True},
+    )
+
+
+def draw_shared(count: int) -> list[int]:
+    """The first tokens of what prompts may share."""
+    chance = random.Random("shared")
+    return [chance.randint(11, MAX_TOKEN_ID) for _ in range(count)]
+
+
+def send_load(
+    url: str, planned: Sequence[PlannedRequest], rate: float, seed: int, cached: float = 0.0
+) -> list[float]:
     """Send all requests at their times, `rate` times as fast; the clients' TTFTs in milliseconds.
 
-    seed: of the tokens. Each run has its own, so that nothing is found in a prefix cache.
+    seed: of the tokens. Each run has its own, so that nothing is found in a prefix cache but the share
+    `cached` of each prompt.
     """
     chance, found = random.Random(seed), [0.0] * len(planned)
-    requests = [
-        TimedRequest(
-            path=COMPLETIONS_PATH,
-            max_tokens=each.answer,
-            extra={
-                "prompt": [chance.randint(11, MAX_TOKEN_ID) for _ in range(each.tokens)],
-                "ignore_eos": True,
-            },
-        )
-        for each in planned
-    ]
+    requests = [build_request(each, chance, cached) for each in planned]
 
     def send(number: int) -> None:
         answer = send_timed_request(url, requests[number])
@@ -114,26 +157,53 @@ class Bench:
             control=self.control.path,
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=MAX_TOKENS,
+            extra=("--block-size", str(BLOCK_TOKENS)),
             env=self.environment,
         )
         command = build_mono_command(replace(options, **limits))  # type: ignore[arg-type]
         return replace(command, name=f"vllm-{core}")
 
+    def build_encoders(self) -> list[ServerCommand]:
+        """Two encoder instances and one that prefills and decodes."""
+        storage = self.folder / "encoder-cache"
+        storage.mkdir(exist_ok=True)
+        options = VllmOptions(
+            model=tiny_models.build_model(tiny_models.VISION_RECIPE),
+            control=self.control.path,
+            env=self.environment,
+        )
+        encoders = [
+            replace(build_encoder_command(replace(options, core=core), storage), name=f"e-{core}")
+            for core in (0, 1)
+        ]
+        return [*encoders, build_prefill_decode_command(replace(options, core=1), storage)]
+
     @contextmanager
-    def route(self, urls: Sequence[str], policy: str) -> Iterator[str]:
-        """A router in front of servers; its URL."""
-        command = build_router_command({"mono": urls}, self.environment, "--routing-logic", policy)
+    def route(
+        self, urls: Sequence[str] | Mapping[str, Sequence[str]], policy: str
+    ) -> Iterator[str]:
+        """A router in front of servers, given by role or all of role `mono`; its URL."""
+        roles = urls if isinstance(urls, Mapping) else {"mono": urls}
+        command = build_router_command(roles, self.environment, "--routing-logic", policy)
         with run_servers(command, timeout=120, logs=self.folder) as (router,):
-            warm = [PlannedRequest(number * 0.3, 64, 2) for number in range(WARM_UP)]
+            pictures = self.planned[0].picture
+            warm = [PlannedRequest(each * 0.3, 64, 2, pictures) for each in range(WARM_UP)]
             raise_priority(session_processes.list_session_pids(router.pid))
             send_load(router.url, warm, 1.0, seed=0)
             time.sleep(1)
             yield router.url
 
-    def run_window(self, url: str, rate: float, seed: int) -> tuple[Recording, list[float]]:
-        """Send the load; what the spans tell of it, and the clients' TTFTs."""
-        since_ns = time.time_ns()
-        clients = send_load(url, self.planned, rate, seed)
+    def run_window(self, url: str, rate: float, seed: int, cached: float = 0.0) -> RecordedRun:
+        """Send the load; what the spans tell of it, the clients' TTFTs, and how busy the machine was."""
+        if cached:
+            # Twice: a block is in the cache once its request has ended.
+            known = PlannedRequest(0.0, MAX_PROMPT + BLOCK_TOKENS, 2)
+            for more in range(2):
+                send_load(url, [known], 1.0, seed=-1 - more, cached=1.0)
+        since_ns, stalled = time.time_ns(), read_pressure()
+        clients = send_load(url, self.planned, rate, seed, cached)
+        spent_s = (time.time_ns() - since_ns) / 1e9
+        pressure = (read_pressure() - stalled) / spent_s if stalled >= 0 else -1.0
         time.sleep(SETTLE_S)
         with open_reader(self.folder / "spans.db") as reader:
             wanted = RequestFilter(since_ns=since_ns, last=MAX_REQUESTS)
@@ -142,7 +212,17 @@ class Bench:
                 trace = reader.find_trace(trace_id)
                 return trace.spans if trace else ()
 
-            return read_recording(reader.list_latest(wanted), find_spans), clients
+            return RecordedRun(
+                read_recording(reader.list_latest(wanted), find_spans), clients, pressure
+            )
+
+
+def read_pressure() -> float:
+    """Seconds since the machine's start in which something waited for a core; -1 where that is not told."""
+    if not CPU_PRESSURE.exists():
+        return -1.0
+    some = CPU_PRESSURE.read_text("ascii").splitlines()[0]
+    return int(some.rpartition("total=")[2]) / 1e6
 
 
 def raise_priority(pids: Sequence[int]) -> None:

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from opentelemetry.sdk.resources import Resource
 
 from benchmarks import otlp_bodies
-from ttft_otel import cli, size, stages
+from ttft_otel import cli, names, size, stages
 from ttft_otel.exporter import span_builder
+from ttft_otel.metric_labels import BUCKET_BOUNDS_S
 from ttft_otel.record import Call, Record
 
 CHECKOUT = Path(__file__).parents[1]
@@ -84,6 +85,20 @@ def test_series(deployment: str) -> None:
     unattributed = 0 if deployment in LEGS else 1
     assert described.router_series == own
     assert described.server_series == round(sum(counts) / len(counts)) + unattributed
+
+
+def test_series_of_histograms() -> None:
+    """Each histogram with bounds has a series for each, +Inf, sum and count; a native one has one."""
+    bounded = {name: len(bounds) + 3 for name, bounds in BUCKET_BOUNDS_S.items()}
+
+    whole = bounded[names.METRIC_CONVENTION] + bounded[names.METRIC_REQUEST]
+    assert size.SERIES_PER_MODEL == 1 + whole
+    waits = len(stages.WAIT_REASONS) + len(stages.HOLDING_KINDS)
+    assert size.SERIES_PER_SERVER == bounded[names.METRIC_TOKEN_TIME] + waits
+    one, two = (
+        size.estimate_sizing(size.Load("epd", rps=10, instances=each)).series for each in (4, 5)
+    )
+    assert two - one == size.DEPLOYMENTS["epd"].server_series + size.SERIES_PER_SERVER
 
 
 def test_constants_are_those_that_are_quoted() -> None:

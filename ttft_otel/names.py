@@ -146,11 +146,11 @@ METRICS_FROM_EXPORTER: Final = "exporter"
 ENGINE_MAX_SEQS: Final = "ttft.engine.max_num_seqs"
 ENGINE_MAX_TOKENS: Final = "ttft.engine.max_num_batched_tokens"
 ENGINE_KV_TOKENS: Final = "ttft.engine.kv_tokens"  # that its KV cache holds
+ENGINE_BLOCK_TOKENS: Final = "ttft.engine.kv_block_tokens"  # of one of its blocks
 ENGINE_ASYNC: Final = "ttft.engine.async_scheduling"
 ENGINE_CHUNKED: Final = "ttft.engine.chunked_prefill"
-ENGINE_SETTINGS: Final = (
-    *(ENGINE_MAX_SEQS, ENGINE_MAX_TOKENS, ENGINE_KV_TOKENS, ENGINE_ASYNC, ENGINE_CHUNKED),
-)
+ENGINE_LIMITS: Final = (ENGINE_MAX_SEQS, ENGINE_MAX_TOKENS, ENGINE_KV_TOKENS, ENGINE_BLOCK_TOKENS)
+ENGINE_SETTINGS: Final = (*ENGINE_LIMITS, ENGINE_ASYNC, ENGINE_CHUNKED)
 
 # Metrics that the collector makes from outermost spans, or the exporter process from records; in seconds.
 METRIC_TTFT: Final = "ttft.duration"

@@ -27,8 +27,11 @@ WAITING_SPAN_BYTES: Final = 1_000
 QUEUED_SPAN_BYTES: Final = 300
 DECISION_WAIT_S: Final = 30  # TTFT_DECISION_WAIT in collector/sampling.yaml
 MAX_COLLECTOR_CORES: Final = 4.0  # beyond it, docs/guides/kubernetes.md advises a second tier
-# ttft.duration has one native histogram; the convention's has 16 buckets, +Inf, sum and count.
-SERIES_PER_MODEL: Final = 1 + 19
+# ttft.duration has one native histogram; the conventions' have a series for each bucket, +Inf, sum and count:
+# of the first token 16 buckets, of the whole request 14.
+SERIES_PER_MODEL: Final = 1 + 19 + 17
+# Of every server: time per output token (13 buckets), and its queues by reasons and kinds of work, at most.
+SERIES_PER_SERVER: Final = 16 + 12 + 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ def estimate_sizing(load: Load) -> Sizing:
         if deployment.router_series
         else load.instances * load.models * (SERIES_PER_MODEL + deployment.server_series)
     )
+    # Routers know nothing of these.
+    series += load.instances * load.models * SERIES_PER_SERVER
     return Sizing(
         spans_per_s=spans,
         otlp_bytes_per_s=spans * BYTES_PER_SPAN,
@@ -142,7 +147,7 @@ def describe_sizing(load: Load, sizing: Sizing) -> str:
             format_bytes(sizing.trace_store_bytes),
             f"{load.retention_days} days, at most: the store compresses",
         ),
-        ("series", f"{sizing.series:,}", "of the collector's histograms, without errors"),
+        ("series", f"{sizing.series:,}", "of the collector's histograms, without errors, at most"),
         ("collector", f"{sizing.collector_cores:.2f} cores", "derives, makes metrics, passes on"),
         (
             "exporters",

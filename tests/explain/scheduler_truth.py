@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttft_otel import testing
-from ttft_otel.explain.engine_model import EngineLimits
+from ttft_otel.explain.engine_parts import EngineLimits
 
 BASE_US, TOKEN_US, GAP_US = 4_000, 25, 300  # of a step: always, for each token, and after it
 STREAM_US = 200  # from a sampled token to the client
@@ -28,7 +28,7 @@ class Arrival:
 
 @dataclass
 class Served:
-    """What became of it; end: of its last step."""
+    """What became of it; end: of its last step; blocked: that it waited for KV blocks."""
 
     queue: int = -1
     dispatch: int = 0
@@ -39,6 +39,8 @@ class Served:
     first_token: int = 0
     end: int = 0
     chunk_end: int = 0
+    blocked: int = 0
+    preemptions: int = 0
 
 
 def draw_arrivals(
@@ -64,8 +66,10 @@ def build_driver(limits: EngineLimits) -> Any:
         try:
             if limits.async_scheduling:
                 real.WrappedScheduler = AsyncScheduler
+            # Without a limit as many as no load here needs.
             return real.SchedulerDriver(
                 testing.FakeClock(),
+                limits.kv_tokens // real.BLOCK_SIZE or 4096,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_batched_tokens,
                 enable_chunked_prefill=limits.chunked,
@@ -86,6 +90,7 @@ def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]
     scheduler, served = driver.scheduler, [Served() for _ in arrivals]
     depth, device_free = 2 if limits.async_scheduling else 1, 0
     flying: deque[tuple[int, Any, list[str], list[bool]]] = deque()
+    looked, blocked = 0, list[Any]()
     while coming or scheduler.requests:
         if not scheduler.requests:
             now = max(now, coming[0][1].at_us)
@@ -93,7 +98,12 @@ def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]
             number, arrival = coming.pop(0)
             built = driver.build(str(number), arrival.tokens, arrival.answer, traced=False)
             scheduler.add_request(built)
+        for request in blocked:
+            served[int(request.request_id)].blocked += now - looked
         output = scheduler.schedule()
+        looked, blocked = now, find_blocked(scheduler, output, limits)
+        for each in output.preempted_req_ids or ():
+            served[int(each)].preemptions += 1
         if output.total_num_scheduled_tokens:
             length = BASE_US + TOKEN_US * output.total_num_scheduled_tokens
             begun = max(now, device_free)
@@ -101,8 +111,7 @@ def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]
             ids, requests = list(output.num_scheduled_tokens), scheduler.requests
             # vLLM counts them as computed as soon as they are scheduled.
             whole = [
-                requests[each].num_computed_tokens >= requests[each].num_prompt_tokens
-                for each in ids
+                requests[each].num_computed_tokens >= requests[each].num_tokens for each in ids
             ]
             for each, is_whole in zip(ids, whole, strict=True):
                 one = served[int(each)]
@@ -116,6 +125,16 @@ def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]
             scheduler.update_from_output(finished, make_result(ids, whole))
             now += GAP_US
     return served
+
+
+def find_blocked(scheduler: Any, output: Any, limits: EngineLimits) -> list[Any]:
+    """New requests that still wait although places and tokens are left: for KV blocks."""
+    if (
+        len(scheduler.running) >= limits.max_num_seqs
+        or output.total_num_scheduled_tokens >= limits.max_batched_tokens
+    ):
+        return []
+    return [each for each in scheduler.waiting if not each.num_preemptions]
 
 
 def make_result(ids: list[str], whole: list[bool]) -> Any:

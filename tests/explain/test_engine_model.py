@@ -21,7 +21,8 @@ from tests.explain.scheduler_truth import (
     draw_arrivals,
     run_scheduler,
 )
-from ttft_otel.explain.engine_model import EngineLimits, EngineModel, QueuedPrompt, Step, StepLength
+from ttft_otel.explain.engine_model import EngineModel
+from ttft_otel.explain.engine_parts import EngineLimits, QueuedPrompt, Step, StepLength
 
 
 class LinearClock:
@@ -84,6 +85,37 @@ def test_scheduler(limits: EngineLimits, seed: int) -> None:
     assert [(each.queue, each.first_token) for each in prompts] == truth
     assert (model.running, model.decoding, model.kv_tokens) == (0, 0, 0)
     assert max(queue for queue, _ in truth) > BASE_US
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        EngineLimits(64, 2048, kv_tokens=3200),
+        EngineLimits(16, 512, kv_tokens=2400),
+        EngineLimits(8, 2048, chunked=False, kv_tokens=2400),
+        EngineLimits(64, 128, kv_tokens=2000),
+    ],
+    ids=str,
+)
+def test_few_blocks(limits: EngineLimits, seed: int) -> None:
+    """Where blocks are waited for and requests preempted, too; and how long, and how often, is told."""
+    arrivals = draw_arrivals(seed, mean_gap_us=15_000, answer=(1, 80))
+    served = run_scheduler(arrivals, limits)
+    prompts, model = run_model(arrivals, limits)
+
+    assert [(each.queue, each.first_token, each.last_token) for each in prompts] == [
+        (each.queue, each.first_token, each.end) for each in served
+    ]
+    assert [each.preemptions for each in prompts] == [each.preemptions for each in served]
+    assert (model.running, model.decoding, model.kv_tokens) == (0, 0, 0)
+    assert model.memory is not None and model.memory.free == limits.kv_tokens // 16 - 1
+    assert sum(each.preemptions for each in served) > 0
+    assert model.blocked_us == pytest.approx(sum(each.blocked for each in served), rel=0.2)
+    # Counter-test: with enough memory they come sooner.
+    free, _ = run_model(arrivals, replace(limits, kv_tokens=0))
+    assert sum(each.queue for each in free) < 0.9 * sum(each.queue for each in prompts)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,89 +10,31 @@ from typing import Any
 import numpy
 import pytest
 
+from tests.explain.recorded_window import (
+    BEFORE_US,
+    SMALL,
+    find_truth,
+    predict,
+    record,
+)
 from tests.explain.scheduler_truth import (
     BASE_US,
     GAP_US,
     STREAM_US,
     TOKEN_US,
     Arrival,
-    Served,
     draw_arrivals,
     run_scheduler,
 )
 from ttft_otel import names
-from ttft_otel.explain import what_if
-from ttft_otel.explain.engine_model import EngineLimits, Step
+from ttft_otel.explain.engine_parts import EngineLimits, Step
 from ttft_otel.explain.planned_change import PlannedChange
-from ttft_otel.explain.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.replay_facts import Recording, ReplayRequest
 from ttft_otel.explain.step_fit import fit_steps
 from ttft_otel.explain.what_if_figures import TTFT
 from ttft_otel.explain.window_check import CannotTellError
 
-BEFORE_US = 1500  # from the arrival at the server to that at its engine
-SMALL = EngineLimits(4, 512)
-REPETITIONS = 4
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def record(
-    arrivals: list[Arrival], limits: EngineLimits, *, tells_answers: bool = False
-) -> Recording:
-    """The window as traces would tell it."""
-    found = [
-        build_request(number, each, one, tells_answers)
-        for number, (each, one) in enumerate(
-            zip(arrivals, run_scheduler(arrivals, limits), strict=True)
-        )
-    ]
-    told = {
-        names.ENGINE_MAX_SEQS: limits.max_num_seqs,
-        names.ENGINE_MAX_TOKENS: limits.max_batched_tokens,
-        names.ENGINE_ASYNC: int(limits.async_scheduling),
-    }
-    return Recording(tuple(found), {"chat-1": told}, roles=frozenset({"mono"}))
-
-
-def build_request(
-    number: int, arrival: Arrival, one: Served, tells_answers: bool = False
-) -> ReplayRequest:
-    stages = {
-        "prefill.queue": one.queue,
-        "prefill.compute": one.compute,
-        "prefill.stall": one.stall,
-        "dispatch": one.dispatch,
-        "sample": 0,
-    }
-    visit = EngineVisit(
-        instance="chat-1",
-        role="mono",
-        arrived=arrival.at_us,
-        computed=arrival.tokens,
-        cached=0,
-        stages=stages,
-        chunks=one.chunks,
-        own_tokens=arrival.tokens,
-        step_tokens=one.step_tokens,
-        output_tokens=arrival.answer if tells_answers else 0,
-        hold_us=one.end - one.first_token,
-        after_us=STREAM_US,
-    )
-    whole = {"preprocess": BEFORE_US, **stages, "output": STREAM_US}
-    return ReplayRequest(f"r{number}", arrival.at_us - BEFORE_US, visit, whole)
-
-
-def find_truth(arrivals: list[Arrival], limits: EngineLimits) -> Any:
-    """p50 and p95 of the TTFT that vLLM's Scheduler gives."""
-    ttfts = [
-        BEFORE_US + one.first_token - each.at_us + STREAM_US
-        for each, one in zip(arrivals, run_scheduler(arrivals, limits), strict=True)
-    ]
-    return numpy.quantile(ttfts, [0.5, 0.95])
-
-
-def predict(recording: Recording, change: PlannedChange, given: PlannedChange | None = None) -> Any:
-    answer = what_if.predict_change(recording, change, given or PlannedChange(), REPETITIONS)
-    return answer, [each.predicted for each in answer.figures[TTFT][:2]]
 
 
 CASES: dict[str, tuple[PlannedChange, Callable[[list[Arrival]], list[Arrival]], EngineLimits]] = {
@@ -122,6 +64,34 @@ def test_change(name: str, tells_answers: bool) -> None:
     assert max(abs(each) for each in answer.errors) < 0.05
     figure = answer.figures[TTFT][1]
     assert figure.low <= figure.predicted <= figure.high
+
+
+def test_disturbed_window() -> None:
+    """Steps that something else made longer are told, and the intervals reach to what is without it."""
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    recording, change = record(arrivals, SMALL), PlannedChange(max_num_seqs=5)
+    calm, _ = predict(recording, change)
+    late = [
+        delay_visit(each, 60_000) if number % 15 == 0 else each
+        for number, each in enumerate(recording.requests)
+    ]
+    disturbed, _ = predict(replace(recording, requests=tuple(late)), change)
+
+    assert calm.unexplained < 0.02 and not any("explain" in each for each in calm.warnings)
+    assert disturbed.unexplained > 0.05
+    assert any(f"vary by {disturbed.unexplained:.0%}" in each for each in disturbed.warnings)
+    truth = find_truth(arrivals, replace(SMALL, max_num_seqs=5))
+    for figure, true in zip(disturbed.figures[TTFT], truth, strict=False):
+        assert figure.low <= true <= figure.high
+    widths = [each.figures[TTFT][1].high - each.figures[TTFT][1].low for each in (calm, disturbed)]
+    assert widths[1] > 2 * widths[0]
+
+
+def delay_visit(request: ReplayRequest, us: int) -> ReplayRequest:
+    """Its prefill has taken so much longer."""
+    stages = {**request.main.stages, "prefill.compute": request.main.stages["prefill.compute"] + us}
+    main = replace(request.main, stages=stages)
+    return replace(request, main=main, stages={**request.stages, **stages})
 
 
 def test_async_scheduling() -> None:
@@ -259,7 +229,7 @@ REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]]
     "blocks": (
         lambda w: change_main(w, reasons={"kv_blocks": 9000}),
         PlannedChange(rate=1.1),
-        "memory is not modelled",
+        "do not tell the size of the KV cache",
     ),
     "roles": (
         lambda w: replace(w, roles=frozenset({"prefill", "decode"})),
@@ -273,7 +243,7 @@ REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]]
             w, settings={"chat-1": {**w.settings["chat-1"], names.ENGINE_KV_TOKENS: 900}}
         ),
         PlannedChange(rate=1.1),
-        "tokens of KV cache",
+        "a prompt needs .* tokens of KV cache, there are 900",
     ),
     "encoders": (lambda w: w, PlannedChange(encoders=1), "at an encoder instance"),
     "sampled": (

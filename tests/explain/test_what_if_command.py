@@ -19,7 +19,7 @@ from tests.explain.stored_records import (
     store_spans,
 )
 from ttft_otel import cli, names
-from ttft_otel.explain.engine_model import EngineLimits
+from ttft_otel.explain.engine_parts import EngineLimits
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "whatif.schema.json"
 LIMITS = EngineLimits(4, 512)
@@ -90,7 +90,7 @@ def test_nothing_changed(database: Path) -> None:
         (["--rate", "4x"], "more requests arrive than are served"),
         (["--routing-logic", "prefix"], "traces do not tell"),
         (["--encoders", "+1"], "no request of the window was at an encoder instance"),
-        (["--rate", "fast"], "'fast' is not a rate"),
+        (["--rate", "fast"], "'fast' is not a factor"),
         (["--instances", "2"], "write +1"),
         (["--instances", "+99999999999"], "up to +1000"),
         (["--encoders", "+1" + "0" * 5000], "up to +1000"),

@@ -146,7 +146,7 @@ def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> N
         names.ENGINE_MAX_SEQS: 64,
         names.ENGINE_MAX_TOKENS: 2048,
         names.ENGINE_CHUNKED: 1,
-        **({names.ENGINE_KV_TOKENS: 1600} if has_blocks else {}),
+        **({names.ENGINE_KV_TOKENS: 1600, names.ENGINE_BLOCK_TOKENS: 16} if has_blocks else {}),
     }
 
 

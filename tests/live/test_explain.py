@@ -2,7 +2,7 @@
 """`ttft-otel explain` on real vLLM: a cause that was made on purpose is the one that is named.
 
 Each test sends like requests, then one with the cause, and asks for that one. Causes: a place taken by
-another request, a pause, long prompts ahead, and injected delays in every part of a server.
+another request, a pause, late KV blocks, long prompts ahead, and injected delays in every part of a server.
 """
 
 from __future__ import annotations
@@ -128,6 +128,20 @@ def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None
     finally:
         resume.join()
     check_cause(like.explain(name), "paused")
+
+
+def test_remote_kv(pd: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """KV blocks come late from the prefill instance."""
+    like = send_texts(pd, texts)
+    pd.control.set_injections({"kv_wait": DELAY_MS})
+    try:
+        name = like.send_one()
+    finally:
+        pd.control.set_injections()
+    told = like.explain(name)
+    check_cause(told, "kv_transfer")
+    assert told["cause"]["stage"] == "decode.kv.transfer"
+    assert told["cause"]["settings"] == ["--kv-transfer-config"]
 
 
 def test_a_usual_request(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:

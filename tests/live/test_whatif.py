@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `ttft-otel whatif` predicts, real vLLM servers then do: benchmarks/whatif.py, with its goal.
 
-Some ten minutes of servers; run nothing else beside it. What was measured is in docs/guides/what-if.md.
+Three parts of six to ten minutes each, with servers of their own. The unchanged window is run before and
+after the changes: where these two differ, something else used the machine, and the part is run once more.
+What was measured is in docs/guides/what-if.md.
 """
 
 from __future__ import annotations
@@ -10,27 +12,48 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import whatif
+from benchmarks import whatif, whatif_changes
 from ttft_otel.hooks import target_check
 
-pytestmark = [pytest.mark.live, pytest.mark.full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.live, pytest.mark.full, pytest.mark.timeout(2400)]
+CHANGES = {"load": 4, "limits": 2, "encoders": 1}
+ATTEMPTS = 2
 
 
-@pytest.mark.skipif(target_check.find_vllm_folder() is None, reason="no vLLM here: scripts/install")
-def test_predictions(tmp_path: Path) -> None:
-    """Five changes: the mean error of p50 and p95 is at most 15 %, and all are written before their run."""
-    figures, predictions = tmp_path / "figures.json", tmp_path / "predictions.json"
-    command = (sys.executable, "-m", "benchmarks.whatif", "--json", figures)
+def run_benchmark(part: str, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The figures of one part, and its predictions as they were written."""
+    figures, predictions = folder / "figures.json", folder / "predictions.json"
+    command = (sys.executable, "-m", "benchmarks.whatif", part, "--json", figures)
+    # Its exit code says whether the goal is met, which is asserted below with figures.
     subprocess.run(
         (*command, "--predictions", predictions), cwd=Path(__file__).parents[2], check=False
     )
-    told = json.loads(figures.read_text("utf-8"))
-    outcomes = json.loads(predictions.read_text("utf-8"))
+    told: dict[str, Any] = json.loads(figures.read_text("utf-8"))
+    outcomes: list[dict[str, Any]] = json.loads(predictions.read_text("utf-8"))
+    return told, outcomes
 
-    assert len(outcomes) == 5 and all(len(each["measured"]) == 2 for each in outcomes)
+
+@pytest.mark.skipif(target_check.find_vllm_folder() is None, reason="no vLLM here: scripts/install")
+@pytest.mark.parametrize("part", CHANGES)
+def test_predictions(tmp_path: Path, part: str) -> None:
+    """The mean error of p50 and p95 is at most 15 %, and whoever expects no change is further off."""
+    for _ in range(ATTEMPTS):
+        told, outcomes = run_benchmark(part, tmp_path)
+        assert len(outcomes) == CHANGES[part]
+        assert all(len(each["measured"]) == len(each["repeated"]) == 2 for each in outcomes)
+        if told["judged"]["value"] == CHANGES[part]:
+            break
+    if not told["judged"]["value"]:
+        drifts = {name: figure["value"] for name, figure in told.items() if "drift" in name}
+        pytest.skip(
+            f"the unchanged windows differ by more than {whatif_changes.MAX_DRIFT:.0%}, so that no run "
+            f"judges a prediction: something else uses the machine ({drifts})"
+        )
+
     assert told["mean_error"]["value"] <= whatif.MAX_MEAN_ERROR
-    # Whoever expects that nothing changes is further off: else the changes test nothing.
+    # Else the changes test nothing.
     assert told["mean_error"]["value"] < told["mean_error_of_no_change"]["value"]

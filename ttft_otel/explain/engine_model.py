@@ -8,7 +8,8 @@ vLLM's own Scheduler, and with queueing theory.
 Running requests come first, in the order of their admission, then waiting ones, first come, first served.
 A prompt is only admitted when those before it have all of their tokens: so at most one running prompt
 is incomplete, the last one, and all others decode. That makes a step cost the same however many run.
-Not modelled: preemption (KV blocks are taken as sufficient), priorities, speculative decoding, LoRA.
+Where the size of the KV cache is known, blocks are waited for and requests preempted (kv_memory.py).
+Not modelled: priorities, speculative decoding, LoRA.
 """
 
 from __future__ import annotations
@@ -16,113 +17,35 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+
+from ttft_otel.explain.engine_parts import (
+    EngineLimits,
+    QueuedPrompt,
+    Step,
+    StepLength,
+    StepTimer,
+)
+from ttft_otel.explain.kv_memory import KvMemory
 
 Schedule = Callable[[int, Callable[[int], None]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What vLLM's scheduler may put into a step.
-
-    max_batched_tokens: tokens of a step. max_items: media items that a step encodes, 0 without a limit.
-    chunked: a prompt may be computed in several steps. async_scheduling: the next step is composed
-    while one runs. kv_tokens: tokens that the KV cache holds, 0 where that is not known.
-    """
-
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_items: int = 0
-    chunked: bool = True
-    async_scheduling: bool = False
-    kv_tokens: int = 0
-
-
-@dataclass(slots=True)
-class QueuedPrompt:
-    """One request at one engine. Times are microseconds of the simulation.
-
-    tokens: to compute, those in the prefix cache are not among them. context: those in the cache.
-    items: media items to encode. output_tokens: that it generates; 0: it leaves `hold_us` after
-    its first token, as recorded, and `decode_steps` tells how many steps it was in until then.
-    done: called when its first token is there. left: called with the time at which its answer ends.
-    """
-
-    tokens: int
-    context: int = 0
-    items: int = 0
-    output_tokens: int = 1
-    hold_us: int = 0
-    done: Callable[[QueuedPrompt], None] | None = None
-    left: Callable[[int], None] | None = None
-    arrived: int = 0
-    scheduled: int = 0
-    computed: int = 0
-    chunks: int = 0
-    first_token: int = 0
-    first_step: int = 0
-    decode_steps: int = 0
-    queue: int = 0
-    dispatch: int = 0
-    encoder: int = 0
-    compute: int = 0
-    stall: int = 0
-    sample: int = 0
-    step_tokens: int = 0
-    chunk_end: int = 0
-
-
-@dataclass(slots=True)
-class Step:
-    """One step of the engine.
-
-    scheduled: when, in us. parts: prompts, and how many tokens of each. decodes: requests that generate one
-    token. tokens: of both together. pairs: of tokens that attention compares. items: media items to encode.
-    completed: prompts whose last part this is.
-    """
-
-    number: int
-    scheduled: int
-    parts: list[tuple[QueuedPrompt, int]]
-    decodes: int
-    tokens: int = 0
-    pairs: int = 0
-    items: int = 0
-    completed: list[QueuedPrompt] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StepLength:
-    """How long the parts of a step take, microseconds, in this order; `gap` lies between two steps."""
-
-    lead: int
-    encoder: int
-    forward: int
-    sample: int
-    gap: int
-
-
-class StepTimer(Protocol):
-    """Says how long steps take; step_time.StepTimes, or a test's."""
-
-    wake_us: int  # from an arrival at an idle engine to its first schedule()
-
-    def measure_step(self, step: Step) -> StepLength:
-        """The length of a step that has been composed."""
-        ...
 
 
 class EngineModel:
     """One engine.
 
     peak_running, peak_tokens: the most requests, and KV tokens, at one time; peak_step: tokens of a step.
+    memory: None where what requests need of the KV cache is not known: then there is always enough.
+    blocked_us: that requests waited for it, all together.
     """
 
     def __init__(self, limits: EngineLimits, clock: StepTimer, schedule_event: Schedule) -> None:
         self.limits, self.clock, self._schedule_event = limits, clock, schedule_event
         self.waiting: deque[QueuedPrompt] = deque()
+        is_known = limits.kv_tokens and not limits.shares_blocks
+        self.memory = KvMemory(limits) if is_known else None
         self.running = self.decoding = self.kv_tokens = 0
+        self.blocked_us = 0
+        self._blocked_since = -1
         self.peak_running = self.peak_tokens = self.steps = self.busy_us = self.peak_step = 0
         self._incomplete: QueuedPrompt | None = None
         self._order = 0
@@ -178,25 +101,21 @@ class EngineModel:
         self.steps += 1
         number = self.steps
         while self._last_steps and self._last_steps[0][0] < number:
-            heapq.heappush(self._leaving, heapq.heappop(self._last_steps))
-            self.decoding -= 1
+            ending = heapq.heappop(self._last_steps)
+            if ending[1] == ending[2].ticket:  # else it was preempted meanwhile
+                heapq.heappush(self._leaving, ending)
+                self._end_decoding(ending[2])
+        left = self.limits.max_batched_tokens - self.decoding
+        has_room = self.memory is None or self.memory.make_room(
+            number, self._incomplete, left, self._preempt
+        )
         step = Step(number, now, [], self.decoding, self.decoding)
         left = self.limits.max_batched_tokens - self.decoding
         if self._incomplete is not None and left > 0:
             left -= self._take_chunk(step, self._incomplete, left)
-        while self.waiting and left > 0 and self.running < self.limits.max_num_seqs:
-            prompt = self.waiting[0]
-            if not self.limits.chunked and prompt.tokens > left:
-                break
-            full = self.limits.max_items and step.items + prompt.items > self.limits.max_items
-            if full and prompt.items and step.items:
-                break
-            self.waiting.popleft()
-            self.running += 1
-            prompt.scheduled, prompt.queue = now, now - prompt.arrived
-            step.items += prompt.items
-            self.kv_tokens += prompt.context
-            left -= self._take_chunk(step, prompt, left)
+        # vLLM admits nobody in a step that has preempted somebody.
+        if has_room:
+            self._admit_waiting(step, left)
         self.peak_running = max(self.peak_running, self.running)
         self.kv_tokens += step.tokens
         self.peak_step = max(self.peak_step, step.tokens)
@@ -205,8 +124,34 @@ class EngineModel:
             prompt.step_tokens += step.tokens
         return step
 
+    def _admit_waiting(self, step: Step, left: int) -> None:
+        now = step.scheduled
+        if self._blocked_since >= 0:
+            self.blocked_us += (now - self._blocked_since) * len(self.waiting)
+            self._blocked_since = -1
+        while self.waiting and left > 0 and self.running < self.limits.max_num_seqs:
+            prompt = self.waiting[0]
+            if not self.limits.chunked and prompt.to_compute > left:
+                break
+            full = self.limits.max_items and step.items + prompt.items > self.limits.max_items
+            if full and prompt.items and step.items:
+                break
+            if self.memory is not None and not self.memory.has_room(prompt):
+                self._blocked_since = now
+                break
+            self.waiting.popleft()
+            self.running += 1
+            prompt.is_running = True
+            if not prompt.chunks:
+                prompt.scheduled, prompt.queue = now, now - prompt.arrived
+            step.items += prompt.items
+            self.kv_tokens += prompt.context
+            if self.memory is not None:
+                self.memory.admit(prompt)
+            left -= self._take_chunk(step, prompt, left)
+
     def _take_chunk(self, step: Step, prompt: QueuedPrompt, left: int) -> int:
-        taken = min(prompt.tokens - prompt.computed, left)
+        taken = min(prompt.to_compute - prompt.computed, left)
         before = prompt.context + prompt.computed
         # Token k attends to k tokens: a trapezoid.
         step.pairs += taken * before + taken * (taken + 1) // 2
@@ -214,7 +159,9 @@ class EngineModel:
         step.tokens += taken
         prompt.computed += taken
         prompt.chunks += 1
-        is_complete = prompt.computed >= prompt.tokens
+        if self.memory is not None:
+            self.memory.take_chunk(prompt)
+        is_complete = prompt.computed >= prompt.to_compute
         self._incomplete = None if is_complete else prompt
         if is_complete:
             step.completed.append(prompt)
@@ -225,14 +172,42 @@ class EngineModel:
         prompt.first_step = number
         self.decoding += 1
         self._order += 1
+        prompt.ticket = self._order
         if prompt.output_tokens:
-            last = number + prompt.output_tokens - 1
-            heapq.heappush(self._last_steps, (last, self._order, prompt))
+            prompt.last_step = number + prompt.output_tokens - prompt.again - 1
+            heapq.heappush(self._last_steps, (prompt.last_step, self._order, prompt))
+        if self.memory is not None:
+            self.memory.begin_decoding(prompt)
+
+    def _end_decoding(self, prompt: QueuedPrompt) -> None:
+        self.decoding -= 1
+        if self.memory is not None:
+            self.memory.end_decoding(prompt)
+
+    def _preempt(self, prompt: QueuedPrompt, number: int) -> None:
+        """Before step `number`: it loses its blocks, and is the next to be admitted."""
+        if self.memory is not None:
+            self.memory.release(prompt, number - 1)
+        self.kv_tokens -= prompt.context + prompt.computed
+        if prompt.ticket >= 0:
+            self._end_decoding(prompt)
+            self.kv_tokens -= number - 1 - prompt.first_step
+            prompt.again += number - prompt.first_step
+            prompt.ticket = -1
+        if prompt is self._incomplete:
+            self._incomplete = None
+        prompt.computed = prompt.last_step = 0
+        prompt.preemptions += 1
+        prompt.is_running = False
+        self.running -= 1
+        self.waiting.appendleft(prompt)
 
     def _finish_step(self, step: Step, now: int, gap: int) -> None:
         """The step's tokens are sampled: first tokens go out, ended requests leave."""
         self._in_flight -= 1
         for prompt in step.completed:
+            if prompt.first_token:  # it was preempted after that
+                continue
             prompt.first_token = now
             if not prompt.output_tokens:
                 self._order += 1
@@ -241,19 +216,41 @@ class EngineModel:
                 prompt.done(prompt)
         for ended in (self._last_steps, self._leaving):
             while ended and ended[0][0] <= step.number:
-                self.decoding -= ended is self._last_steps
-                self._release(heapq.heappop(ended)[2], step.number, now)
+                _, ticket, prompt = heapq.heappop(ended)
+                if ticket != prompt.ticket:
+                    continue
+                if ended is self._last_steps:
+                    self._end_decoding(prompt)
+                self._release(prompt, step.number, now)
         # To the nearest step: an answer's end is seen a little later than its last step.
         while self._held and self._held[0][0] <= now + self._shortest // 2:
-            self.decoding -= 1
-            self._release(heapq.heappop(self._held)[2], step.number, now)
+            self._end_held(heapq.heappop(self._held)[2], step.number, now)
         self._host_free = max(self._host_free, now + gap)
         self._look_at(self._host_free)
 
+    def _end_held(self, prompt: QueuedPrompt, number: int, now: int) -> None:
+        """The recorded time of an answer of unknown length is over, whatever its request is doing."""
+        if not prompt.is_running:
+            self.waiting.remove(prompt)
+            prompt.decode_steps, prompt.last_token = prompt.again - 1, now
+            if prompt.left is not None:
+                prompt.left(now)
+            return
+        if prompt.ticket >= 0:
+            self._end_decoding(prompt)
+        self._release(prompt, number, now)
+
     def _release(self, prompt: QueuedPrompt, number: int, now: int) -> None:
-        prompt.decode_steps = number - prompt.first_step
+        decoded = number - prompt.first_step if prompt.ticket >= 0 else -1
+        if prompt is self._incomplete:
+            self._incomplete = None
+        if self.memory is not None:
+            self.memory.release(prompt, number)
+        prompt.decode_steps = prompt.again + decoded
+        prompt.ticket, prompt.is_running = -1, False
+        prompt.last_token = now
         self.running -= 1
-        self.kv_tokens -= prompt.context + prompt.tokens + prompt.decode_steps
+        self.kv_tokens -= prompt.context + prompt.computed + max(decoded, 0)
         if prompt.left is not None:
             prompt.left(now)
 

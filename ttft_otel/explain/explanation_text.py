@@ -15,7 +15,8 @@ from ttft_otel.explain.holding_work import HoldingWork
 from ttft_otel.explain.stage_difference import LEVEL
 from ttft_otel.report.terminal import format_short, remove_controls
 
-QUALITATIVE = "qualitative"  # a price is what a setting trades: what-if predicts gains, of the TTFT
+QUALITATIVE = "qualitative"  # a price is what a setting trades
+PREDICTED = "predicted"  # what-if has its figure, the time per output token
 
 
 def list_explanation(explanation: Explanation) -> list[str]:
@@ -121,6 +122,8 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
     """The JSON of an explanation; times in milliseconds, shares of 1."""
     difference = explanation.difference
     compared, finding, rule = difference.compared, difference.finding, explanation.rule
+    prediction = explanation.prediction
+    has_price = prediction is not None and prediction.token_time is not None
     return {
         "answered": True,
         "sentences": list_explanation(explanation),
@@ -163,7 +166,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             "remedy": rule.remedy,
             "settings": list(rule.settings),
             "price": rule.price,
-            "price_kind": QUALITATIVE,
+            "price_kind": PREDICTED if has_price else QUALITATIVE,
             "source": describe_source(rule),
             "prediction": describe_prediction(explanation),
         },
@@ -227,6 +230,15 @@ def describe_prediction(explanation: Explanation) -> dict[str, Any] | None:
         "low_p99_ms": to_rounded_ms(found.low_us),
         "high_p99_ms": to_rounded_ms(found.high_us),
         "replay_error": round(found.error, 4),
+        "time_per_output_token": {
+            "recorded_p99_ms": to_rounded_ms(found.token_time.recorded),
+            "low_p99_ms": to_rounded_ms(found.token_time.low),
+            "high_p99_ms": to_rounded_ms(found.token_time.high),
+            "change": round(found.token_time.change, 4),
+            "replay_error": round(found.token_error, 4),
+        }
+        if found.token_time
+        else None,
     }
 
 

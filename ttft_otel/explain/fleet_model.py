@@ -16,7 +16,8 @@ from functools import partial
 from typing import Final
 
 from ttft_otel.endpoints import COMPLETIONS_PATH
-from ttft_otel.explain.engine_model import EngineLimits, EngineModel, QueuedPrompt
+from ttft_otel.explain.engine_model import EngineModel
+from ttft_otel.explain.engine_parts import EngineLimits, QueuedPrompt
 from ttft_otel.explain.replay_facts import ENGINE_STAGES, EngineVisit, ReplayRequest
 from ttft_otel.explain.step_fit import StepTimes
 from ttft_otel.router import types

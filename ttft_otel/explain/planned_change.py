@@ -18,7 +18,8 @@ class PlannedChange:
     """What is changed; a field with its default leaves things as they were.
 
     instances, encoders: how many more. policy: name of --routing-logic. rate: arrivals come so many
-    times as fast. cache_hit: share of all prompt tokens that is cached in addition.
+    times as fast. cache_hit: share of all prompt tokens that is cached in addition. kv_cache: the KV cache
+    holds so many times as much.
     """
 
     instances: int = 0
@@ -28,6 +29,7 @@ class PlannedChange:
     policy: str = ""
     rate: float = 1.0
     cache_hit: float = 0.0
+    kv_cache: float = 1.0
 
 
 def parse_more(text: str) -> int:
@@ -43,7 +45,7 @@ def parse_rate(text: str) -> float:
     """`1.5x` -> 1.5. Raises ValueError with a sentence."""
     found = RATE_PATTERN.fullmatch(text.strip())
     if found is None or not 0.01 <= float(found[1]) <= 100:
-        raise ValueError(f"{text!r} is not a rate: write 1.5x for half as many again")
+        raise ValueError(f"{text!r} is not a factor: write 1.5x for half as many again")
     return float(found[1])
 
 

@@ -37,7 +37,8 @@ class EngineVisit:
     instance: service.instance.id, with its rank from 1 on. arrived: when the engine had it.
     computed, cached: tokens of the prompt. items, step_items: media items encoded for it, and by its
     steps. hold_us: from the first token to the end of the answer, -1 where that is not known.
-    output_tokens: 0 where not told. after_us: from the end of its last step to its end.
+    output_tokens: 0 where not told. token_us: between two of them, 0 where not told. after_us: from the
+    end of its last step to its end.
     """
 
     instance: str
@@ -52,6 +53,7 @@ class EngineVisit:
     items: int = 0
     step_items: int = 0
     output_tokens: int = 0
+    token_us: int = 0
     hold_us: int = -1
     after_us: int = 0
     preemptions: int = 0
@@ -180,6 +182,7 @@ def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: 
         items=read_count(span, names.OWN_ITEMS),
         step_items=read_count(span, names.STEP_ITEMS),
         output_tokens=read_count(server, names.OUTPUT_TOKENS) if server is not None else 0,
+        token_us=read_count(server, names.TOKEN_TIME_US) if server is not None else 0,
         hold_us=max(hold_us, 0) if is_http else -1,
         after_us=after,
         preemptions=read_count(span, names.PREEMPTIONS),

@@ -27,8 +27,9 @@ class CauseRule:
 
     stages: words of a stage without its leg. reasons: of waiting, one of which has most of it; () for
     stages without reasons, ("",) where a queue tells none. bounds: all hold. settings: flags of
-    `vllm serve`, () where the remedy is none. trial: a setting that what-if can try, and by how much it is
-    multiplied. source: a page of vLLM's documentation, or of ours.
+    `vllm serve`, () where the remedy is none. trial: a setting that what-if can try, of
+    remedy_prediction.TOLD_SETTINGS, and by how much it is multiplied. source: a page of vLLM's
+    documentation, or of ours.
     """
 
     name: str

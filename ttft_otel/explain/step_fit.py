@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.engine_model import Step, StepLength
+from ttft_otel.explain.engine_parts import Step, StepLength
 from ttft_otel.explain.replay_facts import EngineVisit
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -39,6 +39,7 @@ NEAR_SAMPLES: Final = 8  # of the same part of the window, from which a step's n
 MIN_CHUNKED: Final = (
     5  # prompts with several chunks that are needed to tell the gap between two steps
 )
+CALM_SHARE: Final = 0.25  # of all steps, which are shorter than a calm one
 MAX_WAKE_US: Final = 2000  # of an engine that is idle; a longer wait has another cause
 WAKE_SHARE: Final = 0.05  # the shortest waits are those of prompts that found an idle engine
 ASYNC_LEAD_SHARE: Final = (
@@ -101,6 +102,18 @@ class StepTimes:
             return sum(values[at] for at in near) / len(near)
         return values[self.chance.choice(near)]
 
+    def build_calm(self) -> StepTimes:
+        """The same steps as they would be if nothing but their work had made them longer."""
+        if not self.ratios:
+            return self
+        return replace(
+            self,
+            moments=[0],
+            ratios=[float(numpy.quantile(self.ratios, CALM_SHARE))],
+            leads=[int(numpy.median(self.leads))],
+            samplings=[int(numpy.median(self.samplings))],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
@@ -108,6 +121,7 @@ class StepFit:
 
     speeds: by instance. seen_tokens: fewest and most tokens of a step. error: median relative error
     of the line. knows_gap: whether prompts of several chunks tell the time between two steps.
+    unexplained: by how much steps differ from what their work takes, on average, relative.
     """
 
     times: StepTimes
@@ -118,6 +132,7 @@ class StepFit:
     samples: int = 0
     seen_items: int = 0
     tokens_vary: bool = field(default=True)
+    unexplained: float = 0.0
 
     def build_times(
         self, instance: str, chance: random.Random | None, pace: float = 1.0
@@ -163,7 +178,18 @@ def fit_steps(visits: Sequence[EngineVisit], is_async: bool) -> StepFit:
         samples=len(prefills),
         seen_items=max((each.step_items for each in visits), default=0),
         tokens_vary=max(sizes) > 1.5 * max(min(sizes), 1),
+        unexplained=find_unexplained(lengths, expected, leads, samplings) if prefills else 0.0,
     )
+
+
+def find_unexplained(
+    lengths: Array, expected: Array, leads: Sequence[int], samplings: Sequence[int]
+) -> float:
+    """The mean distance of measured steps from what their work takes, as a share of that."""
+    usual = float(numpy.median(leads) + numpy.median(samplings))
+    whole = lengths + numpy.array(leads) + numpy.array(samplings)
+    ratios = numpy.clip(whole / (expected + usual), 1 / MAX_RATIO, MAX_RATIO)
+    return float(numpy.mean(numpy.abs(ratios / numpy.median(ratios) - 1)))
 
 
 def clip_rare(values: Sequence[int]) -> list[int]:

@@ -44,6 +44,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
         "configuration/optimization/#preemption",
         reasons=("kv_blocks",),
         settings=("--gpu-memory-utilization", "--kv-cache-dtype", "--max-num-seqs"),
+        trial=("KV cache", 2.0),
     ),
     CauseRule(
         "encoder_budget",
@@ -142,6 +143,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
         "configuration/optimization/#preemption",
         reasons=("kv_blocks",),
         settings=("--gpu-memory-utilization", "--max-num-seqs"),
+        trial=("KV cache", 2.0),
     ),
     CauseRule(
         "between_chunks",

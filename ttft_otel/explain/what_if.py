@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ttft_otel import names
-from ttft_otel.explain import window_check
-from ttft_otel.explain.engine_model import EngineLimits
+from ttft_otel.explain import memory_check, token_time, window_check
+from ttft_otel.explain.engine_parts import BLOCK_TOKENS, EngineLimits
 from ttft_otel.explain.fleet_model import FleetModel, FleetPlan, PlannedEngine
 from ttft_otel.explain.planned_change import PlannedChange
 from ttft_otel.explain.replay_facts import EngineVisit, Recording, ReplayRequest
 from ttft_otel.explain.step_fit import StepFit, fit_steps
 from ttft_otel.explain.what_if_figures import (
+    TOKEN_TIME,
     TTFT,
     Array,
     PredictedFigure,
@@ -33,10 +34,10 @@ DECODE_ROUNDS: Final = 3  # of fitting the decode steps to known answers
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """figures: by stage (TTFT among them), one for each of QUANTILES.
+    """figures: by stage (TTFT among them), one for each of QUANTILES; token_time: likewise, () where unknown.
 
-    errors: relative errors of the replayed TTFT, by quantile. notes: what was assumed. warnings: where
-    the prediction leaves what was recorded.
+    errors, token_errors: relative errors of the replay. unexplained: as in StepFit. notes: what was
+    assumed. warnings: where the prediction leaves what was recorded, or the record is not clear.
     """
 
     requests: int
@@ -46,11 +47,14 @@ class Prediction:
     errors: tuple[float, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    token_time: tuple[PredictedFigure, ...] = ()
+    token_errors: tuple[float, ...] = ()
+    unexplained: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The recorded fleet. limits: of each main engine. names: of main and of encoder engines."""
+    """The recorded fleet. limits: of each main engine. is_calm: steps take what their work takes."""
 
     requests: Sequence[ReplayRequest]
     limits: Mapping[str, EngineLimits]
@@ -58,6 +62,7 @@ class Fleet:
     outputs: tuple[int, ...]
     policy: str
     decode_factor: float = 1.0
+    is_calm: bool = False
 
     @property
     def main_visits(self) -> list[EngineVisit]:
@@ -78,6 +83,7 @@ def read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimi
         chunked=bool(settings.get(names.ENGINE_CHUNKED, 1)),
         async_scheduling=bool(settings.get(names.ENGINE_ASYNC, 0)),
         kv_tokens=settings.get(names.ENGINE_KV_TOKENS, 0),
+        block_tokens=settings.get(names.ENGINE_BLOCK_TOKENS, 0) or BLOCK_TOKENS,
     )
 
 
@@ -97,39 +103,71 @@ def predict_change(
     """
     limits = {name: read_limits(told, given) for name, told in recording.settings.items()}
     window_check.check_window(recording, limits)
-    fleet = build_fleet(recording, limits)
-    fleet = learn_answers(fleet)
+    memory_check.check_sizes(recording.requests, limits)
+    fleet = learn_answers(settle_memory(build_fleet(recording, limits)))
     fit = fit_steps(fleet.main_visits, is_async(fleet))
     window_check.check_change(recording, fit, change)
-    warnings: list[str] = []
-    draws = random.Random(seed)
-    replays: list[dict[str, Array]] = []
-    changed: list[dict[str, Array]] = []
-    for number in range(repetitions):
-        drawn = None if number == 0 else random.Random(draws.random())
-        plain = replay(fleet, PlannedChange(), drawn, number)
-        other = replay(fleet, change, drawn, number)
-        # Once, on the replays without noise.
-        if number == 0:
-            window_check.check_replay(recording, plain)
-            warnings = window_check.check_outcome(plain, other, fit)
-        replays.append(collect_stages([each.stages for each in plain.replayed]))
-        changed.append(collect_stages([each.stages for each in other.replayed]))
-        track(1)
-    recorded = collect_stages([each.stages for each in fleet.requests])
-    figures = build_figures(recorded, replays, changed)
-    errors = tuple(each.replayed / each.recorded - 1 for each in figures[TTFT])
-    window_check.check_errors(errors)
+    # Without noise: what is refused does not depend on chance.
+    plain, other = (replay(fleet, each, None, 0) for each in (PlannedChange(), change))
+    window_check.check_replay(recording, plain)
+    warnings = memory_check.check_memory(plain, other)
+    warnings += window_check.check_outcome(plain, other, fit)
     notes = window_check.list_notes(fleet.requests, fit, change, fleet.policy)
+    notes += memory_check.list_memory_notes(plain, other)
+    timed = token_time.list_timed(fleet.requests)
+    replays, changed = [collect(plain, timed)], [collect(other, timed)]
+    track(1)
+    draws = random.Random(seed)
+    for number in range(1, repetitions):
+        chance = random.Random(draws.random())
+        replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
+        changed.append(collect(replay(fleet, change, chance, number), timed))
+        track(1)
+    calm = None
+    if window_check.is_disturbed(fit):
+        calm = collect(replay(replace(fleet, is_calm=True), change, None, 0), timed)
+    recorded = collect_stages([each.stages for each in fleet.requests])
+    recorded = token_time.add_recorded(recorded, fleet.requests, timed)
+    figures = build_figures(recorded, replays, changed, calm)
+    errors: dict[str, tuple[float, ...]] = {
+        name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
+        for name in (TTFT, TOKEN_TIME)
+        if name in figures
+    }
+    window_check.check_errors(errors[TTFT])
+    tokens = figures.pop(TOKEN_TIME, ())
+    if tokens and not token_time.is_known(errors):
+        notes.append(token_time.describe_miss(errors[TOKEN_TIME]))
+        tokens = ()
     return Prediction(
         requests=len(fleet.requests),
         instances=len(limits),
         change=change,
         figures=figures,
-        errors=errors,
+        errors=errors[TTFT],
         notes=tuple(notes),
         warnings=tuple(warnings),
+        token_time=tokens,
+        token_errors=errors[TOKEN_TIME] if tokens else (),
+        unexplained=fit.unexplained,
     )
+
+
+def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
+    """A replay's lengths by stage, and its times per output token. timed: requests that tell these."""
+    columns = collect_stages([each.stages for each in model.replayed])
+    return token_time.add_replayed(columns, model, timed)
+
+
+def settle_memory(fleet: Fleet) -> Fleet:
+    """The fleet, whose KV cache is left out where requests share it. Raises CannotTellError."""
+    if not any(each.kv_tokens for each in fleet.limits.values()):
+        return fleet
+    plain = replay(learn_answers(fleet), PlannedChange(), None, 0)
+    if not memory_check.shares_blocks(fleet.requests, plain):
+        return fleet
+    limits = {name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()}
+    return replace(fleet, limits=limits)
 
 
 def build_fleet(recording: Recording, limits: Mapping[str, EngineLimits]) -> Fleet:
@@ -154,7 +192,8 @@ def is_async(fleet: Fleet) -> bool:
 def learn_answers(fleet: Fleet) -> Fleet:
     """Derive how many tokens each answer had: from how long it held its place, by replaying that.
 
-    Where spans tell the lengths, the length of decode steps is fitted to them instead.
+    Where spans tell the lengths, or the time between two tokens, the length of decode steps is fitted to
+    these instead.
     """
     known = [each > 0 for each in fleet.outputs]
     held = replace(fleet, outputs=tuple(0 for _ in fleet.outputs))
@@ -169,7 +208,14 @@ def learn_answers(fleet: Fleet) -> Fleet:
         if told > 0 and seen > 0:
             factor *= seen / told
     outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
-    return replace(fleet, outputs=tuple(outputs), decode_factor=factor if any(known) else 1.0)
+    learned = replace(fleet, outputs=tuple(outputs), decode_factor=factor if any(known) else 1.0)
+    # Better than from whole answers, whose ends are seen late: from the time between two tokens.
+    timed = token_time.list_timed(fleet.requests)
+    for _ in range(DECODE_ROUNDS if timed else 0):
+        model = replay(learned, PlannedChange(), None, 0)
+        factor = learned.decode_factor * token_time.compare_mean(fleet.requests, model, timed)
+        learned = replace(learned, decode_factor=factor)
+    return learned
 
 
 def replay(
@@ -177,7 +223,8 @@ def replay(
 ) -> FleetModel:
     """One replay with `change`. chance: draws the requests to learn from, and noise; None for neither."""
     main = fit_steps(draw_visits(fleet.main_visits, chance), is_async(fleet))
-    main = replace(main, times=replace(main.times, decode_factor=fleet.decode_factor))
+    times = main.times.build_calm() if fleet.is_calm else main.times
+    main = replace(main, times=replace(times, decode_factor=fleet.decode_factor))
     engines = [
         PlannedEngine(
             name, change_limits(limits, change), main.build_times(name, chance, change.rate)
@@ -232,6 +279,7 @@ def change_limits(limits: EngineLimits, change: PlannedChange) -> EngineLimits:
         limits,
         max_num_seqs=change.max_num_seqs or limits.max_num_seqs,
         max_batched_tokens=change.max_batched_tokens or limits.max_batched_tokens,
+        kv_tokens=round(change.kv_cache * limits.kv_tokens),
     )
 
 

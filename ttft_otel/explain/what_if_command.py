@@ -86,6 +86,12 @@ Examples:
     planned_change.parse_share,
     "So much more of all prompt tokens is in the prefix cache: +20%.",
 )
+@declare_change(
+    "--kv-cache",
+    "FACTORx",
+    planned_change.parse_rate,
+    "The KV cache holds so many times as much: 2x for --kv-cache-dtype fp8.",
+)
 @click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
 @click.option("--model", default="", help="Only requests for this model.")
 @click.option(
@@ -115,6 +121,7 @@ def whatif(
     routing_logic: str | None,
     rate: float | None,
     cache_hit: float | None,
+    kv_cache: float | None,
     since: str,
     model: str,
     recorded_max_num_seqs: int | None,
@@ -132,6 +139,7 @@ def whatif(
         policy=routing_logic or "",
         rate=rate or 1.0,
         cache_hit=cache_hit or 0.0,
+        kv_cache=kv_cache or 1.0,
     )
     given = PlannedChange(
         max_num_seqs=recorded_max_num_seqs or 0,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy
@@ -16,13 +16,15 @@ Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 QUANTILES: Final = (0.5, 0.95, 0.99)
 LEVEL: Final = 0.9  # of the intervals
 TTFT: Final = "ttft"
+TOKEN_TIME: Final = "time_per_output_token"
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedFigure:
-    """A quantile of the TTFT or of a stage, microseconds: as recorded, replayed, and predicted.
+    """A quantile of the TTFT, a stage or TOKEN_TIME, microseconds: as recorded, replayed, and predicted.
 
-    low, high: the interval of the prediction, widened by the error of the replay.
+    low, high: the interval of the prediction, widened by the error of the replay, and by what steps took
+    longer than their work explains.
     """
 
     recorded: float
@@ -30,6 +32,11 @@ class PredictedFigure:
     predicted: float
     low: float
     high: float
+
+    @property
+    def change(self) -> float:
+        """By how much the change changes it, relative: in the model, whose own error is in both."""
+        return self.predicted / self.replayed - 1 if self.replayed else 0.0
 
 
 def collect_stages(rows: Sequence[Mapping[str, int]]) -> dict[str, Array]:
@@ -43,13 +50,32 @@ def build_figures(
     recorded: Mapping[str, Array],
     replays: Sequence[Mapping[str, Array]],
     changed: Sequence[Mapping[str, Array]],
+    calm: Mapping[str, Array] | None = None,
 ) -> dict[str, tuple[PredictedFigure, ...]]:
-    """Quantiles of all stages that were recorded or are predicted."""
+    """Quantiles of all stages that were recorded or are predicted.
+
+    calm: as predicted if nothing but their work made steps longer; None where nothing else did.
+    """
     stages = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
-    return {
-        name: tuple(build_figure(name, share, recorded, replays, changed) for share in QUANTILES)
-        for name in stages
-    }
+    figures: dict[str, tuple[PredictedFigure, ...]] = {}
+    for name in stages:
+        some = [build_figure(name, share, recorded, replays, changed) for share in QUANTILES]
+        if calm is not None and name in calm:
+            some = [
+                widen_figure(each, float(numpy.quantile(calm[name], share)))
+                for each, share in zip(some, QUANTILES, strict=True)
+            ]
+        figures[name] = tuple(some)
+    return figures
+
+
+def widen_figure(figure: PredictedFigure, calm: float) -> PredictedFigure:
+    """The figure with an interval that reaches to its `calm` value, and as far to the other side."""
+    if calm <= 0 or figure.predicted <= 0:
+        return figure
+    mirrored = figure.predicted**2 / calm
+    low, high = min(figure.low, calm, mirrored), max(figure.high, calm, mirrored)
+    return replace(figure, low=low, high=high)
 
 
 def build_figure(

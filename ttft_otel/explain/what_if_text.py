@@ -26,10 +26,15 @@ def describe_answer(answer: Prediction) -> dict[str, Any]:
         "instances": answer.instances,
         "change": describe_change(answer.change),
         "level": LEVEL,
-        "replay_error": {
-            name: round(error, 4) for name, error in zip(QUANTILE_NAMES, answer.errors, strict=True)
-        },
+        "replay_error": describe_errors(answer.errors),
         "ttft": describe_figures(answer.figures[TTFT]),
+        "time_per_output_token": {
+            "replay_error": describe_errors(answer.token_errors),
+            **describe_figures(answer.token_time),
+        }
+        if answer.token_time
+        else None,
+        "unexplained": round(answer.unexplained, 4),
         "stages": [
             {"name": name, **describe_figures(figures)}
             for name, figures in answer.figures.items()
@@ -38,6 +43,11 @@ def describe_answer(answer: Prediction) -> dict[str, Any]:
         "notes": list(answer.notes),
         "warnings": list(answer.warnings),
     }
+
+
+def describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
+    """Relative errors by quantile."""
+    return {name: round(error, 4) for name, error in zip(QUANTILE_NAMES, errors, strict=True)}
 
 
 def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str, float]]:
@@ -69,6 +79,7 @@ def describe_change(change: PlannedChange) -> dict[str, Any]:
         "routing_logic": change.policy,
         "rate": change.rate if change.rate != 1 else 0,
         "cache_hit": change.cache_hit,
+        "kv_cache": change.kv_cache if change.kv_cache != 1 else 0,
     }
     return {name: value for name, value in told.items() if value}
 
@@ -82,6 +93,7 @@ def name_change(change: PlannedChange) -> str:
         "max_num_batched_tokens": "max-num-batched-tokens {}",
         "routing_logic": "routing by {}",
         "rate": "{:g} times the rate",
+        "kv_cache": "{:g} times the KV cache",
     }
     told = describe_change(change)
     parts = [text.format(told[name]) for name, text in words.items() if name in told]
@@ -107,11 +119,29 @@ def print_answer(answer: Prediction) -> None:
         Text(f"The same model on the {answer.requests} recorded requests, unchanged: {errors}"),
         soft_wrap=True,
     )
+    if answer.token_time:
+        console.print(Text(describe_token_time(answer)), soft_wrap=True)
     console.print(build_table(answer))
     for warning in answer.warnings:
         console.print(Text(f"! {remove_controls(warning)}", style="yellow"), soft_wrap=True)
     for note in answer.notes:
         console.print(Text(f"• {remove_controls(note)}", style="dim"), soft_wrap=True)
+
+
+def describe_token_time(answer: Prediction) -> str:
+    """The time per output token in words, which is the price of what shortens the TTFT."""
+    figures = "; ".join(
+        f"{name} {format_short(figure.recorded)} → {format_short(figure.predicted)} "
+        f"({format_short(figure.low)} to {format_short(figure.high)}), {figure.change:+.0%}"
+        for name, figure in zip(QUANTILE_NAMES, answer.token_time, strict=True)
+        if name != QUANTILE_NAMES[1]
+    )
+    errors = ", ".join(
+        f"{name} {error:+.1%}"
+        for name, error in zip(QUANTILE_NAMES, answer.token_errors, strict=True)
+        if name != QUANTILE_NAMES[1]
+    )
+    return f"Time per output token: {figures}; unchanged, the model is off by {errors}."
 
 
 def build_table(answer: Prediction) -> Table:

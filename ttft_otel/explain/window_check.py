@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ttft_otel import stages
-from ttft_otel.explain.engine_model import EngineLimits
+from ttft_otel import names, stages
+from ttft_otel.explain.engine_parts import EngineLimits
 from ttft_otel.explain.fleet_model import BLIND_POLICIES, FleetModel
 from ttft_otel.explain.planned_change import PlannedChange
 from ttft_otel.explain.replay_facts import RANK_MARK, Recording, ReplayRequest
@@ -20,10 +20,10 @@ from ttft_otel.explain.step_fit import StepFit
 MIN_REQUESTS: Final = 50
 MAX_FAILED: Final = 0.05  # share of requests that loaded the engines and have no breakdown
 MAX_LOST: Final = 0.1  # share of requests whose part of the engine, or whose end, is not known
-MAX_PREEMPTED: Final = 0.01  # share of preempted requests
-MAX_BLOCK_WAIT: Final = 0.05  # share of all waiting that is for KV blocks
 NOTABLE_WAIT: Final = 0.02  # share of all waiting that is for what is not modelled
-MODELLED_REASONS: Final = frozenset({"in_step", "max_num_seqs", "token_budget", "encoder_budget"})
+MODELLED_REASONS: Final = frozenset(
+    {"in_step", "max_num_seqs", "token_budget", "encoder_budget", "kv_blocks"}
+)
 MAX_DRAIN: Final = 0.15  # of the window's length, from its last arrival to its last first token
 MAX_GROWTH: Final = 2.0  # of the TTFT, from the first half of the window to its last quarter
 MAX_UNSEEN: Final = 1.5  # of the tokens of others in a step, as recorded to as replayed
@@ -31,6 +31,7 @@ FEW_TOKENS: Final = 4.0
 MAX_EXTRAPOLATION: Final = 4.0  # beyond the concurrency, or the step, that was recorded
 NOTABLE_EXTRAPOLATION: Final = 1.1
 MAX_ERROR: Final = 0.5  # of p50 and p95 of the window itself
+NOTABLE_UNEXPLAINED: Final = 0.05  # of a step's length, on average
 
 
 class CannotTellError(ValueError):
@@ -75,7 +76,6 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
                 f"them); name them with {' and '.join(missing)}"
             )
     _check_answers(requests)
-    _check_blocks(requests)
     _check_growth([(each.start, each.ttft_us) for each in requests], "the recorded window")
 
 
@@ -85,16 +85,6 @@ def _check_answers(requests: Sequence[ReplayRequest]) -> None:
         raise CannotTellError(
             f"of {unknown} requests the HTTP server's span is missing: how long they decoded, which is "
             "load for others, cannot be told"
-        )
-
-
-def _check_blocks(requests: Sequence[ReplayRequest]) -> None:
-    waited = sum(sum(each.main.reasons.values()) for each in requests)
-    for_blocks = sum(each.main.reasons.get("kv_blocks", 0) for each in requests)
-    preempted = sum(each.main.preemptions > 0 for each in requests)
-    if preempted > MAX_PREEMPTED * len(requests) or for_blocks > MAX_BLOCK_WAIT * max(waited, 1):
-        raise CannotTellError(
-            "requests waited for KV blocks or were preempted; memory is not modelled"
         )
 
 
@@ -119,6 +109,10 @@ def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> N
             f"--routing-logic {change.policy} decides by what prompts share or by sessions, which traces "
             "do not tell"
         )
+    if change.kv_cache != 1 and not any(
+        told.get(names.ENGINE_KV_TOKENS) for told in recording.settings.values()
+    ):
+        raise CannotTellError("the spans do not tell the size of the KV cache")
     if change.encoders and not any(each.encodes for each in recording.requests):
         raise CannotTellError("no request of the window was at an encoder instance")
     if (change.instances or change.policy) and any(
@@ -160,13 +154,18 @@ def check_outcome(plain: FleetModel, other: FleetModel, fit: StepFit) -> list[st
     step = max(each.peak_step for each in other.engines)
     seen_step = max(fit.seen_tokens[1], *(each.peak_step for each in plain.engines))
     _check_reach("tokens are in a step", step, seen_step, warnings)
-    for engine in other.engines:
-        if 0 < engine.limits.kv_tokens < engine.peak_tokens:
-            raise CannotTellError(
-                f"the prediction needs {engine.peak_tokens} tokens of KV cache, there are "
-                f"{engine.limits.kv_tokens}: requests would be preempted, which is not modelled"
-            )
+    if is_disturbed(fit):
+        warnings.append(
+            f"the window's own steps vary by {fit.unexplained:.0%} that their work does not explain: "
+            "something else used the machine, or no line fits their costs. The intervals reach as far as "
+            "that would change the figures"
+        )
     return warnings
+
+
+def is_disturbed(fit: StepFit) -> bool:
+    """Whether the steps' lengths are far from what their work takes."""
+    return fit.unexplained > NOTABLE_UNEXPLAINED
 
 
 def _check_reach(what: str, value: int, seen: int, warnings: list[str]) -> None:

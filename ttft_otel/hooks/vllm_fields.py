@@ -191,6 +191,7 @@ def read_engine_settings(config: Any) -> dict[str, int]:
         names.ENGINE_CHUNKED: getattr(scheduler, "enable_chunked_prefill", None),
         # vLLM has added up the blocks of all ranks here; each has its own.
         names.ENGINE_KV_TOKENS: blocks * size // ranks if blocks and size and ranks else None,
+        names.ENGINE_BLOCK_TOKENS: size if blocks else None,
     }
     return {name: int(value) for name, value in told.items() if isinstance(value, int)}
 
