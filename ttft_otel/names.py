@@ -57,8 +57,7 @@ OWN_ITEMS: Final = "ttft.encoder.own_items"
 STEP_ITEMS: Final = "ttft.encoder.step_items"
 QUEUE_REASON: Final = "ttft.queue.reason"  # of a span inside a queue, one of stages.WAIT_REASONS
 STALL_REASON: Final = "ttft.stall.reason"  # of a span between chunks, likewise
-# Of a waiting stage: what the engine worked on meanwhile (name_held_attribute()), and whose work it was: a
-# link to the holder's trace, or an event where it has none, with these attributes.
+# Of a link to a request that held a waiting one, or of an event where that has no trace.
 HELD_BY: Final = "ttft.held_by"
 HELD_BY_US: Final = "ttft.held_by.us"
 HELD_BY_TOKENS: Final = "ttft.held_by.tokens"
