@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.routing.mooncake_traces import TraceRow
 from benchmarks.routing.worker_simulation import WorkerSimulation, run_workers
+from router.routing.small_trace import run_benchmark
 
-ROOT = Path(__file__).parents[3]
 CASE = {
     "name": "case",
     "trace": "conversation",
@@ -64,24 +60,9 @@ def test_remembered_is_not() -> None:
 
 def test_command(tmp_path: Path) -> None:
     """Two figures for each policy and number of replicas."""
-    rows: list[dict[str, Any]] = [
-        {"timestamp": 100 * number, "input_length": 2000, "output_length": 1, "hash_ids": [number]}
-        for number in range(40)
-    ]
-    (tmp_path / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "cases.json").write_text(json.dumps({"cases": [CASE]}))
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.routing.replica_routing", "--traces", tmp_path),
-            *("--list", tmp_path / "cases.json", "--case", "case", "--seeds", "1"),
-            *("--policies", "session", "--json", tmp_path / "out.json"),
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
+    figures = run_benchmark(
+        tmp_path, "replica_routing", CASE, "--case", "case", "--policies", "session"
     )
-
-    figures = json.loads((tmp_path / "out.json").read_text("utf-8"))
     kinds = ("mean TTFT, s", "cached share")
     assert list(figures) == [
         f"{kind}, session, {replicas} replicas, case" for replicas in (1, 2, 4) for kind in kinds
