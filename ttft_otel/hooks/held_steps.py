@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow the engine's steps while a traced request waits, and note what work it was that held it.
+"""Record which work the engine did while traced requests waited: kinds of work, and the largest requests.
 
-engine_core.py hands over what has arrived; scheduler.py tells of each schedule(), of each step's end and
-of the ends of waits. Results go into EngineTimeline.held and .holders. Steps are counted in sums that all
-waiting requests share: a request's part is a difference, so that a step costs the same however many wait.
-Everything is worked out at the end of a step: only then it is known which one ran, and since when.
+engine_core.py calls follow_request() for arrivals; scheduler.py reports each schedule(), each step's end and
+each end of a wait. Results go into EngineTimeline.held and .holders. Running sums are kept for all waiting
+requests together: what one request waited for is the difference between two of them, so the cost of a step
+does not depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ttft_otel.hooks.holders import WaitStart
 from ttft_otel.hooks.step_log import StepLog, Sums
 from ttft_otel.hooks.step_work import StepWork, describe_step
 
-MAX_FOLLOWED: Final = 512  # requests; of more nothing is told
+MAX_FOLLOWED: Final = 512  # requests; more are not followed
 
 
 class HeldRequest:
     """A traced request that waits for its first step, or between its prompt's chunks.
 
-    ended: when its first step was scheduled, 0 before. last, sums: up to where, and up to which sums,
-    `timeline.held` has been written; 0 before its wait has ended. since: from when on others can have
-    held it. own: the latest step in which it was itself.
+    ended: when its first step was scheduled, 0 before. last, sums: the time up to which `timeline.held` is
+    written, and the log's sums then; 0 while it waits. since: the time from which other requests' work
+    counts as holding it. own: the latest step that computed a part of it.
     """
 
     __slots__ = ("ended", "last", "own", "request_id", "since", "start", "sums", "timeline")
@@ -46,11 +46,11 @@ class HeldRequest:
         self.sums: Sums = (0, 0, 0)
 
 
-# Request ID -> request, until its first output or its end; None: it is not followed. The input thread adds.
+# Request ID -> request, from its arrival (input thread) to its first output or end; None: not followed.
 unanswered: dict[str, HeldRequest | None] = {}
-# Those that came since the last step's end.
+# Requests that arrived after the last step's end.
 unmarked: deque[HeldRequest] = deque(maxlen=MAX_FOLLOWED)
-followed: dict[str, HeldRequest] = {}  # those that wait
+followed: dict[str, HeldRequest] = {}  # waiting requests, by ID
 _ended: list[HeldRequest] = []  # those whose wait has ended since the last step's end
 _log = StepLog()
 _NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
@@ -185,7 +185,7 @@ def _name_holders(held: HeldRequest, scheduler: Any, work: StepWork, elapsed: in
     # A pipeline has several batches: who decodes is in one of them, and its share is too large here.
     is_pipeline = vllm_fields.get_facts(scheduler).is_pipeline
     held.timeline.holders_lost = is_pipeline or _log.holders.is_truncated(held.start)
-    held.start = None  # its holders are let go
+    held.start = None  # so that its holders can be freed
 
 
 def _write_wait(held: HeldRequest) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep for how long each request has held the engine, so that a waiting one can name its largest holders.
+"""Keep how much engine time each request took, so that a waiting one can name those that took most.
 
-held_steps.py opens and closes steps and asks at the end of a wait. A prompt's share of a step is kept
-for each prompt. Those that decode have the same share in every step: one running sum, of which each has
-what was added between its first and its last such step.
+held_steps.py opens and closes steps, and asks at the end of a wait. For prompts and media items the time is
+kept one by one. All decoding requests have equal shares of a step: one running sum serves them all, and a
+request's time is what was added between its first and its last decode step.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, Final
 
 from ttft_otel.hooks.step_work import DECODE, ENCODER, PREFILL, StepWork
 
-MAX_HOLDERS: Final = 64  # prompts and encodings that are kept
-MAX_OPEN: Final = 32  # of those that are not complete yet
-MAX_PARTIAL: Final = 12  # of these, that are noted when a wait begins
-MAX_ENDED: Final = 64  # requests that have decoded, and ended, that are kept
+MAX_HOLDERS: Final = 64  # prompts and media items that are kept
+MAX_OPEN: Final = 32  # incomplete ones among them
+MAX_PARTIAL: Final = 12  # incomplete ones that a wait's start notes
+MAX_ENDED: Final = 64  # requests that ended while decoding
 MAX_STARTED: Final = 2048  # requests whose first decode step is known
-MAX_RUNNING: Final = 8  # running requests that are asked whether they decode
-MAX_NAMED: Final = 3  # holders that are told of a wait
+MAX_RUNNING: Final = 8  # running requests that are looked at for decoding ones
+MAX_NAMED: Final = 3  # holders that a waiting request names
 MAX_ID_CHARS: Final = 256  # of a request ID, which clients choose
 SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
 _NEVER: Final = 1 << 80  # a sum that is not reached: it has not begun to decode
 
 
 class Holder:
-    """A prompt, or a request's media items, of which steps compute parts.
+    """A prompt, or a request's media items, that steps compute part by part.
 
-    held: its share of those steps in microseconds << SCALE. number: in the order of their begin.
+    held: its share of those steps, microseconds << SCALE. number: holders are numbered as they begin.
     """
 
     __slots__ = ("held", "kind", "number", "parent", "request_id", "tokens")
@@ -45,10 +45,7 @@ class Holder:
 
 
 class WaitStart:
-    """What the log held when a wait began; a difference to it is the wait's.
-
-    partial: holders that had begun: (holder, its `held`, its tokens).
-    """
+    """The log's sums when a wait began. partial: holders begun before: (holder, its `held`, its tokens)."""
 
     __slots__ = ("decoded", "decode_steps", "number", "partial")
 
@@ -66,11 +63,11 @@ HolderShare = tuple[int, int, int, str, str]
 
 
 class HolderLog:
-    """Holders since the log was made.
+    """The holders of all steps since the log was reset.
 
-    decoded: the share of each request that decodes, summed up (<< SCALE); decode_steps: how many.
-    lost_number: holders with a number below may be missing. begun: requests that decode from the next step
-    on; just_ended: how many of `ended` were in the latest one.
+    decoded: sum of one decoding request's shares (microseconds << SCALE); decode_steps: of so many steps.
+    lost_number: holders with lower numbers may have been dropped. begun: requests that decode from the next
+    step on. just_ended: how many of `ended` were in the latest step.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of what the engine worked on, at the ends of its latest steps, while traced requests wait.
+"""Running sums of engine time by kind of work, at the ends of steps, while traced requests wait.
 
-held_steps.py adds steps as they end, and takes out of it what ran during one request's wait.
+held_steps.py adds each step at its end, and reads the sums at both ends of a request's wait.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Sums = tuple[int, int, int]  # microseconds of PREFILL, DECODE, ENCODER
 
 
 class StepLog:
-    """The steps since somebody has been waiting; `edge` is the end of the latest one, 0 for none.
+    """The steps since the first of the waiting requests came.
 
-    From a step's end on it is the begin of the next one, once that is known. step_end: of the latest one.
-    sums: up to `edge`; all_sums: at each of `times`. ending: requests that end with a step in flight.
-    halted: since the latest schedule() the scheduler was paused, or went on.
+    edge: the time up to which `sums` count: the latest step's end, later the next one's begin; 0 without a
+    step. step_end: of the latest one. all_sums: the sums at each of `times`. ending: requests that end with
+    a step in flight. halted: the scheduler was paused or resumed since the latest schedule().
     """
 
     __slots__ = (
@@ -35,7 +35,7 @@ class StepLog:
         self.reset()
 
     def reset(self) -> None:
-        """Nobody waits any more."""
+        """Empty the log: no traced request waits any more."""
         self.edge = self.step_end = 0
         self.halted = False
         self.latest: StepWork | None = None
@@ -47,12 +47,12 @@ class StepLog:
         self.ending: list[Any] = []
 
     def begin(self, at: int) -> None:
-        """The log begins at `at` (us)."""
+        """Begin the log at the time `at` (us)."""
         self.edge = at
         self.add_edge(at)
 
     def add_edge(self, at: int) -> None:
-        """The sums are those of `at` (us)."""
+        """Keep the present sums as those at the time `at` (us)."""
         if len(self.times) >= MAX_EDGES:
             # Between two edges the sums are taken to grow evenly: fewer of them change no total.
             half = MAX_EDGES // 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe what a scheduled step computes: prompts' tokens, answers' tokens, embeddings, the largest parts.
+"""Describe what a scheduled step computes: prompt tokens, decode tokens, embeddings, the largest requests.
 
-held_steps.py asks for each step that runs while a traced request waits, with the scheduler's output.
-How long it takes does not depend on how many requests are in the step.
+held_steps.py calls describe_step() with the scheduler's output for each step while a traced request waits.
+Its cost does not depend on the number of requests in the step.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from ttft_otel.stages import HOLDING_KIND_NAMES
 
 PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
 MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find prompts
-MAX_NAMED: Final = 8  # parts of a step that are told apart, of each kind
+MAX_NAMED: Final = 8  # requests of each kind that are named
 
 
 class StepWork:
     """The work of one step; its weights are tokens.
 
-    output: the scheduler's, which identifies the step. scheduled: when, 0 if that was not seen.
-    prefill, decode, encoder: tokens of prompts, of answers, embeddings; total: their sum, 0 for a step
-    without work. decoders: requests that decode.
-    chunks, items: (tokens, request ID) of the largest prompts and of media items. unnamed: there were
-    more. parts: the same with their Holder (holders.py). completed: keys of those that end with it.
-    resumed: a pause lay before it. turnaround: from its end to the next one's begin in microseconds, once
-    that is known; sums: those of the log then (step_log.py).
+    output: the scheduler's output, which identifies the step. scheduled: time (us), 0 if it was not seen.
+    prefill, decode, encoder: prompt tokens, decode tokens, embeddings; total: their sum, 0 without work.
+    decoders: number of decoding requests. chunks, items: (tokens, request ID) of the largest prompts and of
+    media items. unnamed: there were more. parts: the same with their Holder (holders.py). completed: keys of
+    those that end with the step. resumed: the scheduler was paused before it. turnaround: microseconds from
+    its end to the next step's begin, once known; sums: those of the log at that begin (step_log.py).
     """
 
     # On the class: most steps only decode, and one is made for each.
@@ -45,7 +44,7 @@ class StepWork:
     def __init__(self, output: Any, scheduled: int) -> None:
         self.output = output
         self.scheduled = scheduled
-        # Without other knowledge a request with one token is one that decodes.
+        # A request with one token counts as decoding, unless more is known.
         self.decode: int = output.total_num_scheduled_tokens
         self.total = self.decode
         self.decoders = len(output.num_scheduled_tokens)

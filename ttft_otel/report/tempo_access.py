@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Tempo is and who asks, and its errors; tempo_client.py and those who open it use both."""
+"""Tempo's address and credentials, and the errors of its client; tempo_client.py and its callers use both."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LimitTooHighError(TempoError):
 
 @dataclass(frozen=True, slots=True)
 class TempoAccess:
-    """Where Tempo is, and who we are there. ca_file: of a private CA. timeout_s: of one answer.
+    """Tempo's address, and what is needed to be let in.
 
-    headers: sent with every request; never shown.
+    headers: sent with every request, never printed. ca_file: of a private CA. timeout_s: for one answer.
     """
 
     url: str
@@ -51,7 +51,7 @@ class TempoAccess:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether credentials cross a network that anybody may read."""
+        """Whether credentials would cross a network unencrypted."""
         url = URL(self.url)
         has_secret = bool(url.user) or any(
             name.lower() not in ("x-scope-orgid", "accept") for name in self.headers
