@@ -23,8 +23,7 @@ KEPT: Final = "ttft.kv.kept"
 EC_KEPT: Final = "ttft.ec.kept"
 ENCODER_RUN: Final = "ttft.encoder.run"  # of an encoder that had not ended when the answer left
 
-# Span attributes in our own namespace. Times are integers in microseconds (_US): TraceQL does not
-# compare doubles reliably.
+# Span attributes of ours. Times are integer microseconds (_US): TraceQL compares doubles unreliably.
 STAGE: Final = "ttft.stage"
 PART: Final = "ttft.part"
 LEG: Final = "ttft.leg"

@@ -277,10 +277,8 @@ class HolderLog:
 
     def is_truncated(self, start: WaitStart) -> bool:
         """Whether a holder of the wait may be missing."""
-        ended = self.ended
-        return self.lost_number > start.number or (
-            len(ended) == MAX_ENDED and ended[0][4] > start.decoded
-        )
+        is_full = len(self.ended) == MAX_ENDED
+        return self.lost_number > start.number or (is_full and self.ended[0][4] > start.decoded)
 
 
 def share_decode(work: StepWork, length: int, total: int) -> int:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ttft_otel.settings import Settings
 
 DATA_PATH_PREFIX: Final = "/v1/"
+CLOSE_HEADER: Final = (b"connection", b"close")
 
 
 class RouterApp:
@@ -64,6 +65,8 @@ class RouterApp:
                 _explain_startup_errors(send) if scope["type"] == "lifespan" else send,
             )
             return
+        if self.admission.is_draining:
+            send = _announce_close(send)
         # Only data is counted: a scrape or a probe under way must not delay a stop.
         self.admission.requests_under_way += 1
         try:
@@ -126,6 +129,17 @@ def build_app(
         raise RequestRejected(404, message, "NotFoundError")
 
     return RouterApp(endpoint, app, metrics)
+
+
+def _announce_close(send: AsgiSend) -> AsgiSend:
+    """Say that the connection ends with this response: a client that kept it would meet a refusal later."""
+
+    async def send_last(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], CLOSE_HEADER]}
+        await send(message)
+
+    return send_last
 
 
 def _explain_startup_errors(send: AsgiSend) -> AsgiSend:

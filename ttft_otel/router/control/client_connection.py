@@ -142,6 +142,11 @@ class ClientConnection(HttpToolsProtocol):
         if self.current_cycle is not None:
             cast(ClientOutput, self.current_cycle.transport).resume_reader()
 
+    def close_if_idle(self) -> None:
+        """Close the connection unless a request is under way or has begun to arrive."""
+        if self.current_cycle is None and self.phase == _REQUEST and self.refusal is None:
+            self.transport.close()
+
     def time_out(self) -> None:
         """Called when no head has come in time, or what follows a refusal has not ended."""
         if self.refusal is not None or self.phase == _BODY:

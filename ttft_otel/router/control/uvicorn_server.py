@@ -86,7 +86,11 @@ class DrainingServer(uvicorn.Server):
         if self.stop_requested_s:
             elapsed_s = time.monotonic() - self.stop_requested_s
             # Until then requests pass, while balancers see /readyz and turn elsewhere.
-            self.admission.is_shut = elapsed_s >= self.drain_delay_s
+            if not self.admission.is_shut and elapsed_s >= self.drain_delay_s:
+                self.admission.is_shut = True
+                # A request on one of these would be refused; on a new connection it goes elsewhere.
+                for connection in list(self.server_state.connections):
+                    cast(ClientConnection, connection).close_if_idle()
             if (
                 self.admission.is_shut and not self.admission.requests_under_way
             ) or elapsed_s >= self.drain_timeout_s:

@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ttft_otel import names
 from ttft_otel.guard import Guard
+from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.discovery.source_address import SourceAddress
 from ttft_otel.router.peers.peer_books import PeerBooks
 from ttft_otel.router.peers.peer_directory import PeerDirectory
@@ -117,9 +118,7 @@ class PeerLink:
 
     async def close(self) -> None:
         """Tell the others that nothing is under way here any more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self._timer is not None:
             self._timer.cancel()
         if self._remove_listener is not None:
