@@ -35,11 +35,12 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "hooks/": ("hooks",),
     "hot": (
         *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
-        *("clock_offsets", "media_items", "roles", "measurement", "handoff", "meter"),
+        *("clock_offsets", "media_items", "roles", "measurement", "trace_measurement"),
+        *("handoff", "meter"),
     ),
     "pure": (
-        *("breakdown", "byte_budget", "wait_reasons", "held_waits", "failed_stage", "timing"),
-        *("ttft_report", "palette"),
+        *("breakdown", "intervals", "byte_budget", "wait_reasons", "held_waits"),
+        *("failed_stage", "timing", "ttft_report", "palette"),
     ),
     "shape": ("record",),
     "words": (
