@@ -183,10 +183,7 @@ def copy_logs(folder: Path, target: Path) -> Path:
 
 
 def report_result(lines: ProgressLines, result: dict[str, Any], target: str | None) -> None:
-    """Print figures and faults, and write them as JSON where that is asked for."""
-    for step, figures in result["figures"].items():
-        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
-        lines.say_always(f"{step}: {told}")
+    """Print faults, and write them as JSON with the figures where that is asked for."""
     for fault in result["faults"]:
         lines.say_always(f"FAULT {fault}")
     if target:

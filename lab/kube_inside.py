@@ -67,6 +67,7 @@ def run_plan(plan: InsidePlan) -> InsideResult:
     try:
         node.start([Path(each) for each in plan.archives], say)
         result.figures["node"] = {"seconds": round(time.monotonic() - started, 1)}
+        say(f"node: seconds {time.monotonic() - started:.1f}")
         vllm = kube_workload.mount_vllm(Path(plan.environment), folder / "vllm")
         trial = KubeTrial(node, vllm, Path(plan.model), say, plan.stand_in)
         try:

@@ -69,6 +69,7 @@ class KubeTrial:
             for name, run in self.list_steps().items():
                 self.say(name)
                 self.figures[name] = run()
+                self.say(f"{name}: {describe_figures(self.figures[name])}")
                 if name == last:
                     return
         finally:
@@ -249,6 +250,11 @@ class KubeTrial:
         pods = {pod for _, pod, _ in self.traces.list_spans(trace_id)}
         routers = {pod for pod in pods if pod.startswith(ROUTER)}
         return bool(routers and (self.stand_in or pods - routers))
+
+
+def describe_figures(figures: dict[str, Any]) -> str:
+    """Figures of a step in one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
 
 
 def get_status(address: str, port: int, path: str = "/readyz") -> int | None:
