@@ -191,7 +191,7 @@ class HolderLog:
             if request_id in self.started:
                 self.started[request_id] = (self.decoded, self.decode_steps)
         ended = self.ended
-        for index in range(len(ended) - min(self.just_ended, len(ended)), len(ended)):
+        for index in range(-min(self.just_ended, len(ended)), 0):
             request_id, parent, decoded, steps, until, last = ended[index]
             ended[index] = (request_id, parent, decoded, steps, until + share, last)
 

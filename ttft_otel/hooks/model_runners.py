@@ -264,7 +264,9 @@ def resolve_output(step: StepStamps, result: Any, pending: Any, *args: Any, **kw
 
 
 HOOKS: Final = {
-    "worker.execute": wrap.Hook(before=open_step, after=close_step),
+    "worker.execute": wrap.Hook(
+        before=open_step, after=close_step, ready=open_steps, watches=wrap.MARKED_STEPS
+    ),
     "worker.encoder": wrap.Hook(before=stamp_encoder_start, after=record_encoder, ready=open_steps),
     "worker.forward": wrap.Hook(before=stamp_forward_start, after=record_forward, ready=open_steps),
     "worker.sample": wrap.Hook(after=stamp_sampled, ready=open_steps),

@@ -270,7 +270,10 @@ def _keep_aborted(request_id: str) -> None:
 
 
 HOOKS: Final = {
-    "scheduler.schedule": wrap.Hook(after=record_schedule),
+    # What waits, or has no first token, is in `unanswered`; a new request may not be, see _admit_request().
+    "scheduler.schedule": wrap.Hook(
+        after=record_schedule, ready=unanswered, watches=wrap.NEW_REQUESTS
+    ),
     "scheduler.update": wrap.Hook(
         before=record_step,
         after=attach_timelines,

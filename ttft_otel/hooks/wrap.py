@@ -22,6 +22,8 @@ from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
 AnyCall: TypeAlias = Callable[..., Any]
 ReadyContainer: TypeAlias = "list[Any] | dict[Any, Any] | tuple[int, ...]"
 ALWAYS: Final[tuple[int, ...]] = (1,)
+NEW_REQUESTS: Final = "new"  # guard.wrap_new_requests()
+MARKED_STEPS: Final = "marked"  # guard.wrap_marked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Hook:
     """What runs around one vLLM function; see guard.wrap_call() for `before`, `after` and `ready`.
 
     runs_after_error: `after` also runs when vLLM's function raised (with result None).
+    watches: what makes it run although `ready` is empty, NEW_REQUESTS or MARKED_STEPS; "": nothing does.
     replace: for frontend.app only; the caller gets `replace(result)` instead of the result.
     """
 
@@ -36,6 +39,7 @@ class Hook:
     after: AnyCall | None = None
     ready: ReadyContainer = ALWAYS
     runs_after_error: bool = False
+    watches: str = ""
     replace: AnyCall | None = None
 
 
@@ -145,6 +149,10 @@ def _build_wrapper(place: str, original: AnyCall, hook: Hook) -> AnyCall:
         wrapper = guard.wrap_result(place, original, hook.replace)
     elif hook.runs_after_error and hook.before is not None and hook.after is not None:
         wrapper = guard.wrap_call_finally(place, original, hook.before, hook.after, hook.ready)
+    elif hook.watches == NEW_REQUESTS and hook.after is not None:
+        wrapper = guard.wrap_new_requests(place, original, hook.after, hook.ready)
+    elif hook.watches == MARKED_STEPS and hook.before is not None and hook.after is not None:
+        wrapper = guard.wrap_marked(place, original, hook.before, hook.after, hook.ready)
     else:
         wrapper = guard.wrap_call(place, original, hook.before, hook.after, hook.ready)
     wrapper.__dict__["__ttft_otel__"] = place
