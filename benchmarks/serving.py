@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput and inter-token latency of real vLLM with ttft-otel off, on, and vLLM's own tracing on.
+"""Throughput, inter-token latency and CPU time of real vLLM with ttft-otel off, on, and its own tracing on.
 
-Three servers of the tiny text model, loaded in turn (off, on, own, off, on, own, ...); figures are
-ratios to `off` of the same round, their median and spread. Needs about 12 GB of memory.
+Three servers of the tiny text model, loaded in turn, every second round in reverse; figures are
+ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). CPU time
+is that of the server's processes, without the exporter's. Needs about 12 GB of memory.
 
-    python -m benchmarks.serving [--rounds 5] [--requests 240] [--json FILE]
+    python -m benchmarks.serving [--rounds 7] [--requests 240] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -20,28 +22,44 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
-from lab import local_deployment, server_commands, tiny_models, ttft_client
-from lab.local_servers import run_servers
+from lab import local_deployment, server_commands, session_processes, tiny_models, ttft_client
+from lab.evidence import estimate_median
+from lab.local_servers import LocalServer, run_servers
 from lab.ttft_client import TimedRequest, TimedResponse
 from ttft_otel import names
 
 CONCURRENT_CLIENTS: Final = 12
 TOKENS_PER_ANSWER: Final = 48
 # Of each round, to the server without tracing in the same round.
-RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.05, "itl_median": 1.02}
+RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.03, "itl_median": 1.02, "cpu_us": None}
+MIN_OWN_RATIO: Final = 1.03  # of our throughput to that with vLLM's own tracing
+CONFIDENCE: Final = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """One round on one server: requests per second, p99 and median inter-token latency in us."""
+    """One round on one server: requests per second, p99 and median inter-token latency in us, and the
+    CPU time of a request in the server's processes, in us.
+    """
 
     throughput: float
     itl_p99: float
     itl_median: float
+    cpu_us: float
 
 
-def run_load(url: str, requests: int) -> LoadResult:
+def read_cpu_us(leader: int) -> float:
+    """CPU time so far of all processes of the session of `leader`."""
+    ticks = 0
+    for pid in session_processes.list_session_pids(leader):
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8")
+        ticks += sum(int(each) for each in text.rpartition(")")[2].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK") * 1e6
+
+
+def run_load(server: LocalServer, requests: int) -> LoadResult:
     """CONCURRENT_CLIENTS in a closed loop, streamed answers of TOKENS_PER_ANSWER tokens."""
+    url = server.url
     answers: list[TimedResponse] = []
     # One iterator for all clients: they end together, whichever of them is faster.
     request_numbers = iter(range(requests))
@@ -61,6 +79,7 @@ def run_load(url: str, requests: int) -> LoadResult:
             with lock:
                 answers.append(answer)
 
+    began_us = read_cpu_us(server.pid)
     started = time.monotonic()
     threads = [threading.Thread(target=run_client) for _ in range(CONCURRENT_CLIENTS)]
     for thread in threads:
@@ -68,6 +87,7 @@ def run_load(url: str, requests: int) -> LoadResult:
     for thread in threads:
         thread.join()
     elapsed_s = time.monotonic() - started
+    cpu_us = read_cpu_us(server.pid) - began_us
     # The first event has the role and no token: the gap behind it is no time between tokens.
     gaps = sorted(
         later.at_us - earlier.at_us
@@ -78,7 +98,11 @@ def run_load(url: str, requests: int) -> LoadResult:
     if any(answer.status != 200 for answer in answers):
         raise SystemExit("a request failed; see the servers' logs")
     return LoadResult(
-        len(answers) / elapsed_s, gaps[int(len(gaps) * 0.99)], statistics.median(gaps)
+        len(answers) / elapsed_s,
+        # A client that is short of CPU reads several events at once, whose gaps are 0.
+        max(1.0, gaps[int(len(gaps) * 0.99)]),
+        max(1.0, statistics.median(gaps)),
+        cpu_us / len(answers),
     )
 
 
@@ -106,14 +130,14 @@ def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResu
         with run_servers(
             *commands, timeout=900, progress=report_server_start, logs=Path(scratch)
         ) as servers:
-            urls = dict(zip(plans, (server.url for server in servers[1:]), strict=True))
-            for url in urls.values():
+            by_name = dict(zip(plans, servers[1:], strict=True))
+            for server in by_name.values():
                 # Warm-up: first requests import and compile.
-                run_load(url, CONCURRENT_CLIENTS * 4)
+                run_load(server, CONCURRENT_CLIENTS * 4)
             for number in range(rounds):
                 # In turn within a round: a slow minute of the machine meets all three.
-                for name, url in urls.items():
-                    results[name].append(run_load(url, requests))
+                for name in [*by_name][:: -1 if number % 2 else 1]:
+                    results[name].append(run_load(by_name[name], requests))
                     report_server_start(
                         name, number + 1, f"{results[name][-1].throughput:.1f} requests/s"
                     )
@@ -127,26 +151,33 @@ def report_server_start(name: str, seconds: float, line: str) -> None:
 
 
 def compute_serving_figures(results: dict[str, list[LoadResult]]) -> dict[str, Figure]:
-    """Ratios to `off`, round by round: throughput should not fall, latency should not rise.
-
-    After them what was measured on each server.
+    """Ratios to `off`, and to vLLM's own tracing, round by round: throughput should not fall, latency
+    should not rise. After them what was measured on each server.
     """
     figures: dict[str, Figure] = {}
-    for name in ("on", "own"):
-        for figure, goal in RATIO_GOALS.items():
-            ratios = divide_rounds(
-                [getattr(result, figure) for result in results[name]],
-                [getattr(result, figure) for result in results["off"]],
-            )
-            figures[f"{name}_{figure}_ratio"] = build_figure(
-                ratios, goal, at_least=figure == "throughput", digits=4
-            )
+
+    def add_ratio(name: str, base: str, figure: str, goal: float | None) -> None:
+        ratios = divide_rounds(
+            [getattr(result, figure) for result in results[name]],
+            [getattr(result, figure) for result in results[base]],
+        )
+        key = f"{name}_{figure}_ratio" if base == "off" else f"{name}_{figure}_to_{base}"
+        figures[key] = build_figure(ratios, goal, at_least=figure == "throughput", digits=4)
+        interval = estimate_median(ratios, CONFIDENCE)
+        figures[f"{key}_interval"] = build_figure([interval.low, interval.high], digits=4)
+
+    for figure, goal in RATIO_GOALS.items():
+        add_ratio("on", "off", figure, goal)
+        add_ratio("own", "off", figure, None)
+    add_ratio("on", "own", "throughput", MIN_OWN_RATIO)
+    add_ratio("on", "own", "cpu_us", None)
     for name, rounds in results.items():
         figures[f"{name}_requests_per_s"] = build_figure([result.throughput for result in rounds])
-        for figure in ("itl_p99", "itl_median"):
-            figures[f"{name}_{figure}_us"] = build_figure(
+        for key, figure in (("itl_p99_us", "itl_p99"), ("itl_median_us", "itl_median")):
+            figures[f"{name}_{key}"] = build_figure(
                 [getattr(result, figure) for result in rounds], digits=1
             )
+        figures[f"{name}_cpu_us"] = build_figure([result.cpu_us for result in rounds], digits=1)
     return figures
 
 
@@ -155,7 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=240, help="per server and round")
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
     arguments = parser.parse_args()
