@@ -239,6 +239,30 @@ def test_any_marks_add_up() -> None:
         assert all(us >= 0 for us in breakdown.stages.values())
 
 
+def test_short_way_is_the_cursors() -> None:
+    """What most requests are cut by gives what the cursor gives: a wait without length leaves it to that."""
+    draw = random.Random(11)
+    names = ("arrive", "render", "assign", "added", "scheduled", "output", "egress")
+    short = 0
+    for number in range(3000):
+        # In order, which a short way needs; then sometimes one that is missing, or out of place.
+        times = sorted(draw.randrange(1, 40 if number % 2 else 4000) for _ in range(10))
+        marks = make_marks(**dict(zip(names, [*times[:5], *times[8:]], strict=True)))
+        marks.steps = [EngineStep([(CODE_FORWARD, times[5], times[6])], times[7])]
+        if draw.random() < 0.3:
+            setattr(marks, draw.choice(names[1:]), draw.choice((0, draw.randrange(1, 4000))))
+        marks.steps[0].lost = draw.choice((0, 0, 0, LOST_LOAD))
+        marks.encoder_first = draw.random() < 0.1
+        marks.reasons = [(times[3], 2)] * draw.randrange(2)
+        marks.held = [times[3]] * draw.randrange(2)
+        breakdown = partition_marks(marks)
+        short += not (marks.encoder_first or breakdown.clamped or breakdown.unattributed)
+        marks.waits = [("kv.transfer", 0, 0)]
+
+        assert partition_marks(marks) == breakdown
+    assert short > 1000
+
+
 def test_blocks_on_their_way_are_cut_out_of_the_queue() -> None:
     """D waits for P's blocks between two waits for its turn."""
     breakdown = partition_marks(make_marks(waits=[("kv.transfer", 1320, 1380)]))

@@ -68,7 +68,8 @@ def test_sum(start: int, made: list[tuple[int, list[int]]], lengths: list[int]) 
     halved = list(flat)
     halve_segments(halved)
 
-    assert [part[:3] for part in found] == [piece for piece in pieces if piece[0] != "sample"]
+    places = [(part.stage, part.start, part.end) for part in found]
+    assert places == [piece for piece in pieces if piece[0] != "sample"]
     for part in found:
         assert sum(part.lengths) == part.end - part.start and min(part.lengths) >= 0
     for place in range(SEGMENT_SIZE):

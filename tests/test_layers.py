@@ -23,10 +23,18 @@ WORDS = (
 SHAPE = ("record",)
 HOT = (
     *("context", "carrier", "clock_offsets", "media_items", "request_trace", "roles", "recorder"),
-    *("record_parts", "measurement", "kept_spans", "handoff", "meter", "asgi"),
+    *("record_parts", "measurement", "trace_measurement", "kept_spans", "handoff", "meter", "asgi"),
 )
 PURE = (
-    *("breakdown", "byte_budget", "wait_reasons", "held_waits", "failed_stage", "timing"),
+    *(
+        "breakdown",
+        "intervals",
+        "byte_budget",
+        "wait_reasons",
+        "held_waits",
+        "failed_stage",
+        "timing",
+    ),
     *("ttft_report", "palette"),
 )
 SIDES = ("hooks", "exporter", "router", "report", "bench")

@@ -38,9 +38,13 @@ MAX_HELD_BYTES: Final = 65536  # bytes of early events held back for a caller th
 MAX_ENGINE_QUERIES: Final = 256  # concurrent queries about aborted requests
 ENGINE_QUERY_TIMEOUT_S: Final = 5.0
 MAX_KEPT_SPAN_TASKS: Final = 1024  # concurrent queries that wait until kept data is freed
-_BACKGROUND: Final = (
-    b'"background":true'  # in an answer of /v1/responses; quotes of texts are escaped
-)
+# In an answer of /v1/responses; quotes of texts are escaped.
+_BACKGROUND: Final = b'"background":true'
+
+
+# Made once, as they hold nothing of a request.
+_GUARD_BEGIN, _GUARD_SEND = Guard("asgi begin"), Guard("asgi send")
+_GUARD_HAND, _GUARD_END = Guard("asgi hand"), Guard("asgi end")
 
 
 class TracingMiddleware:
@@ -67,13 +71,13 @@ class TracingMiddleware:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one ASGI scope: an HTTP request, or the lifespan."""
         trace = None
-        if scope["type"] == "lifespan":
+        if scope["type"] == "http" and scope["method"] == "POST":
+            with _GUARD_BEGIN:
+                trace = self._begin_trace(scope)
+        elif scope["type"] == "lifespan":
             with Guard("asgi know"):
                 self.identify_server(scope["app"])
             self._publish_counts()
-        if scope["type"] == "http" and scope["method"] == "POST":
-            with Guard("asgi begin"):
-                trace = self._begin_trace(scope)
         # Set it also when it is None: on a keep-alive connection a pipelined request can start in the
         # context of the one before it, and would add its marks to that one's trace.
         recorder.current_trace.set(trace)
@@ -92,7 +96,7 @@ class TracingMiddleware:
                 error = names.ERROR_CANCELLED
             raise
         finally:
-            with Guard("asgi end"):
+            with _GUARD_END:
                 self._end_trace(scope, trace, error)
 
     def _publish_counts(self) -> None:
@@ -189,7 +193,7 @@ class TracingMiddleware:
                 )
             except asyncio.TimeoutError:
                 marks = ""
-        with Guard("asgi end"):
+        with _GUARD_END:
             recorder.fail_trace(trace, trace.end, marks)
             recorder.send_known_halves(trace, handoff.get_sender(), server=True)
 
@@ -212,19 +216,20 @@ class FirstChunkSender:
             await self.send_downstream(message)
             return
         wait = False
-        with Guard("asgi send"):
+        with _GUARD_SEND:
             wait = self._observe_message(message)
         if wait:
             self.held_messages.append(message)
             return
-        # Cleared first: if sending one fails, a later call must not send them again.
-        held, self.held_messages = self.held_messages, []
-        for early in held:
-            await self.send_downstream(early)
+        if self.held_messages:
+            # Cleared first: if sending one fails, a later call must not send them again.
+            held, self.held_messages = self.held_messages, []
+            for early in held:
+                await self.send_downstream(early)
         await self.send_downstream(message)
         # After the chunk was sent, so that encoding the record does not delay it.
         if self._is_stream_started():
-            with Guard("asgi hand"):
+            with _GUARD_HAND:
                 recorder.send_known_halves(self.trace, handoff.get_sender(), server=False)
 
     def _is_stream_started(self) -> bool:
@@ -289,8 +294,6 @@ class FirstChunkSender:
         if self.held_messages:  # formatted for whoever waits for it alone: a tenth of our time here
             # Without a token the engine ended it: a router must not take this chunk for one.
             text = recorder.format_timing_header(trace, now) or names.TIMING_NO_TOKEN
-            headers = [
-                *self.held_messages[0].get("headers", ()),
-                (names.TIMING.encode(), text.encode()),
-            ]
+            own_header = (names.TIMING.encode(), text.encode())
+            headers = [*self.held_messages[0].get("headers", ()), own_header]
             self.held_messages[0]["headers"] = headers

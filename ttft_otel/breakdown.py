@@ -8,12 +8,14 @@ both as `unattributed`: a missing hook never makes a neighbouring stage longer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from ttft_otel.held_waits import HeldPiece, divide_held
+from ttft_otel.intervals import PartitionCursor, flatten_intervals, merge_tail_pieces
 from ttft_otel.stages import UNATTRIBUTED
-from ttft_otel.wait_reasons import ReasonSlice, divide_waits
+from ttft_otel.wait_reasons import WAIT_STAGES, ReasonSlice, divide_waits
 
 CODE_ENCODER: Final = 9  # codes of the worker's intervals, keys of stages.STAGES_BY_CODE
 CODE_FORWARD: Final = 10
@@ -35,11 +37,15 @@ _STAGE_BY_CODE: Final = {
     CODE_EC_TRANSFER: "ec.transfer",
     CODE_KV_TRANSFER: "kv.transfer",
 }
+# Of a text prompt that one step has computed; connectors, more steps and missing marks make others.
+_USUAL_STAGES: Final = (
+    *("receive", "preprocess", "ipc", "prefill.queue", "dispatch", "prefill.compute", "sample"),
+    *("output", "egress"),
+)
 MAX_PIECES: Final = 96  # pieces (spans) kept one by one; later ones are merged per stage
 
 
-@dataclass(slots=True)
-class EngineStep:
+class EngineStep(msgspec.Struct, gc=False):
     """One engine step of a request; times in microseconds, `sampled` 0 if unseen, `lost` LOST_* bits.
 
     pairs: the worker's intervals (code, start, end).
@@ -50,8 +56,7 @@ class EngineStep:
     lost: int = 0
 
 
-@dataclass(slots=True)
-class Marks:
+class Marks(msgspec.Struct, gc=False):
     """The marks of one request: CLOCK_MONOTONIC in microseconds, 0 for a mark that is missing.
 
     waits: (stage, start, end) intervals inside the queue that belong to connectors.
@@ -72,10 +77,10 @@ class Marks:
     moving: int = 0  # since then KV blocks have been in transfer; 0 once they have arrived
     asking: int = 0  # since then an encoder-cache connector has been answering "not yet"
     encoder_first: bool = False
-    waits: list[tuple[str, int, int]] = field(default_factory=list)
-    reasons: list[tuple[int, int]] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    steps: list[EngineStep] = field(default_factory=list)
+    waits: list[tuple[str, int, int]] = []
+    reasons: list[tuple[int, int]] = []
+    held: list[int] = []
+    steps: list[EngineStep] = []
     entered: int = 0
     received: int = 0
     output: int = 0
@@ -89,8 +94,7 @@ class Marks:
     partial: bool = False  # it ended before its last chunk: none of its steps sampled a first token
 
 
-@dataclass(slots=True)
-class Breakdown:
+class Breakdown(msgspec.Struct, gc=False):
     """Result of a partition; microseconds. sum(stages.values()) + unattributed == end - start.
 
     pieces: (stage, start, end) in time order, contiguous from start to end.
@@ -104,46 +108,8 @@ class Breakdown:
     stages: dict[str, int]
     unattributed: int
     clamped: int
-    reasons: list[ReasonSlice] = field(default_factory=list)
-    held: list[HeldPiece] = field(default_factory=list)
-
-
-class PartitionCursor:
-    """Walks from mark to mark; all time before `position` is already attributed to a stage."""
-
-    __slots__ = ("position", "clamped", "is_open", "pieces", "limit")
-
-    def __init__(self, start: int, limit: int = 0) -> None:
-        """`limit`: no mark can lie after it; 0: unknown."""
-        self.position = start
-        self.limit = limit
-        self.is_open = False
-        self.clamped = 0
-        self.pieces: list[tuple[str, int, int]] = []
-
-    def close_stage(self, stage: str, mark: int) -> None:
-        """End `stage` at `mark`; with 0 the interval stays open until the next mark (unattributed).
-
-        A mark after the limit is treated as missing: it is of a clock that is not ours.
-        """
-        if not mark or 0 < self.limit < mark:
-            self.is_open = True
-            return
-        if self.is_open:
-            stage = UNATTRIBUTED
-            self.is_open = False
-        position = self.position
-        if mark > position:
-            pieces = self.pieces
-            # One span, not two that touch: neighbouring lost intervals are one of unknown stage.
-            if pieces and pieces[-1][0] == stage:
-                pieces[-1] = (stage, pieces[-1][1], mark)
-            else:
-                pieces.append((stage, position, mark))
-            self.position = mark
-        else:
-            # Times of two processes, or of a device, may overlap a little: the sum stays exact.
-            self.clamped += position - mark
+    reasons: list[ReasonSlice] = []
+    held: list[HeldPiece] = []
 
 
 def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Breakdown:
@@ -151,6 +117,10 @@ def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Break
 
     end: of a request without a first token; time up to it is `failed_stage`'s, "" unattributed.
     """
+    pieces = [] if end else _cut_usual(marks)
+    if pieces:
+        totals = {stage: high - low for stage, low, high in pieces}
+        return _build_breakdown(marks, pieces, totals, pieces[-1][2], 0)
     # Taken in this process, and nothing that another process did can be later.
     cursor = PartitionCursor(marks.arrive, marks.output or marks.egress or end)
     cursor.close_stage("receive", marks.render)
@@ -169,7 +139,33 @@ def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Break
     if end:
         cursor.is_open = False
         cursor.close_stage(failed_stage or UNATTRIBUTED, max(end, cursor.position))
-    return _build_breakdown(cursor, marks)
+    totals = {}
+    for label, low, high in cursor.pieces:
+        totals[label] = totals.get(label, 0) + high - low
+    return _build_breakdown(marks, cursor.pieces, totals, cursor.position, cursor.clamped)
+
+
+def _cut_usual(marks: Marks) -> list[tuple[str, int, int]]:
+    """The pieces of most requests, in a third of the cursor's time; [] where it is to decide."""
+    if len(marks.steps) != 1 or marks.waits or marks.encode_only or marks.encoder_first:
+        return []
+    step = marks.steps[0]
+    if len(step.pairs) != 1 or step.lost or marks.foreign or marks.truncated:
+        return []
+    code, start, stop = step.pairs[0]
+    if code != CODE_FORWARD or marks.queue_lost or marks.partial:
+        return []
+    output, egress = marks.output, marks.egress or marks.output
+    arrive, render, assign, added = marks.arrive, marks.render, marks.assign, marks.added
+    scheduled, sampled = marks.scheduled, step.sampled
+    # Each is there, and none lies before its predecessor.
+    if not 0 < arrive <= render <= assign <= added <= scheduled <= start <= stop <= sampled:
+        return []
+    if not start < sampled <= output <= egress:
+        return []
+    ends = (render, assign, added, scheduled, start, stop, sampled, output, egress)
+    cuts = zip(_USUAL_STAGES, (arrive, *ends), ends, strict=False)
+    return [cut for cut in cuts if cut[2] > cut[1]]
 
 
 def _close_queue(cursor: PartitionCursor, marks: Marks) -> None:
@@ -211,7 +207,7 @@ def _close_worker_stages(cursor: PartitionCursor, marks: Marks) -> None:
 def _close_sampling(cursor: PartitionCursor, step: EngineStep) -> None:
     """The `sample` stage, and KV transfers between sampling and the output."""
     cursor.close_stage("sample", step.sampled)
-    for code, start, stop in _flatten_intervals(step.pairs):
+    for code, start, stop in flatten_intervals(step.pairs):
         if step.sampled and start >= step.sampled:
             cursor.close_stage("output", start)
             cursor.close_stage(_STAGE_BY_CODE[code], stop)
@@ -226,7 +222,7 @@ def _close_step(
     save_lost = bool(step.lost & LOST_SAVE)
     forward = False
     gap, later = gaps  # stage before the step's first interval, and stage of gaps after its forward
-    for code, start, stop in _flatten_intervals(step.pairs):
+    for code, start, stop in flatten_intervals(step.pairs):
         if end and start >= end:
             break
         cursor.is_open = cursor.is_open or may_hide_interval
@@ -245,29 +241,12 @@ def _close_step(
         cursor.is_open = True  # this step's forward was not recorded
 
 
-def _flatten_intervals(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Make nested intervals disjoint; the inner one wins (V1's runner saves inside the encoder call)."""
-    flat: list[tuple[int, int, int]] = []
-    # Of intervals with the same start the longer one comes first: it is the outer one.
-    for code, start, stop in sorted(pairs, key=lambda pair: (pair[1], -pair[2])):
-        if flat and start < flat[-1][2]:
-            outer, first, end = flat.pop()
-            if start > first:
-                flat.append((outer, first, start))
-            flat.append((code, start, min(stop, end)))
-            if stop < end:
-                flat.append((outer, stop, end))
-        else:
-            flat.append((code, start, stop))
-    return flat
-
-
 def _add_remote_lengths(cursor: PartitionCursor, marks: Marks) -> None:
     """A worker on another host: use its lengths, not its clock; gaps become unattributed.
 
     Lengths that are longer than the time until the output are wrong: the worker's clock has stepped.
     """
-    intervals = [pair for step in marks.steps for pair in _flatten_intervals(step.pairs)]
+    intervals = [pair for step in marks.steps for pair in flatten_intervals(step.pairs)]
     available = marks.output - cursor.position
     if not cursor.is_open and sum(stop - start for _, start, stop in intervals) <= available:
         for code, start, stop in intervals:
@@ -275,26 +254,17 @@ def _add_remote_lengths(cursor: PartitionCursor, marks: Marks) -> None:
     cursor.is_open = True
 
 
-def _build_breakdown(cursor: PartitionCursor, marks: Marks) -> Breakdown:
-    totals: dict[str, int] = {}
-    for label, low, high in cursor.pieces:
-        totals[label] = totals.get(label, 0) + high - low
+def _build_breakdown(
+    marks: Marks,
+    pieces: list[tuple[str, int, int]],
+    totals: dict[str, int],
+    end: int,
+    clamped: int,
+) -> Breakdown:
     # It is the remainder, no stage that somebody can tune.
     lost = totals.pop(UNATTRIBUTED, 0)
-    many = len(cursor.pieces) > MAX_PIECES
-    pieces = _merge_tail_pieces(cursor.pieces) if many else cursor.pieces
-    waits = divide_waits(pieces, marks.reasons), divide_held(pieces, marks.held)
-    return Breakdown(marks.arrive, cursor.position, pieces, totals, lost, cursor.clamped, *waits)
-
-
-def _merge_tail_pieces(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Bound the number of spans: pieces after MAX_PIECES are merged to one per stage, end to end."""
-    merged, tail = pieces[:MAX_PIECES], pieces[MAX_PIECES:]
-    lengths: dict[str, int] = {}
-    for label, low, high in tail:
-        lengths[label] = lengths.get(label, 0) + high - low
-    position = tail[0][1]
-    for label, length in lengths.items():
-        merged.append((label, position, position + length))
-        position += length
-    return merged
+    if len(pieces) > MAX_PIECES:
+        pieces = merge_tail_pieces(pieces, MAX_PIECES)
+    waits = [piece for piece in pieces if piece[0] in WAIT_STAGES]
+    reasons, held = divide_waits(waits, marks.reasons), divide_held(waits, marks.held)
+    return Breakdown(marks.arrive, end, pieces, totals, lost, clamped, reasons, held)

@@ -209,12 +209,13 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         # A code of a later version is left out; its time then stays with the queue.
         if code in STAGES_BY_CODE:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
-    marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))
+    if timeline.reasons:
+        marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))
     marks.held = timeline.held
     for record in timeline.steps:
         # A worker on another host (multi-node) has another boot: its times are not comparable.
-        marks.foreign = marks.foreign or bool(record and record[0] != timeline.boot)
-        marks.foreign = marks.foreign or _decode_clock(record)[0] == clock.CLOCK_LENGTHS
+        marks.foreign |= bool(record) and record[0] != timeline.boot
+        marks.foreign |= _decode_clock(record)[0] == clock.CLOCK_LENGTHS
         marks.steps.append(_decode_step(record))
     marks.added = timeline.added
     marks.scheduled = timeline.scheduled
@@ -232,14 +233,16 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
 
     clock_error: of the offset between the engine core's clock and ours, in microseconds.
     """
-    attributes: Attributes = {}
-    attributes[names.INPUT_TOKENS] = timeline.prompt
-    attributes[names.CACHED_TOKENS] = attributes[names.CACHE_READ_TOKENS] = timeline.cached
-    attributes[names.CHUNKS] = timeline.chunks
-    attributes[names.OWN_TOKENS] = timeline.own_tokens
-    attributes[names.STEP_TOKENS] = timeline.step_tokens
-    attributes[names.PREEMPTIONS] = timeline.preempted
-    attributes[names.RECOMPUTED_TOKENS] = timeline.recomputed
+    attributes: Attributes = {
+        names.INPUT_TOKENS: timeline.prompt,
+        names.CACHED_TOKENS: timeline.cached,
+        names.CACHE_READ_TOKENS: timeline.cached,
+        names.CHUNKS: timeline.chunks,
+        names.OWN_TOKENS: timeline.own_tokens,
+        names.STEP_TOKENS: timeline.step_tokens,
+        names.PREEMPTIONS: timeline.preempted,
+        names.RECOMPUTED_TOKENS: timeline.recomputed,
+    }
     if timeline.media:
         attributes[names.OWN_ITEMS] = timeline.media[media_items.INDEX_OWN]
         attributes[names.STEP_ITEMS] = timeline.media[media_items.INDEX_STEP]
@@ -248,24 +251,26 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
         attributes |= {name: value for name, value in values if value}
     if timeline.truncated:
         attributes[names.TRUNCATED] = True
-    return attributes | _list_clock_attributes(timeline, clock_error)
+    _add_clock_attributes(attributes, timeline, clock_error)
+    return attributes
 
 
 def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
     """Which clock placed the worker's marks, by the step with the greatest error; None without a record."""
-    records = timeline.steps if timeline is not None else []
-    clocks = [_decode_clock(record) for record in records if len(record) >= 3]
-    if timeline is None or not clocks:
+    if timeline is None:
         return None
-    # Of a worker on another host than its engine core only the lengths are used.
-    if any(record[0] != timeline.boot for record in records if len(record) >= 3):
-        clocks.append((clock.CLOCK_LENGTHS, 0))
-    used_clock, error_us = max(clocks)
-    return ClockNote(names.CLOCK_WORDS[used_clock], error_us)
+    worst = (-1, 0)
+    for record in timeline.steps:
+        if len(record) >= 3:
+            worst = max(worst, _decode_clock(record))
+            if record[0] != timeline.boot:  # another host than its engine core's: lengths alone
+                worst = max(worst, (clock.CLOCK_LENGTHS, 0))
+    return None if worst[0] < 0 else ClockNote(names.CLOCK_WORDS[worst[0]], worst[1])
 
 
-def _list_clock_attributes(timeline: EngineTimeline, clock_error: int) -> Attributes:
-    attributes: Attributes = {}
+def _add_clock_attributes(
+    attributes: Attributes, timeline: EngineTimeline, clock_error: int
+) -> None:
     if clock_error:
         attributes[names.CLOCK_ERROR_US] = clock_error
     if note := read_clock(timeline):
@@ -273,9 +278,8 @@ def _list_clock_attributes(timeline: EngineTimeline, clock_error: int) -> Attrib
         if note.word == names.CLOCK_WORDS[clock.CLOCK_DEVICE]:
             # one boundary can have both errors
             attributes[names.CLOCK_ERROR_US] = note.error_us + clock_error
-    if any(len(record) >= 3 and record[2] & ENCODER_UNFINISHED for record in timeline.steps):
+    if any([len(record) >= 3 and record[2] & ENCODER_UNFINISHED for record in timeline.steps]):
         attributes[names.ENCODER_UNFINISHED] = True
-    return attributes
 
 
 def _decode_step(record: tuple[int, ...]) -> EngineStep:

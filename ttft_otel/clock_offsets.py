@@ -60,7 +60,11 @@ def _is_in_order(marks: Marks, sent: int, arrived: int) -> bool:
         return False
     if marks.foreign or not marks.steps:
         return not marks.steps
-    last = max(_list_step_times(marks.steps[-1]))
+    step = marks.steps[-1]
+    if len(step.pairs) == 1:  # the usual case, without a list
+        last = max(step.sampled, step.pairs[0][2])
+    else:
+        last = max(_list_step_times(step))
     return marks.scheduled <= last <= marks.entered
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import random
 import re
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from ttft_otel.settings import Settings
 
@@ -25,8 +26,7 @@ _random: Final = random.Random()
 os.register_at_fork(after_in_child=_random.seed)
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(msgspec.Struct, frozen=True, gc=False):
     """IDs of our server span in hex; parent_id is "" for a root span; flags are W3C trace flags."""
 
     trace_id: str
@@ -54,7 +54,7 @@ def start_context(traceparent: str, tracestate: str, settings: Settings) -> Trac
     tracestate: passed on unchanged; dropped when it is too long or not ASCII.
     settings: sampler, its ratio, and whether the caller's `sampled` flag is honoured.
     """
-    parsed = _parse_traceparent(traceparent)
+    parsed = _parse_traceparent(traceparent) if traceparent else None
     if parsed is None:
         trace_id = new_trace_id()
         sampled = _decide_sampling(trace_id, None, settings)

@@ -8,7 +8,9 @@ breakdown.py passes its pieces, and record_parts.py makes attributes of the resu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from ttft_otel.stages import HOLDING_KIND_NAMES
 from ttft_otel.wait_reasons import WAIT_STAGES
@@ -16,10 +18,11 @@ from ttft_otel.wait_reasons import WAIT_STAGES
 SEGMENT_SIZE: Final = len(
     HOLDING_KIND_NAMES
 )  # its length, then all kinds but the last: idle is the rest
+_NOTHING: Final = (0,) * (SEGMENT_SIZE - 1)
 MAX_SEGMENTS: Final = 16  # of a wait; a longer one has longer segments
 
 
-class HeldPiece(NamedTuple):
+class HeldPiece(msgspec.Struct, frozen=True, gc=False):
     """What held a waiting stage's piece; times in microseconds, kinds in the order of HOLDING_KINDS.
 
     sum(lengths) == end - start.
@@ -60,6 +63,8 @@ def divide_held(pieces: Iterable[tuple[str, int, int]], segments: Sequence[int])
 
 
 def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, ...]:
+    if len(segments) < SEGMENT_SIZE:  # nothing ran
+        return (*_NOTHING, end - start)
     sums = [0] * SEGMENT_SIZE
     position = segments[0]
     for index in range(1, len(segments) - SEGMENT_SIZE + 1, SEGMENT_SIZE):

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import Final
 
 from ttft_otel import breakdown, carrier, media_items, names, stages
-from ttft_otel.context import SAMPLED_FLAG
+from ttft_otel.context import SAMPLED_FLAG, new_span_id
 from ttft_otel.endpoints import OPERATION_BY_PATH
 from ttft_otel.held_waits import HeldPiece
 from ttft_otel.record import Attributes, HeldBy, Piece, Server, Ttft
-from ttft_otel.request_trace import EngineRequest, RequestTrace
+from ttft_otel.request_trace import RequestTrace
 from ttft_otel.roles import identity, resolve_role
-from ttft_otel.wait_reasons import ReasonSlice
+from ttft_otel.wait_reasons import WAIT_STAGES, ReasonSlice
 
 MAX_PARTS: Final = 64  # parts of stages that are kept of a request
 MAX_REASON_PIECES: Final = 64  # of which the sums on the `ttft` span do not depend
@@ -24,6 +24,13 @@ MAX_ID_CHARS: Final = 256  # of a holder's request ID; a client may have chosen 
 _HELD_ATTRIBUTES: Final = tuple(
     [names.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES]
 )
+
+# By stage and reason: a request has one or more, and making a name takes half a microsecond.
+_REASON_ATTRIBUTES: Final = {
+    (stage, reason): names.name_reason_attribute(stage, reason)
+    for stage in (*stages.QUEUE_STAGES, stages.STALL_STAGE)
+    for reason in stages.WAIT_REASON_NAMES
+}
 
 
 def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
@@ -36,10 +43,15 @@ def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
     return counts if consumer else counts._replace(remote=None, recomputed=None)
 
 
+def name_operation(trace: RequestTrace) -> str:
+    """What the request asks for, `gen_ai.operation.name`."""
+    return OPERATION_BY_PATH.get(trace.path, "generate_content")
+
+
 def list_identity_attributes(trace: RequestTrace) -> Attributes:
     """Attributes of both the server span and the `ttft` span."""
     attributes: Attributes = {
-        names.OPERATION: OPERATION_BY_PATH.get(trace.path, "generate_content"),
+        names.OPERATION: name_operation(trace),
         names.PROVIDER: names.PROVIDER_VLLM,
         names.STREAM: trace.streamed,
     }
@@ -63,7 +75,7 @@ def make_server(trace: RequestTrace) -> Server:
     }
     if trace.is_background:
         attributes[names.BACKGROUND] = True
-    attributes |= _list_generation_attributes(trace)
+    _add_generation_attributes(attributes, trace)
     # Low cardinality, as HTTP's conventions ask: a path may hold an ID.
     if trace.route:
         attributes[names.HTTP_ROUTE] = trace.route
@@ -73,42 +85,48 @@ def make_server(trace: RequestTrace) -> Server:
     return Server(name, trace.end - trace.arrive, trace.status, attributes, error)
 
 
-def _list_generation_attributes(trace: RequestTrace) -> Attributes:
-    """What was generated, known at the end; nothing where not all of it is known.
+def _add_generation_attributes(attributes: Attributes, trace: RequestTrace) -> None:
+    """Add what was generated, known at the end; nothing where not all of it is known.
 
     Of an aborted generation vLLM tells no end, the engine requests of a beam search are not what the
     client gets, and an encoder's single step generates nothing that anybody reads.
     """
     engines = list(trace.engine_requests.values())
-    if trace.is_beam_search or resolve_role(trace) == "encode":
-        return {}
-    if not engines or not all(engine.ended for engine in engines):
-        return {}
-    attributes: Attributes = {}
-    if all(engine.output_tokens >= 0 for engine in engines):
-        attributes[names.OUTPUT_TOKENS] = sum(engine.output_tokens for engine in engines)
-    if len(engines) <= MAX_FINISH_REASONS:
-        attributes[names.FINISH_REASONS] = tuple(engine.finish_reason for engine in engines)
-    token_time_us = _measure_token_time(trace, engines)
+    role = resolve_role(trace)
+    if trace.is_beam_search or role == "encode":
+        return
+    output_tokens, is_known = 0, bool(engines)
+    for engine in engines:
+        if not engine.ended:
+            return
+        output_tokens += engine.output_tokens
+        is_known = is_known and engine.output_tokens >= 0
+    if is_known:
+        attributes[names.OUTPUT_TOKENS] = output_tokens
+    if 0 < len(engines) <= MAX_FINISH_REASONS:
+        attributes[names.FINISH_REASONS] = tuple([engine.finish_reason for engine in engines])
+    token_time_us = measure_token_time(trace, role)
     if token_time_us:
         attributes[names.TOKEN_TIME_US] = token_time_us
-    return attributes
 
 
-def _measure_token_time(trace: RequestTrace, engines: list[EngineRequest]) -> int:
+def measure_token_time(trace: RequestTrace, role: str) -> int:
     """Microseconds for each output token after the first; 0 where the convention defines none.
 
     It is of successful answers. Several generations share the steps, so that no length is one's own; a
     prefill instance's token is the first one.
     """
-    engine = engines[0]
+    if len(trace.engine_requests) != 1 or trace.is_beam_search:
+        return 0
+    (engine,) = trace.engine_requests.values()
     later_tokens, length_us = engine.output_tokens - 1, engine.ended - engine.output
-    is_one = len(engines) == 1 and resolve_role(trace) not in stages.INTERMEDIATE_ROLES
     succeeded = (
         trace.status < 400 and not trace.error and engine.finish_reason not in _FAILED_REASONS
     )
     # All tokens may come in one step, by speculative decoding: then there is no step after the first.
-    if not (is_one and succeeded and engine.output and later_tokens > 0 and length_us > 0):
+    if not (succeeded and engine.output and later_tokens > 0 and length_us > 0):
+        return 0
+    if role in stages.INTERMEDIATE_ROLES:
         return 0
     return max(1, round(length_us / later_tokens))
 
@@ -116,28 +134,28 @@ def _measure_token_time(trace: RequestTrace, engines: list[EngineRequest]) -> in
 def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     """The `ttft` half of the record of `trace`, whose breakdown is `cut`."""
     base = trace.arrive
-    holders = () if trace.timeline is None else list_holders(trace.timeline)
+    timeline = trace.timeline
+    holders = list_holders(timeline) if timeline is not None and timeline.holders else ()
     pieces = _make_stage_pieces(cut, holders)
     pieces += [
         Piece("part", name, low - base, high - base) for name, low, high in trace.parts[:MAX_PARTS]
     ]
-    pieces += [
-        Piece("sibling", names.SIBLING, max(0, engine.assign - base), engine.output - base)
-        for engine in trace.engine_requests.values()
-        if engine is not trace.first_output and engine.output
-    ]
+    for engine in trace.engine_requests.values():
+        if engine is not trace.first_output and engine.output:
+            start, end = max(0, engine.assign - base), engine.output - base
+            pieces.append(Piece("sibling", names.SIBLING, start, end))
     return Ttft(
-        span_id=trace.ttft_id,
-        name=names.ENCODE if resolve_role(trace) == "encode" else names.TTFT,
-        start=0,
-        end=cut.end - base,
-        stages=cut.stages,
-        unattributed=cut.unattributed,
-        clamped=cut.clamped,
-        pieces=tuple(pieces),
-        attributes=_list_ttft_attributes(trace, cut),
-        error="" if trace.has_first_token else trace.error,
-        died=trace.failed_stage,
+        new_span_id(),
+        names.ENCODE if resolve_role(trace) == "encode" else names.TTFT,
+        0,
+        cut.end - base,
+        cut.stages,
+        cut.unattributed,
+        cut.clamped,
+        tuple(pieces),
+        _list_ttft_attributes(trace, cut),
+        "" if trace.has_first_token else trace.error,
+        trace.failed_stage,
     )
 
 
@@ -166,13 +184,17 @@ def _make_stage_pieces(cut: breakdown.Breakdown, holders: tuple[HeldBy, ...] = (
     holders: of the queue; they are told of its longest piece.
     """
     base = cut.start
+    if not (cut.reasons or cut.held):  # nothing waited
+        return [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
     held = {(part.stage, part.start): part for part in cut.held}
-    queues = [part for part in cut.held if part.stage in stages.QUEUE_STAGES]
-    longest = max(queues, key=lambda part: part.end - part.start, default=None)
+    longest = _find_longest_queue(cut) if holders else None
     slices = deque(cut.reasons)
     pieces: list[Piece] = []
     below: list[Piece] = []
     for name, low, high in cut.pieces:
+        if name not in WAIT_STAGES:
+            pieces.append(Piece("stage", name, low - base, high - base))
+            continue
         inside = []
         # Slices come in the order of the pieces and fill each one: one pass pairs them.
         while slices and slices[0].stage == name and slices[0].end <= high:
@@ -193,6 +215,11 @@ def _make_stage_pieces(cut: breakdown.Breakdown, holders: tuple[HeldBy, ...] = (
     return pieces + below[:MAX_REASON_PIECES]
 
 
+def _find_longest_queue(cut: breakdown.Breakdown) -> HeldPiece | None:
+    queues = [part for part in cut.held if part.stage in stages.QUEUE_STAGES]
+    return max(queues, key=lambda part: part.end - part.start, default=None)
+
+
 def _list_held(part: HeldPiece) -> Attributes:
     """Microseconds of each kind of work; they add up to the piece. Kinds without any are left out."""
     return {
@@ -203,8 +230,10 @@ def _list_held(part: HeldPiece) -> Attributes:
 def _sum_held(cut: breakdown.Breakdown) -> Attributes:
     """Microseconds of each kind in the queue's pieces: they add up to its stage."""
     queues = [part.lengths for part in cut.held if part.stage in stages.QUEUE_STAGES]
-    sums = [sum(lengths) for lengths in zip(*queues, strict=True)]
-    return {name: length for name, length in zip(_HELD_ATTRIBUTES, sums, strict=False) if length}
+    if not queues:
+        return {}
+    sums = queues[0] if len(queues) == 1 else [sum(each) for each in zip(*queues, strict=True)]
+    return {name: length for name, length in zip(_HELD_ATTRIBUTES, sums, strict=True) if length}
 
 
 def _name_reason(part: ReasonSlice) -> Attributes:
@@ -214,26 +243,28 @@ def _name_reason(part: ReasonSlice) -> Attributes:
 
 def _sum_reasons(cut: breakdown.Breakdown) -> Attributes:
     """Microseconds per reason: in queues they add up to the queues' stages, in stalls to the stall."""
-    sums: Counter[str] = Counter()
+    sums: dict[str, int] = {}  # not a Counter, which takes a microsecond to make
     for part in cut.reasons:
-        sums[names.name_reason_attribute(part.stage, part.reason)] += part.end - part.start
-    return {key: length for key, length in sums.items()}
+        key = _REASON_ATTRIBUTES[part.stage, part.reason]
+        sums[key] = sums.get(key, 0) + part.end - part.start
+    return {**sums}
 
 
 def _list_ttft_attributes(trace: RequestTrace, cut: breakdown.Breakdown) -> Attributes:
-    attributes: Attributes = {
-        names.STREAMING: trace.streamed,
-        **_sum_reasons(cut),
-        **_sum_held(cut),
-    }
-    if trace.timeline is None:
+    attributes: Attributes = {names.STREAMING: trace.streamed}
+    if cut.reasons:
+        attributes |= _sum_reasons(cut)
+    if cut.held:
+        attributes |= _sum_held(cut)
+    timeline = trace.timeline
+    if timeline is None:
         return attributes
-    if trace.timeline.blocks and identity.kv_connector:
+    if timeline.blocks and identity.kv_connector:
         attributes[names.KV_CONNECTOR] = identity.kv_connector
-    if trace.timeline.holders_lost and trace.timeline.holders:
+    if timeline.holders_lost and timeline.holders:
         attributes[names.HELD_BY_TRUNCATED] = True
-    attributes |= carrier.list_timeline_attributes(trace.timeline, trace.clock_error)
-    if trace.timeline.media:
+    attributes |= carrier.list_timeline_attributes(timeline, trace.clock_error)
+    if timeline.media:
         attributes |= media_items.list_item_attributes(
             count_trace_items(trace), identity.ec_connector
         )

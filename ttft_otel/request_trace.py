@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from ttft_otel import breakdown, carrier, context
+import msgspec
+
+from ttft_otel.breakdown import Breakdown
+from ttft_otel.carrier import EngineTimeline
+from ttft_otel.context import TraceContext
 
 
-class EngineRequest:
+class EngineRequest(msgspec.Struct, eq=False, gc=False):
     """One engine request of an HTTP request (there are several for n > 1 or several prompts).
 
     assign: it left the preprocessing; received, output: its first output came, was processed
@@ -15,23 +19,17 @@ class EngineRequest:
     unknown), and vLLM's word for why it ended, finish_reason. is_watched: whether its end will be noticed.
     """
 
-    __slots__ = (
-        *("assign", "ended", "finish_reason", "is_watched", "marks", "output", "output_tokens"),
-        "received",
-    )
-
-    def __init__(self, assign: int) -> None:
-        self.assign = assign
-        self.marks = ""
-        self.received = 0
-        self.output = 0
-        self.ended = 0
-        self.output_tokens = 0
-        self.finish_reason = ""
-        self.is_watched = False
+    assign: int
+    marks: str = ""
+    received: int = 0
+    output: int = 0
+    ended: int = 0
+    output_tokens: int = 0
+    finish_reason: str = ""
+    is_watched: bool = False
 
 
-class RequestTrace:
+class RequestTrace(msgspec.Struct, eq=False, gc=False):
     """State of one traced HTTP request; times are microseconds of CLOCK_MONOTONIC, 0: not reached.
 
     arrive, render, end: ASGI call, start of the renderer, end of the response.
@@ -45,58 +43,47 @@ class RequestTrace:
     is_beam_search: its engine requests are steps of a search, not generations.
     """
 
-    __slots__ = (
-        "arrive", "timing_requested", "assign_times", "context", "breakdown", "failed_stage",
-        "encoded_before", "end", "clock_error", "clock_offset",
-        "engine_requests", "error", "first_output", "is_background", "is_beam_search", "is_counted",
-        "timeline", "leg",
-        "method", "parts", "path", "render", "request_id", "request_role", "route", "scheme",
-        "server",
-        "is_answered", "status", "streamed", "ttft_sent", "ttft_id",
-    )  # fmt: skip
-
-    def __init__(
-        self, arrive: int, trace_context: context.TraceContext, timing_requested: bool
-    ) -> None:
-        self.arrive = arrive
-        self.context = trace_context
-        self.timing_requested = timing_requested
-        self.assign_times: dict[str, int] = {}
-        self.timeline: carrier.EngineTimeline | None = None
-        self.breakdown: breakdown.Breakdown | None = None
-        self.clock_error = 0  # of clock_offset
-        self.clock_offset = 0  # the engine core's clock minus this process's, estimated
-        self.failed_stage = ""
-        self.encoded_before = False  # by the router's header: an encoder encoded some of its items
-        self.end = 0
-        self.is_answered = False  # its response was sent, and is neither an error nor given up
-        self.engine_requests: dict[str, EngineRequest] = {}
-        self.error = ""
-        self.first_output: EngineRequest | None = None
-        self.is_background = False
-        self.is_beam_search = False
-        self.is_counted = False
-        self.leg = ""
-        self.method = ""
-        self.parts: list[tuple[str, int, int]] = []
-        self.path = ""
-        self.render = 0
-        self.request_id = ""
-        # From its own transfer parameters, where vLLM's configuration does not decide the role.
-        self.request_role = ""
-        self.route = ""
-        self.scheme = ""
-        self.server: tuple[str, int | None] = ("", None)
-        self.status = 0
-        self.streamed = False
-        self.ttft_sent = False
-        self.ttft_id = context.new_span_id()
+    arrive: int
+    context: TraceContext
+    timing_requested: bool
+    is_counted: bool = False
+    assign_times: dict[str, int] = {}
+    timeline: EngineTimeline | None = None
+    breakdown: Breakdown | None = None
+    clock_error: int = 0  # of clock_offset
+    clock_offset: int = 0  # the engine core's clock minus this process's, estimated
+    failed_stage: str = ""
+    encoded_before: bool = False  # by the router's header: an encoder encoded some of its items
+    end: int = 0
+    is_answered: bool = False  # its response was sent, and is neither an error nor given up
+    engine_requests: dict[str, EngineRequest] = {}
+    error: str = ""
+    first_output: EngineRequest | None = None
+    is_background: bool = False
+    is_beam_search: bool = False
+    leg: str = ""
+    method: str = ""
+    parts: list[tuple[str, int, int]] = []
+    path: str = ""
+    render: int = 0
+    request_id: str = ""
+    # From its own transfer parameters, where vLLM's configuration does not decide the role.
+    request_role: str = ""
+    route: str = ""
+    scheme: str = ""
+    server: tuple[str, int | None] = ("", None)
+    start_ns: int = 0  # `arrive` by the wall clock, once a record needs it
+    status: int = 0
+    streamed: bool = False
+    ttft_sent: bool = False
 
     @property
     def is_unended(self) -> bool:
         """Whether vLLM has not told the end of one of its engine requests."""
-        engines = self.engine_requests.values()
-        return any(engine.is_watched and not engine.ended for engine in engines)
+        for engine in self.engine_requests.values():  # any() takes three times as long for one
+            if engine.is_watched and not engine.ended:
+                return True
+        return False
 
     @property
     def has_first_token(self) -> bool:

@@ -8,7 +8,9 @@ pieces, and record_parts.py makes spans and attributes of the result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
 
@@ -18,7 +20,7 @@ WAIT_STAGES: Final = frozenset((*QUEUE_STAGES, STALL_STAGE))
 MAX_SLICES: Final = 8  # of one piece in time order; of more, each reason's are put together
 
 
-class ReasonSlice(NamedTuple):
+class ReasonSlice(msgspec.Struct, frozen=True, gc=False):
     """Part of a waiting stage's piece that has one reason; microseconds, as the piece's times."""
 
     stage: str
@@ -53,6 +55,8 @@ def divide_waits(
 
 def _cut_piece(start: int, end: int, changes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """(code, length) of neighbouring slices with different reasons; their lengths add up."""
+    if not changes:
+        return [(IN_STEP, end - start)]
     cuts: list[tuple[int, int]] = []
     reason, position = IN_STEP, start
 

@@ -214,7 +214,7 @@ def check_blame(driver: Any, name: str) -> None:
             if piece.stage in QUEUE_STAGES:
                 assert abs(length - truth[kind]) <= rounding_us, (name, piece, kind, dict(truth))
     waiting_stages = (*QUEUE_STAGES, STALL_STAGE)
-    assert [piece[:3] for piece in cut.held] == [
+    assert [(piece.stage, piece.start, piece.end) for piece in cut.held] == [
         each for each in cut.pieces if each[0] in waiting_stages
     ]
     if driver.timelines[name].holders_lost:

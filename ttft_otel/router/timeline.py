@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ttft_otel import clock, names
-from ttft_otel.breakdown import Breakdown, PartitionCursor
+from ttft_otel.breakdown import Breakdown
+from ttft_otel.intervals import PartitionCursor
 from ttft_otel.stages import STAGE_NAMES, UNATTRIBUTED
 from ttft_otel.timing import ServerTiming
 
