@@ -291,3 +291,15 @@ def test_bounded_chunks(core: FakeEngineCore) -> None:
     marks, counts = decode_headers(out["a"])
     assert len(marks.steps) == 512 and marks.truncated and counts.chunks == 600
     assert marks.steps[-1].sampled == 599
+
+
+def test_long_ids_of_aborted_requests(core: FakeEngineCore) -> None:
+    """Their request IDs, which clients choose, are kept in part, and still told apart."""
+    long_ids = [f"{'x' * 60_000}-{number}" for number in range(2)]
+    for name in long_ids:
+        add_requests(core, name)
+        core.free(name)
+
+    assert all(len(each) <= scheduler.MAX_ID_CHARS for each in scheduler.aborted_timelines)
+    assert len(scheduler.aborted_timelines) == 2
+    assert all(engine_core.answer_aborted(core, name) for name in long_ids)

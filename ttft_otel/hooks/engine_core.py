@@ -60,7 +60,7 @@ def answer_aborted(core: Any, request_id: str) -> str:
 
     Removes it, so that it can be read once.
     """
-    return scheduler.aborted_timelines.pop(request_id, "")
+    return scheduler.aborted_timelines.pop(request_id[-scheduler.MAX_ID_CHARS :], "")
 
 
 HOOKS: Final = {"engine.input": wrap.Hook(before=stamp_engine_input, after=attach_timeline)}

@@ -29,6 +29,7 @@ from ttft_otel.hooks.waiting import arrived, waiting_requests
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 8192  # in awaiting_first_token
 MAX_ABORTED_REQUESTS: Final = 256  # in aborted_timelines
+MAX_ID_CHARS: Final = 256  # of their request IDs, which clients choose; the last ones are vLLM's own
 
 # Scheduled requests without a first token, oldest first: only these cost anything per step.
 awaiting_first_token: dict[str, EngineTimeline] = {}
@@ -264,7 +265,7 @@ def _keep_aborted(request_id: str) -> None:
     timeline = awaiting_first_token.pop(request_id, None)
     if timeline is None:
         return
-    aborted_timelines[request_id] = carrier.encode_timeline(timeline)
+    aborted_timelines[request_id[-MAX_ID_CHARS:]] = carrier.encode_timeline(timeline)
     if len(aborted_timelines) > MAX_ABORTED_REQUESTS:
         aborted_timelines.popitem(last=False)
 
