@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttft_otel import breakdown, measurement, names, recorder, testing, trace_measurement
+from ttft_otel import breakdown, measurement, names, recorder, stages, testing, trace_measurement
 from ttft_otel.carrier import EngineTimeline
 from ttft_otel.context import TraceContext
 from ttft_otel.measurement import Measurement
@@ -54,6 +54,11 @@ def make_trace(chance: random.Random, sampled: bool) -> RequestTrace:
     steps = [breakdown.EngineStep([(breakdown.CODE_FORWARD, 1500, 1600)], 1700)]
     marks = breakdown.Marks(1000, 1010, 1100, 1300, chance.choice([0, 1400]), steps=steps)
     marks.output, marks.egress = 1800, chance.choice([0, 1900])
+    since = sorted(chance.sample(range(1250, 1500), chance.choice([0, 0, 1, 3, 150])))
+    marks.reasons = [(at, chance.randrange(len(stages.WAIT_REASON_NAMES))) for at in since]
+    marks.held = chance.choice(
+        [[], [1300, 40, 10, 20, 5, 0], [1310, 60, 30, 0, 0, 30, 20, 0, 20, 0, 0]]
+    )
     trace.breakdown = chance.choice([breakdown.partition_marks(marks)] * 3 + [None])
     return trace
 
@@ -72,7 +77,8 @@ def read_measurement(data: bytes) -> Measurement:
     """The measurement in `data`, its head decoded."""
     raw = measurement.decode_measurement(data)
     head = measurement.decode_head(bytes(raw.head))
-    return Measurement(raw.version, head, raw.times_us, raw.recomputed_items)
+    waits = sorted(raw.reasons), sorted(raw.held)
+    return Measurement(raw.version, head, raw.times_us, raw.recomputed_items, *map(tuple, waits))
 
 
 @pytest.mark.parametrize("role", ["mono", "prefill", "decode", "encode", "prefill_decode", ""])
@@ -82,16 +88,25 @@ def test_as_its_record(role: str, halves: bool) -> None:
     identity.role, identity.model, identity.takes_encodings = role, "m", role != "encode"
     identity.ec_connector = "ec" if halves else ""
     kinds: set[Any] = set()
+    waits: set[int] = set()
     for seed in range(400):
         with testing.captured_records() as sender:
             for data in send_halves(seed, True, halves):
                 sender.send(data)
         found = [measurement.measure_record(record) for record in sender.kept]
-        expected = [each for each in found if each is not None]
+        expected = [
+            msgspec.structs.replace(
+                each, reasons=tuple(sorted(each.reasons)), held=tuple(sorted(each.held))
+            )
+            for each in found
+            if each is not None
+        ]
         made = [read_measurement(data) for data in send_halves(seed, False, halves)]
 
         assert made == expected
         kinds |= {each.head for each in made}
+        waits |= {len(each.reasons) for each in made}
+    assert {0, 1, 3} <= waits
     # An encoder's requests are counted by no head of their own here: others are of many kinds.
     assert len(kinds) >= (30 if role in ("mono", "decode", "prefill_decode", "") else 0)
 

@@ -19,12 +19,15 @@ from ttft_otel.measurement import (
     PREFIX,
     MeasurementHead,
     RawMeasurement,
+    Waits,
     encode_head,
 )
 from ttft_otel.request_trace import RequestTrace
 from ttft_otel.roles import identity, is_outermost, resolve_role
+from ttft_otel.wait_reasons import ReasonSlice
 
 MAX_HEADS: Final = 1024  # encoded heads that are kept; a server has a dozen
+_REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
 _encoder: Final = msgspec.msgpack.Encoder()
 # The fields of a MeasurementHead after its service, with names alone for its stages -> its bytes.
 _heads: dict[tuple[object, ...], msgspec.Raw] = {}
@@ -38,7 +41,8 @@ def encode_trace_measurement(trace: RequestTrace, cut: Breakdown | None, with_en
     role, outermost = resolve_role(trace), is_outermost(trace)
     is_encoder = cut is not None and role == "encode"
     recomputed = NOT_MEASURED if cut is None or is_encoder else _count_recomputed(trace)
-    if not outermost and recomputed == NOT_MEASURED:
+    reasons, held = ((), ()) if cut is None or not cut.reasons else _list_waits(cut)
+    if not (outermost or recomputed != NOT_MEASURED or reasons or held):
         cut, is_encoder = None, False
     times_us: list[int] = []
     stage_names: tuple[str, ...] = ()
@@ -69,7 +73,7 @@ def encode_trace_measurement(trace: RequestTrace, cut: Breakdown | None, with_en
         pairs = tuple([(name, "") for name in stage_names])
         head = _keep_head(key, MeasurementHead(service, *key[:6], pairs, *key[7:]))
     return PREFIX + _encoder.encode(
-        RawMeasurement(MEASUREMENT_VERSION, head, tuple(times_us), recomputed)
+        RawMeasurement(MEASUREMENT_VERSION, head, tuple(times_us), recomputed, reasons, held)
     )
 
 
@@ -79,6 +83,31 @@ def _keep_head(key: tuple[object, ...], head: MeasurementHead) -> msgspec.Raw:
         _heads.clear()
     found = _heads[key] = msgspec.Raw(encode_head(head))
     return found
+
+
+def _list_waits(cut: Breakdown) -> tuple[Waits, Waits]:
+    """Parts of queues by reason and by what held them, of reasons as many as a Record has pieces for."""
+    reasons: list[tuple[int, int]] = []
+    several: list[ReasonSlice] = []
+    for part in cut.reasons:
+        # One reason that fills its piece is an attribute in a Record, and not bounded with the others.
+        if (part.stage, part.start, part.end) not in cut.pieces:
+            several.append(part)
+        elif part.stage in stages.QUEUE_STAGES:
+            reasons.append((_REASON_CODES[part.reason], part.end - part.start))
+    reasons += [
+        (_REASON_CODES[part.reason], part.end - part.start)
+        for part in several[: record_parts.MAX_REASON_PIECES]
+        if part.stage in stages.QUEUE_STAGES
+    ]
+    held = [
+        (code, length)
+        for piece in cut.held
+        if piece.stage in stages.QUEUE_STAGES
+        for code, length in enumerate(piece.lengths)
+        if length
+    ]
+    return tuple(reasons), tuple(held)
 
 
 def _count_recomputed(trace: RequestTrace) -> int:

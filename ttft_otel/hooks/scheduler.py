@@ -29,7 +29,9 @@ from ttft_otel.hooks.waiting import arrived, waiting_requests
 log = logging.getLogger("ttft_otel")
 MAX_AWAITING_REQUESTS: Final = 8192  # in awaiting_first_token
 MAX_ABORTED_REQUESTS: Final = 256  # in aborted_timelines
-MAX_ID_CHARS: Final = 256  # of their request IDs, which clients choose; the last ones are vLLM's own
+MAX_ID_CHARS: Final = (
+    256  # of their request IDs, which clients choose; the last ones are vLLM's own
+)
 
 # Scheduled requests without a first token, oldest first: only these cost anything per step.
 awaiting_first_token: dict[str, EngineTimeline] = {}
