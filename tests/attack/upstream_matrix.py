@@ -81,7 +81,8 @@ async def run_cells(cells: Iterable[FaultCell]) -> dict[FaultCell, FaultOutcome]
         # A busy machine can stand still for longer than the time-out: what was merely slow is asked again,
         # one at a time. Where the router is wrong it stays wrong.
         for cell, outcome in outcomes.items():
-            if cell.fault == "slow first byte" and outcome.client != "200":
+            is_late = outcome.client != "200" or outcome.breaker != "not counted"
+            if cell.fault == "slow first byte" and is_late:
                 outcomes[cell] = await run_cell(cell)
         return outcomes
 
