@@ -35,7 +35,7 @@ MODULES: Final = (
         "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
         tuple(
             f"example/prometheus-operator-crd/monitoring.coreos.com_{name}.yaml"
-            for name in ("servicemonitors", "podmonitors", "prometheusrules")
+            for name in ("prometheuses", "servicemonitors", "podmonitors", "prometheusrules")
         ),
     ),
     DefinitionModule(

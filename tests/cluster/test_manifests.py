@@ -47,6 +47,22 @@ def test_the_guides_instrumentation(cluster: KubeCluster, namespace: str) -> Non
     assert "serverside-applied" in try_objects(cluster, namespace, text)
 
 
+def test_the_prometheus_of_other_charts(cluster: KubeCluster, namespace: str) -> None:
+    """The operator's definition takes what kube-prometheus-stack would give it, and refuses a wrong field."""
+    values = yaml.safe_load((KUBERNETES / "storage/prometheus-values.yaml").read_text("utf-8"))
+    prometheus = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "Prometheus",
+        "metadata": {"name": "main"},
+        "spec": values["prometheus"]["prometheusSpec"],
+    }
+
+    assert "serverside-applied" in try_objects(cluster, namespace, yaml.safe_dump(prometheus))
+    text = yaml.safe_dump(prometheus).replace("sendNativeHistograms", "sendNativeHistogram")
+    with pytest.raises(ClusterCommandError, match="sendNativeHistogram"):
+        try_objects(cluster, namespace, text)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "told"),
     [
