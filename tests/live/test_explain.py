@@ -25,7 +25,7 @@ from ttft_otel import cli
 
 # To compare with: 20 are needed, and those of this file that were delayed must stay below a tenth.
 LIKE = 100
-LIKE_IMAGES = 40
+FEWER_LIKE = 40
 LONG_PROMPTS = 10
 DELAY_MS = 400.0
 MAX_WAIT_S = 20.0
@@ -130,9 +130,9 @@ def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None
     check_cause(like.explain(name), "paused")
 
 
-def test_remote_kv(pd: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """KV blocks come late from the prefill instance."""
-    like = send_texts(pd, texts)
+def test_remote_kv(pd: LiveDeployment) -> None:
+    """KV blocks come late from the prefill instance, of a prompt that fills some."""
+    like = LikeRequests(pd, count=FEWER_LIKE, words=300)
     pd.control.set_injections({"kv_wait": DELAY_MS})
     try:
         name = like.send_one()
@@ -198,7 +198,7 @@ def test_long_prompts_ahead(epd: LiveDeployment, texts: dict[str, LikeRequests])
 
 def test_delays_of_an_image(epd: LiveDeployment) -> None:
     """Media: what the processor, the encoder and the encoder cache took longer is told apart."""
-    like = LikeRequests(epd, count=LIKE_IMAGES, image=True)
+    like = LikeRequests(epd, count=FEWER_LIKE, image=True)
     for place, rule in IMAGE_CAUSES.items():
         epd.control.set_injections({place: DELAY_MS})
         try:
