@@ -61,7 +61,7 @@ class DisconnectWatch:
     """Cancels the current task, and thereby the legs of its request, when the client leaves.
 
     It is made once the body is here, and ended with the request. output: the client's connection, where the
-    server offers it; from another server a task of its own learns it, which costs a request 5 us.
+    server offers it; from another server a task of its own learns it, which costs more.
     """
 
     __slots__ = ("_exchange", "_task", "_output", "_watcher")

@@ -73,7 +73,7 @@ def _record_chunk(booking: AttemptBooking, data: bytes) -> bytes:
 class AnswerReading:
     """Context manager for reading `response`: notes how that ended in `attempt`, and finishes it.
 
-    Not a generator, which would cost each answer 2 us.
+    Not a generator: making and closing one for each answer costs more.
     """
 
     __slots__ = ("_response", "_attempt")
