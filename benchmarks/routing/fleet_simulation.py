@@ -94,6 +94,11 @@ class Simulation:
         self.ttfts_s: list[float] = []
         self.cached_tokens = 0
 
+    @property
+    def mean_ttft_s(self) -> float:
+        """The mean of all first tokens so far, seconds."""
+        return statistics.fmean(self.ttfts_s)
+
     def schedule_event(self, when_us: int, action: Callable[[int], None]) -> None:
         """Call `action` at the time `when_us` of the simulation."""
         heapq.heappush(self.events, (when_us, next(self.event_order), action))
@@ -223,7 +228,7 @@ def simulate_case(
     cuts = statistics.quantiles(simulation.ttfts_s, n=100)
     span = (rows[-1].arrival_s - rows[0].arrival_s) / speed
     figures = {
-        "mean": statistics.fmean(simulation.ttfts_s),
+        "mean": simulation.mean_ttft_s,
         "p50": cuts[49],
         "p90": cuts[89],
         "p99": cuts[98],

@@ -9,17 +9,15 @@ figures for programs; the same seeds give the same figures everywhere (worker_sh
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.figures import Figure, build_figure, report_figures
+from benchmarks.routing import trace_options
 from benchmarks.routing.mooncake_traces import read_trace
-from benchmarks.routing.worker_sharing import CASES_FILE, spread_arrivals
+from benchmarks.routing.worker_sharing import spread_arrivals
 from benchmarks.routing.worker_simulation import run_workers
 
 CASE_NAME: Final = "conv-n8-load0.85-history"
@@ -37,7 +35,7 @@ def measure_policy(
     for seed in seeds:
         rows = spread_arrivals(read_trace(folder / f"{case['trace']}_trace.jsonl", seed), seed)
         simulation = run_workers(case, policy, rows, seed, replicas, False)
-        means_s.append(statistics.fmean(simulation.ttfts_s))
+        means_s.append(simulation.mean_ttft_s)
         hits.append(simulation.cached_tokens / sum(row.tokens for row in rows))
         sys.stderr.write(f"{policy} {replicas} seed {seed}: {means_s[-1]:.3f} {hits[-1]:.3f}\n")
     where = f"{policy}, {replicas} replicas, {case['name']}"
@@ -49,20 +47,13 @@ def measure_policy(
 
 def main() -> int:
     """A line for each figure; --json writes them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    traces = os.environ.get("TTFT_OTEL_TRACES")
-    parser.add_argument("--traces", type=Path, default=Path(traces) if traces else None)
-    parser.add_argument("--list", type=Path, default=CASES_FILE, help="the cases")
+    parser = trace_options.make_parser(__doc__)
     parser.add_argument("--case", default=CASE_NAME, help="its name")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
-    options = parser.parse_args()
-    if options.traces is None:
-        parser.error("name the folder of the traces: --traces DIR, or TTFT_OTEL_TRACES")
+    options = trace_options.parse_options(parser)
     cases = json.loads(options.list.read_text("utf-8"))["cases"]
     (case,) = (each for each in cases if each["name"] == options.case)
     figures: dict[str, Figure] = {}

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.routing import trace_options
 from benchmarks.routing.fleet_simulation import simulate_case
 from benchmarks.routing.mooncake_traces import (
     compute_ideal_mean_s,
@@ -34,17 +34,11 @@ from benchmarks.routing.simulation_tables import (
 
 # Above it queues grow until the trace ends: a mean then tells the trace's length, not the policy.
 MAX_STABLE_UTILIZATION = 0.95
-ROUTING_FOLDER = Path(__file__).parent
 
 
 def parse_simulation_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    traces = os.environ.get("TTFT_OTEL_TRACES")
-    parser.add_argument("--traces", type=Path, default=Path(traces) if traces else None)
-    parser.add_argument(
-        "--list", type=Path, default=ROUTING_FOLDER / "cases.json", help="the cases"
-    )
+    parser = trace_options.make_parser(__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="*", help="only these; without a name none")
     parser.add_argument(
         "--policies", nargs="*", help="in seed 1 only these, and those of all seeds"
@@ -55,10 +49,7 @@ def parse_simulation_options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="cases at once")
     parser.add_argument("--json", type=Path, help="where to; what is in it already stays")
     parser.add_argument("--table", action="store_true", help="print Markdown tables")
-    arguments = parser.parse_args()
-    if arguments.traces is None:
-        parser.error("name the folder of the traces: --traces DIR, or TTFT_OTEL_TRACES")
-    return arguments
+    return trace_options.parse_options(parser)
 
 
 def run_case(case: dict[str, Any], folder: Path, policies: list[str], seed: int) -> dict[str, Any]:

@@ -10,10 +10,8 @@ and sockets play no part, so that the same seeds give the same figures everywher
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import random
 import sys
 from dataclasses import replace
@@ -21,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.routing import trace_options
 from benchmarks.routing.mooncake_traces import TraceRow, read_trace
 from benchmarks.routing.peer_simulation import PeerSimulation
-from benchmarks.routing.worker_simulation import simulate_workers
+from benchmarks.routing.worker_simulation import run_workers
 
-CASES_FILE: Final = Path(__file__).with_name("cases.json")
 CASE_NAMES: Final = ("conv-n8-load0.85", "conv-n8-load0.85-history")
 POLICIES: Final = ("calibrated", "least_requests")
 MAX_SHARING_RATIO: Final = 1.03  # of the mean TTFT, workers that share to one
@@ -54,10 +52,12 @@ def measure_case(
     alone, sharing, peers, apart = [], [], [], []
     for seed in seeds:
         rows = spread_arrivals(read_trace(folder / f"{case['trace']}_trace.jsonl", seed), seed)
-        alone.append(simulate_workers(case, policy, rows, seed, 1, False))
-        sharing.append(simulate_workers(case, policy, rows, seed, workers, True))
-        peers.append(simulate_workers(case, policy, rows, seed, workers, True, PeerSimulation))
-        apart.append(simulate_workers(case, policy, rows, seed, workers, False))
+        alone.append(run_workers(case, policy, rows, seed, 1, False).mean_ttft_s)
+        sharing.append(run_workers(case, policy, rows, seed, workers, True).mean_ttft_s)
+        peers.append(
+            run_workers(case, policy, rows, seed, workers, True, PeerSimulation).mean_ttft_s
+        )
+        apart.append(run_workers(case, policy, rows, seed, workers, False).mean_ttft_s)
         ratios = ", ".join(f"{each[-1] / alone[-1]:.3f}" for each in (sharing, peers, apart))
         sys.stderr.write(f"{case['name']} {policy} seed {seed}: {ratios}\n")
     where = f"{policy}, {case['name']}"
@@ -77,20 +77,13 @@ def measure_case(
 
 def main() -> int:
     """A line for each figure; --json writes them; 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    traces = os.environ.get("TTFT_OTEL_TRACES")
-    parser.add_argument("--traces", type=Path, default=Path(traces) if traces else None)
-    parser.add_argument("--list", type=Path, default=CASES_FILE, help="the cases")
+    parser = trace_options.make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASE_NAMES, help="names of cases")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
-    options = parser.parse_args()
-    if options.traces is None:
-        parser.error("name the folder of the traces: --traces DIR, or TTFT_OTEL_TRACES")
+    options = trace_options.parse_options(parser)
     figures: dict[str, Figure] = {}
     for case in json.loads(options.list.read_text("utf-8"))["cases"]:
         if case["name"] in options.cases:

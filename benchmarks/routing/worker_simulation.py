@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
@@ -165,20 +164,6 @@ def deliver(worker: SimulatedWorker, owner: int, message: messages.LoadMessage, 
         worker.siblings.apply_sent(owner, message)
     elif isinstance(message, messages.FirstToken):
         worker.siblings.apply_first_token(owner, message)
-
-
-def simulate_workers(
-    case: dict[str, Any],
-    policy: str,
-    rows: tuple[TraceRow, ...],
-    seed: int,
-    worker_count: int,
-    are_sharing: bool,
-    kind: type[WorkerSimulation] = WorkerSimulation,
-) -> float:
-    """Simulate one case; returns the mean TTFT in seconds. kind: how they tell one another."""
-    simulation = run_workers(case, policy, rows, seed, worker_count, are_sharing, kind)
-    return statistics.fmean(simulation.ttfts_s)
 
 
 def run_workers(

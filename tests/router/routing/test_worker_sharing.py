@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.routing.mooncake_traces import TraceRow
 from benchmarks.routing.worker_sharing import spread_arrivals
-from benchmarks.routing.worker_simulation import simulate_workers
+from benchmarks.routing.worker_simulation import run_workers
 from router.routing.small_trace import run_benchmark
 
 CASE = {
@@ -39,9 +39,9 @@ def build_rows(count: int) -> tuple[TraceRow, ...]:
 def test_sharing_is_as_one(policy: str) -> None:
     """What is said makes up for what a worker does not do itself; without it the mean is worse."""
     rows = build_rows(600)
-    one = simulate_workers(CASE, policy, rows, 1, 1, False)
-    sharing = simulate_workers(CASE, policy, rows, 1, 4, True)
-    apart = simulate_workers(CASE, policy, rows, 1, 4, False)
+    one = run_workers(CASE, policy, rows, 1, 1, False).mean_ttft_s
+    sharing = run_workers(CASE, policy, rows, 1, 4, True).mean_ttft_s
+    apart = run_workers(CASE, policy, rows, 1, 4, False).mean_ttft_s
 
     assert sharing < 1.1 * one
     assert sharing < apart
@@ -51,8 +51,9 @@ def test_same_seed_same_figures() -> None:
     """Nothing but the seeds decides."""
     rows = build_rows(100)
 
-    assert simulate_workers(CASE, "calibrated", rows, 3, 4, True) == simulate_workers(
-        CASE, "calibrated", rows, 3, 4, True
+    assert (
+        run_workers(CASE, "calibrated", rows, 3, 4, True).mean_ttft_s
+        == run_workers(CASE, "calibrated", rows, 3, 4, True).mean_ttft_s
     )
 
 
