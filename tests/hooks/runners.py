@@ -64,10 +64,11 @@ class FakeRunner:
         self.speculative_config: Any = None
         self.raises = False
         self.state: Any = None
+        self.has_encoded = False  # all items of its steps are in its cache, or prompt embeddings
 
     def encode_items(self, scheduled: Any) -> None:
         """The encoder's call, which V1 makes in every step, with or without items."""
-        if scheduled.scheduled_encoder_inputs:
+        if scheduled.scheduled_encoder_inputs and not self.has_encoded:
             self.clock.tick(ENCODER_US)
             if self.connector is not None:
                 self.connector.save_caches()
@@ -143,7 +144,8 @@ class RunnerV2(FakeRunner):
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """One step."""
         self.begin_step(scheduler_output)
-        if scheduler_output.scheduled_encoder_inputs and intermediate_tensors is None:
+        encodes = scheduler_output.scheduled_encoder_inputs and not self.has_encoded
+        if encodes and intermediate_tensors is None:
             FakeEncoderRunner(self).execute_mm_encoder(scheduler_output)
         if self.encode_only or not scheduler_output.num_scheduled_tokens:
             return self.make_output() if self.encode_only else EMPTY

@@ -82,6 +82,20 @@ def test_encoder(make_runner: RunnerMaker) -> None:
     assert output._ttft[6:8] == (F, begin + ENCODER_US)
 
 
+def test_encoded_before(make_runner: RunnerMaker) -> None:
+    """Items of a step that need no encoding, for which V2 does not call the encoder, are not told as lost."""
+    runner = make_runner()
+    runner.has_encoded = True
+    output = run_step(runner, make_scheduler_output({"a": 10}, {"a": [0]}))
+
+    assert output._ttft[2] == 0
+    pairs = output._ttft[3:]
+    encoded_us = sum(
+        pairs[at + 2] - pairs[at + 1] for at in range(0, len(pairs), 3) if pairs[at] == E
+    )
+    assert encoded_us == 0
+
+
 def test_encode_only(make_runner: RunnerMaker) -> None:
     """An encoder instance's output is final after the first call."""
     runner = make_runner()
