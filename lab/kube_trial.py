@@ -30,7 +30,7 @@ from lab.kube_workload import METRICS_PORT, NAMESPACE, RELEASE, SPANS_PORT, VLLM
 
 VLLM_TIMEOUT_S: Final = 400.0  # seconds for all servers; two cores need one minute for two
 PODS_TIMEOUT_S: Final = 120.0  # seconds for pods without vLLM
-ROLLOUT_TIMEOUT_S: Final = 600.0
+ROLLOUT_TIMEOUT_S: Final = 1500.0
 ARRIVAL_TIMEOUT_S: Final = 60.0  # seconds for spans that were handed off
 HANDED_OFF_S: Final = 2.0  # an exporter sends what is a second old; beside a busy machine's pauses
 STEADY_S: Final = 8.0  # seconds of load before and after an event
