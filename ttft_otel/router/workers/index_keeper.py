@@ -57,7 +57,10 @@ class IndexKeeper:
         self._is_orphaned = self._is_started = False
 
     async def run(self, lifeline_fd: int) -> None:
-        """Serve until the supervisor, at whose end `lifeline_fd` is readable, and all workers are gone."""
+        """Serve until the supervisor, at whose end `lifeline_fd` is readable, and all workers are gone.
+
+        Raises what the source raises when it starts: a successor may have more luck, and it is said.
+        """
         loop = asyncio.get_running_loop()
         loop.add_reader(lifeline_fd, self._note_orphaned, lifeline_fd)
         # A predecessor that was killed has left its file, on which bind() would fail.
@@ -65,10 +68,16 @@ class IndexKeeper:
             self.path.unlink()
         server = await loop.create_unix_server(lambda: WorkerConnection(self), str(self.path))
         telling = asyncio.create_task(self._tell_forever())
-        await self._is_over.wait()
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
-        server.close()
+        ending = asyncio.create_task(self._is_over.wait())
+        try:
+            await asyncio.wait({telling, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()
+        finally:
+            telling.cancel()
+            ending.cancel()
+            await asyncio.gather(telling, ending, return_exceptions=True)
+            server.close()
 
     def follow_urls(self, worker: WorkerConnection, urls: list[str]) -> None:
         """The worker has these instances: follow what any of them has."""

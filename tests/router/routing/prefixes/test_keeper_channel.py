@@ -24,6 +24,7 @@ from ttft_otel.router.routing.prefixes.keeper_frames import FrameSplitter
 from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.workers.index_keeper import IndexKeeper
 
 BLOCK_TOKENS = 4
@@ -150,6 +151,26 @@ def test_instances_of_all_workers(path: Path) -> None:
                 await wait_until(lambda: {each.url for each in keeper.pool} == {one})
             await wait_until(lambda: not keeper.urls_by_worker)
             assert {each.url for each in keeper.pool} == {one}
+
+    run_with_timeout(run_scenario)
+
+
+def test_a_keeper_that_cannot_follow(path: Path) -> None:
+    """It ends with the error, so that the supervisor says so and starts another one."""
+
+    class FailingSource(KvEventsSource):
+        async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+            raise OSError("no sockets left")
+
+    async def run_scenario() -> None:
+        read_fd, write_fd = os.pipe()
+        keeper = IndexKeeper(FailingSource(BLOCK_TOKENS, 1000, ()), path)
+        task = asyncio.create_task(keeper.run(read_fd))
+        async with run_source(path, "http://127.0.0.1:1"):
+            with pytest.raises(OSError, match="no sockets left"):
+                await task
+        os.close(read_fd)
+        os.close(write_fd)
 
     run_with_timeout(run_scenario)
 
