@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import zmq.asyncio
 
 from router import fake_instances
@@ -34,6 +35,8 @@ from router.fake_engine import FakeEngine
 from router.fake_instances import FakeInstance
 from router.fake_publisher import FakePublisher
 from ttft_otel import names
+
+pytestmark = pytest.mark.slow
 
 BLOCK_TOKENS = 4
 PROMPT_BLOCKS = 10
