@@ -58,6 +58,7 @@ RATIO_GOALS: Final = {
     ("paced", "untraced", "rust"): 1.0,
     ("paced", "traced", "rust"): 1.0,
     ("stream", "traced P/D", "traced"): 1.6,
+    ("paced", "traced P/D", "traced"): 1.6,
     ("plain", "traced", "untraced"): None,
     ("stream", "traced", "untraced"): None,
 }

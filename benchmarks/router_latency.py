@@ -33,6 +33,7 @@ ROUNDS: Final = 7  # of each load, in which all routers take turns
 MAX_CONNECTIONS: Final = 256
 MAX_DRAIN_S: Final = 20.0  # seconds after the last arrival until everything has to be answered
 DIRECT: Final = ""  # the name of the instance itself, which is the reference
+PEERS: Final = ("rust", "fastapi")
 _BEFORE_STAMP: Final = bare_transport.EVENT.partition(bare_transport.STAMP_PLACE)[0]
 _STAMP_BYTES: Final = len(bare_transport.STAMP_PLACE)
 BODY: Final = json.dumps(
@@ -148,6 +149,28 @@ def measure_latency(urls: Mapping[str, str], pid: int, seconds: float) -> dict[s
             for name, added_us in compare_samples(samples, f"{share:.0%}").items():
                 rounds.setdefault(name, []).append(added_us)
         figures |= {name: build_figure(values, digits=0) for name, values in rounds.items()}
+        figures |= compare_routers(
+            rounds, [name for name in urls if name != DIRECT], f"{share:.0%}"
+        )
+    return figures
+
+
+def compare_routers(
+    rounds: Mapping[str, Sequence[float]], names: Sequence[str], load: str
+) -> dict[str, Figure]:
+    """What ours add as multiples of what each peer adds, of rounds in which the peer added something."""
+    figures: dict[str, Figure] = {}
+    for peer in PEERS:
+        for name in (each for each in names if each not in PEERS and peer in names):
+            for what in ("TTFT p50", "TTFT p99", "token p50", "token p99"):
+                pairs = zip(
+                    rounds[name_added(load, what, name)],
+                    rounds[name_added(load, what, peer)],
+                    strict=True,
+                )
+                # Noise may make a peer look faster than no router at all: a ratio to that says nothing.
+                if ratios := [value / reference for value, reference in pairs if reference > 0]:
+                    figures[f"{load}: {what}, {name} / {peer}"] = build_figure(ratios)
     return figures
 
 
@@ -163,10 +186,15 @@ def compare_samples(samples: Mapping[str, LatencySamples], load: str) -> dict[st
             ("token", taken.later, direct.later),
         ):
             for percent in (50, 99):
-                added[f"{load}: {label} p{percent} added by {name}, us"] = find_percentile(
+                added[name_added(load, f"{label} p{percent}", name)] = find_percentile(
                     values, percent
                 ) - find_percentile(references, percent)
     return added
+
+
+def name_added(load: str, what: str, router: str) -> str:
+    """The name of a figure: what the router adds to a percentile at this load."""
+    return f"{load}: {what} added by {router}, us"
 
 
 def find_percentile(values: Sequence[float], percent: int) -> float:

@@ -215,6 +215,7 @@ METRIC_KV_EVENTS: Final = "ttft_otel_router_kv_events"
 METRIC_WORKERS: Final = "ttft_otel_router_workers"
 METRIC_WORKER_RESTARTS: Final = "ttft_otel_router_worker_restarts"
 METRIC_WORKER_MESSAGES_LOST: Final = "ttft_otel_router_worker_messages_lost"
+METRIC_INDEX_LOOKUPS: Final = "ttft_otel_router_index_lookups"
 METRIC_PEERS: Final = "ttft_otel_router_peers"
 METRIC_PEER_MESSAGES: Final = "ttft_otel_router_peer_messages"
 

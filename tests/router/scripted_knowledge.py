@@ -79,6 +79,10 @@ class ScriptedSource:
         await asyncio.sleep(self.delay_s)
         return self.cached_by_url
 
+    def describe_problem(self) -> str:
+        """None."""
+        return ""
+
     def describe_instances(self) -> dict[str, Any]:
         """Nothing is known of instances."""
         return {}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ttft_otel.router.workers import supervisor
+from ttft_otel.router.workers import child_process, supervisor
 
 FAILING_START = """
 import sys
@@ -24,16 +24,16 @@ def test_pauses() -> None:
     """None after a steady life; else doubled, up to a limit."""
     pauses = [0.0]
     for _ in range(8):
-        pauses.append(supervisor.choose_pause_s(pauses[-1], 1.0))
+        pauses.append(child_process.choose_pause_s(pauses[-1], 1.0))
 
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert supervisor.choose_pause_s(30.0, supervisor.STEADY_S) == 0.0
+    assert child_process.choose_pause_s(30.0, child_process.STEADY_S) == 0.0
 
 
 def test_ends_in_words() -> None:
     """A signal by its name, else the exit code."""
-    assert supervisor.describe_end(-9) == "was ended by SIGKILL"
-    assert supervisor.describe_end(1) == "ended with exit code 1"
+    assert child_process.describe_end(-9) == "was ended by SIGKILL"
+    assert child_process.describe_end(1) == "ended with exit code 1"
 
 
 def test_a_port_is_reserved() -> None:

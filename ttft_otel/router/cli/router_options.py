@@ -17,7 +17,11 @@ import yaml
 
 from ttft_otel.router import types
 from ttft_otel.router.cli.limit_options import take_limits
-from ttft_otel.router.cli.routing_options import RoutingOptions, check_unused_options
+from ttft_otel.router.cli.routing_options import (
+    PROMPT_POLICIES,
+    RoutingOptions,
+    check_unused_options,
+)
 from ttft_otel.router.control.admin import is_loopback
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance, parse_instance_url
@@ -84,6 +88,12 @@ class RouterOptions(RoutingOptions):
     def takes_newcomers(self) -> bool:
         """Whether instances may come and go while the router runs, so that there may be none yet."""
         return self.register or bool(self.discover)
+
+    @property
+    def has_index_keeper(self) -> bool:
+        """Whether one process keeps the index of KV events for all workers."""
+        reads_prompts = self.routing_logic in PROMPT_POLICIES
+        return self.workers > 1 and reads_prompts and self.prefix_index == "kv-events"
 
     @property
     def resolved_first_token(self) -> str:

@@ -109,6 +109,11 @@ class RoutingOptions:
             pool, policy_name, options, window_s, *knowledge, encoders_policy=encoders_policy
         )
 
+    @property
+    def has_index_keeper(self) -> bool:
+        """Whether one process keeps the index of KV events for several routers."""
+        return False
+
     def _choose_encoder_policy(self, has_encoders: bool) -> str:
         """The policy of the encode leg; `ttft` needs item sizes, which only prompt readers count."""
         policy_name, flag = self.encoder_routing_logic, "--encoder-routing-logic ttft"
@@ -131,6 +136,7 @@ class RoutingOptions:
                 kv_endpoints=self.kv_events_endpoint,
                 lmcache_url=self.lmcache_controller_url,
                 lmcache_instances=names,
+                is_kept_elsewhere=self.has_index_keeper,
             )
         except ValueError as error:
             raise click.UsageError(str(error)) from error

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from ttft_otel.router.cli import peer_options, router_options
 from ttft_otel.router.cli.router_options import RouterOptions
+from ttft_otel.router.routing.prefixes import DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS
 from ttft_otel.router.workers.supervisor import WorkerSeat, WorkerSupervisor, reserve_port
 from ttft_otel.router.workers.worker_server import run_worker_server
 
@@ -34,6 +36,18 @@ class WorkerProcesses:
         """Be a worker, until a signal ends it."""
         build = functools.partial(peer_options.build_worker_link, self.options)
         self.serve(self.options, functools.partial(run_worker_server, seat, build))
+
+    def run_keeper(self, folder: Path, lifeline_fd: int) -> None:
+        """Keep the index of KV events for all workers, until they and their supervisor are gone."""
+        # Not needed where prefixes come from elsewhere, and it needs ZMQ.
+        from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+        from ttft_otel.router.workers.index_keeper import run_index_keeper
+
+        endpoints = self.options.kv_events_endpoint
+        source = functools.partial(
+            KvEventsSource, DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS, endpoints
+        )
+        run_index_keeper(source, folder, lifeline_fd)
 
     def reload_options(self) -> None:
         """Read the configuration again for workers that start later; those that run do so themselves."""
@@ -65,7 +79,11 @@ def run_workers(ctx: click.Context, options: RouterOptions, serve: Callable[...,
         reserved += sockets
     processes = WorkerProcesses(ctx, dataclasses.replace(options, **ports), serve)
     supervisor = WorkerSupervisor(
-        options.workers, processes.run_worker, options.drain_timeout, processes.reload_options
+        options.workers,
+        processes.run_worker,
+        options.drain_timeout,
+        processes.reload_options,
+        processes.run_keeper if options.has_index_keeper else None,
     )
     try:
         return supervisor.run()

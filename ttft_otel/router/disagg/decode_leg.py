@@ -247,9 +247,13 @@ async def read_whole_answer(
     response = await upstream.send_request(request, exchange.trace_context, attempts)
     try:
         with AnswerReading(response, attempts[-1]):
-            # All of it has to come within --first-byte-timeout: it is one token.
-            with FirstByteWait(attempts[-1]):
+            # Mostly it came with its head, and what is here cannot be late.
+            if response.is_complete:
                 data = await response.read()
+            else:
+                # All of it has to come within --first-byte-timeout: it is one token.
+                with FirstByteWait(attempts[-1]):
+                    data = await response.read()
         attempts[-1].record_whole_answer()
         record_server_timing(attempts[-1], response)
     except UPSTREAM_ERRORS as error:

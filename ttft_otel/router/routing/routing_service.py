@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ttft_otel import clock
 from ttft_otel.guard import Guard
 from ttft_otel.router.routing.booking import Booking
-from ttft_otel.router.routing.policies.block_index import BlockHolders
+from ttft_otel.router.routing.policies.block_index import BlockHolders, PrefixIndex
 from ttft_otel.router.routing.policies.pending_load import ARRIVAL_WINDOW_S, PendingLoads
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import (
@@ -77,8 +77,7 @@ class RoutingService:
         self.prefilling_leg = pool.prefilling_leg
         self.slo_rejections = 0  # requests that no instance could have answered in time
         self.first_token_listener: FirstTokenListener | None = None
-        # With --workers: takes in what the others have said until now.
-        self.read_others: Callable[[], None] | None = None
+        self.read_others: Callable[[], None] | None = None  # with --workers: what they have said
         self._options, self._window_s = options or PolicyOptions(), window_s
         self._leg_policies = {self.prefilling_leg: self._build_prefill_policy(policy_name)}
         self._others_policy, self._encoders_policy = others_policy, encoders_policy or others_policy
@@ -89,8 +88,7 @@ class RoutingService:
 
     def _build_prefill_policy(self, policy_name: str) -> LegPolicy:
         index = BlockHolders(1) if self.prefix_source is None else self.prefix_source.index
-        state = PolicyState(index, self._options, PendingLoads(window_s=self._window_s))
-        return LegPolicy(policy_name, POLICIES[policy_name](state), state)
+        return self._make_leg_policy(policy_name, index, self._options)
 
     def get_leg_policy(self, leg: str) -> LegPolicy:
         """The policy of `leg`, created when first needed."""
@@ -104,8 +102,12 @@ class RoutingService:
     def _build_leg_policy(self, policy_name: str) -> LegPolicy:
         """A policy for a leg without prefix cache and TTFT objective."""
         options = dataclasses.replace(self._options, shared_cache=False, slo_s=0.0)
-        state = PolicyState(BlockHolders(1), options, PendingLoads(window_s=self._window_s))
-        return LegPolicy(policy_name, POLICIES[policy_name](state), state)
+        return self._make_leg_policy(policy_name, BlockHolders(1), options)
+
+    def _make_leg_policy(self, name: str, index: PrefixIndex, options: PolicyOptions) -> LegPolicy:
+        state = PolicyState(index, options, PendingLoads(window_s=self._window_s))
+        state.counts_arrivals = POLICIES[name].tracks_load
+        return LegPolicy(name, POLICIES[name](state), state)
 
     def listen_to_first_tokens(self, listener: FirstTokenListener) -> None:
         """Call `listener` at every first token that a policy learns from."""

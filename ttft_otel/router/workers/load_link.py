@@ -54,6 +54,8 @@ class LoadLink:
             pool.find_instance, lambda leg: routing.get_leg_policy(leg).state
         )
         self._own_seat = seat.number
+        # What cannot be handled must not cost the request that is decided on.
+        self._guard = Guard("router.workers")
         self._writer = RingWriter(seat.rings, seat.number)
         self._readers = [
             (RingReader(seat.rings, number), CountReader(seat.counts, number))
@@ -96,8 +98,12 @@ class LoadLink:
     def read_others(self) -> None:
         """Take in what the others have said until now."""
         for ring, counts in self._readers:
-            if ring.has_news() or counts.has_news():
+            if ring.has_news():
                 self._read_seat(ring, counts)
+            # The usual case where no work is compared: a few microseconds less for each decision.
+            elif counts.has_news():
+                with self._guard:
+                    self._read_counts(ring.seat, counts)
 
     def tell_totals(self) -> None:
         """Once a second: by these the others see whether they have missed something."""
@@ -133,8 +139,7 @@ class LoadLink:
 
     def _read_seat(self, ring: RingReader, counts: CountReader) -> None:
         number = ring.seat
-        # What cannot be handled must not cost the request that is decided on.
-        with Guard("router.workers"):
+        with self._guard:
             self._heard_s[number] = time.monotonic()
             # Before the ring, so that what these numbers mean is in it, or was before.
             changes = counts.read_changes(self.siblings.count_places(number))
@@ -149,6 +154,10 @@ class LoadLink:
                 message = messages.decode_load(data)
                 self._handlers[type(message)](number, message)
             self.siblings.apply_counts(number, changes, clock.now_us())
+
+    def _read_counts(self, number: int, counts: CountReader) -> None:
+        changes = counts.read_changes(self.siblings.count_places(number))
+        self.siblings.apply_counts(number, changes, clock.now_us())
 
     def _tell_others(self, message: messages.LoadMessage) -> None:
         if not self._writer.write_frame(messages.encode_load(message)):

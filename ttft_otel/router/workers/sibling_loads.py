@@ -86,16 +86,18 @@ class SiblingLoads:
         if book is None:
             return
         places = book.places
+        count = len(places)
         for index, in_flight, arrivals in changes:
             # Its meaning is not known here: this worker has missed it, and asks for all anew.
-            if index >= len(places):
+            if index >= count:
                 continue
             view = places[index]
             if in_flight != view.in_flight:
                 self._set_in_flight(view, in_flight)
             if arrivals > view.arrivals:
-                pending = self._find_state(view.leg).pending
-                pending.count_arrivals(view.url, now_us, arrivals - view.arrivals)
+                state = self._find_state(view.leg)
+                if state.counts_arrivals:
+                    state.pending.count_arrivals(view.url, now_us, arrivals - view.arrivals)
                 view.arrivals = arrivals
 
     def apply_sent(self, seat: Hashable, sent: Sent) -> None:

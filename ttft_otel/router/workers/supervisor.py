@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of the workers: starts them, replaces those that die, passes signals on; serves nothing.
 
+With an index of KV events it runs the process that keeps it for all of them, too (index_keeper.py).
+
 cli/worker_processes.py gives it the function that a worker runs. It forks before there is an event loop or
 a thread, so that a successor needs milliseconds, not the seconds that imports take.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -21,14 +24,12 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
+from ttft_otel.router.workers.child_process import ChildProcess, describe_end
 from ttft_otel.router.workers.load_counts import LoadCounts
 from ttft_otel.router.workers.load_rings import LoadRings
 from ttft_otel.router.workers.private_folder import make_private_folder
 
 WATCHED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-STEADY_S: Final = 10.0  # seconds after which a worker that dies is replaced at once
-FIRST_PAUSE_S: Final = 0.5  # before one that died sooner is replaced; doubled while it goes on
-MAX_PAUSE_S: Final = 30.0
 # Beyond the drain timeout: for cancelled responses to end and the last records to leave.
 END_GRACE_S: Final = 10.0
 
@@ -53,21 +54,12 @@ class WorkerSeat:
     replica: str = ""
 
 
-@dataclass(slots=True)
-class WorkerState:
-    """What the supervisor knows of a seat."""
-
-    process: ForkProcess | None = None
-    started_s: float = 0.0
-    restart_at_s: float = 0.0
-    pause_s: float = 0.0
-
-
 class WorkerSupervisor:
     """Keeps `count` workers running. run_worker: what each process does, given its seat.
 
     drain_timeout_s: seconds that workers have to end after SIGTERM. reload: called at SIGHUP, so that
-    workers that start later have the new configuration.
+    workers that start later have the new configuration. run_keeper: what the process does that keeps the
+    index of KV events, given folder and lifeline; None where there is no such index.
     """
 
     def __init__(
@@ -76,13 +68,16 @@ class WorkerSupervisor:
         run_worker: Callable[[WorkerSeat], None],
         drain_timeout_s: float,
         reload: Callable[[], None],
+        run_keeper: Callable[[Path, int], None] | None = None,
     ) -> None:
+        self.run_keeper = run_keeper
         self.run_worker, self.drain_timeout_s, self.reload = run_worker, drain_timeout_s, reload
         self.folder = make_private_folder()
         self._replica = secrets.token_hex(8)
         # Before the first fork: successors have it, too.
         self._rings, self._counts = LoadRings(count), LoadCounts(count)
-        self._states = [WorkerState() for _ in range(count)]
+        self._states = [ChildProcess() for _ in range(count)]
+        self._keeper = ChildProcess()
         # Not spawn: a worker would import everything again, and share no memory.
         self._context = multiprocessing.get_context("fork")
         # Nobody writes to it: its end of file tells workers that this process is gone.
@@ -95,6 +90,7 @@ class WorkerSupervisor:
         # Blocked, they are taken one after the other by sigtimedwait: no handler interrupts a fork.
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
         try:
+            self._start_keeper()
             for number in range(len(self._states)):
                 self._start_worker(number)
             while not self._kill_at_s or self._list_running():
@@ -104,9 +100,10 @@ class WorkerSupervisor:
                 self._reap_workers()
                 self._restart_due()
         finally:
-            # Some are left only after an exception here.
-            for process in self._list_running():
-                process.kill()
+            # Workers are left only after an exception here; the keeper served them to the end.
+            for process in (*self._list_running(), self._keeper.process):
+                if process is not None:
+                    process.kill()
             shutil.rmtree(self.folder, ignore_errors=True)
         return self._exit_code
 
@@ -114,20 +111,23 @@ class WorkerSupervisor:
         state, is_successor = self._states[number], self._has_served(number)
         shared = (self.folder, self._rings, self._counts, self._lifeline[0])
         seat = WorkerSeat(number, len(self._states), *shared, is_successor, self._replica)
-        state.process = self._context.Process(
-            target=self._enter_worker, args=(seat,), name=f"ttft-otel-worker-{number}"
-        )
-        state.started_s, state.restart_at_s = time.monotonic(), 0.0
-        state.process.start()
+        enter = functools.partial(self._enter_child, functools.partial(self.run_worker, seat))
+        state.start(self._context, enter, f"ttft-otel-worker-{number}")
 
-    def _enter_worker(self, seat: WorkerSeat) -> None:
-        """In the new process: leave what is the supervisor's, and serve."""
+    def _start_keeper(self) -> None:
+        if self.run_keeper is not None:
+            keep = functools.partial(self.run_keeper, self.folder, self._lifeline[0])
+            enter = functools.partial(self._enter_child, keep)
+            self._keeper.start(self._context, enter, "ttft-otel-index")
+
+    def _enter_child(self, run: Callable[[], None]) -> None:
+        """In the new process: leave what is the supervisor's, and do its work."""
         # Or a worker would itself keep the lifeline from ending.
         os.close(self._lifeline[1])
         # Ctrl-C signals the terminal's process group: one signal, the supervisor's, is to arrive.
         os.setpgrp()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED_SIGNALS)
-        self.run_worker(seat)
+        run()
 
     def _has_served(self, number: int) -> bool:
         # Written by a worker that has started; it outlives the worker.
@@ -139,7 +139,8 @@ class WorkerSupervisor:
     def _choose_wait_s(self) -> float:
         """Seconds until something is due; a signal ends the wait sooner."""
         moment = time.monotonic()
-        due_s = [each.restart_at_s for each in self._states if each.restart_at_s]
+        children = (*self._states, self._keeper)
+        due_s = [each.restart_at_s for each in children if each.restart_at_s]
         if self._kill_at_s:
             due_s = [self._kill_at_s]
         return max(0.0, min(due_s, default=moment + 1.0) - moment)
@@ -168,8 +169,10 @@ class WorkerSupervisor:
 
     def _reap_workers(self) -> None:
         for number, state in enumerate(self._states):
-            if state.process is not None and state.process.exitcode is not None:
+            if state.process is not None and state.has_ended():
                 self._note_end(number, state, state.process)
+        if self._keeper.process is not None and self._keeper.has_ended():
+            self._note_keeper_end(self._keeper.process)
         if self._kill_at_s and time.monotonic() >= self._kill_at_s:
             for process in self._list_running():
                 log.error("ttft-otel: worker process %d does not end: it is killed", process.pid)
@@ -178,49 +181,49 @@ class WorkerSupervisor:
             # Once more later, as a process inside a system call may take its time.
             self._kill_at_s = time.monotonic() + END_GRACE_S
 
-    def _note_end(self, number: int, state: WorkerState, process: ForkProcess) -> None:
+    def _note_end(self, number: int, state: ChildProcess, process: ForkProcess) -> None:
         """A worker has ended: as it was told, or it is to be replaced."""
-        state.process = None
         if self._kill_at_s:
+            state.process = None
             self._exit_code = self._exit_code or abs(process.exitcode or 0)
             return
         # It would fail in the same way again: a port or an option is wrong.
         if not self._has_served(number):
+            state.process = None
             log.error("ttft-otel: worker %d could not start, see above: the router ends", number)
             self._exit_code = abs(process.exitcode or 0) or 1
             self._begin_stop()
             return
-        moment = time.monotonic()
-        state.pause_s = choose_pause_s(state.pause_s, moment - state.started_s)
-        state.restart_at_s = moment + state.pause_s
         log.error(
             "ttft-otel: worker %d (process %s) %s: its requests are lost, those of the others are not; "
             "it is replaced %s",
             number,
             process.pid,
             describe_end(process.exitcode or 0),
-            f"in {state.pause_s:g} s" if state.pause_s else "at once",
+            state.plan_restart(),
+        )
+
+    def _note_keeper_end(self, process: ForkProcess) -> None:
+        """The index is lost, and fills anew in a successor; nothing that clients see ends with it."""
+        if self._kill_at_s:
+            self._keeper.process = None
+            return
+        log.error(
+            "ttft-otel: the process that keeps the index of KV events (%s) %s: workers estimate cached "
+            "prefixes from the prompts sent until its successor has the events; it is replaced %s",
+            process.pid,
+            describe_end(process.exitcode or 0),
+            self._keeper.plan_restart(),
         )
 
     def _restart_due(self) -> None:
-        moment = time.monotonic()
+        if self._kill_at_s:
+            return
         for number, state in enumerate(self._states):
-            if state.process is None and 0 < state.restart_at_s <= moment and not self._kill_at_s:
+            if state.is_due():
                 self._start_worker(number)
-
-
-def choose_pause_s(last_pause_s: float, lived_s: float) -> float:
-    """Seconds before a worker is replaced that lived `lived_s` seconds after `last_pause_s` of waiting."""
-    if lived_s >= STEADY_S:
-        return 0.0
-    return min(max(last_pause_s * 2, FIRST_PAUSE_S), MAX_PAUSE_S)
-
-
-def describe_end(exit_code: int) -> str:
-    """How log lines say that a process has ended; `exit_code` is negative after a signal."""
-    if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+        if self._keeper.is_due():
+            self._start_keeper()
 
 
 def reserve_port(host: str, port: int) -> tuple[int, list[socket.socket]]:

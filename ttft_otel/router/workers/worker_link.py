@@ -19,8 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ttft_otel import names
 from ttft_otel.guard import Guard
 from ttft_otel.router.control.app import RouterApp
+from ttft_otel.router.control.routing_metrics import build_counter
+from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.workers import messages, roster
+from ttft_otel.router.workers.index_keeper import build_keeper_path
 from ttft_otel.router.workers.load_link import LoadLink
 from ttft_otel.router.workers.metrics_files import MetricsFiles
 from ttft_otel.router.workers.supervisor import WorkerSeat
@@ -53,6 +56,8 @@ class WorkerLink:
         self.companion: Companion | None = None
         self.seat, self.app = seat, app
         self.pool = app.endpoint.upstream.pool
+        source = app.endpoint.routing.prefix_source
+        self.kept_source = source if isinstance(source, KeptPrefixSource) else None
         self.socket = WorkerSocket(seat.folder, seat.number, seat.count, self.receive_frame)
         self.loads = LoadLink(seat, self.pool, app.endpoint.routing, self._ask_resync)
         self.metrics_files = MetricsFiles(seat.folder, seat.number)
@@ -78,6 +83,8 @@ class WorkerLink:
             data = await self._ask_others("roster")
             if data:
                 roster.apply_roster(self.app, data)
+        if self.kept_source is not None:
+            self.kept_source.join_keeper(build_keeper_path(self.seat.folder))
         if self.companion is not None:
             await self.companion.start()
         # Last, as its file is also the sign for the supervisor that this worker has started.
@@ -175,3 +182,10 @@ class WorkerLink:
         yield CounterMetricFamily(
             names.METRIC_WORKER_MESSAGES_LOST, lost_help, value=self.socket.lost + self.loads.lost
         )
+        if self.kept_source is not None and self.kept_source.channel is not None:
+            lookups_help = (
+                "Prompts that were looked up in the index of KV events, by what came of it."
+            )
+            yield build_counter(
+                names.METRIC_INDEX_LOOKUPS, lookups_help, "result", self.kept_source.channel.counts
+            )

@@ -68,6 +68,7 @@ class PolicyState:
     outcomes: accuracy of predicted TTFTs, by URL. overheads_s: average seconds of a first token besides queue
     and prefill, by URL. urls: instances to learn about, None for any. tie_breaker: seedable for simulations.
     first_token_listener: called with key, time in microseconds and what was measured; None without workers.
+    counts_arrivals: whether the policy compares how many requests arrived.
     """
 
     index: PrefixIndex
@@ -79,6 +80,7 @@ class PolicyState:
     urls: Set[str] | None = None
     tie_breaker: random.Random = field(default_factory=random.Random)
     first_token_listener: FirstTokenListener | None = None
+    counts_arrivals: bool = True
 
     def estimate_cached(
         self,

@@ -3,8 +3,8 @@
 
 prefix_source.py is their protocol. sent_prefixes.py estimates from the prompts sent; kv_events_source.py
 follows the KV events that vLLM publishes (kv_subscription.py per instance, with event_endpoints.py,
-zmq_sockets.py, event_feed.py, kv_event_parser.py, block_ledger.py); lmcache_source.py asks LMCache's
-controller.
+zmq_sockets.py, event_feed.py, kv_event_parser.py, block_ledger.py); with --workers one process does so, and
+kept_source.py asks it (keeper_channel.py, keeper_frames.py); lmcache_source.py asks LMCache's controller.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ def build_source(
     kv_endpoints: Sequence[str] = (),
     lmcache_url: str = "",
     lmcache_instances: Sequence[str] = (),
+    is_kept_elsewhere: bool = False,
 ) -> PrefixSource:
     """Create the source that --prefix-index names. Raises ValueError, with the remedy.
 
     block_size: tokens per block until an engine reports its own. history_blocks: blocks remembered for each
     instance that reports nothing. kv_endpoints: values of --kv-events-endpoint. lmcache_url,
-    lmcache_instances: the controller's URL and its IDs of the instances.
+    lmcache_instances: the controller's URL and its IDs of the instances. is_kept_elsewhere: another process
+    follows KV events (workers/index_keeper.py), this one asks it.
     """
     # Flags that do nothing would look like a working set-up.
     if kv_endpoints and kind != "kv-events":
@@ -43,7 +45,13 @@ def build_source(
     if kind == "kv-events":
         from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 
-        return KvEventsSource(block_size, history_blocks, kv_endpoints)
+        # Also where another process follows the events, for what it raises.
+        source = KvEventsSource(block_size, history_blocks, kv_endpoints)
+        if not is_kept_elsewhere:
+            return source
+        from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
+
+        return KeptPrefixSource(block_size, history_blocks)
     if kind == "lmcache":
         from ttft_otel.router.routing.prefixes.lmcache_source import LMCacheSource
 

@@ -48,8 +48,8 @@ class KvEventsSource(SentPrefixSource):
 
     def __init__(self, block_size: int, max_blocks: int, endpoints: Sequence[str]) -> None:
         # One index for reported and estimated blocks: policies compare instances of both kinds.
-        self._reported = ReportedIndex(block_size, max_blocks)
-        super().__init__(self._reported)
+        self.reported = ReportedIndex(block_size, max_blocks)
+        super().__init__(self.reported)
         self.configured_endpoints = parse_configured(endpoints)
         self._subscriptions: dict[str, Subscription] = {}
         self._context: zmq.asyncio.Context | None = None
@@ -85,7 +85,7 @@ class KvEventsSource(SentPrefixSource):
         if self._context is not None:
             for url in urls - self._subscriptions.keys():
                 self._subscriptions[url] = Subscription(
-                    url, self._reported, self._context, self._find_endpoints
+                    url, self.reported, self._context, self._find_endpoints
                 )
         # After the subscriptions have ended: their blocks are retired then, and freed here.
         super().sync_instances()
@@ -116,5 +116,5 @@ class KvEventsSource(SentPrefixSource):
         return super().describe_instances() | {
             url: each.describe_status()
             for url, each in self._subscriptions.items()
-            if url in self._reported.reporting
+            if url in self.reported.reporting
         }

@@ -45,6 +45,10 @@ class PrefixSource(Protocol):
         """Cached tokens of `prompt` by URL, from an external service; None: use the index."""
         ...
 
+    def describe_problem(self) -> str:
+        """Why less is known than could be, for /readyz; "" if nothing is wrong."""
+        ...
+
     def describe_instances(self) -> dict[str, Any]:
         """The state of each instance by URL, for GET /instances; has `source` and `blocks`."""
         ...

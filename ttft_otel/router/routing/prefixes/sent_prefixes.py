@@ -27,6 +27,8 @@ RETRY_INTERVAL_S: Final = 10.0  # seconds before asking for the block size again
 class SentPrefixSource:
     """Remembers the blocks of prompts that each instance has answered, most recent first."""
 
+    max_total_blocks = MAX_TOTAL_BLOCKS
+
     def __init__(self, index: SentHistory) -> None:
         self.index = index
         self._max_blocks = index.max_blocks
@@ -60,7 +62,7 @@ class SentPrefixSource:
         self._urls = urls
         self.index.sync_instances(urls)
         # A share for each: the limit is of the process, however many instances there are.
-        self.index.set_max_blocks(min(self._max_blocks, MAX_TOTAL_BLOCKS // max(1, len(urls))))
+        self.index.set_max_blocks(min(self._max_blocks, self.max_total_blocks // max(1, len(urls))))
         self.free_memory()
 
     def _handle_return(self, instance: Instance) -> None:
@@ -94,6 +96,10 @@ class SentPrefixSource:
     ) -> dict[str, int] | None:
         """Return None: `index` has all that is known."""
         return None
+
+    def describe_problem(self) -> str:
+        """Nothing: the history is always there."""
+        return ""
 
     def describe_instances(self) -> dict[str, Any]:
         """By URL: the number of blocks remembered."""

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker and the keeper of its index over a real socket, also one that is silent, confused or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.fake_engine import FakeEngine
+from router.fake_publisher import FakePublisher, run_publisher
+from router.routing.prefixes.test_kv_subscription import build_fleet, run_with_timeout, wait_until
+from ttft_otel.router.routing.policies.block_keys import compute_block_keys
+from ttft_otel.router.routing.prefixes import keeper_channel, keeper_frames
+from ttft_otel.router.routing.prefixes.keeper_channel import KeeperChannel
+from ttft_otel.router.routing.prefixes.keeper_frames import FrameSplitter
+from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
+from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
+from ttft_otel.router.routing.prompts.prompt_reader import Prompt
+from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.workers.index_keeper import IndexKeeper
+
+BLOCK_TOKENS = 4
+IDS = [*range(5 * BLOCK_TOKENS)]
+KEYS = compute_block_keys(IDS, BLOCK_TOKENS)
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Where the keeper listens; pytest's folders would make the path too long for a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder) / "index.sock"
+
+
+@asynccontextmanager
+async def run_keeper(path: Path) -> AsyncIterator[IndexKeeper]:
+    """A real keeper, until the block ends: then its lifeline does."""
+    read_fd, write_fd = os.pipe()
+    keeper = IndexKeeper(KvEventsSource(BLOCK_TOKENS, 1000, ()), path)
+    task = asyncio.create_task(keeper.run(read_fd))
+    try:
+        yield keeper
+    finally:
+        os.close(write_fd)
+        await task
+        os.close(read_fd)
+
+
+@asynccontextmanager
+async def run_source(path: Path, *urls: str) -> AsyncIterator[KeptPrefixSource]:
+    """A worker's source that asks the keeper at `path`."""
+    source = KeptPrefixSource(BLOCK_TOKENS, 1000)
+    async with aiohttp.ClientSession() as session:
+        await source.start(session, build_fleet(*urls))
+        source.join_keeper(path)
+        try:
+            yield source
+        finally:
+            await source.close()
+
+
+@asynccontextmanager
+async def run_fake_keeper(path: Path, answer: Callable[[bytes], bytes]) -> AsyncIterator[list[Any]]:
+    """A listener that answers whatever it gets by `answer`; "" closes the connection. Yields its writers."""
+    writers: list[Any] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while data := await reader.read(1 << 16):
+            reply = answer(data)
+            if reply == b"":
+                break
+            writer.write(reply.removesuffix(b"-"))
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, str(path))
+    try:
+        yield writers
+    finally:
+        server.close()
+
+
+@asynccontextmanager
+async def run_channel(path: Path) -> AsyncIterator[KeeperChannel]:
+    """A connected channel without a source."""
+    channel = KeeperChannel(path, lambda: ["http://127.0.0.1:1"], lambda _: None)
+    await wait_until(lambda: channel.is_connected)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+async def look_up_patiently(source: KeptPrefixSource, urls: list[str]) -> dict[str, int]:
+    """An answer; a machine that is busy may make some late."""
+    while (found := await source.look_up("m", Prompt(len(IDS), IDS, KEYS), urls)) is None:
+        await asyncio.sleep(0.05)
+    return found
+
+
+def test_reported_and_estimated(tmp_path: Path, path: Path) -> None:
+    """What an instance reports counts, whatever it was sent; of one that is silent, what it was sent."""
+
+    async def run_scenario() -> None:
+        silent = "http://127.0.0.1:1"
+        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
+        async with (
+            run_publisher(publisher) as url,
+            run_keeper(path) as keeper,
+            run_source(path, url, silent) as source,
+        ):
+            await wait_until(lambda: url in keeper.source.reported.reporting)
+            publisher.engine.compute_prompt(IDS[: 3 * BLOCK_TOKENS])
+            await publisher.publish_events()
+            await wait_until(lambda: len(keeper.source.reported) == 3)
+            source.index.record_served(silent, KEYS[:2])
+            source.index.record_served(url, KEYS)
+
+            found = await look_up_patiently(source, [url, silent])
+            assert found == {url: 3 * BLOCK_TOKENS, silent: 2 * BLOCK_TOKENS}
+            await wait_until(lambda: source.describe_instances()[url]["source"] == "kv-events")
+            assert source.describe_instances()[url]["blocks"] == 3
+            assert source.describe_instances()[silent] == {"source": "history", "blocks": 2}
+            assert source.describe_problem() == ""
+
+            # An instance that this worker has not any more is followed by nobody.
+            source._pool.replace_instances({"mono": []})
+            source.sync_instances()
+            await wait_until(lambda: not len(keeper.pool))
+            assert not keeper.source.reported.reporting
+
+    run_with_timeout(run_scenario)
+
+
+def test_instances_of_all_workers(path: Path) -> None:
+    """The keeper follows what any worker has, and goes on with the last one's when that is replaced."""
+
+    async def run_scenario() -> None:
+        one, other = "http://127.0.0.1:1", "http://127.0.0.1:2"
+        async with run_keeper(path) as keeper:
+            async with run_source(path, one):
+                async with run_source(path, one, other):
+                    await wait_until(lambda: {each.url for each in keeper.pool} == {one, other})
+                await wait_until(lambda: {each.url for each in keeper.pool} == {one})
+            await wait_until(lambda: not keeper.urls_by_worker)
+            assert {each.url for each in keeper.pool} == {one}
+
+    run_with_timeout(run_scenario)
+
+
+def test_a_keeper_that_cannot_follow(path: Path) -> None:
+    """It ends with the error, so that the supervisor says so and starts another one."""
+
+    class FailingSource(KvEventsSource):
+        async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
+            raise OSError("no sockets left")
+
+    async def run_scenario() -> None:
+        read_fd, write_fd = os.pipe()
+        keeper = IndexKeeper(FailingSource(BLOCK_TOKENS, 1000, ()), path)
+        task = asyncio.create_task(keeper.run(read_fd))
+        async with run_source(path, "http://127.0.0.1:1"):
+            with pytest.raises(OSError, match="no sockets left"):
+                await task
+        os.close(read_fd)
+        os.close(write_fd)
+
+    run_with_timeout(run_scenario)
+
+
+def test_without_a_keeper(path: Path) -> None:
+    """The estimate decides at once, and it is said; a keeper that comes later is found."""
+
+    async def run_scenario() -> None:
+        url = "http://127.0.0.1:1"
+        async with run_source(path, url) as source:
+            assert await source.look_up("m", Prompt(len(IDS), IDS, KEYS), [url]) is None
+            assert source.channel is not None and source.channel.counts["away"] == 1
+            assert "is away" in source.describe_problem()
+            async with run_keeper(path):
+                assert await look_up_patiently(source, [url]) == {url: 0}
+                await source.close()
+
+    run_with_timeout(run_scenario)
+
+
+def test_a_silent_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request waits for a bounded time; after some in a row nobody asks for a while."""
+    monkeypatch.setattr(keeper_channel, "LATE_PAUSE_S", 3600.0)
+
+    async def run_scenario() -> None:
+        async with run_fake_keeper(path, lambda _: b"-"), run_channel(path) as channel:
+            for _ in range(10):
+                assert await channel.look_up(KEYS) is None
+            assert channel.counts["late"] == keeper_channel.MAX_LATE
+            assert channel.counts["skipped"] == 10 - keeper_channel.MAX_LATE
+
+    run_with_timeout(run_scenario)
+
+
+def test_too_many_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a number of lookups that wait, requests are decided without one."""
+    monkeypatch.setattr(keeper_channel, "DEADLINE_S", 3600.0)
+
+    async def run_scenario() -> None:
+        async with run_fake_keeper(path, lambda _: b"-") as writers, run_channel(path) as channel:
+            asking = [asyncio.create_task(channel.look_up(KEYS)) for _ in range(100)]
+            await wait_until(lambda: channel.counts["skipped"] == 100 - keeper_channel.MAX_LOOKUPS)
+            # With the connection end all that wait for it, long before their time is over.
+            writers[0].close()
+            assert await asyncio.gather(*asking) == [None] * 100
+            assert channel.counts["away"] == keeper_channel.MAX_LOOKUPS
+
+    run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("reply", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\3\x92\xa1d"])
+def test_a_confused_keeper(path: Path, reply: bytes) -> None:
+    """A connection on which something else comes is given up, and made anew."""
+
+    async def run_scenario() -> None:
+        async with run_fake_keeper(path, lambda _: reply) as writers:
+            channel = KeeperChannel(path, lambda: [], lambda _: None)
+            await wait_until(lambda: len(writers) >= 3)
+            await channel.close()
+
+    run_with_timeout(run_scenario)
+
+
+def test_a_confused_worker(path: Path) -> None:
+    """The keeper hangs up on who sends something else, and goes on with the others."""
+
+    async def run_scenario() -> None:
+        url = "http://127.0.0.1:1"
+        async with run_keeper(path), run_source(path, url) as source:
+            assert await look_up_patiently(source, [url]) == {url: 0}
+            for garbage in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\7\x93\xa1l\1\xc4\1x"):
+                reader, writer = await asyncio.open_unix_connection(str(path))
+                writer.write(garbage)
+                assert await reader.read() == b""
+                writer.close()
+            assert await look_up_patiently(source, [url]) == {url: 0}
+            await source.close()
+
+    run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 1000])
+def test_frames_in_pieces(size: int) -> None:
+    """Messages are whole, however they arrive."""
+    messages = [keeper_frames.Depths(number, {"u": number}) for number in range(5)]
+    data = b"".join(map(keeper_frames.frame_message, messages))
+    splitter, found = FrameSplitter(), []
+    for begin in range(0, len(data), size):
+        found += splitter.split_frames(data[begin : begin + size])
+
+    assert [keeper_frames.keeper_decoder.decode(each) for each in found] == messages
+
+
+def test_a_very_long_prompt() -> None:
+    """Of more blocks than a message may have, the first are asked for: prefixes match from the beginning."""
+    keys = tuple(range(1, keeper_frames.MAX_ASKED_BLOCKS + 10))
+
+    asked = keeper_frames.unpack_keys(keeper_frames.pack_keys(keys))
+
+    assert tuple(asked) == keys[: keeper_frames.MAX_ASKED_BLOCKS]
+    frame = keeper_frames.frame_message(keeper_frames.Lookup(1, keeper_frames.pack_keys(keys)))
+    assert len(frame) < keeper_frames.MAX_FRAME_BYTES
