@@ -166,8 +166,7 @@ def is_beam(request: Any) -> bool:
     request such a name only loses what is counted at its end.
     """
     name = str(getattr(request, "external_req_id", None) or "")
-    _, found, number = name.rpartition("-beam-")
-    return bool(found) and number.isdigit()
+    return "-beam-" in name and name.rpartition("-beam-")[2].isdigit()
 
 
 def count_output_tokens(req_state: Any) -> int:
