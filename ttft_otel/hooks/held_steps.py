@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record which work the engine did while traced requests waited: kinds of work, and the largest requests.
 
-engine_core.py calls follow_request() for arrivals; scheduler.py reports each schedule(), each step's end and
-each end of a wait. Results go into EngineTimeline.held and .holders. Running sums are kept for all waiting
-requests together: what one request waited for is the difference between two of them, so the cost of a step
-does not depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
+engine_core.py calls follow_request() for arrivals, scheduler.py reports schedule(), steps' ends and waits'
+ends. Results go into EngineTimeline.held and .holders. Running sums are kept for all waiting requests
+together: what one request waited for is the difference between two of them, so the cost of a step does not
+depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections import deque
 from types import SimpleNamespace
 from typing import Any, Final
+
+import msgspec
 
 from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
@@ -25,25 +27,22 @@ from ttft_otel.hooks.step_work import StepWork, describe_step
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
 
 
-class HeldRequest:
+class HeldRequest(msgspec.Struct, eq=False, gc=False):
     """A traced request that waits for its first step, or between its prompt's chunks.
 
-    ended: when its first step was scheduled, 0 before. last, sums: the time up to which `timeline.held` is
-    written, and the log's sums then; 0 while it waits. since: the time from which other requests' work
-    counts as holding it. own: the latest step that computed a part of it.
+    since: the time from which other requests' work counts as holding it. ended: when its first step was
+    scheduled, 0 before. last, sums: the time up to which `timeline.held` is written, and the log's sums then;
+    0 while it waits. own: the latest step that computed a part of it.
     """
 
-    __slots__ = ("ended", "last", "own", "request_id", "since", "start", "sums", "timeline")
-
-    def __init__(self, request_id: str, timeline: EngineTimeline) -> None:
-        self.request_id = request_id
-        self.timeline = timeline
-        self.start: WaitStart | None = None
-        self.ended = 0
-        self.last = 0
-        self.since = timeline.added
-        self.own: StepWork | None = None
-        self.sums: Sums = (0, 0, 0)
+    request_id: str
+    timeline: EngineTimeline
+    since: int
+    start: WaitStart | None = None
+    ended: int = 0
+    last: int = 0
+    own: StepWork | None = None
+    sums: Sums = (0, 0, 0)
 
 
 # Request ID -> request, from its arrival (input thread) to its first output or end; None: not followed.
@@ -56,13 +55,13 @@ _log = StepLog()
 _NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def follow_request(request: Any, timeline: EngineTimeline) -> None:
+def follow_request(request_id: str, timeline: EngineTimeline) -> None:
     """In the input thread: a traced request has arrived."""
     held = None
     if len(unanswered) < MAX_FOLLOWED:
-        held = HeldRequest(request.request_id, timeline)
+        held = HeldRequest(request_id, timeline, timeline.added)
         unmarked.append(held)
-    unanswered[request.request_id] = held
+    unanswered[request_id] = held
 
 
 def note_schedule(scheduler: Any, output: Any, now: int) -> None:
@@ -78,14 +77,16 @@ def note_pause() -> None:
     _log.halted = True
 
 
-def end_wait(scheduler: Any, timeline: EngineTimeline, request_id: str, now: int) -> None:
+def end_wait(
+    facts: vllm_fields.SchedulerFacts, timeline: EngineTimeline, request_id: str, now: int
+) -> None:
     """The request's first step was scheduled at `now` (us)."""
     held = unanswered.get(request_id)
     if held is None or held.ended:
         return
     held.ended = now
     # The usual case: it came to an engine without a step, and one step takes all of it.
-    if timeline.complete and not (_log.edge or vllm_fields.get_facts(scheduler).overlaps):
+    if timeline.complete and not (_log.edge or facts.overlaps):
         if unmarked and unmarked[0] is held:
             unmarked.popleft()
             timeline.held = [timeline.added]

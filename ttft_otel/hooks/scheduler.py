@@ -24,6 +24,7 @@ from ttft_otel.hooks import (
     wrap,
 )
 from ttft_otel.hooks.held_steps import followed, unanswered, unmarked
+from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
@@ -38,6 +39,7 @@ awaiting_first_token: dict[str, EngineTimeline] = {}
 # Serialized timelines of requests that ended without a first token, until the API server asks.
 aborted_timelines: OrderedDict[str, str] = OrderedDict()
 _freed_requests: list[str] = []  # freed inside update_from_output(), see record_freed()
+_ANSWERED: Final = EngineTimeline(scheduled=1, complete=True, sent=True)  # of all that have a token
 _in_update = [False]  # update_from_output() is running
 dropped_requests = 0
 
@@ -70,12 +72,13 @@ def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
     preempted = getattr(output, "preempted_req_ids", None)
     if preempted:
         _record_preemptions(preempted)
+    facts = vllm_fields.get_facts(scheduler)
     held = False
     for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
             held = True
             if not timeline.complete:
-                _record_chunk(timeline, scheduler, output, request_id, now)
+                _record_chunk(timeline, facts, scheduler.requests[request_id], output, now)
         if not timeline.complete:
             request = scheduler.requests.get(request_id)
             if request is not None:
@@ -87,6 +90,8 @@ def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
 
 def _admit_request(request: Any) -> None:
     timeline = getattr(request, "_ttft", None)
+    if timeline is _ANSWERED:
+        return
     if timeline is None:
         headers = getattr(request, "trace_headers", None)
         if not headers or names.CARRIER not in headers:
@@ -120,44 +125,38 @@ def _record_preemptions(ids: Any) -> None:
 
 
 def _record_chunk(
-    timeline: EngineTimeline, scheduler: Any, output: Any, request_id: str, now: int
+    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, output: Any, now: int
 ) -> None:
     """Count one prefill chunk of one request; its times come from the worker."""
-    request = scheduler.requests[request_id]
+    request_id = request.request_id
     own_tokens = output.num_scheduled_tokens.get(request_id, 0)
     end = request.num_computed_tokens
+    start = end - own_tokens
     encoding = output.scheduled_encoder_inputs
     is_first = not timeline.scheduled
     if is_first:
-        _record_first_chunk(timeline, scheduler, request, end - own_tokens, now)
+        _record_first_chunk(timeline, facts, request, start, now)
         timeline.encoder_first = request_id in encoding
     # After a preemption tokens below the highest computed one are computed again.
-    if end - own_tokens < timeline.high:
-        timeline.recomputed += min(end, timeline.high) - end + own_tokens
+    elif start < timeline.high:
+        timeline.recomputed += min(end, timeline.high) - start
     if end > timeline.high:
         timeline.high = end
     timeline.chunks += 1
     timeline.own_tokens += own_tokens
     timeline.step_tokens += output.total_num_scheduled_tokens
     if timeline.media:
-        own_tokens = encoding.get(request_id, ())
-        ec_items.settle_items(
-            timeline,
-            request,
-            vllm_fields.get_facts(scheduler).ec_connector,
-            own_tokens,
-            sum(map(len, encoding.values())),
-        )
+        own_items, step_items = encoding.get(request_id, ()), sum(map(len, encoding.values()))
+        ec_items.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
     timeline.complete = end >= request.num_tokens
     if is_first:
-        held_steps.end_wait(scheduler, timeline, request_id, now)
+        held_steps.end_wait(facts, timeline, request_id, now)
 
 
 def _record_first_chunk(
-    timeline: EngineTimeline, scheduler: Any, request: Any, start: int, now: int
+    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, start: int, now: int
 ) -> None:
     """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
-    facts = vllm_fields.get_facts(scheduler)
     timeline.scheduled = now
     if arrived and arrived[0][0] is request:
         arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
@@ -183,10 +182,12 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     True when there was any.
     """
     record = getattr(model_runner_output, "_ttft", None)
-    unfinished = bool(record and record[2] & carrier.ENCODER_UNFINISHED)
-    runs = getattr(model_runner_output, "_ttft_runs", None)
-    if runs and record and record[0] == clock.get_boot_number():  # else by another host's clock
-        encoder_runs.note_runs(runs)
+    unfinished = False
+    if record:
+        unfinished = bool(record[2] & carrier.ENCODER_UNFINISHED)
+        runs = getattr(model_runner_output, "_ttft_runs", None)
+        if runs and record[0] == clock.get_boot_number():  # else by another host's clock
+            encoder_runs.note_runs(runs)
     now = clock.now_us()
     tokens = scheduler_output.num_scheduled_tokens
     encoding = scheduler_output.scheduled_encoder_inputs
@@ -198,7 +199,10 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
         if request_id in tokens or request_id in encoding:
             if follows:
                 held_steps.add_own_step(request_id)
-            timeline.add_step(record)
+            if timeline.steps:
+                timeline.add_step(record)
+            else:  # most prompts have one
+                timeline.steps.append(record or ())
             if unfinished:
                 timeline.kept |= carrier.ENCODER_RUN_BIT
                 encoder_runs.expect_run(request_id)
@@ -241,6 +245,7 @@ def _attach_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> N
     if request is not None:
         # vLLM copies them onto every output: without this, each later token would carry our string.
         request.trace_headers = remaining
+        request._ttft = _ANSWERED  # its own would stay for the whole answer
 
 
 def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -284,5 +289,5 @@ HOOKS: Final = {
         runs_after_error=True,
     ),
     "scheduler.pause": wrap.Hook(after=waiting.record_pause, ready=unanswered),
-    "scheduler.free": wrap.Hook(before=record_freed),
+    "scheduler.free": wrap.Hook(before=record_freed, ready=unanswered),
 }
