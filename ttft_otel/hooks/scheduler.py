@@ -50,7 +50,12 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
     if not (new_requests or awaiting_first_token or arrived or waiting_requests):
         return  # most steps of a decoding engine
     for data in new_requests:
-        _admit_request(scheduler.requests.get(data.req_id))
+        request = scheduler.requests.get(data.req_id)
+        timeline = getattr(request, "_ttft", None) or _find_unseen(request)
+        if timeline is not None and timeline is not _ANSWERED:
+            if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
+                _drop_oldest()
+            awaiting_first_token[data.req_id] = timeline
     if not (awaiting_first_token or arrived or waiting_requests):
         return
     now = clock.now_us()  # one time for all requests of the step
@@ -88,19 +93,14 @@ def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
         output._ttft = True  # survives pickling to the workers, which then measure this step
 
 
-def _admit_request(request: Any) -> None:
-    timeline = getattr(request, "_ttft", None)
-    if timeline is _ANSWERED:
-        return
-    if timeline is None:
-        headers = getattr(request, "trace_headers", None)
-        if not headers or names.CARRIER not in headers:
-            return
-        timeline = request._ttft = EngineTimeline()
-        unanswered[request.request_id] = None  # the hook that follows it is missing
-    if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
-        _drop_oldest()
-    awaiting_first_token[request.request_id] = timeline
+def _find_unseen(request: Any) -> EngineTimeline | None:
+    """A timeline for a traced request whose arrival was not seen, as the hook that follows it is missing."""
+    headers = getattr(request, "trace_headers", None)
+    if not headers or names.CARRIER not in headers:
+        return None
+    request._ttft = EngineTimeline()
+    unanswered[request.request_id] = None
+    return request._ttft  # type: ignore[no-any-return]
 
 
 def _drop_oldest() -> None:
@@ -134,14 +134,26 @@ def _record_chunk(
     start = end - own_tokens
     encoding = output.scheduled_encoder_inputs
     is_first = not timeline.scheduled
-    if is_first:
-        _record_first_chunk(timeline, facts, request, start, now)
+    if is_first:  # the end of the queue; tokens before `start` were cached
+        timeline.scheduled = now
+        if arrived and arrived[0][0] is request:
+            arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
+        elif waiting_requests:
+            waiting.end_wait(timeline, request_id, now)
+        timeline.cached, timeline.high = start, end
+        timeline.prompt = request.num_prompt_tokens
+        timeline.rank = facts.rank
+        if facts.has_kv_connector:
+            timeline.wait_lost = kv.close_block_wait(timeline, request_id, facts.block_size)
+        if getattr(request, "mm_features", None):
+            _open_items(timeline, facts, request, start)
         timeline.encoder_first = request_id in encoding
-    # After a preemption tokens below the highest computed one are computed again.
-    elif start < timeline.high:
-        timeline.recomputed += min(end, timeline.high) - start
-    if end > timeline.high:
-        timeline.high = end
+    else:
+        # After a preemption tokens below the highest computed one are computed again.
+        if start < timeline.high:
+            timeline.recomputed += min(end, timeline.high) - start
+        if end > timeline.high:
+            timeline.high = end
     timeline.chunks += 1
     timeline.own_tokens += own_tokens
     timeline.step_tokens += output.total_num_scheduled_tokens
@@ -153,27 +165,13 @@ def _record_chunk(
         held_steps.end_wait(facts, timeline, request_id, now)
 
 
-def _record_first_chunk(
-    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, start: int, now: int
-) -> None:
-    """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
-    timeline.scheduled = now
-    if arrived and arrived[0][0] is request:
-        arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
-    elif waiting_requests:
-        waiting.end_wait(timeline, request.request_id, now)
-    timeline.cached = timeline.high = start
-    timeline.prompt = request.num_prompt_tokens
-    timeline.rank = facts.rank
-    if facts.has_kv_connector:
-        timeline.wait_lost = kv.close_block_wait(timeline, request.request_id, facts.block_size)
-    features = getattr(request, "mm_features", None)
-    if features:
-        if not timeline.media:
-            ec_items.open_items(timeline, request, facts.ec_connector)
-        if start:
-            ec_items.skip_cached(timeline, features, start)
-        timeline.wait_lost |= facts.ec_may_wait and not wrap.is_active("transfer.wait")
+def _open_items(timeline: EngineTimeline, facts: SchedulerFacts, request: Any, start: int) -> None:
+    """The media items of a request whose first chunk begins at `start`."""
+    if not timeline.media:
+        ec_items.open_items(timeline, request, facts.ec_connector)
+    if start:
+        ec_items.skip_cached(timeline, request.mm_features, start)
+    timeline.wait_lost |= facts.ec_may_wait and not wrap.is_active("transfer.wait")
 
 
 def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
@@ -278,7 +276,7 @@ def _keep_aborted(request_id: str) -> None:
 
 
 HOOKS: Final = {
-    # What waits, or has no first token, is in `unanswered`; a new request may not be, see _admit_request().
+    # What waits, or has no first token, is in `unanswered`; a new request may not be, see _find_unseen().
     "scheduler.schedule": wrap.Hook(
         after=record_schedule, ready=unanswered, watches=wrap.NEW_REQUESTS
     ),
