@@ -14,35 +14,14 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, Final
 
-import msgspec
-
 from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
 from ttft_otel.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_length
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.holders import WaitStart
-from ttft_otel.hooks.step_log import StepLog, Sums
+from ttft_otel.hooks.step_log import HeldRequest, StepLog, Sums
 from ttft_otel.hooks.step_work import StepWork, describe_step
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
-
-
-class HeldRequest(msgspec.Struct, eq=False, gc=False):
-    """A traced request that waits for its first step, or between its prompt's chunks.
-
-    since: the time from which other requests' work counts as holding it. ended: when its first step was
-    scheduled, 0 before. last, sums: the time up to which `timeline.held` is written, and the log's sums then;
-    0 while it waits. own: the latest step that computed a part of it.
-    """
-
-    request_id: str
-    timeline: EngineTimeline
-    since: int
-    start: WaitStart | None = None
-    ended: int = 0
-    last: int = 0
-    own: StepWork | None = None
-    sums: Sums = (0, 0, 0)
 
 
 # Request ID -> request, from its arrival (input thread) to its first output or end; None: not followed.
@@ -66,9 +45,17 @@ def follow_request(request_id: str, timeline: EngineTimeline) -> None:
 
 def note_schedule(scheduler: Any, output: Any, now: int) -> None:
     """After a schedule() that returned at `now` (us), while a traced request waits."""
-    work = describe_step(scheduler, output, now)
-    work.resumed, _log.halted = _log.halted, False
-    _log.holders.open_step(work, scheduler.requests)
+    total = output.total_num_scheduled_tokens
+    if total == len(output.num_scheduled_tokens) and not output.scheduled_encoder_inputs:
+        work = StepWork(output, now, total, total, total)  # as describe_step() does it
+    else:
+        work = describe_step(scheduler, output, now)
+    if _log.halted:
+        work.resumed, _log.halted = True, False
+    if output.scheduled_new_reqs or work.chunks or work.items:
+        _log.holders.open_step(work, scheduler.requests)
+    elif not work.resumed:
+        work.is_plain = True
     _log.in_flight.append(work)
 
 
@@ -111,6 +98,7 @@ def follow_again(request_id: str) -> None:
 
 def note_end(request: Any) -> None:
     """A request, traced or not, is freed or preempted while a traced one waits."""
+    _log.steady = 0
     # With overlapping steps one may still run for it.
     if _is_in_flight(request.request_id):
         _log.ending.append(request)
@@ -118,9 +106,14 @@ def note_end(request: Any) -> None:
         _log.holders.note_end(request)
 
 
-def close_step(scheduler: Any, output: Any, now: int) -> None:
-    """Before update_from_output() at `now` (us), while a traced request waits: a step has ended."""
+def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
+    """Before update_from_output() at `now` (us), while a traced request waits: a step has ended.
+
+    is_plain: no request without a first token has a part in it.
+    """
     log = _log
+    if is_plain and log.steady and not (unmarked or _ended) and log.extend_decoding(output, now):
+        return
     work = log.take_step(output)
     if work is None:
         work = describe_step(scheduler, output, 0)
@@ -138,6 +131,8 @@ def close_step(scheduler: Any, output: Any, now: int) -> None:
     log.add_step(work, now, length)
     log.step_end = now
     log.holders.close_step(work, length)
+    if work.parts or work.output.scheduled_new_reqs:
+        log.steady = 0
     if log.ending:
         ending, log.ending = log.ending, []
         for request in ending:
@@ -221,6 +216,7 @@ def add_own_step(request_id: str) -> None:
         _write_segment(held, held.last + before.turnaround, before.sums)
         _count_own(held.timeline.held, request_id, before)
     held.own = work = _log.latest
+    _log.steady = 0
     if held.last < _log.edge:
         # The step before it apart: only in its own one it can have held itself.
         if _log.times[-2] > held.last:
@@ -269,7 +265,7 @@ def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
     """It ended while it waited: what is known up to `now`, also of the step that runs."""
     if not _log.edge:
         _begin_log(held.timeline.added)
-    work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now)
+    work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now, 0, 0, 0)
     if work.total:  # else no step has followed the last one, and the time since then is idle
         _end_turnaround(work, now)
     begin = max(work.scheduled, _log.edge)

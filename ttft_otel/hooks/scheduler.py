@@ -191,7 +191,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     encoding = scheduler_output.scheduled_encoder_inputs
     follows = bool(followed or unmarked)
     if follows:
-        held_steps.close_step(scheduler, scheduler_output, now)
+        held_steps.close_step(scheduler, scheduler_output, now, not awaiting_first_token)
     held = False
     for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
