@@ -221,29 +221,32 @@ def attach_timelines(
     if outputs and (held or _freed_requests):
         for batch in outputs.values():
             for output in batch.outputs:
-                timeline = awaiting_first_token.pop(output.request_id, None)
+                request_id = output.request_id
+                timeline = awaiting_first_token.pop(request_id, None)
                 if timeline is not None:
-                    held_steps.drop_request(scheduler, output.request_id, 0)
-                    _attach_timeline(timeline, output, scheduler)
-    # Freed within this call, and no output carried their timelines away: they were aborted.
-    for request_id in _freed_requests:
-        _keep_aborted(request_id)
-    _freed_requests.clear()
+                    held_steps.drop_request(scheduler, request_id, 0)
+                    output.trace_headers = _carry_timeline(timeline, output, scheduler)
+    if _freed_requests:
+        # Freed within this call, and no output carried their timelines away: they were aborted.
+        for request_id in _freed_requests:
+            _keep_aborted(request_id)
+        _freed_requests.clear()
 
 
-def _attach_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> None:
-    remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
+def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> dict[str, str]:
+    """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
     carried = {names.CARRIER: carrier.encode_timeline(timeline)}
+    remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
     if vllm_fields.get_facts(scheduler).vllm_traces:
         remaining = {**(output.trace_headers or {})}
         remaining.pop(names.CARRIER, None)
         carried |= remaining
-    output.trace_headers = carried
     request = scheduler.requests.get(output.request_id)
     if request is not None:
         # vLLM copies them onto every output: without this, each later token would carry our string.
         request.trace_headers = remaining
         request._ttft = _ANSWERED  # its own would stay for the whole answer
+    return carried
 
 
 def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -69,10 +69,11 @@ class SchedulerFacts:
 def get_facts(scheduler: Any) -> SchedulerFacts:
     """The SchedulerFacts of `scheduler`, created at the first call."""
     # Kept on the scheduler itself: it ends with it, and a second engine has its own.
-    scheduler_facts = getattr(scheduler, "_ttft", None)
-    if scheduler_facts is None:
-        scheduler_facts = scheduler._ttft = SchedulerFacts(scheduler)
-    return scheduler_facts
+    try:
+        return scheduler._ttft  # type: ignore[no-any-return]
+    except AttributeError:
+        facts = scheduler._ttft = SchedulerFacts(scheduler)
+        return facts
 
 
 def can_delay_requests(connector: Any) -> bool:
