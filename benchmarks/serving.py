@@ -5,18 +5,24 @@ Three servers of the tiny text model, loaded in turn, every second round in reve
 ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). CPU time
 is that of the server's processes, without the exporter's. Needs about 12 GB of memory.
 
-    python -m benchmarks.serving [--rounds 7] [--requests 240] [--json FILE]
+With --apart the exporter process and the receiver have the last core for themselves, and servers and clients
+the others: what is left is what tracing costs inside the server. vLLM's own exporter is a thread of the
+server and stays there.
+
+    python -m benchmarks.serving [--apart] [--rounds 7] [--requests 240] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -26,7 +32,7 @@ from lab import local_deployment, server_commands, session_processes, tiny_model
 from lab.evidence import estimate_median
 from lab.local_servers import LocalServer, run_servers
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel import names
+from ttft_otel import handoff, names
 
 CONCURRENT_CLIENTS: Final = 12
 TOKENS_PER_ANSWER: Final = 48
@@ -55,6 +61,36 @@ def read_cpu_us(leader: int) -> float:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8")
         ticks += sum(int(each) for each in text.rpartition(")")[2].split()[11:13])
     return ticks / os.sysconf("SC_CLK_TCK") * 1e6
+
+
+def find_exporters(hosts: Iterable[int]) -> list[int]:
+    """The exporter processes of these processes; each has a session of its own, and names its host."""
+    names_of_hosts = {str(pid).encode() for pid in hosts}
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended between the listing and the reading
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            module = handoff.EXPORTER_MODULE.encode()
+            # After the module: its socket, its page, its host.
+            if module in words and names_of_hosts & {*words[words.index(module) + 3 :][:1]}:
+                found.append(int(entry.name))
+    return found
+
+
+def move_to_cores(pids: Iterable[int], cores: set[int]) -> None:
+    """Let all threads of these processes run on `cores` alone; those that they start will, too."""
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), cores)
+
+
+def move_apart(receiver: LocalServer, traced: LocalServer, core: int) -> None:
+    """Give `core` to the receiver and to the exporter of `traced`, which has served requests."""
+    exporters = find_exporters(session_processes.list_session_pids(traced.pid))
+    if not exporters:
+        raise SystemExit("the traced server has no exporter process; see the servers' logs")
+    move_to_cores([*session_processes.list_session_pids(receiver.pid), *exporters], {core})
 
 
 def run_load(server: LocalServer, requests: int) -> LoadResult:
@@ -106,8 +142,15 @@ def run_load(server: LocalServer, requests: int) -> LoadResult:
     )
 
 
-def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResult]]:
-    """All rounds on all three servers."""
+def measure_tracing_modes(
+    rounds: int, requests: int, is_apart: bool = False
+) -> dict[str, list[LoadResult]]:
+    """All rounds on all three servers. is_apart: exporter and receiver have a core of their own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if is_apart:
+        if len(cores) < 2:
+            raise SystemExit("--apart needs two cores")
+        os.sched_setaffinity(0, cores[:-1])  # what is started from here inherits it
     with tempfile.TemporaryDirectory(prefix="ttft-otel-") as scratch:
         sink = local_deployment.build_receiver_command(Path(scratch) / "spans.db")
         endpoint = f"http://{sink.host}:{sink.port}"
@@ -134,6 +177,8 @@ def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResu
             for server in by_name.values():
                 # Warm-up: first requests import and compile.
                 run_load(server, CONCURRENT_CLIENTS * 4)
+            if is_apart:
+                move_apart(servers[0], by_name["on"], cores[-1])
             for number in range(rounds):
                 # In turn within a round: a slow minute of the machine meets all three.
                 for name in [*by_name][:: -1 if number % 2 else 1]:
@@ -189,8 +234,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=240, help="per server and round")
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    parser.add_argument(
+        "--apart", action="store_true", help="exporter and receiver on a core alone"
+    )
     arguments = parser.parse_args()
-    figures = compute_serving_figures(measure_tracing_modes(arguments.rounds, arguments.requests))
+    figures = compute_serving_figures(
+        measure_tracing_modes(arguments.rounds, arguments.requests, arguments.apart)
+    )
     sys.stderr.write("\n")
     return report_figures(figures, arguments.json)
 
