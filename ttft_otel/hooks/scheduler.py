@@ -63,9 +63,10 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
         _record_scheduled(scheduler, output, now)
     if followed or unmarked:
         held_steps.note_schedule(scheduler, output, now)
-        for request_id in getattr(output, "preempted_req_ids", None) or ():
-            if request_id in scheduler.requests:
-                held_steps.note_end(scheduler.requests[request_id])
+        if preempted := getattr(output, "preempted_req_ids", None):
+            for request_id in preempted:
+                if request_id in scheduler.requests:
+                    held_steps.note_end(scheduler.requests[request_id])
     if arrived or waiting_requests:
         waiting.record_queue(scheduler, output, now)
 
@@ -187,12 +188,15 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
         if runs and record[0] == clock.get_boot_number():  # else by another host's clock
             encoder_runs.note_runs(runs)
     now = clock.now_us()
-    tokens = scheduler_output.num_scheduled_tokens
-    encoding = scheduler_output.scheduled_encoder_inputs
     follows = bool(followed or unmarked)
     if follows:
         held_steps.close_step(scheduler, scheduler_output, now, not awaiting_first_token)
+    _in_update[0] = True
+    if not awaiting_first_token:
+        return False
     held = False
+    tokens = scheduler_output.num_scheduled_tokens
+    encoding = scheduler_output.scheduled_encoder_inputs
     for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
             if follows:
@@ -206,7 +210,6 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
                 encoder_runs.expect_run(request_id)
             timeline.entered = now
             held = True
-    _in_update[0] = True
     return held
 
 
