@@ -32,7 +32,7 @@ from lab import local_deployment, server_commands, session_processes, tiny_model
 from lab.evidence import estimate_median
 from lab.local_servers import LocalServer, run_servers
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel import handoff, names
+from ttft_otel import names
 
 CONCURRENT_CLIENTS: Final = 12
 TOKENS_PER_ANSWER: Final = 48
@@ -63,20 +63,6 @@ def read_cpu_us(leader: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK") * 1e6
 
 
-def find_exporters(hosts: Iterable[int]) -> list[int]:
-    """The exporter processes of these processes; each has a session of its own, and names its host."""
-    names_of_hosts = {str(pid).encode() for pid in hosts}
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended between the listing and the reading
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            module = handoff.EXPORTER_MODULE.encode()
-            # After the module: its socket, its page, its host.
-            if module in words and names_of_hosts & {*words[words.index(module) + 3 :][:1]}:
-                found.append(int(entry.name))
-    return found
-
-
 def move_to_cores(pids: Iterable[int], cores: set[int]) -> None:
     """Let all threads of these processes run on `cores` alone; those that they start will, too."""
     for pid in pids:
@@ -87,7 +73,7 @@ def move_to_cores(pids: Iterable[int], cores: set[int]) -> None:
 
 def move_apart(receiver: LocalServer, traced: LocalServer, core: int) -> None:
     """Give `core` to the receiver and to the exporter of `traced`, which has served requests."""
-    exporters = find_exporters(session_processes.list_session_pids(traced.pid))
+    exporters = session_processes.find_exporters(session_processes.list_session_pids(traced.pid))
     if not exporters:
         raise SystemExit("the traced server has no exporter process; see the servers' logs")
     move_to_cores([*session_processes.list_session_pids(receiver.pid), *exporters], {core})

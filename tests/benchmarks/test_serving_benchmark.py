@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import find_exporters, move_to_cores
+from benchmarks.serving import move_to_cores
+from lab.session_processes import find_exporters
 from ttft_otel.handoff import RecordSender
 from ttft_otel.settings import Settings
 
