@@ -18,8 +18,8 @@ from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
 from ttft_otel.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_length
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.step_log import HeldRequest, StepLog, Sums
-from ttft_otel.hooks.step_work import StepWork, describe_step
+from ttft_otel.hooks.step_log import HeldRequest, StepLog
+from ttft_otel.hooks.step_work import StepWork, describe_step, take_out_own
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
 
@@ -119,6 +119,8 @@ def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
         work = describe_step(scheduler, output, 0)
         log.holders.open_step(work, scheduler.requests)
     if not log.edge:
+        if _ended and len(_ended) == len(unmarked) and _settle_taken(work):
+            return
         _begin_log(now)
     if log.holders.closing:
         log.holders.drop_completed(work)
@@ -141,6 +143,22 @@ def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
         for held in _ended:
             _write_wait(held)
         _ended.clear()
+
+
+def _settle_taken(work: StepWork) -> bool:
+    """Whether the first step to end since they came has taken all that wait: then none ran before it."""
+    for index, held in enumerate(_ended):
+        if unmarked[index] is not held or held.ended != work.scheduled:
+            return False
+        if not held.timeline.complete:
+            return False
+    for held in _ended:
+        unmarked.popleft()
+        held.timeline.held = [held.timeline.added]
+        held.last = held.ended
+    _ended.clear()
+    _log.reset()
+    return True
 
 
 def _end_turnaround(work: StepWork, now: int) -> None:
@@ -196,15 +214,7 @@ def _write_wait(held: HeldRequest) -> None:
     held.last, held.sums = times[edges[0]], all_sums[edges[0]]
     held.timeline.held = [held.last]
     for index in edges[1:]:
-        _write_segment(held, times[index], all_sums[index])
-
-
-def _write_segment(held: HeldRequest, upto: int, sums: Sums) -> None:
-    before = held.sums
-    held.timeline.held += (
-        upto - held.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
-    )  # fmt: skip
-    held.last, held.sums = upto, sums
+        held.add_segment(times[index], all_sums[index])
 
 
 def add_own_step(request_id: str) -> None:
@@ -213,34 +223,20 @@ def add_own_step(request_id: str) -> None:
     if held is None or not held.last:
         return
     if (before := held.own) is not None and before.turnaround:
-        _write_segment(held, held.last + before.turnaround, before.sums)
-        _count_own(held.timeline.held, request_id, before)
+        held.add_segment(held.last + before.turnaround, before.sums)
+        take_out_own(held.timeline.held, request_id, before)
     held.own = work = _log.latest
     _log.steady = 0
     if held.last < _log.edge:
         # The step before it apart: only in its own one it can have held itself.
         if _log.times[-2] > held.last:
-            _write_segment(held, _log.times[-2], _log.all_sums[-2])
-        _write_segment(held, _log.edge, _log.sums)
-    _count_own(held.timeline.held, request_id, work)
+            held.add_segment(_log.times[-2], _log.all_sums[-2])
+        held.add_segment(_log.edge, _log.sums)
+    take_out_own(held.timeline.held, request_id, work)
     if len(held.timeline.held) > SEGMENT_SIZE * 2 * MAX_SEGMENTS:
         halve_segments(held.timeline.held)
     if held.timeline.complete and not _is_in_flight(request_id):
         _release(request_id)
-
-
-def _count_own(segments: list[int], request_id: str, work: StepWork | None) -> None:
-    """Take the request's own work out of the last segment, which is of the step `work`."""
-    if work is None or not work.total or len(segments) < SEGMENT_SIZE:
-        return
-    length = segments[-SEGMENT_SIZE]
-    tokens = work.output.num_scheduled_tokens.get(request_id, 0)
-    embeddings = sum([count for count, each in work.items if each == request_id])
-    # A request with one token counts as one that decodes (step_work.py).
-    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
-        own = min(length * weight // work.total, segments[place])
-        segments[place] -= own
-        segments[-1] += own
 
 
 def _is_in_flight(request_id: str) -> bool:
@@ -277,7 +273,7 @@ def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
     _name_holders(held, scheduler, work, elapsed)
     _write_wait(held)
     if begin > held.last:
-        _write_segment(held, begin, held.sums)
+        held.add_segment(begin, held.sums)
     if elapsed and work.total:
         shares = split_length(elapsed, (work.prefill, work.decode, work.encoder), work.total)
         held.timeline.held += (elapsed, *shares, 0)

@@ -38,6 +38,14 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
     own: StepWork | None = None
     sums: Sums = (0, 0, 0)
 
+    def add_segment(self, upto: int, sums: Sums) -> None:
+        """Write what ran from `last` up to the time `upto` (us), when the log's sums are these."""
+        before = self.sums
+        self.timeline.held += (
+            upto - self.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
+        )  # fmt: skip
+        self.last, self.sums = upto, sums
+
 
 class StepLog:
     """The steps since the first of the waiting requests came.

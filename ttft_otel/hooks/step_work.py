@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ttft_otel.held_waits import SEGMENT_SIZE
 from ttft_otel.stages import HOLDING_KIND_NAMES
 
 PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
@@ -106,3 +107,17 @@ def _name_largest(work: StepWork, found: list[tuple[int, str]]) -> list[tuple[in
         work.unnamed = True
         del found[MAX_NAMED:]
     return found
+
+
+def take_out_own(segments: list[int], request_id: str, work: StepWork | None) -> None:
+    """Take the request's own work out of the last segment, which is of the step `work`."""
+    if work is None or not work.total or len(segments) < SEGMENT_SIZE:
+        return
+    length = segments[-SEGMENT_SIZE]
+    tokens = work.output.num_scheduled_tokens.get(request_id, 0)
+    embeddings = sum([count for count, each in work.items if each == request_id])
+    # A request with one token counts as one that decodes (step_work.py).
+    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
+        own = min(length * weight // work.total, segments[place])
+        segments[place] -= own
+        segments[-1] += own
