@@ -34,6 +34,7 @@ from benchmarks.figures import (
     divide_rounds,
     report_figures,
 )
+from lab import session_processes
 from ttft_otel import handoff, names
 from ttft_otel.exporter.request_metrics import MAX_PENDING_ROWS
 from ttft_otel.settings import Settings
@@ -116,18 +117,10 @@ def run_module(module: str, *words: str, **env: str) -> Iterator[subprocess.Pope
 
 def find_exporter(host: int) -> int:
     """Process ID of the exporter that `host` has started."""
-    # The exporter is detached from its host (handoff.py), so that it is not among our children.
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        # It ended between the listing and the reading.
-        except OSError:
-            continue
-        # The last argument is the host's process id; behind its
-        # NUL byte split() leaves an empty string.
-        if handoff.EXPORTER_MODULE.encode() in words and words[-2] == b"%d" % host:
-            return int(folder.name)
-    raise ProcessLookupError("the exporter does not run")
+    found = session_processes.find_exporters([host])
+    if len(found) != 1:  # the one that forks it ends before a span is exported
+        raise ProcessLookupError(f"not one exporter runs: {found}")
+    return found[0]
 
 
 def wait_until_exported(

@@ -10,11 +10,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks.otlp_bodies import LAST_STAGES, TEXT_STAGES, build_benchmark_record
+from ttft_otel import names
 from ttft_otel.exporter.span_builder import build_spans
 from ttft_otel.measurement import encode_for_exporter
-from ttft_otel.record import Piece, Record, encode_record
+from ttft_otel.record import Attributes, Piece, Record, encode_record
 
 STAGE_US: Final = 1000
+QUEUE: Final = "prefill.queue"  # says why it waited, and behind what
 PARTS: Final = ("tokenize", "collect", "detokenize")
 SPANS_PER_REQUEST: Final = 15  # server, ttft, 9 stages, unattributed, 3 parts
 
@@ -30,11 +32,28 @@ def build_request_halves(number: int) -> list[Record]:
         Piece("part", name, place * STAGE_US + 1, place * STAGE_US + 900)
         for place, name in enumerate(PARTS)
     )
-    ttft = msgspec.structs.replace(whole.ttft, pieces=whole.ttft.pieces + parts)
+    waits = _describe_queue(lengths_us[QUEUE])
+    told = {names.QUEUE_REASON: "token_budget"} | waits
+    pieces = [
+        msgspec.structs.replace(piece, attributes=told) if piece.name == QUEUE else piece
+        for piece in whole.ttft.pieces
+    ]
+    sums = waits | {names.name_reason_attribute(QUEUE, "token_budget"): lengths_us[QUEUE]}
+    ttft = msgspec.structs.replace(
+        whole.ttft, pieces=(*pieces, *parts), attributes=whole.ttft.attributes | sums
+    )
     return [
         msgspec.structs.replace(whole, ttft=ttft, server=None),
         msgspec.structs.replace(whole, ttft=None),
     ]
+
+
+def _describe_queue(length_us: int) -> Attributes:
+    """What held a queue of this length: prompts, tokens of answers, and an idle rest."""
+    prefill_us, decode_us = length_us // 2, length_us // 3
+    rest_us = length_us - prefill_us - decode_us
+    lengths = {"prefill": prefill_us, "decode": decode_us, "idle": rest_us}
+    return {names.name_held_attribute(kind): length for kind, length in lengths.items()}
 
 
 def encode_request(number: int) -> list[bytes]:

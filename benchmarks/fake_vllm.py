@@ -211,11 +211,12 @@ def run_connector_steps(kind: type[FakeVllmHost]) -> int:
     return process_time_ns() - began
 
 
-def run_core_requests(kind: type[FakeVllmHost], items: int = 0) -> int:
+def run_core_requests(kind: type[FakeVllmHost], items: int = 0, overlaps: bool = False) -> int:
     """One request of one chunk through the engine core, with so many images that an encoder has
-    announced. CPU ns for REQUESTS_PER_ROUND requests.
+    announced. CPU ns for REQUESTS_PER_ROUND requests. overlaps: async scheduling is on.
     """
     host: Any = kind()
+    host.scheduler_config = SimpleNamespace(async_scheduling=overlaps)
     # As in an engine without a connector, of whose calls the loop below makes none.
     host.ec_connector = host if items else None
     made = []

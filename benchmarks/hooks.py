@@ -129,10 +129,14 @@ def list_cases() -> list[HookCase]:
         )
 
     def build_core_case(
-        name: str, items: int, goal: float, exported_goal: float | None = None
+        name: str,
+        items: int,
+        goal: float,
+        exported_goal: float | None = None,
+        overlaps: bool = False,
     ) -> HookCase:
-        run = fake_vllm.run_core_requests
-        plain, ours = partial(run, FakeVllmHost, items), partial(run, hooked, items)
+        run = partial(fake_vllm.run_core_requests, items=items, overlaps=overlaps)
+        plain, ours = partial(run, FakeVllmHost), partial(run, hooked)
         return build_request_case(name, plain, ours, goal, exported_goal)
 
     def build_step_case(
@@ -159,11 +163,12 @@ def list_cases() -> list[HookCase]:
             "api_request_counted", Settings(on=True, sampler="always_off", metrics=True), True, 3.0
         ),
         build_core_case("core_request", 0, 0.5, MAX_CORE_SHARE),
+        build_core_case("core_request_async", 0, 1.0, overlaps=True),
         build_core_case("core_request_image", 1, 1.0),
         build_step_case("decode_step", fake_vllm.run_decode_steps, 1.7),
         build_step_case("decode_step_connector", fake_vllm.run_connector_steps, 1.5),
-        # Against two wrappers; on a fast core 2 us a step for reasons, and 2 us for who held them.
-        build_step_case("waiting_step", run_waiting_steps, 40.0),
+        # Against two wrappers; 2 us a step for reasons and for who held them.
+        build_step_case("waiting_step", run_waiting_steps, 20.0),
         build_step_case("waiting_step_prompts", partial(run_waiting_steps, prompts=2), 80.0),
         build_request_case(
             "prefill_step_device",

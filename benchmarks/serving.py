@@ -5,18 +5,24 @@ Three servers of the tiny text model, loaded in turn, every second round in reve
 ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). CPU time
 is that of the server's processes, without the exporter's. Needs about 12 GB of memory.
 
-    python -m benchmarks.serving [--rounds 7] [--requests 240] [--json FILE]
+With --apart the exporter process and the receiver have the last core for themselves, and servers and clients
+the others: what is left is what tracing costs inside the server. vLLM's own exporter is a thread of the
+server and stays there.
+
+    python -m benchmarks.serving [--apart] [--rounds 7] [--requests 240] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -55,6 +61,22 @@ def read_cpu_us(leader: int) -> float:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8")
         ticks += sum(int(each) for each in text.rpartition(")")[2].split()[11:13])
     return ticks / os.sysconf("SC_CLK_TCK") * 1e6
+
+
+def move_to_cores(pids: Iterable[int], cores: set[int]) -> None:
+    """Let all threads of these processes run on `cores` alone; those that they start will, too."""
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), cores)
+
+
+def move_apart(receiver: LocalServer, traced: LocalServer, core: int) -> None:
+    """Give `core` to the receiver and to the exporter of `traced`, which has served requests."""
+    exporters = session_processes.find_exporters(session_processes.list_session_pids(traced.pid))
+    if not exporters:
+        raise SystemExit("the traced server has no exporter process; see the servers' logs")
+    move_to_cores([*session_processes.list_session_pids(receiver.pid), *exporters], {core})
 
 
 def run_load(server: LocalServer, requests: int) -> LoadResult:
@@ -106,8 +128,15 @@ def run_load(server: LocalServer, requests: int) -> LoadResult:
     )
 
 
-def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResult]]:
-    """All rounds on all three servers."""
+def measure_tracing_modes(
+    rounds: int, requests: int, is_apart: bool = False
+) -> dict[str, list[LoadResult]]:
+    """All rounds on all three servers. is_apart: exporter and receiver have a core of their own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if is_apart:
+        if len(cores) < 2:
+            raise SystemExit("--apart needs two cores")
+        os.sched_setaffinity(0, cores[:-1])  # what is started from here inherits it
     with tempfile.TemporaryDirectory(prefix="ttft-otel-") as scratch:
         sink = local_deployment.build_receiver_command(Path(scratch) / "spans.db")
         endpoint = f"http://{sink.host}:{sink.port}"
@@ -134,6 +163,8 @@ def measure_tracing_modes(rounds: int, requests: int) -> dict[str, list[LoadResu
             for server in by_name.values():
                 # Warm-up: first requests import and compile.
                 run_load(server, CONCURRENT_CLIENTS * 4)
+            if is_apart:
+                move_apart(servers[0], by_name["on"], cores[-1])
             for number in range(rounds):
                 # In turn within a round: a slow minute of the machine meets all three.
                 for name in [*by_name][:: -1 if number % 2 else 1]:
@@ -189,8 +220,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=240, help="per server and round")
     parser.add_argument("--json", type=Path, help="write {figure: {value, goal, met}} there")
+    parser.add_argument(
+        "--apart", action="store_true", help="exporter and receiver on a core alone"
+    )
     arguments = parser.parse_args()
-    figures = compute_serving_figures(measure_tracing_modes(arguments.rounds, arguments.requests))
+    figures = compute_serving_figures(
+        measure_tracing_modes(arguments.rounds, arguments.requests, arguments.apart)
+    )
     sys.stderr.write("\n")
     return report_figures(figures, arguments.json)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find and kill the processes of one session by reading /proc, for local_servers.py."""
+"""Find and kill the processes of one session by reading /proc, for local_servers.py; find exporters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+from ttft_otel import handoff
 
 
 def list_session_pids(leader: int) -> list[int]:
@@ -28,6 +31,20 @@ def read_session_id(entry: Path) -> int | None:
     # The second field is the name in parentheses and may itself hold spaces.
     state, _parent, _group, number = text.rpartition(")")[2].split()[:4]
     return None if state in "ZX" else int(number)
+
+
+def find_exporters(hosts: Iterable[int]) -> list[int]:
+    """The exporter processes of these processes; each has a session of its own, and names its host."""
+    names_of_hosts = {str(pid).encode() for pid in hosts}
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended between the listing and the reading
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            module = handoff.EXPORTER_MODULE.encode()
+            # After the module: its socket, its page, its host.
+            if module in words and names_of_hosts & {*words[words.index(module) + 3 :][:1]}:
+                found.append(int(entry.name))
+    return found
 
 
 def wait_for_session_end(leader: int, timeout_s: float) -> None:

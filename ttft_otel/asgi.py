@@ -40,8 +40,6 @@ ENGINE_QUERY_TIMEOUT_S: Final = 5.0
 MAX_KEPT_SPAN_TASKS: Final = 1024  # concurrent queries that wait until kept data is freed
 # In an answer of /v1/responses; quotes of texts are escaped.
 _BACKGROUND: Final = b'"background":true'
-
-
 # Made once, as they hold nothing of a request.
 _GUARD_BEGIN, _GUARD_SEND = Guard("asgi begin"), Guard("asgi send")
 _GUARD_HAND, _GUARD_END = Guard("asgi hand"), Guard("asgi end")
@@ -210,30 +208,33 @@ class FirstChunkSender:
         self.held_bytes = 0
         self.first_chunk_sent = False
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Forward `message`, or hold it back until the Server-Timing header can be written."""
+        # No coroutine of ours around the server's: each later token, and the head, would pay for one.
         if self.first_chunk_sent:
-            await self.send_downstream(message)
-            return
+            return self.send_downstream(message)
         wait = False
         with _GUARD_SEND:
             wait = self._observe_message(message)
+        if wait or self.held_messages or self.first_chunk_sent:
+            return self._send_observed(message, wait)
+        return self.send_downstream(message)
+
+    async def _send_observed(self, message: Message, wait: bool) -> None:
+        """Forward what was held back and `message`, or with `wait` hold it back, too."""
         if wait:
             self.held_messages.append(message)
             return
         if self.held_messages:
-            # Cleared first: if sending one fails, a later call must not send them again.
+            # Replaced first: if sending one fails, a later call must not send them again.
             held, self.held_messages = self.held_messages, []
             for early in held:
                 await self.send_downstream(early)
         await self.send_downstream(message)
         # After the chunk was sent, so that encoding the record does not delay it.
-        if self._is_stream_started():
+        if self.first_chunk_sent and self.trace.streamed:
             with _GUARD_HAND:
                 recorder.send_known_halves(self.trace, handoff.get_sender(), server=False)
-
-    def _is_stream_started(self) -> bool:
-        return self.first_chunk_sent and self.trace.streamed
 
     def _observe_message(self, message: Message) -> bool:
         """Note start and first chunk; True when the message has to be held back."""

@@ -156,6 +156,7 @@ class EncoderRun(CoreAnswer, frozen=True):
     end: int
 
 
+_HOST_NOTE: Final = ClockNote(names.CLOCK_WORDS[clock.CLOCK_HOST], 0)
 AnyAnswer = TypeVar("AnyAnswer", bound=CoreAnswer)
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(EngineTimeline)
@@ -201,11 +202,10 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         timeline = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    # An array has no names.
     if timeline.version != TIMELINE_VERSION or 0 < len(timeline.media) < media_items.HEADER_LENGTH:
         return None
-    waits = timeline.waits
-    for code, start, end in zip(waits[::3], waits[1::3], waits[2::3], strict=False):
+    for place in range(0, len(timeline.waits) - 2, 3):
+        code, start, end = timeline.waits[place : place + 3]
         # A code of a later version is left out; its time then stays with the queue.
         if code in STAGES_BY_CODE:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
@@ -213,25 +213,24 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))
     marks.held = timeline.held
     for record in timeline.steps:
+        if _has_one_interval(record, timeline.boot):
+            marks.steps.append(EngineStep([record[3:]], record[1], record[2]))  # type: ignore[list-item]
+            continue
         # A worker on another host (multi-node) has another boot: its times are not comparable.
         marks.foreign |= bool(record) and record[0] != timeline.boot
         marks.foreign |= _decode_clock(record)[0] == clock.CLOCK_LENGTHS
         marks.steps.append(_decode_step(record))
-    marks.added = timeline.added
-    marks.scheduled = timeline.scheduled
-    marks.encoder_first = timeline.encoder_first
-    marks.entered = timeline.entered
-    marks.queue_lost = timeline.wait_lost
-    marks.moving = timeline.looking or timeline.moving
-    marks.asking = timeline.asked
-    marks.truncated = timeline.truncated
+    marks.added, marks.scheduled = timeline.added, timeline.scheduled
+    marks.encoder_first, marks.entered = timeline.encoder_first, timeline.entered
+    marks.moving, marks.asking = timeline.looking or timeline.moving, timeline.asked
+    marks.queue_lost, marks.truncated = timeline.wait_lost, timeline.truncated
     return timeline
 
 
 def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> Attributes:
     """Span attributes for everything in `timeline` that is not a time.
 
-    clock_error: of the offset between the engine core's clock and ours, in microseconds.
+    clock_error: of the engine core's clock against ours, in us; a mark can have the device's too.
     """
     attributes: Attributes = {
         names.INPUT_TOKENS: timeline.prompt,
@@ -251,7 +250,15 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
         attributes |= {name: value for name, value in values if value}
     if timeline.truncated:
         attributes[names.TRUNCATED] = True
-    _add_clock_attributes(attributes, timeline, clock_error)
+    if clock_error:
+        attributes[names.CLOCK_ERROR_US] = clock_error
+    if note := read_clock(timeline):
+        attributes[names.CLOCK] = note.word
+        if note.word == names.CLOCK_WORDS[clock.CLOCK_DEVICE]:
+            attributes[names.CLOCK_ERROR_US] = note.error_us + clock_error
+    for record in timeline.steps:
+        if len(record) >= 3 and record[2] & ENCODER_UNFINISHED:
+            attributes[names.ENCODER_UNFINISHED] = True
     return attributes
 
 
@@ -259,6 +266,8 @@ def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
     """Which clock placed the worker's marks, by the step with the greatest error; None without a record."""
     if timeline is None:
         return None
+    if len(timeline.steps) == 1 and _has_one_interval(timeline.steps[0], timeline.boot):
+        return _HOST_NOTE
     worst = (-1, 0)
     for record in timeline.steps:
         if len(record) >= 3:
@@ -268,18 +277,9 @@ def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
     return None if worst[0] < 0 else ClockNote(names.CLOCK_WORDS[worst[0]], worst[1])
 
 
-def _add_clock_attributes(
-    attributes: Attributes, timeline: EngineTimeline, clock_error: int
-) -> None:
-    if clock_error:
-        attributes[names.CLOCK_ERROR_US] = clock_error
-    if note := read_clock(timeline):
-        attributes[names.CLOCK] = note.word
-        if note.word == names.CLOCK_WORDS[clock.CLOCK_DEVICE]:
-            # one boundary can have both errors
-            attributes[names.CLOCK_ERROR_US] = note.error_us + clock_error
-    if any([len(record) >= 3 and record[2] & ENCODER_UNFINISHED for record in timeline.steps]):
-        attributes[names.ENCODER_UNFINISHED] = True
+def _has_one_interval(record: tuple[int, ...], boot: int) -> bool:
+    """Whether it is of this boot, and has one interval by the host's clock: most steps are such."""
+    return len(record) == 6 and record[0] == boot and record[3] != CODE_CLOCK
 
 
 def _decode_step(record: tuple[int, ...]) -> EngineStep:

@@ -67,12 +67,12 @@ def start_context(traceparent: str, tracestate: str, settings: Settings) -> Trac
 
 def new_span_id() -> str:
     """A random span ID: 16 lower-case hex digits."""
-    return f"{_random.getrandbits(64):016x}"
+    return _random.randbytes(8).hex()  # half the time of a formatted number
 
 
 def new_trace_id() -> str:
     """A random trace ID: 32 lower-case hex digits."""
-    return f"{_random.getrandbits(128):032x}"
+    return _random.randbytes(16).hex()
 
 
 def _parse_traceparent(text: str) -> tuple[str, str, int] | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
 
 from ttft_otel import breakdown, carrier, media_items, names, stages
@@ -136,14 +135,15 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     base = trace.arrive
     timeline = trace.timeline
     holders = list_holders(timeline) if timeline is not None and timeline.holders else ()
-    pieces = _make_stage_pieces(cut, holders)
-    pieces += [
-        Piece("part", name, low - base, high - base) for name, low, high in trace.parts[:MAX_PARTS]
-    ]
-    for engine in trace.engine_requests.values():
-        if engine is not trace.first_output and engine.output:
-            start, end = max(0, engine.assign - base), engine.output - base
-            pieces.append(Piece("sibling", names.SIBLING, start, end))
+    attributes = _list_ttft_attributes(trace)
+    pieces = _make_stage_pieces(cut, holders, attributes)
+    for name, low, high in trace.parts[:MAX_PARTS]:
+        pieces.append(Piece("part", name, low - base, high - base))
+    if len(trace.engine_requests) > 1:
+        for engine in trace.engine_requests.values():
+            if engine is not trace.first_output and engine.output:
+                start, end = max(0, engine.assign - base), engine.output - base
+                pieces.append(Piece("sibling", names.SIBLING, start, end))
     return Ttft(
         new_span_id(),
         names.ENCODE if resolve_role(trace) == "encode" else names.TTFT,
@@ -153,7 +153,7 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
         cut.unattributed,
         cut.clamped,
         tuple(pieces),
-        _list_ttft_attributes(trace, cut),
+        attributes,
         "" if trace.has_first_token else trace.error,
         trace.failed_stage,
     )
@@ -178,41 +178,53 @@ def parse_traceparent(header: str) -> tuple[str, str]:
     return parts[1], parts[2]
 
 
-def _make_stage_pieces(cut: breakdown.Breakdown, holders: tuple[HeldBy, ...] = ()) -> list[Piece]:
+def _make_stage_pieces(
+    cut: breakdown.Breakdown, holders: tuple[HeldBy, ...], sums: Attributes
+) -> list[Piece]:
     """The stages' pieces; of a waiting one with several reasons, a piece for each below it.
 
-    holders: of the queue; they are told of its longest piece.
+    holders: of the queue; they are told of its longest piece. sums: gets the microseconds of each reason
+    and of each kind of work that held a queue; in all its pieces they add up to the stage.
     """
     base = cut.start
+    pieces = [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
     if not (cut.reasons or cut.held):  # nothing waited
-        return [Piece("stage", name, low - base, high - base) for name, low, high in cut.pieces]
-    held = {(part.stage, part.start): part for part in cut.held}
+        return pieces
     longest = _find_longest_queue(cut) if holders else None
-    slices = deque(cut.reasons)
-    pieces: list[Piece] = []
     below: list[Piece] = []
-    for name, low, high in cut.pieces:
+    # Both come in the order of the waiting pieces; reasons fill each one, and of `held` each has one.
+    place = number = 0
+    for index, (name, low, high) in enumerate(cut.pieces):
         if name not in WAIT_STAGES:
-            pieces.append(Piece("stage", name, low - base, high - base))
             continue
-        inside = []
-        # Slices come in the order of the pieces and fill each one: one pass pairs them.
-        while slices and slices[0].stage == name and slices[0].end <= high:
-            inside.append(slices.popleft())
-        # The usual case has one reason: an attribute then saves a span.
-        attributes = _name_reason(inside[0]) if len(inside) == 1 else {}
-        part = held.get((name, low)) if held else None
-        if part is not None:
-            attributes |= _list_held(part)
-        held_by = holders if part is not None and part is longest else ()
-        pieces.append(Piece("stage", name, low - base, high - base, attributes, held_by))
-        if len(inside) > 1:
+        attributes: Attributes = {}
+        first = place
+        while place < len(cut.reasons) and cut.reasons[place].end <= high:
+            each = cut.reasons[place]
+            if each.stage != name:
+                break
+            key = _REASON_ATTRIBUTES[name, each.reason]
+            sums[key] = sums.get(key, 0) + each.end - each.start  # type: ignore[operator]
+            place += 1
+        if place - first == 1:  # the usual case has one reason: an attribute then saves a span
+            attributes = _name_reason(cut.reasons[first])
+        elif place > first:
             below += [
                 Piece("reason", each.reason, each.start - base, each.end - base, _name_reason(each))
-                for each in inside
+                for each in cut.reasons[first:place]
             ]
+        held_by: tuple[HeldBy, ...] = ()
+        if cut.held:
+            part = cut.held[number]
+            number += 1
+            _add_held(attributes, part)
+            if name in stages.QUEUE_STAGES:
+                _add_held(sums, part)
+            if part is longest:
+                held_by = holders
+        pieces[index] = Piece("stage", name, low - base, high - base, attributes, held_by)
     # Only these are cut here: breakdown.MAX_PIECES has bounded the stages' pieces.
-    return pieces + below[:MAX_REASON_PIECES]
+    return pieces + below[:MAX_REASON_PIECES] if below else pieces
 
 
 def _find_longest_queue(cut: breakdown.Breakdown) -> HeldPiece | None:
@@ -220,20 +232,12 @@ def _find_longest_queue(cut: breakdown.Breakdown) -> HeldPiece | None:
     return max(queues, key=lambda part: part.end - part.start, default=None)
 
 
-def _list_held(part: HeldPiece) -> Attributes:
-    """Microseconds of each kind of work; they add up to the piece. Kinds without any are left out."""
-    return {
-        name: length for name, length in zip(_HELD_ATTRIBUTES, part.lengths, strict=True) if length
-    }
-
-
-def _sum_held(cut: breakdown.Breakdown) -> Attributes:
-    """Microseconds of each kind in the queue's pieces: they add up to its stage."""
-    queues = [part.lengths for part in cut.held if part.stage in stages.QUEUE_STAGES]
-    if not queues:
-        return {}
-    sums = queues[0] if len(queues) == 1 else [sum(each) for each in zip(*queues, strict=True)]
-    return {name: length for name, length in zip(_HELD_ATTRIBUTES, sums, strict=True) if length}
+def _add_held(attributes: Attributes, part: HeldPiece) -> None:
+    """Add microseconds of each kind of work; they add up to the piece. Kinds without any are left out."""
+    for code, length in enumerate(part.lengths):
+        if length:
+            key = _HELD_ATTRIBUTES[code]
+            attributes[key] = attributes.get(key, 0) + length  # type: ignore[operator]
 
 
 def _name_reason(part: ReasonSlice) -> Attributes:
@@ -241,29 +245,16 @@ def _name_reason(part: ReasonSlice) -> Attributes:
     return {names.QUEUE_REASON if in_queue else names.STALL_REASON: part.reason}
 
 
-def _sum_reasons(cut: breakdown.Breakdown) -> Attributes:
-    """Microseconds per reason: in queues they add up to the queues' stages, in stalls to the stall."""
-    sums: dict[str, int] = {}  # not a Counter, which takes a microsecond to make
-    for part in cut.reasons:
-        key = _REASON_ATTRIBUTES[part.stage, part.reason]
-        sums[key] = sums.get(key, 0) + part.end - part.start
-    return {**sums}
-
-
-def _list_ttft_attributes(trace: RequestTrace, cut: breakdown.Breakdown) -> Attributes:
-    attributes: Attributes = {names.STREAMING: trace.streamed}
-    if cut.reasons:
-        attributes |= _sum_reasons(cut)
-    if cut.held:
-        attributes |= _sum_held(cut)
+def _list_ttft_attributes(trace: RequestTrace) -> Attributes:
     timeline = trace.timeline
     if timeline is None:
-        return attributes
+        return {names.STREAMING: trace.streamed}
+    attributes = carrier.list_timeline_attributes(timeline, trace.clock_error)
+    attributes[names.STREAMING] = trace.streamed
     if timeline.blocks and identity.kv_connector:
         attributes[names.KV_CONNECTOR] = identity.kv_connector
     if timeline.holders_lost and timeline.holders:
         attributes[names.HELD_BY_TRUNCATED] = True
-    attributes |= carrier.list_timeline_attributes(timeline, trace.clock_error)
     if timeline.media:
         attributes |= media_items.list_item_attributes(
             count_trace_items(trace), identity.ec_connector

@@ -16,6 +16,7 @@ from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
 
 IN_STEP: Final = WAIT_REASON_NAMES.index("in_step")
 OTHER: Final = WAIT_REASON_NAMES.index("other")
+_IN_STEP_NAME: Final = WAIT_REASON_NAMES[IN_STEP]
 WAIT_STAGES: Final = frozenset((*QUEUE_STAGES, STALL_STAGE))
 MAX_SLICES: Final = 8  # of one piece in time order; of more, each reason's are put together
 
@@ -39,44 +40,44 @@ def divide_waits(
     """
     slices: list[ReasonSlice] = []
     for stage, start, end in pieces:
-        if stage in WAIT_STAGES:
-            cuts = _cut_piece(start, end, changes)
-            # A long wait can change its reason at every step; a span for each would tell no more.
-            if len(cuts) > MAX_SLICES:
-                cuts = gather_reasons(cuts)
-            position = start
-            for code, length in cuts:
-                slices.append(
-                    ReasonSlice(stage, WAIT_REASON_NAMES[code], position, position + length)
-                )
-                position += length
+        if stage not in WAIT_STAGES:
+            continue
+        if not changes:  # most requests, on an engine that is not full
+            slices.append(ReasonSlice(stage, _IN_STEP_NAME, start, end))
+            continue
+        cuts = _cut_piece(start, end, changes)
+        # A long wait can change its reason at every step; a span for each would tell no more.
+        if len(cuts) > MAX_SLICES:
+            cuts = gather_reasons(cuts)
+        position = start
+        for code, length in cuts:
+            slices.append(ReasonSlice(stage, WAIT_REASON_NAMES[code], position, position + length))
+            position += length
     return slices
 
 
 def _cut_piece(start: int, end: int, changes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """(code, length) of neighbouring slices with different reasons; their lengths add up."""
-    if not changes:
-        return [(IN_STEP, end - start)]
     cuts: list[tuple[int, int]] = []
     reason, position = IN_STEP, start
-
-    def close(upto: int) -> None:
-        if cuts and cuts[-1][0] == reason:
-            cuts[-1] = (reason, cuts[-1][1] + upto - position)
-        else:
-            cuts.append((reason, upto - position))
-
     for since, code in changes:
         # In time order, so that none of the rest can matter.
         if since >= end:
             break
         if since > position:
-            close(since)
+            _add_cut(cuts, reason, since - position)
             position = since
         # A code of a later version is a reason that this one does not know.
         reason = code if 0 <= code < len(WAIT_REASON_NAMES) else OTHER
-    close(end)
+    _add_cut(cuts, reason, end - position)
     return cuts
+
+
+def _add_cut(cuts: list[tuple[int, int]], reason: int, length: int) -> None:
+    if cuts and cuts[-1][0] == reason:
+        cuts[-1] = (reason, cuts[-1][1] + length)
+    else:
+        cuts.append((reason, length))
 
 
 def gather_reasons(cuts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -6,19 +6,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from ttft_otel.hooks.holders import HolderLog
-from ttft_otel.hooks.step_work import StepWork
+from ttft_otel.hooks.step_work import StepWork, describe_step
 
 
 def make_step(tokens: dict[str, int], new: tuple[str, ...] = ()) -> StepWork:
     """A step as the scheduler has put it together, in which nobody has more than one token."""
-    return StepWork(
-        SimpleNamespace(
-            num_scheduled_tokens=tokens,
-            total_num_scheduled_tokens=sum(tokens.values()),
-            scheduled_new_reqs=[SimpleNamespace(req_id=each) for each in new],
-        ),
-        0,
+    output = SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_new_reqs=[SimpleNamespace(req_id=each) for each in new],
+        scheduled_encoder_inputs={},
     )
+    return describe_step(None, output, 0)
 
 
 def test_not_begun() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from ttft_otel.hooks import held_steps
 from ttft_otel.stages import QUEUE_STAGES
 
 from .test_held_steps import MakeDriver, read_holders, sum_held
@@ -68,3 +69,27 @@ def test_nothing_schedulable(drive: MakeDriver) -> None:
 
     # The turnaround before is still that of a step with work.
     assert sum_held(driver, "second", *QUEUE_STAGES) == {"decode": 90_200, "idle": 1_050}
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_same_requests_decode(drive: MakeDriver, steady: bool) -> None:
+    """Steps in which the same requests decode are one segment, with turnarounds; a prompt divides it."""
+    driver = drive(max_num_seqs=2)
+    driver.add("first", answer=60, traced=False)
+    driver.add("one", answer=60 if steady else 3, traced=False)
+    driver.step()
+    if not steady:
+        for number in range(10):
+            driver.add(f"other{number}", answer=3, traced=False)
+    driver.add("last")
+    driver.step(idle_us=500)
+    before = len(held_steps._log.times)
+    for _ in range(20):
+        driver.step(idle_us=500)
+    edges = len(held_steps._log.times) - before
+    driver.run_until_answered("last")
+
+    assert (edges <= 2) == steady
+    held = sum_held(driver, "last", *QUEUE_STAGES)
+    # In the first turnaround it came.
+    assert (held == {"decode": 59 * 10_000 + 20 * 500, "idle": 500}) == steady

@@ -29,6 +29,8 @@ from ttft_otel.hooks import (
     wrap,
 )
 
+_known_cores: set[type[Any]] = set()  # those that have the utility methods
+
 
 def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
     """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced."""
@@ -38,21 +40,28 @@ def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> in
 
 def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:
     """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
-    timeline = result[0]._ttft = EngineTimeline(added=added)
+    request = result[0]
+    timeline = request._ttft = EngineTimeline(added=added)
     # While it is paused an engine core runs no step that could tell.
     if getattr(getattr(core, "scheduler", None), "_pause_state", 0):
         timeline.reasons += (added, queue_reasons.PAUSED)
     # Of a request that is freed its own headers may be gone.
-    result[0]._ttft_parent = result[0].trace_headers.get(names.TRACEPARENT, "")
-    held_steps.follow_request(result[0], timeline)
+    request._ttft_parent = request.trace_headers.get(names.TRACEPARENT, "")
+    held_steps.follow_request(request.request_id, timeline)
     # A deque, because this is the input thread, and the main thread takes requests out of it.
-    waiting.arrived.append([result[0], 0])
-    # Once per process: vLLM looks the method of a utility call up by its name on the engine core.
-    if not hasattr(type(core), ABORTED_QUERY):
-        setattr(type(core), ABORTED_QUERY, answer_aborted)
-        setattr(type(core), KEPT_BLOCKS_QUERY, kv.answer_kept_blocks)
-        setattr(type(core), KEPT_ITEMS_QUERY, ec_kept.answer_kept_items)
-        setattr(type(core), ENCODER_QUERY, encoder_runs.answer_encoder_run)
+    waiting.arrived.append([request, 0])
+    if type(core) not in _known_cores:
+        _add_queries(type(core))
+
+
+def _add_queries(core: type[Any]) -> None:
+    """Once per process: vLLM looks the method of a utility call up by its name on the engine core."""
+    _known_cores.add(core)
+    if not hasattr(core, ABORTED_QUERY):
+        setattr(core, ABORTED_QUERY, answer_aborted)
+        setattr(core, KEPT_BLOCKS_QUERY, kv.answer_kept_blocks)
+        setattr(core, KEPT_ITEMS_QUERY, ec_kept.answer_kept_items)
+        setattr(core, ENCODER_QUERY, encoder_runs.answer_encoder_run)
 
 
 def answer_aborted(core: Any, request_id: str) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record which work the engine did while traced requests waited: kinds of work, and the largest requests.
 
-engine_core.py calls follow_request() for arrivals; scheduler.py reports each schedule(), each step's end and
-each end of a wait. Results go into EngineTimeline.held and .holders. Running sums are kept for all waiting
-requests together: what one request waited for is the difference between two of them, so the cost of a step
-does not depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
+engine_core.py calls follow_request() for arrivals, scheduler.py reports schedule(), steps' ends and waits'
+ends. Results go into EngineTimeline.held and .holders. Running sums are kept for all waiting requests
+together: what one request waited for is the difference between two of them, so the cost of a step does not
+depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
 """
 
 from __future__ import annotations
@@ -18,32 +18,10 @@ from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
 from ttft_otel.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_length
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.hooks.holders import WaitStart
-from ttft_otel.hooks.step_log import StepLog, Sums
-from ttft_otel.hooks.step_work import StepWork, describe_step
+from ttft_otel.hooks.step_log import HeldRequest, StepLog
+from ttft_otel.hooks.step_work import StepWork, describe_step, take_out_own
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
-
-
-class HeldRequest:
-    """A traced request that waits for its first step, or between its prompt's chunks.
-
-    ended: when its first step was scheduled, 0 before. last, sums: the time up to which `timeline.held` is
-    written, and the log's sums then; 0 while it waits. since: the time from which other requests' work
-    counts as holding it. own: the latest step that computed a part of it.
-    """
-
-    __slots__ = ("ended", "last", "own", "request_id", "since", "start", "sums", "timeline")
-
-    def __init__(self, request_id: str, timeline: EngineTimeline) -> None:
-        self.request_id = request_id
-        self.timeline = timeline
-        self.start: WaitStart | None = None
-        self.ended = 0
-        self.last = 0
-        self.since = timeline.added
-        self.own: StepWork | None = None
-        self.sums: Sums = (0, 0, 0)
 
 
 # Request ID -> request, from its arrival (input thread) to its first output or end; None: not followed.
@@ -56,20 +34,28 @@ _log = StepLog()
 _NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def follow_request(request: Any, timeline: EngineTimeline) -> None:
+def follow_request(request_id: str, timeline: EngineTimeline) -> None:
     """In the input thread: a traced request has arrived."""
     held = None
     if len(unanswered) < MAX_FOLLOWED:
-        held = HeldRequest(request.request_id, timeline)
+        held = HeldRequest(request_id, timeline, timeline.added)
         unmarked.append(held)
-    unanswered[request.request_id] = held
+    unanswered[request_id] = held
 
 
 def note_schedule(scheduler: Any, output: Any, now: int) -> None:
     """After a schedule() that returned at `now` (us), while a traced request waits."""
-    work = describe_step(scheduler, output, now)
-    work.resumed, _log.halted = _log.halted, False
-    _log.holders.open_step(work, scheduler.requests)
+    total = output.total_num_scheduled_tokens
+    if total == len(output.num_scheduled_tokens) and not output.scheduled_encoder_inputs:
+        work = StepWork(output, now, total, total, total)  # as describe_step() does it
+    else:
+        work = describe_step(scheduler, output, now)
+    if _log.halted:
+        work.resumed, _log.halted = True, False
+    if output.scheduled_new_reqs or work.chunks or work.items:
+        _log.holders.open_step(work, scheduler.requests)
+    elif not work.resumed:
+        work.is_plain = True
     _log.in_flight.append(work)
 
 
@@ -78,14 +64,16 @@ def note_pause() -> None:
     _log.halted = True
 
 
-def end_wait(scheduler: Any, timeline: EngineTimeline, request_id: str, now: int) -> None:
+def end_wait(
+    facts: vllm_fields.SchedulerFacts, timeline: EngineTimeline, request_id: str, now: int
+) -> None:
     """The request's first step was scheduled at `now` (us)."""
     held = unanswered.get(request_id)
     if held is None or held.ended:
         return
     held.ended = now
     # The usual case: it came to an engine without a step, and one step takes all of it.
-    if timeline.complete and not (_log.edge or vllm_fields.get_facts(scheduler).overlaps):
+    if timeline.complete and not (_log.edge or facts.overlaps):
         if unmarked and unmarked[0] is held:
             unmarked.popleft()
             timeline.held = [timeline.added]
@@ -110,6 +98,7 @@ def follow_again(request_id: str) -> None:
 
 def note_end(request: Any) -> None:
     """A request, traced or not, is freed or preempted while a traced one waits."""
+    _log.steady = 0
     # With overlapping steps one may still run for it.
     if _is_in_flight(request.request_id):
         _log.ending.append(request)
@@ -117,14 +106,21 @@ def note_end(request: Any) -> None:
         _log.holders.note_end(request)
 
 
-def close_step(scheduler: Any, output: Any, now: int) -> None:
-    """Before update_from_output() at `now` (us), while a traced request waits: a step has ended."""
+def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
+    """Before update_from_output() at `now` (us), while a traced request waits: a step has ended.
+
+    is_plain: no request without a first token has a part in it.
+    """
     log = _log
+    if is_plain and log.steady and not (unmarked or _ended) and log.extend_decoding(output, now):
+        return
     work = log.take_step(output)
     if work is None:
         work = describe_step(scheduler, output, 0)
         log.holders.open_step(work, scheduler.requests)
     if not log.edge:
+        if _ended and len(_ended) == len(unmarked) and _settle_taken(work):
+            return
         _begin_log(now)
     if log.holders.closing:
         log.holders.drop_completed(work)
@@ -137,6 +133,8 @@ def close_step(scheduler: Any, output: Any, now: int) -> None:
     log.add_step(work, now, length)
     log.step_end = now
     log.holders.close_step(work, length)
+    if work.parts or work.output.scheduled_new_reqs:
+        log.steady = 0
     if log.ending:
         ending, log.ending = log.ending, []
         for request in ending:
@@ -145,6 +143,22 @@ def close_step(scheduler: Any, output: Any, now: int) -> None:
         for held in _ended:
             _write_wait(held)
         _ended.clear()
+
+
+def _settle_taken(work: StepWork) -> bool:
+    """Whether the first step to end since they came has taken all that wait: then none ran before it."""
+    for index, held in enumerate(_ended):
+        if unmarked[index] is not held or held.ended != work.scheduled:
+            return False
+        if not held.timeline.complete:
+            return False
+    for held in _ended:
+        unmarked.popleft()
+        held.timeline.held = [held.timeline.added]
+        held.last = held.ended
+    _ended.clear()
+    _log.reset()
+    return True
 
 
 def _end_turnaround(work: StepWork, now: int) -> None:
@@ -200,15 +214,7 @@ def _write_wait(held: HeldRequest) -> None:
     held.last, held.sums = times[edges[0]], all_sums[edges[0]]
     held.timeline.held = [held.last]
     for index in edges[1:]:
-        _write_segment(held, times[index], all_sums[index])
-
-
-def _write_segment(held: HeldRequest, upto: int, sums: Sums) -> None:
-    before = held.sums
-    held.timeline.held += (
-        upto - held.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
-    )  # fmt: skip
-    held.last, held.sums = upto, sums
+        held.add_segment(times[index], all_sums[index])
 
 
 def add_own_step(request_id: str) -> None:
@@ -217,33 +223,20 @@ def add_own_step(request_id: str) -> None:
     if held is None or not held.last:
         return
     if (before := held.own) is not None and before.turnaround:
-        _write_segment(held, held.last + before.turnaround, before.sums)
-        _count_own(held.timeline.held, request_id, before)
+        held.add_segment(held.last + before.turnaround, before.sums)
+        take_out_own(held.timeline.held, request_id, before)
     held.own = work = _log.latest
+    _log.steady = 0
     if held.last < _log.edge:
         # The step before it apart: only in its own one it can have held itself.
         if _log.times[-2] > held.last:
-            _write_segment(held, _log.times[-2], _log.all_sums[-2])
-        _write_segment(held, _log.edge, _log.sums)
-    _count_own(held.timeline.held, request_id, work)
+            held.add_segment(_log.times[-2], _log.all_sums[-2])
+        held.add_segment(_log.edge, _log.sums)
+    take_out_own(held.timeline.held, request_id, work)
     if len(held.timeline.held) > SEGMENT_SIZE * 2 * MAX_SEGMENTS:
         halve_segments(held.timeline.held)
     if held.timeline.complete and not _is_in_flight(request_id):
         _release(request_id)
-
-
-def _count_own(segments: list[int], request_id: str, work: StepWork | None) -> None:
-    """Take the request's own work out of the last segment, which is of the step `work`."""
-    if work is None or not work.total or len(segments) < SEGMENT_SIZE:
-        return
-    length = segments[-SEGMENT_SIZE]
-    tokens = work.output.num_scheduled_tokens.get(request_id, 0)
-    embeddings = sum([count for count, each in work.items if each == request_id])
-    # A request with one token counts as one that decodes (step_work.py).
-    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
-        own = min(length * weight // work.total, segments[place])
-        segments[place] -= own
-        segments[-1] += own
 
 
 def _is_in_flight(request_id: str) -> bool:
@@ -268,7 +261,7 @@ def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
     """It ended while it waited: what is known up to `now`, also of the step that runs."""
     if not _log.edge:
         _begin_log(held.timeline.added)
-    work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now)
+    work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now, 0, 0, 0)
     if work.total:  # else no step has followed the last one, and the time since then is idle
         _end_turnaround(work, now)
     begin = max(work.scheduled, _log.edge)
@@ -280,7 +273,7 @@ def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
     _name_holders(held, scheduler, work, elapsed)
     _write_wait(held)
     if begin > held.last:
-        _write_segment(held, begin, held.sums)
+        held.add_segment(begin, held.sums)
     if elapsed and work.total:
         shares = split_length(elapsed, (work.prefill, work.decode, work.encoder), work.total)
         held.timeline.held += (elapsed, *shares, 0)

@@ -41,7 +41,7 @@ _OWN_REASONS: Final = {
 _reason_by_status: dict[Any, int] = {}  # an enum's `name` is a slow property
 
 
-def find_common_reason(scheduler: Any, output: Any) -> int:
+def find_common_reason(scheduler: Any, facts: vllm_fields.SchedulerFacts, output: Any) -> int:
     """Why the queue as a whole did not move on: at its head, and for all behind it.
 
     In this order, because each test tells what would have to change first: paused; preempted (the
@@ -51,7 +51,6 @@ def find_common_reason(scheduler: Any, output: Any) -> int:
         return PAUSED
     if getattr(output, "preempted_req_ids", None):
         return KV_BLOCKS
-    facts = vllm_fields.get_facts(scheduler)
     running = len(getattr(scheduler, "running", ()))
     # Streaming sessions that pause are not in `running`, but hold a slot of the model runner.
     running += getattr(scheduler, "num_waiting_for_streaming_input", 0)
@@ -63,13 +62,13 @@ def find_common_reason(scheduler: Any, output: Any) -> int:
         left = min(left, facts.max_batched - output.total_num_scheduled_tokens - drafts)
     if facts.max_tokens and left <= 0:
         return TOKEN_BUDGET
-    head = _find_head(scheduler)
+    head = _find_head(scheduler, facts)
     return OTHER if head is None else _find_head_reason(scheduler, facts, head, left)
 
 
-def _find_head(scheduler: Any) -> Any:
+def _find_head(scheduler: Any, facts: vllm_fields.SchedulerFacts) -> Any:
     """The request at which the scheduler stopped: the first that it did not set aside."""
-    deferred = get_deferred(scheduler)
+    deferred = get_deferred(scheduler, facts)
     # schedule() puts what it set aside back at the head: the one it stopped at comes behind.
     for request in islice(getattr(scheduler, "waiting", None) or (), MAX_SKIPPED):
         if request not in deferred:
@@ -77,12 +76,9 @@ def _find_head(scheduler: Any) -> Any:
     return None
 
 
-def get_deferred(scheduler: Any) -> Any:
-    """Requests that the scheduler has set aside: a set from vLLM 0.30 on, a queue before; () unknown."""
-    deferred = getattr(scheduler, "deferred_waiting", None)
-    if deferred is None:
-        deferred = getattr(scheduler, "skipped_waiting", None)
-    return () if deferred is None else deferred
+def get_deferred(scheduler: Any, facts: vllm_fields.SchedulerFacts) -> Any:
+    """Requests that the scheduler has set aside, () unknown."""
+    return (getattr(scheduler, facts.deferred, None) or ()) if facts.deferred else ()
 
 
 def _find_head_reason(
@@ -140,12 +136,12 @@ def find_own_reason(scheduler: Any, request: Any, timeline: EngineTimeline, skip
 
 def find_stall_reason(scheduler: Any, output: Any, request: Any, timeline: EngineTimeline) -> int:
     """Why a prompt that has begun is not complete with this step, or has no part in it."""
+    facts = vllm_fields.get_facts(scheduler)
     status = getattr(getattr(request, "status", None), "name", "")
     if status == "PREEMPTED":
-        return find_common_reason(scheduler, output)
+        return find_common_reason(scheduler, facts, output)
     if timeline.asked:
         return REMOTE_EC
-    facts = vllm_fields.get_facts(scheduler)
     if facts.max_tokens and output.total_num_scheduled_tokens >= facts.max_tokens:
         return TOKEN_BUDGET
     if getattr(scheduler, "_pause_state", 0):

@@ -24,6 +24,7 @@ from ttft_otel.hooks import (
     wrap,
 )
 from ttft_otel.hooks.held_steps import followed, unanswered, unmarked
+from ttft_otel.hooks.vllm_fields import SchedulerFacts
 from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
@@ -38,6 +39,7 @@ awaiting_first_token: dict[str, EngineTimeline] = {}
 # Serialized timelines of requests that ended without a first token, until the API server asks.
 aborted_timelines: OrderedDict[str, str] = OrderedDict()
 _freed_requests: list[str] = []  # freed inside update_from_output(), see record_freed()
+_ANSWERED: Final = EngineTimeline(scheduled=1, complete=True, sent=True)  # of all that have a token
 _in_update = [False]  # update_from_output() is running
 dropped_requests = 0
 
@@ -48,7 +50,12 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
     if not (new_requests or awaiting_first_token or arrived or waiting_requests):
         return  # most steps of a decoding engine
     for data in new_requests:
-        _admit_request(scheduler.requests.get(data.req_id))
+        request = scheduler.requests.get(data.req_id)
+        timeline = getattr(request, "_ttft", None) or _find_unseen(request)
+        if timeline is not None and timeline is not _ANSWERED:
+            if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
+                _drop_oldest()
+            awaiting_first_token[data.req_id] = timeline
     if not (awaiting_first_token or arrived or waiting_requests):
         return
     now = clock.now_us()  # one time for all requests of the step
@@ -56,9 +63,10 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
         _record_scheduled(scheduler, output, now)
     if followed or unmarked:
         held_steps.note_schedule(scheduler, output, now)
-        for request_id in getattr(output, "preempted_req_ids", None) or ():
-            if request_id in scheduler.requests:
-                held_steps.note_end(scheduler.requests[request_id])
+        if preempted := getattr(output, "preempted_req_ids", None):
+            for request_id in preempted:
+                if request_id in scheduler.requests:
+                    held_steps.note_end(scheduler.requests[request_id])
     if arrived or waiting_requests:
         waiting.record_queue(scheduler, output, now)
 
@@ -70,12 +78,13 @@ def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
     preempted = getattr(output, "preempted_req_ids", None)
     if preempted:
         _record_preemptions(preempted)
+    facts = vllm_fields.get_facts(scheduler)
     held = False
     for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
             held = True
             if not timeline.complete:
-                _record_chunk(timeline, scheduler, output, request_id, now)
+                _record_chunk(timeline, facts, scheduler.requests[request_id], output, now)
         if not timeline.complete:
             request = scheduler.requests.get(request_id)
             if request is not None:
@@ -85,17 +94,14 @@ def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
         output._ttft = True  # survives pickling to the workers, which then measure this step
 
 
-def _admit_request(request: Any) -> None:
-    timeline = getattr(request, "_ttft", None)
-    if timeline is None:
-        headers = getattr(request, "trace_headers", None)
-        if not headers or names.CARRIER not in headers:
-            return
-        timeline = request._ttft = EngineTimeline()
-        unanswered[request.request_id] = None  # the hook that follows it is missing
-    if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
-        _drop_oldest()
-    awaiting_first_token[request.request_id] = timeline
+def _find_unseen(request: Any) -> EngineTimeline | None:
+    """A timeline for a traced request whose arrival was not seen, as the hook that follows it is missing."""
+    headers = getattr(request, "trace_headers", None)
+    if not headers or names.CARRIER not in headers:
+        return None
+    request._ttft = EngineTimeline()
+    unanswered[request.request_id] = None
+    return request._ttft  # type: ignore[no-any-return]
 
 
 def _drop_oldest() -> None:
@@ -120,61 +126,53 @@ def _record_preemptions(ids: Any) -> None:
 
 
 def _record_chunk(
-    timeline: EngineTimeline, scheduler: Any, output: Any, request_id: str, now: int
+    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, output: Any, now: int
 ) -> None:
     """Count one prefill chunk of one request; its times come from the worker."""
-    request = scheduler.requests[request_id]
+    request_id = request.request_id
     own_tokens = output.num_scheduled_tokens.get(request_id, 0)
     end = request.num_computed_tokens
+    start = end - own_tokens
     encoding = output.scheduled_encoder_inputs
     is_first = not timeline.scheduled
-    if is_first:
-        _record_first_chunk(timeline, scheduler, request, end - own_tokens, now)
+    if is_first:  # the end of the queue; tokens before `start` were cached
+        timeline.scheduled = now
+        if arrived and arrived[0][0] is request:
+            arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
+        elif waiting_requests:
+            waiting.end_wait(timeline, request_id, now)
+        timeline.cached, timeline.high = start, end
+        timeline.prompt = request.num_prompt_tokens
+        timeline.rank = facts.rank
+        if facts.has_kv_connector:
+            timeline.wait_lost = kv.close_block_wait(timeline, request_id, facts.block_size)
+        if getattr(request, "mm_features", None):
+            _open_items(timeline, facts, request, start)
         timeline.encoder_first = request_id in encoding
-    # After a preemption tokens below the highest computed one are computed again.
-    if end - own_tokens < timeline.high:
-        timeline.recomputed += min(end, timeline.high) - end + own_tokens
-    if end > timeline.high:
-        timeline.high = end
+    else:
+        # After a preemption tokens below the highest computed one are computed again.
+        if start < timeline.high:
+            timeline.recomputed += min(end, timeline.high) - start
+        if end > timeline.high:
+            timeline.high = end
     timeline.chunks += 1
     timeline.own_tokens += own_tokens
     timeline.step_tokens += output.total_num_scheduled_tokens
     if timeline.media:
-        own_tokens = encoding.get(request_id, ())
-        ec_items.settle_items(
-            timeline,
-            request,
-            vllm_fields.get_facts(scheduler).ec_connector,
-            own_tokens,
-            sum(map(len, encoding.values())),
-        )
+        own_items, step_items = encoding.get(request_id, ()), sum(map(len, encoding.values()))
+        ec_items.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
     timeline.complete = end >= request.num_tokens
     if is_first:
-        held_steps.end_wait(scheduler, timeline, request_id, now)
+        held_steps.end_wait(facts, timeline, request_id, now)
 
 
-def _record_first_chunk(
-    timeline: EngineTimeline, scheduler: Any, request: Any, start: int, now: int
-) -> None:
-    """The first chunk, scheduled at `now` (us): end of the queue; `start` tokens were cached."""
-    facts = vllm_fields.get_facts(scheduler)
-    timeline.scheduled = now
-    if arrived and arrived[0][0] is request:
-        arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
-    elif waiting_requests:
-        waiting.end_wait(timeline, request.request_id, now)
-    timeline.cached = timeline.high = start
-    timeline.prompt = request.num_prompt_tokens
-    timeline.rank = facts.rank
-    if facts.has_kv_connector:
-        timeline.wait_lost = kv.close_block_wait(timeline, request.request_id, facts.block_size)
-    features = getattr(request, "mm_features", None)
-    if features:
-        if not timeline.media:
-            ec_items.open_items(timeline, request, facts.ec_connector)
-        if start:
-            ec_items.skip_cached(timeline, features, start)
-        timeline.wait_lost |= facts.ec_may_wait and not wrap.is_active("transfer.wait")
+def _open_items(timeline: EngineTimeline, facts: SchedulerFacts, request: Any, start: int) -> None:
+    """The media items of a request whose first chunk begins at `start`."""
+    if not timeline.media:
+        ec_items.open_items(timeline, request, facts.ec_connector)
+    if start:
+        ec_items.skip_cached(timeline, request.mm_features, start)
+    timeline.wait_lost |= facts.ec_may_wait and not wrap.is_active("transfer.wait")
 
 
 def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
@@ -183,28 +181,35 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     True when there was any.
     """
     record = getattr(model_runner_output, "_ttft", None)
-    unfinished = bool(record and record[2] & carrier.ENCODER_UNFINISHED)
-    runs = getattr(model_runner_output, "_ttft_runs", None)
-    if runs and record and record[0] == clock.get_boot_number():  # else by another host's clock
-        encoder_runs.note_runs(runs)
+    unfinished = False
+    if record:
+        unfinished = bool(record[2] & carrier.ENCODER_UNFINISHED)
+        runs = getattr(model_runner_output, "_ttft_runs", None)
+        if runs and record[0] == clock.get_boot_number():  # else by another host's clock
+            encoder_runs.note_runs(runs)
     now = clock.now_us()
-    tokens = scheduler_output.num_scheduled_tokens
-    encoding = scheduler_output.scheduled_encoder_inputs
     follows = bool(followed or unmarked)
     if follows:
-        held_steps.close_step(scheduler, scheduler_output, now)
+        held_steps.close_step(scheduler, scheduler_output, now, not awaiting_first_token)
+    _in_update[0] = True
+    if not awaiting_first_token:
+        return False
     held = False
+    tokens = scheduler_output.num_scheduled_tokens
+    encoding = scheduler_output.scheduled_encoder_inputs
     for request_id, timeline in awaiting_first_token.items():
         if request_id in tokens or request_id in encoding:
             if follows:
                 held_steps.add_own_step(request_id)
-            timeline.add_step(record)
+            if timeline.steps:
+                timeline.add_step(record)
+            else:  # most prompts have one
+                timeline.steps.append(record or ())
             if unfinished:
                 timeline.kept |= carrier.ENCODER_RUN_BIT
                 encoder_runs.expect_run(request_id)
             timeline.entered = now
             held = True
-    _in_update[0] = True
     return held
 
 
@@ -219,28 +224,32 @@ def attach_timelines(
     if outputs and (held or _freed_requests):
         for batch in outputs.values():
             for output in batch.outputs:
-                timeline = awaiting_first_token.pop(output.request_id, None)
+                request_id = output.request_id
+                timeline = awaiting_first_token.pop(request_id, None)
                 if timeline is not None:
-                    held_steps.drop_request(scheduler, output.request_id, 0)
-                    _attach_timeline(timeline, output, scheduler)
-    # Freed within this call, and no output carried their timelines away: they were aborted.
-    for request_id in _freed_requests:
-        _keep_aborted(request_id)
-    _freed_requests.clear()
+                    held_steps.drop_request(scheduler, request_id, 0)
+                    output.trace_headers = _carry_timeline(timeline, output, scheduler)
+    if _freed_requests:
+        # Freed within this call, and no output carried their timelines away: they were aborted.
+        for request_id in _freed_requests:
+            _keep_aborted(request_id)
+        _freed_requests.clear()
 
 
-def _attach_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> None:
-    remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
+def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> dict[str, str]:
+    """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
     carried = {names.CARRIER: carrier.encode_timeline(timeline)}
+    remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
     if vllm_fields.get_facts(scheduler).vllm_traces:
         remaining = {**(output.trace_headers or {})}
         remaining.pop(names.CARRIER, None)
         carried |= remaining
-    output.trace_headers = carried
     request = scheduler.requests.get(output.request_id)
     if request is not None:
         # vLLM copies them onto every output: without this, each later token would carry our string.
         request.trace_headers = remaining
+        request._ttft = _ANSWERED  # its own would stay for the whole answer
+    return carried
 
 
 def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -273,7 +282,7 @@ def _keep_aborted(request_id: str) -> None:
 
 
 HOOKS: Final = {
-    # What waits, or has no first token, is in `unanswered`; a new request may not be, see _admit_request().
+    # What waits, or has no first token, is in `unanswered`; a new request may not be, see _find_unseen().
     "scheduler.schedule": wrap.Hook(
         after=record_schedule, ready=unanswered, watches=wrap.NEW_REQUESTS
     ),
@@ -284,5 +293,5 @@ HOOKS: Final = {
         runs_after_error=True,
     ),
     "scheduler.pause": wrap.Hook(after=waiting.record_pause, ready=unanswered),
-    "scheduler.free": wrap.Hook(before=record_freed),
+    "scheduler.free": wrap.Hook(before=record_freed, ready=unanswered),
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running sums of engine time by kind of work, at the ends of steps, while traced requests wait.
 
-held_steps.py adds each step at its end, and reads the sums at both ends of a request's wait.
+held_steps.py adds each step at its end, and reads the sums at both ends of the wait of a HeldRequest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Final
 
-from ttft_otel.hooks.holders import HolderLog
+import msgspec
+
+from ttft_otel.carrier import EngineTimeline
+from ttft_otel.hooks.holders import SCALE, HolderLog, WaitStart
 from ttft_otel.hooks.step_work import StepWork
 
 MAX_EDGES: Final = 512  # ends of steps that are kept; of older ones every second is forgotten
@@ -18,17 +21,44 @@ MAX_IN_FLIGHT: Final = 8  # scheduled steps that have not ended
 Sums = tuple[int, int, int]  # microseconds of PREFILL, DECODE, ENCODER
 
 
+class HeldRequest(msgspec.Struct, eq=False, gc=False):
+    """A traced request that waits for its first step, or between its prompt's chunks.
+
+    since: the time from which other requests' work counts as holding it. ended: when its first step was
+    scheduled, 0 before. last, sums: the time up to which `timeline.held` is written, and the log's sums then;
+    0 while it waits. own: the latest step that computed a part of it.
+    """
+
+    request_id: str
+    timeline: EngineTimeline
+    since: int
+    start: WaitStart | None = None
+    ended: int = 0
+    last: int = 0
+    own: StepWork | None = None
+    sums: Sums = (0, 0, 0)
+
+    def add_segment(self, upto: int, sums: Sums) -> None:
+        """Write what ran from `last` up to the time `upto` (us), when the log's sums are these."""
+        before = self.sums
+        self.timeline.held += (
+            upto - self.last, sums[0] - before[0], sums[1] - before[1], sums[2] - before[2], 0
+        )  # fmt: skip
+        self.last, self.sums = upto, sums
+
+
 class StepLog:
     """The steps since the first of the waiting requests came.
 
     edge: the time up to which `sums` count: the latest step's end, later the next one's begin; 0 without a
     step. step_end: of the latest one. all_sums: the sums at each of `times`. ending: requests that end with
-    a step in flight. halted: the scheduler was paused or resumed since the latest schedule().
+    a step in flight. halted: the scheduler was paused or resumed since the latest schedule(). steady: how
+    many requests have decoded since the last but one of `times`, if nothing else was done; 0 if it was.
     """
 
     __slots__ = (
         *("all_sums", "edge", "ending", "halted", "holders", "in_flight", "latest", "step_end"),
-        *("sums", "times"),
+        *("steady", "sums", "times"),
     )
 
     def __init__(self) -> None:
@@ -38,6 +68,7 @@ class StepLog:
         """Empty the log: no traced request waits any more."""
         self.edge = self.step_end = 0
         self.halted = False
+        self.steady = 0
         self.latest: StepWork | None = None
         self.sums: Sums = (0, 0, 0)
         self.times: list[int] = []
@@ -53,6 +84,7 @@ class StepLog:
 
     def add_edge(self, at: int) -> None:
         """Keep the present sums as those at the time `at` (us)."""
+        self.steady = 0
         if len(self.times) >= MAX_EDGES:
             # Between two edges the sums are taken to grow evenly: fewer of them change no total.
             half = MAX_EDGES // 2
@@ -63,10 +95,12 @@ class StepLog:
 
     def add_step(self, work: StepWork, now: int, length: int) -> None:
         """Up to `now` (us) the engine was the step's for `length`: it has ended, or its turnaround has."""
+        steady = 0
         if length:
             prefill, decode, encoder = self.sums
             if work.decode == work.total:  # most steps; also those without work
                 self.sums = (prefill, decode + length if work.total else decode, encoder)
+                steady = work.decoders if work.total else 0
             else:
                 prefill_us = length * work.prefill // work.total
                 encoder_us = length * work.encoder // work.total
@@ -81,7 +115,28 @@ class StepLog:
                     encoder_us += rest
                 self.sums = (prefill + prefill_us, decode + decode_us, encoder + encoder_us)
             self.add_edge(now)
-        self.edge, self.latest = now, work
+        self.edge, self.latest, self.steady = now, work, steady
+
+    def extend_decoding(self, output: Any, now: int) -> bool:
+        """Add the step `output` if it only goes on with what `steady` says; most steps do. Whether it does.
+
+        No edge lies between them: time is divided evenly between two, which is exact here.
+        """
+        work = self.in_flight[0] if self.in_flight else None
+        if work is None or not work.is_plain or work.output is not output:
+            return False
+        if work.decoders != self.steady:
+            return False
+        self.in_flight.popleft()
+        length = now - self.edge
+        prefill, decode, encoder = self.sums
+        self.sums = self.all_sums[-1] = (prefill, decode + length, encoder)
+        self.times[-1] = self.edge = self.step_end = now
+        self.latest = work
+        holders = self.holders
+        holders.decoded += (length << SCALE) // self.steady
+        holders.decode_steps += 1
+        return True
 
     def take_step(self, output: Any) -> StepWork | None:
         """The scheduled step `output`; None for one that was scheduled before anybody waited."""

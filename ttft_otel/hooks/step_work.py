@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
+import msgspec
+
+from ttft_otel.held_waits import SEGMENT_SIZE
 from ttft_otel.stages import HOLDING_KIND_NAMES
 
 PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
@@ -18,42 +21,42 @@ MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find promp
 MAX_NAMED: Final = 8  # requests of each kind that are named
 
 
-class StepWork:
+class StepWork(msgspec.Struct, eq=False, gc=False):
     """The work of one step; its weights are tokens.
 
     output: the scheduler's output, which identifies the step. scheduled: time (us), 0 if it was not seen.
     prefill, decode, encoder: prompt tokens, decode tokens, embeddings; total: their sum, 0 without work.
     decoders: number of decoding requests. chunks, items: (tokens, request ID) of the largest prompts and of
     media items. unnamed: there were more. parts: the same with their Holder (holders.py). completed: keys of
-    those that end with the step. resumed: the scheduler was paused before it. turnaround: microseconds from
-    its end to the next step's begin, once known; sums: those of the log at that begin (step_log.py).
+    those that end with the step. is_plain: nobody but those who decoded before has a part in it, and it
+    follows the step before. resumed: the scheduler was paused before it. turnaround: microseconds from its
+    end to the next step's begin, once known; sums: those of the log at that begin (step_log.py).
     """
 
-    # On the class: most steps only decode, and one is made for each.
-    prefill = 0
-    encoder = 0
+    output: Any
+    scheduled: int
+    # A request with one token counts as decoding, unless more is known.
+    decode: int
+    total: int
+    decoders: int
+    prefill: int = 0
+    encoder: int = 0
     chunks: Sequence[tuple[int, str]] = ()
     items: Sequence[tuple[int, str]] = ()
     parts: Sequence[tuple[Any, int]] = ()
     completed: Sequence[tuple[str, int]] = ()
-    unnamed = False
-    resumed = False
-    turnaround = 0
-    sums = (0, 0, 0)
-
-    def __init__(self, output: Any, scheduled: int) -> None:
-        self.output = output
-        self.scheduled = scheduled
-        # A request with one token counts as decoding, unless more is known.
-        self.decode: int = output.total_num_scheduled_tokens
-        self.total = self.decode
-        self.decoders = len(output.num_scheduled_tokens)
+    is_plain: bool = False
+    unnamed: bool = False
+    resumed: bool = False
+    turnaround: int = 0
+    sums: tuple[int, int, int] = (0, 0, 0)
 
 
 def describe_step(scheduler: Any, output: Any, scheduled: int) -> StepWork:
     """The work of the step `output`, which was scheduled at `scheduled` (us), 0 if that is not known."""
-    work = StepWork(output, scheduled)
-    if work.decode > work.decoders:  # else nobody has more than one token
+    total: int = output.total_num_scheduled_tokens
+    work = StepWork(output, scheduled, total, total, len(output.num_scheduled_tokens))
+    if total > work.decoders:  # else nobody has more than one token
         _find_prompts(work)
     if output.scheduled_encoder_inputs:
         _find_items(work, scheduler.requests)
@@ -104,3 +107,17 @@ def _name_largest(work: StepWork, found: list[tuple[int, str]]) -> list[tuple[in
         work.unnamed = True
         del found[MAX_NAMED:]
     return found
+
+
+def take_out_own(segments: list[int], request_id: str, work: StepWork | None) -> None:
+    """Take the request's own work out of the last segment, which is of the step `work`."""
+    if work is None or not work.total or len(segments) < SEGMENT_SIZE:
+        return
+    length = segments[-SEGMENT_SIZE]
+    tokens = work.output.num_scheduled_tokens.get(request_id, 0)
+    embeddings = sum([count for count, each in work.items if each == request_id])
+    # A request with one token counts as one that decodes (step_work.py).
+    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
+        own = min(length * weight // work.total, segments[place])
+        segments[place] -= own
+        segments[-1] += own

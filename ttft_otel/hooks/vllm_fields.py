@@ -17,14 +17,15 @@ class SchedulerFacts:
     served. max_running, max_tokens: places, and tokens of a step, 0 when unknown. max_batched,
     draft_slots: a step's tokens with those of drafts, and drafts of a request. chunked: prompts can be
     computed in parts. reserves_prompt: one is admitted only if there are KV blocks for all of it.
-    cache_groups: kinds of KV blocks, of which each token needs its own. overlaps: a step can be scheduled
+    cache_groups: kinds of KV blocks, of which each token needs its own. deferred: the name of what holds the
+    requests that it has set aside, "" without one. overlaps: a step can be scheduled
     while another one runs. is_pipeline: pipeline stages do, so that no request is in every step.
     """
 
     __slots__ = (
         *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
         *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
-        *("reserves_prompt", "cache_groups", "overlaps", "is_pipeline"),
+        *("reserves_prompt", "cache_groups", "deferred", "overlaps", "is_pipeline"),
     )
 
     def __init__(self, scheduler: Any) -> None:
@@ -40,6 +41,10 @@ class SchedulerFacts:
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
         parallel = getattr(config, "parallel_config", None)
         self.is_pipeline = int(getattr(parallel, "pipeline_parallel_size", 1) or 1) > 1
+        self.deferred = ""
+        for name in ("skipped_waiting", "deferred_waiting"):  # a queue; a set from vLLM 0.30 on
+            if hasattr(scheduler, name):
+                self.deferred = name
         self._read_limits(scheduler, config)
 
     def _read_limits(self, scheduler: Any, config: Any) -> None:
@@ -64,10 +69,11 @@ class SchedulerFacts:
 def get_facts(scheduler: Any) -> SchedulerFacts:
     """The SchedulerFacts of `scheduler`, created at the first call."""
     # Kept on the scheduler itself: it ends with it, and a second engine has its own.
-    scheduler_facts = getattr(scheduler, "_ttft", None)
-    if scheduler_facts is None:
-        scheduler_facts = scheduler._ttft = SchedulerFacts(scheduler)
-    return scheduler_facts
+    try:
+        return scheduler._ttft  # type: ignore[no-any-return]
+    except AttributeError:
+        facts = scheduler._ttft = SchedulerFacts(scheduler)
+        return facts
 
 
 def can_delay_requests(connector: Any) -> bool:
@@ -166,8 +172,7 @@ def is_beam(request: Any) -> bool:
     request such a name only loses what is counted at its end.
     """
     name = str(getattr(request, "external_req_id", None) or "")
-    _, found, number = name.rpartition("-beam-")
-    return bool(found) and number.isdigit()
+    return "-beam-" in name and name.rpartition("-beam-")[2].isdigit()
 
 
 def count_output_tokens(req_state: Any) -> int:

@@ -60,16 +60,18 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
             _times.clear()
             _codes.clear()
         return
-    reason = queue_reasons.find_common_reason(scheduler, output)
+    facts = vllm_fields.get_facts(scheduler)
+    reason = queue_reasons.find_common_reason(scheduler, facts, output)
     if not _codes or _codes[-1] != reason:
         _note_change(reason, now)
     for request in joined:
         _join_queue(request, now)
-    if vllm_fields.get_facts(scheduler).by_priority and output.scheduled_new_reqs:
+    if facts.by_priority and output.scheduled_new_reqs:
         _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
     # Without either all waiting requests share the queue's reason: none is looked at.
-    if _blocked or queue_reasons.get_deferred(scheduler):
-        _follow_blocked(scheduler, now)
+    deferred = queue_reasons.get_deferred(scheduler, facts)
+    if _blocked or deferred:
+        _follow_blocked(scheduler, deferred, now)
 
 
 def record_pause(_: None, result: Any, scheduler: Any, pause_state: Any) -> None:
@@ -136,9 +138,8 @@ def _note_overtaken(known: dict[str, Any], admitted: Any) -> None:
                 _blocked.setdefault(request.request_id, entry)
 
 
-def _follow_blocked(scheduler: Any, now: int) -> None:
+def _follow_blocked(scheduler: Any, deferred: Any, now: int) -> None:
     """Note the own reasons of those that have, or have had, one."""
-    deferred = queue_reasons.get_deferred(scheduler)
     ids = [*islice(_blocked, MAX_LOOKED_AT)]
     if len(waiting_requests) <= MAX_LOOKED_AT:
         ids += [request_id for request_id in waiting_requests if request_id not in _blocked]
