@@ -16,14 +16,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from ttft_otel import __version__, names
 from ttft_otel.context import SAMPLED_FLAG
-from ttft_otel.exporter.record_attributes import (
-    list_identity_attributes,
-    list_kind_attributes,
-    list_outcome,
-    list_shared_attributes,
-    list_stage_attributes,
-    list_totals,
-)
+from ttft_otel.exporter import record_attributes
 from ttft_otel.record import Attributes, HeldBy, Piece, Record
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
@@ -75,7 +68,7 @@ class _SpanTree:
         self.flags = TraceFlags(record.flags)
         self.tracestate = TraceState.from_header([record.state]) if record.state else TraceState()
         self.server_context = self.make_context(_parse_id(record.span_id))
-        self.shared_attributes = list_shared_attributes(record)
+        self.shared_attributes = record_attributes.list_shared_attributes(record)
 
     def build_server_span(self) -> Iterator[ReadableSpan]:
         """The HTTP server span; its parent is the caller's span."""
@@ -84,8 +77,8 @@ class _SpanTree:
             return
         above = self.record.parent_id
         parent = self.make_context(_parse_id(above), remote=True) if above else None
-        identity = list_identity_attributes(self.record, self.shared_attributes)
-        attributes = identity | server.attributes | list_outcome(server)
+        identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | server.attributes | record_attributes.list_outcome(server)
         status = _ERROR if names.ERROR_TYPE in attributes else _OK
         yield self.make_span(
             _SpanData(
@@ -107,7 +100,7 @@ class _SpanTree:
                 self.shared_attributes
                 | {names.LEG: call.leg}
                 | call.attributes
-                | list_outcome(call)
+                | record_attributes.list_outcome(call)
             )
             status = _ERROR if names.ERROR_TYPE in attributes else _OK
             context = self.make_context(_parse_id(call.span_id))
@@ -130,8 +123,8 @@ class _SpanTree:
         if ttft is None:
             return
         context = self.make_context(_parse_id(ttft.span_id))
-        identity = list_identity_attributes(self.record, self.shared_attributes)
-        attributes = identity | ttft.attributes | list_totals(ttft)
+        identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | ttft.attributes | record_attributes.list_totals(ttft)
         status = _ERROR if ttft.error else _OK
         yield self.make_span(
             _SpanData(
@@ -144,7 +137,9 @@ class _SpanTree:
                 status=status,
             )
         )
-        stage_attributes = list_stage_attributes(self.record, self.shared_attributes)
+        stage_attributes = record_attributes.list_stage_attributes(
+            self.record, self.shared_attributes
+        )
         placed: list[tuple[Piece, SpanContext]] = []
         # These last, because their parents are stages of this list.
         below = ("part", "reason")
@@ -166,7 +161,7 @@ class _SpanTree:
                         else self.shared_attributes
                     )
                     | piece.attributes
-                    | list_kind_attributes(piece.kind, piece.name),
+                    | record_attributes.list_kind_attributes(piece.kind, piece.name),
                     held_by=piece.held_by,
                 )
             )
