@@ -48,6 +48,15 @@ class AcceleratorCase:
     drift_ppm: float = 20.0
 
 
+def make_encoder_case(load: str, **fields: Any) -> AcceleratorCase:
+    """A case of an encoder instance, whose steps run nothing else, for 30 ms. load: ends its name."""
+    fields = {"connector": "ec", **fields}
+    name = f"encoder-only, 30 ms, {load}"
+    return AcceleratorCase(
+        name, StepWork(encoder_us=30_000), items=True, encode_only=True, **fields
+    )
+
+
 CASES: Final[tuple[AcceleratorCase, ...]] = (
     AcceleratorCase("host-bound, 0.3 ms", StepWork(300)),
     AcceleratorCase("one request at a time, 40 ms", StepWork(40_000), gap_us=100_000),
@@ -103,37 +112,22 @@ CASES: Final[tuple[AcceleratorCase, ...]] = (
         late_us=2_000,
         unknowable_us=2_000,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, idle",
-        StepWork(encoder_us=30_000),
-        items=True,
+    make_encoder_case(
+        "idle",
         gap_us=50_000,
-        connector="ec",
-        encode_only=True,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, saturated",
-        StepWork(encoder_us=30_000),
-        items=True,
+    make_encoder_case(
+        "saturated",
         gap_us=15_000,
-        connector="ec",
-        encode_only=True,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, overloaded for 30 s",
-        StepWork(encoder_us=30_000),
+    make_encoder_case(
+        "overloaded for 30 s",
         steps=1000,
-        items=True,
         gap_us=28_000,
-        connector="ec",
-        encode_only=True,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, connector waits",
-        StepWork(encoder_us=30_000),
-        items=True,
+    make_encoder_case(
+        "connector waits",
         connector="ec, synchronizing",
-        encode_only=True,
     ),
 )
 
