@@ -66,10 +66,10 @@ class Load:
     deployment: str
     rps: float
     instances: int
-    models: int = 1
-    routers: int = 1
-    keep_percent: float = 100.0
-    retention_days: int = 14
+    models: int
+    routers: int
+    keep_percent: float
+    retention_days: int
 
 
 @dataclass(frozen=True, slots=True)
