@@ -93,6 +93,7 @@ def read_method(path: Path, method: str) -> list[str]:
     raise AssertionError(f"no {method} in {path}")
 
 
+@pytest.mark.slow  # reads sources, which change with releases only
 @pytest.mark.parametrize("version", VERSIONS)
 def test_order(version: str) -> None:
     """Each release makes these calls in the order in which the simulated runners make them."""

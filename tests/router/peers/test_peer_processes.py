@@ -76,7 +76,7 @@ async def open_streams(
 
 
 @pytest.mark.parametrize("policy", ["least_requests", "ttft"])
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
     """Streams that stay open are spread evenly, whichever replica gets them, and when they end all know."""
 
@@ -224,7 +224,7 @@ def test_made_up_datagrams(tmp_path: Path) -> None:
         (["--peers", "dns://routers:9000", "--peers-key-file", "/none"], "cannot be read"),
     ],
 )
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_what_is_missing_is_said(flags: list[str], words: str, workers: str) -> None:
     """Before anything listens."""
     refused = CliRunner().invoke(
