@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab import session_processes
+from lab import session_processes, shared_memory
 from lab.server_commands import ServerCommand
 from lab.tiny_models import get_cache_root
 
@@ -54,6 +54,8 @@ class LocalServer:
         self.log_path = log or get_cache_root() / "logs" / f"{command.name}-{command.port}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
+        # Device and inode of what its processes have in /dev/shm: nothing tells it once they are gone.
+        self.shared_files: set[tuple[int, int]] = set()
 
     @property
     def name(self) -> str:
@@ -146,6 +148,12 @@ class LocalServer:
         story = "\n".join([*errors, "...", self.read_log_tail(12)])
         return f"{self.name} {what} after {spent_s:.0f} s; from {self.log_path}:\n{story}"
 
+    def kill(self) -> None:
+        """Kill all its processes at once, for tests; what they leave in /dev/shm stop() removes."""
+        pids = session_processes.list_session_pids(self.pid)
+        self.shared_files |= shared_memory.list_mapped_files(pids)
+        session_processes.kill_processes(pids)
+
     def stop(self, timeout_s: float = 15.0) -> None:
         """Ask it to end, then kill what is left of its session; safe to call twice.
 
@@ -154,6 +162,8 @@ class LocalServer:
         if self.process is None:
             return
         leader = self.process.pid
+        pids = session_processes.list_session_pids(leader)
+        self.shared_files |= shared_memory.list_mapped_files(pids)
         # A process that has ended without being collected is a zombie, and poll() collects it.
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -166,6 +176,7 @@ class LocalServer:
         session_processes.kill_processes(session_processes.list_session_pids(leader))
         self.process.wait(60)  # a process that writes to a busy disk dies when that is done
         session_processes.wait_for_session_end(leader, ORPHAN_GRACE_S)
+        shared_memory.remove_left_files(self.shared_files)
         running_servers.discard(self)
 
     def __enter__(self) -> Self:

@@ -10,12 +10,22 @@ from typing import Final
 
 from xdist.scheduler import LoadFileScheduling
 
-# Importing vLLM's connectors takes 8 s of CPU: once, not once per worker.
+# Importing vLLM's connectors or its scheduler takes 8 s of CPU: once, not once per worker.
 VLLM_FILES: Final = (
     "tests/hooks/test_ec_items.py",
     "tests/hooks/test_ec_kept.py",
     "tests/hooks/test_ec_worker.py",
+    "tests/hooks/test_held_ends.py",
+    "tests/hooks/test_held_steps.py",
+    "tests/hooks/test_model_runners.py",
     "tests/hooks/test_queue_reasons.py",
+    "tests/hooks/test_turnarounds.py",
+    "tests/explain/test_engine_model.py",
+    "tests/explain/test_memory_check.py",
+    "tests/explain/test_remedy_prediction.py",
+    "tests/explain/test_token_time.py",
+    "tests/explain/test_what_if.py",
+    "tests/explain/test_what_if_command.py",
 )
 # Starting a stack and sending it 2 000 requests takes a minute and a half.
 FILLED_STACK_FILES: Final = ("tests/stack/test_panels.py", "tests/stack/test_browser.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from ttft_otel.exporter import span_builder
 from ttft_otel.metric_labels import BUCKET_BOUNDS_S
 from ttft_otel.record import Call, Record
 
+LOAD = size.Load(
+    "epd", rps=10, instances=4, models=1, routers=1, keep_percent=100.0, retention_days=14
+)
 CHECKOUT = Path(__file__).parents[1]
 LEGS = {
     "router": ("mono",),
@@ -95,9 +99,7 @@ def test_series_of_histograms() -> None:
     assert size.SERIES_PER_MODEL == 1 + whole
     waits = len(stages.WAIT_REASONS) + len(stages.HOLDING_KINDS)
     assert size.SERIES_PER_SERVER == bounded[names.METRIC_TOKEN_TIME] + waits
-    one, two = (
-        size.estimate_sizing(size.Load("epd", rps=10, instances=each)).series for each in (4, 5)
-    )
+    one, two = (size.estimate_sizing(replace(LOAD, instances=each)).series for each in (4, 5))
     assert two - one == size.DEPLOYMENTS["epd"].server_series + size.SERIES_PER_SERVER
 
 
@@ -116,10 +118,10 @@ def test_constants_are_those_that_are_quoted() -> None:
 
 def test_sums() -> None:
     """More requests cost more in proportion, sampling keeps what it says, a second tier is named."""
-    one = size.estimate_sizing(size.Load("epd", rps=10, instances=4))
-    ten = size.estimate_sizing(size.Load("epd", rps=100, instances=4))
-    sampled = size.estimate_sizing(size.Load("epd", rps=100, instances=4, keep_percent=5))
-    huge = size.estimate_sizing(size.Load("epd", rps=10_000, instances=4))
+    one = size.estimate_sizing(LOAD)
+    ten = size.estimate_sizing(replace(LOAD, rps=100))
+    sampled = size.estimate_sizing(replace(LOAD, rps=100, keep_percent=5))
+    huge = size.estimate_sizing(replace(LOAD, rps=10_000))
 
     assert ten.spans_per_s == pytest.approx(10 * one.spans_per_s)
     assert (ten.series, one.first_tier_cores, one.sampling_memory_bytes) == (one.series, 0, 0)

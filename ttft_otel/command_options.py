@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add a list of click options to a command; commands of bench, report, explain and router use it."""
+"""Make click options, and add a list of them to a command; commands of all sides use it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
+
+import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 OptionDecorator: TypeAlias = Callable[[Any], Any]
@@ -21,3 +23,8 @@ def add_options(*options: OptionDecorator) -> Callable[[Command], Command]:
         return command
 
     return decorate
+
+
+def make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
+    """An option with a number and a default that --help shows. kind: its type, or click's range."""
+    return click.option(name, type=kind, default=default, show_default=True, help=help_text)

@@ -14,7 +14,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 AnyCall: TypeAlias = Callable[..., Any]
@@ -58,12 +57,7 @@ class Guard:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None or not isinstance(error, Exception):
             return False
         record_error(self.place, error)

@@ -13,6 +13,8 @@ from typing import Final
 
 import click
 
+from ttft_otel.command_options import make_number_option
+
 SECONDS_PER_DAY: Final = 86_400
 # Span trees of benchmarks/otlp_bodies.py, serialized as the exporter does; tests/test_size.py counts anew.
 BYTES_PER_SPAN: Final = 290
@@ -64,10 +66,10 @@ class Load:
     deployment: str
     rps: float
     instances: int
-    models: int = 1
-    routers: int = 1
-    keep_percent: float = 100.0
-    retention_days: int = 14
+    models: int
+    routers: int
+    keep_percent: float
+    retention_days: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,28 +196,15 @@ def format_bytes(count: float) -> str:
     show_default=True,
     help="Servers alone, behind our router, or with legs apart, one image a request.",
 )
-@click.option("--models", type=click.IntRange(1), default=1, show_default=True, help="Models.")
-@click.option(
-    "--routers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Replicas of our router.",
-)
-@click.option(
+@make_number_option("--models", click.IntRange(1), 1, "Models.")
+@make_number_option("--routers", click.IntRange(1), 1, "Replicas of our router.")
+@make_number_option(
     "--keep-percent",
-    type=click.FloatRange(0, 100),
-    default=100.0,
-    show_default=True,
-    help="Percent of traces that sampling keeps, slow and failed ones included.",
+    click.FloatRange(0, 100),
+    100.0,
+    "Percent of traces that sampling keeps, slow and failed ones included.",
 )
-@click.option(
-    "--retention-days",
-    type=click.IntRange(1),
-    default=14,
-    show_default=True,
-    help="Days for which traces are kept.",
-)
+@make_number_option("--retention-days", click.IntRange(1), 14, "Days for which traces are kept.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, in bytes and cores.")
 def command(as_json: bool, **given: object) -> None:
     """Estimate spans, bytes, series and cores for a load, from sizes that were measured."""

@@ -3,48 +3,39 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.routing.mooncake_traces import (
-    PREFILL_COST,
-    TRACE_BLOCK_TOKENS,
-    TraceRow,
-    compute_speedup,
-)
+from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
 from benchmarks.routing.oracle_policy import OraclePolicy
 from benchmarks.routing.peer_policies import PEER_POLICIES
+from benchmarks.routing.simulated_instance import SimulatedInstance
 from ttft_otel.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import BlockHolders, RecentBlocks, SentHistory
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState
-from ttft_otel.router.routing.policies.prefill_work import compute_work
 
 MODEL_NAME = "model"
 SESSION_HEADER = "x-session"
 
 
-@dataclass(slots=True)
-class SimulatedInstance:
-    """One simulated instance; `speed` 1 is PREFILL_COST."""
+@dataclass(frozen=True, slots=True)
+class FinishedPrefill:
+    """A prefill that took `seconds`, with so many tokens from the instance's cache."""
 
-    instance: types.Instance
-    speed: float
-    cache: RecentBlocks
-    waiting: deque[types.RoutingRequest] = field(default_factory=deque)
-    busy: float = 0.0
-    free: bool = True
-    running: types.RoutingRequest | None = None
-    prefill_ends_us: int = 0
+    server: SimulatedInstance
+    request: types.RoutingRequest
+    seconds: float
+    cached_tokens: int
 
 
 class Simulation:
@@ -86,7 +77,11 @@ class Simulation:
             **PEER_POLICIES,
         }
         name = "ttft" if policy in ("trapezoid", "calibrated") else policy
-        self.policy = OraclePolicy(self) if policy == "oracle" else policy_classes[name](self.state)
+        self.policy = (
+            OraclePolicy(self.by_url, self.state)
+            if policy == "oracle"
+            else policy_classes[name](self.state)
+        )
         # The counter breaks ties of time in the order of scheduling; functions cannot be compared.
         self.events: list[tuple[int, int, Callable[[int], None]]] = []
         self.event_order = itertools.count()
@@ -149,8 +144,8 @@ class Simulation:
         if server.free:
             return
         request = server.waiting.popleft()
-        cached = self.count_cached_tokens(server, request, ())
-        seconds = self.compute_prefill_s(server, request, cached)
+        cached = server.count_cached_tokens(request, ())
+        seconds = server.compute_prefill_s(request, cached)
         # Median 1, drawn for each prefill; no policy sees it.
         seconds *= self.random.lognormvariate(0, self.noise)
         server.running, server.prefill_ends_us = request, now_us + round(seconds * US_PER_SECOND)
@@ -158,40 +153,14 @@ class Simulation:
         self.cached_tokens += cached
         self.schedule_event(
             server.prefill_ends_us,
-            lambda then: self.finish_prefill(server, request, then, seconds, cached),
+            functools.partial(
+                self.finish_prefill, FinishedPrefill(server, request, seconds, cached)
+            ),
         )
 
-    def count_cached_tokens(
-        self,
-        server: SimulatedInstance,
-        request: types.RoutingRequest,
-        coming_blocks: Collection[int],
-    ) -> int:
-        """Tokens that the instance need not compute, if it gets these blocks before."""
-        depth, blocks = server.cache.match_blocks(request.block_keys), request.block_keys
-        # Prompts that wait there will be cached by then, as the real server computes them in order.
-        while depth < len(blocks) and blocks[depth] in coming_blocks:
-            depth += 1
-        # vLLM computes at least the last token, for its logits: the block with it is never a hit.
-        return min(depth, (request.prompt_tokens - 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
-
-    def compute_prefill_s(
-        self, server: SimulatedInstance, request: types.RoutingRequest, cached: int
-    ) -> float:
-        """What the prefill takes there, without noise."""
-        return (
-            PREFILL_COST.predict_seconds(compute_work(request.prompt_tokens, cached)) / server.speed
-        )
-
-    def finish_prefill(
-        self,
-        server: SimulatedInstance,
-        request: types.RoutingRequest,
-        now_us: int,
-        seconds: float,
-        cached: int,
-    ) -> None:
+    def finish_prefill(self, prefill: FinishedPrefill, now_us: int) -> None:
         """The first token; the cache changes now, and the router hears of it later."""
+        server, request = prefill.server, prefill.request
         # At the end of the prefill: vLLM publishes a block when it is computed.
         new, gone = server.cache.record_use(request.block_keys)
         url = server.instance.url
@@ -200,7 +169,7 @@ class Simulation:
             self.schedule_event(
                 now_us + self.lag, lambda _: self.report_cache_change(url, new, gone)
             )
-        self.state.record_first_token(request, now_us, seconds, cached)
+        self.state.record_first_token(request, now_us, prefill.seconds, prefill.cached_tokens)
         server.instance.in_flight -= 1
         self.ttfts_s.append((now_us - self.sent_at_us.pop(request.request_id)) / US_PER_SECOND)
         self.start_prefill(server, now_us)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from benchmarks.routing.fleet_simulation import (
     MODEL_NAME,
     SESSION_HEADER,
-    SimulatedInstance,
+    FinishedPrefill,
     Simulation,
 )
 from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
@@ -113,22 +113,16 @@ class WorkerSimulation(Simulation):
         if server.free:
             self.start_prefill(server, now_us)
 
-    def finish_prefill(
-        self,
-        server: SimulatedInstance,
-        request: types.RoutingRequest,
-        now_us: int,
-        seconds: float,
-        cached: int,
-    ) -> None:
+    def finish_prefill(self, prefill: FinishedPrefill, now_us: int) -> None:
         """The worker that sent the request has its first token, which here is its end as well."""
+        server, request = prefill.server, prefill.request
         owner = self.owners.pop(request.request_id)
         worker = self.workers[owner]
         self.state, self.last_sample = worker.state, None
         # The simulation counts for the one router that it has otherwise; workers count for themselves.
         server.instance.in_flight += 1
         worker.instances[server.instance.url].in_flight -= 1
-        super().finish_prefill(server, request, now_us, seconds, cached)
+        super().finish_prefill(prefill, now_us)
         learned = () if self.last_sample is None else self.last_sample
         token = messages.FirstToken(request.request_id, now_us, *learned)
         self.tell_others(owner, token, now_us)

@@ -221,6 +221,7 @@ def test_ab(bench: RunBench) -> None:
     assert here[0]["came"] < there[0]["came"] and there[6]["came"] < here[6]["came"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "says"),
     [
@@ -248,6 +249,7 @@ def test_dead(tmp_path: Path, fails: tuple[str, str], says: str) -> None:
     assert f"No comparison: {says}" in files[1].read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_apart(bench: RunBench) -> None:
     """--apart: two ways to one server do not find each other's prompts in its prefix cache."""
     with run_scripted_server(ServerScript(first_token_ms=[5.0], token_count=1)) as server:

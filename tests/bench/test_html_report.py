@@ -95,6 +95,7 @@ def test_empty() -> None:
     assert "no request succeeded" in text and "<circle" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_browser(bench: RunBench, tmp_path: Path, scheme: Any) -> None:
     """A browser draws both sides of --ab and the comparison, without an error or another request."""

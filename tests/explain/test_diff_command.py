@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
-from ttft_otel import cli
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "diff.schema.json"
+DIFF = StoreCommand("diff")
 WINDOW_S = 100
 WINDOWS = {version: name_window((version - 1) * WINDOW_S, version * WINDOW_S) for version in (1, 2)}
 
@@ -33,23 +30,15 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store_spans(tmp_path_factory.mktemp("diff") / "spans.db", spans)
 
 
-def run_diff(database: Path, *words: str) -> Result:
-    """Run the command."""
-    return CliRunner(env={"COLUMNS": "140"}).invoke(
-        cli.main, ["diff", "--db", str(database), *words]
-    )
-
-
 @pytest.mark.parametrize("by_attribute", [False, True])
 def test_slower(database: Path, by_attribute: bool) -> None:
     """The stage is named with its size, by time and by version; the JSON keeps to its schema."""
     windows = ["--a", WINDOWS[1], "--b", WINDOWS[2]]
     words = ["--by", "service.version", "--a", "1", "--b", "2"] if by_attribute else windows
-    result = run_diff(database, *words)
+    result = DIFF.run(database, *words)
     assert result.exit_code == 0, result.output
     assert "prefill.queue of like requests" in result.output and "100 → 100" in result.output
-    told = json.loads(run_diff(database, *words, "--json").stdout)
-    jsonschema.validate(told, json.loads(SCHEMA.read_text("utf-8")))
+    told = DIFF.read_json(database, *words)
     assert told["named"] == ["prefill.queue"] and told["requests"] == {"a": 100, "b": 100}
     (queue,) = (each for each in told["stages"] if each["name"] == "prefill.queue")
     assert queue["change_ms"] == pytest.approx(50, rel=0.05)
@@ -59,7 +48,7 @@ def test_slower(database: Path, by_attribute: bool) -> None:
 
 def test_nothing(database: Path) -> None:
     """A window compared with itself: said in one sentence."""
-    result = run_diff(database, "--a", WINDOWS[1], "--b", WINDOWS[1])
+    result = DIFF.run(database, "--a", WINDOWS[1], "--b", WINDOWS[1])
     assert result.exit_code == 0 and "Nothing changed" in result.output
 
 
@@ -76,12 +65,7 @@ def test_nothing(database: Path) -> None:
 )
 def test_remedies(database: Path, words: list[str], told: str) -> None:
     """What cannot be compared is refused with what to do, in words and as JSON."""
-    result = run_diff(database, *words)
-    assert result.exit_code != 0 and told in result.output
-    if result.exit_code == 1:
-        document = json.loads(run_diff(database, *words, "--json").stdout)
-        jsonschema.validate(document, json.loads(SCHEMA.read_text("utf-8")))
-        assert told in document["refusal"]
+    DIFF.check_refusal(database, words, told)
 
 
 def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,5 +73,5 @@ def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("ttft_otel.explain")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numpy", None)
-    result = run_diff(database, "--a", "2h..1h", "--b", "1h..")
+    result = DIFF.run(database, "--a", "2h..1h", "--b", "1h..")
     assert result.exit_code != 0 and "pip install 'ttft-otel[explain]'" in result.output

@@ -132,6 +132,7 @@ def test_wrong_limits(wrong: dict[str, Any]) -> None:
     assert [(each.queue, each.first_token) for each in prompts] != truth
 
 
+@pytest.mark.slow
 def test_queueing_theory() -> None:
     """M/D/1: one place, equal requests of one token: the mean wait is rho / (2 (1 - rho)) services."""
     service = BASE_US + TOKEN_US * 10 + GAP_US

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import jsonschema
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
+from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
 from tests.fake_tempo import FakeTempo
 from ttft_otel import cli, names
 from ttft_otel.record import Record, Server
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/explain.schema.json").read_text("utf-8"))
+EXPLAIN = StoreCommand("explain")
 COUNT = 200
 WAIT_US = 250_000
 WINDOW = name_window(0, COUNT)
@@ -56,20 +55,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         yield path, tempo.url
 
 
-def run_explain(database: Path, *words: str) -> Result:
-    """Run the command."""
-    return CliRunner().invoke(cli.main, ["explain", "--db", str(database), *words])
-
-
 def test_window(places: tuple[Path, str]) -> None:
     """Late by an objective: the stage, its share, reason and instance; the JSON keeps to its schema."""
     words = ("--since", WINDOW, "--slo", "150")
-    result = run_explain(places[0], *words)
+    result = EXPLAIN.run(places[0], *words)
     assert result.exit_code == 0, result.output
     assert "13 of 199 requests were later than 150 ms" in result.output
     assert "is prefill.queue on chat-0: " in result.output and "--max-num-seqs" in result.output
-    told = json.loads(run_explain(places[0], *words, "--json").stdout)
-    jsonschema.validate(told, SCHEMA)
+    told = EXPLAIN.read_json(places[0], *words)
     assert told["requests"] == {"window": 199, "late": 13, "typical": 94}
     assert told["cause"]["rule"] == "max_num_seqs" and told["cause"]["price_kind"] == "qualitative"
     queue = told["stages"][0]
@@ -83,12 +76,12 @@ def test_window(places: tuple[Path, str]) -> None:
 
 def test_slowest_hundredth(places: tuple[Path, str]) -> None:
     """Without an objective the slowest are explained; `--last` and `--model` choose the window."""
-    told = json.loads(run_explain(places[0], "--json").stdout)
+    told = EXPLAIN.read_json(places[0])
     assert told["requests"]["late"] == 5 and told["slo"] is None
     assert told["cause"]["rule"] == "max_num_seqs"
-    fewer = json.loads(run_explain(places[0], "--last", "100", "--json").stdout)
+    fewer = EXPLAIN.read_json(places[0], "--last", "100")
     assert fewer["requests"]["window"] == 99
-    nobody = run_explain(places[0], "--model", "other")
+    nobody = EXPLAIN.run(places[0], "--model", "other")
     assert nobody.exit_code == 1 and "0 requests with a first token" in nobody.output
 
 
@@ -99,7 +92,7 @@ def test_from_tempo(places: tuple[Path, str]) -> None:
         ["--since", WINDOW, "--slo", "150", "--json"],
         ["--trace", f"{17:032x}", "--since", WINDOW],
     ):
-        stored = run_explain(database, *words)
+        stored = EXPLAIN.run(database, *words)
         searched = CliRunner().invoke(cli.main, ["explain", "--tempo", url, *words])
         assert searched.stdout == stored.stdout and stored.exit_code == 0, searched.output
 
@@ -107,14 +100,12 @@ def test_from_tempo(places: tuple[Path, str]) -> None:
 @pytest.mark.parametrize("words", [("--request", "r16"), ("--trace", f"{17:032X}")])
 def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
     """One request, by either ID: how it compares with its like, and why."""
-    result = run_explain(places[0], *words)
+    result = EXPLAIN.run(places[0], *words)
     assert result.exit_code == 0, result.output
     assert "r16: first token after" in result.output and "max_num_seqs" in result.output
-    told = json.loads(run_explain(places[0], *words, "--json").stdout)
-    jsonschema.validate(told, SCHEMA)
+    told = EXPLAIN.read_json(places[0], *words)
     assert told["unusual"] and told["requests"]["late"] == 1 and told["rank"] > 0.9
-    usual = json.loads(run_explain(places[0], "--request", "r21", "--json").stdout)
-    jsonschema.validate(usual, SCHEMA)
+    usual = EXPLAIN.read_json(places[0], "--request", "r21")
     assert not usual["answered"] or (not usual["unusual"] and usual["cause"] is None)
 
 
@@ -136,10 +127,4 @@ def test_single(places: tuple[Path, str], words: tuple[str, str]) -> None:
 )
 def test_remedies(places: tuple[Path, str], words: list[str], told: str) -> None:
     """What cannot be explained is refused with what to do, in words and as JSON."""
-    result = run_explain(places[0], *words)
-    assert result.exit_code != 0 and told in result.output, result.output
-    if result.exit_code == 1:
-        refused = run_explain(places[0], *words, "--json")
-        document = json.loads(refused.stdout)
-        jsonschema.validate(document, SCHEMA)
-        assert refused.exit_code == 1 and told in document["refusal"]
+    EXPLAIN.check_refusal(places[0], words, told)

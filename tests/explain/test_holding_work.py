@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.explain.stored_records import build_spans, store_spans
-from tests.explain.test_explain_command import COUNT, make_record, run_explain
+from tests.explain.test_explain_command import COUNT, EXPLAIN, make_record
 from tests.fake_tempo import FakeTempo
 from ttft_otel import names
 from ttft_otel.explain.holding_work import HoldingRequest, list_holders
@@ -48,7 +48,7 @@ def test_holders(tmp_path: Path) -> None:
     ]
     spans = build_spans(made, {"service.instance.id": "chat-0"})
     path = store_spans(tmp_path / "held.db", spans)
-    result = run_explain(path, "--slo", "150", "--json")
+    result = EXPLAIN.run(path, "--slo", "150", "--json")
     told = json.loads(result.stdout)
     assert told["held"]["kinds"] == {"prefill": 0.6, "decode": 0.2, "idle": 0.2}
     assert told["held"]["holders"] == [
@@ -69,7 +69,7 @@ def test_holders(tmp_path: Path) -> None:
             "delayed": told["requests"]["late"],
         },
     ]
-    text = run_explain(path, "--request", "r16").output
+    text = EXPLAIN.run(path, "--request", "r16").output
     assert "Meanwhile the engine's time went to: prefill 60%, decode 20%, idle 20%." in text
     assert "Held longest by: long-1 (prefill, 4096 tokens, 150.00 ms, 1 held), hidden" in text
     with (
@@ -91,7 +91,7 @@ def test_one_trace_for_many(tmp_path: Path) -> None:
     ]
     spans = build_spans(records, {"service.instance.id": "chat-0"})
     path = store_spans(tmp_path / "shared.db", spans)
-    told = json.loads(run_explain(path, "--slo", "150", "--json").stdout)
+    told = json.loads(EXPLAIN.run(path, "--slo", "150", "--json").stdout)
     late = told["requests"]["late"]
     assert late == 13
     assert [(each["ms"], each["delayed"]) for each in told["held"]["holders"]] == [
@@ -104,7 +104,7 @@ def test_not_told(tmp_path: Path) -> None:
     """Servers that do not tell who held: nothing is said, and nothing is read for it."""
     records = [make_record(number) for number in range(COUNT)]
     path = store_spans(tmp_path / "plain.db", build_spans(records, {}))
-    result = run_explain(path, "--slo", "150", "--json")
+    result = EXPLAIN.run(path, "--slo", "150", "--json")
     assert json.loads(result.stdout)["held"] is None
 
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import jsonschema
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.explain.scheduler_truth import run_scheduler
+from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import (
     build_served_record,
     build_spans,
@@ -18,12 +16,11 @@ from tests.explain.stored_records import (
     name_window,
     store_spans,
 )
-from ttft_otel import cli, names
+from ttft_otel import names
 from ttft_otel.explain.engine_parts import EngineLimits
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "whatif.schema.json"
 LIMITS = EngineLimits(4, 512)
-WINDOW = ("--since", name_window(-1, 600))
+WHATIF = StoreCommand("whatif", "--repetitions", "3", "--since", name_window(-1, 600))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -46,19 +43,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def run_whatif(database: Path, *words: str) -> Result:
-    """Run the command, with few repetitions."""
-    return CliRunner(env={"COLUMNS": "160"}).invoke(
-        cli.main, ["whatif", "--db", str(database), "--repetitions", "3", *WINDOW, *words]
-    )
-
-
 def test_json(database: Path) -> None:
     """Figures keep to the schema; the error of the unchanged window is small and told."""
-    result = run_whatif(database, "--rate", "1.2x", "--cache-hit", "+10%", "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    jsonschema.validate(told, json.loads(SCHEMA.read_text("utf-8")))
+    told = WHATIF.read_json(database, "--rate", "1.2x", "--cache-hit", "+10%")
 
     assert told["requests"] == 160 and told["instances"] == 1
     assert told["change"] == {"rate": 1.2, "cache_hit": 0.1}
@@ -70,7 +57,7 @@ def test_json(database: Path) -> None:
 
 def test_text(database: Path) -> None:
     """A sentence with the figures, the error of the unchanged window, the stages, what is assumed."""
-    result = run_whatif(database, "--instances", "+1", "--max-num-seqs", "8")
+    result = WHATIF.run(database, "--instances", "+1", "--max-num-seqs", "8")
     assert result.exit_code == 0, result.output
 
     assert "+1 instances, max-num-seqs 8: TTFT p50" in result.output
@@ -80,7 +67,7 @@ def test_text(database: Path) -> None:
 
 def test_nothing_changed(database: Path) -> None:
     """Without an option it says how well the model knows the window."""
-    result = run_whatif(database)
+    result = WHATIF.run(database)
     assert result.exit_code == 0 and "nothing changed: TTFT" in result.output
 
 
@@ -102,9 +89,4 @@ def test_nothing_changed(database: Path) -> None:
 )
 def test_remedies(database: Path, words: list[str], told: str) -> None:
     """What cannot be told is refused with the reason, in words and as JSON."""
-    result = run_whatif(database, *words)
-    assert result.exit_code != 0 and told in result.output
-    if result.exit_code == 1:
-        document = json.loads(run_whatif(database, *words, "--json").stdout)
-        jsonschema.validate(document, json.loads(SCHEMA.read_text("utf-8")))
-        assert told in document["refusal"]
+    WHATIF.check_refusal(database, words, told)

@@ -14,9 +14,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
-from ttft_otel import __version__, names, stages
+from ttft_otel import __version__, names
 from ttft_otel.context import SAMPLED_FLAG
-from ttft_otel.record import Attributes, Call, HeldBy, Piece, Record, Server, Ttft
+from ttft_otel.exporter import record_attributes
+from ttft_otel.record import Attributes, HeldBy, Piece, Record
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span
@@ -67,10 +68,7 @@ class _SpanTree:
         self.flags = TraceFlags(record.flags)
         self.tracestate = TraceState.from_header([record.state]) if record.state else TraceState()
         self.server_context = self.make_context(_parse_id(record.span_id))
-        self.shared_attributes: Attributes = {
-            names.ROLE: record.role,
-            names.OUTERMOST: record.outermost,
-        }
+        self.shared_attributes = record_attributes.list_shared_attributes(record)
 
     def build_server_span(self) -> Iterator[ReadableSpan]:
         """The HTTP server span; its parent is the caller's span."""
@@ -79,7 +77,8 @@ class _SpanTree:
             return
         above = self.record.parent_id
         parent = self.make_context(_parse_id(above), remote=True) if above else None
-        attributes = self.list_identity_attributes() | server.attributes | _list_outcome(server)
+        identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | server.attributes | record_attributes.list_outcome(server)
         status = _ERROR if names.ERROR_TYPE in attributes else _OK
         yield self.make_span(
             _SpanData(
@@ -101,7 +100,7 @@ class _SpanTree:
                 self.shared_attributes
                 | {names.LEG: call.leg}
                 | call.attributes
-                | _list_outcome(call)
+                | record_attributes.list_outcome(call)
             )
             status = _ERROR if names.ERROR_TYPE in attributes else _OK
             context = self.make_context(_parse_id(call.span_id))
@@ -124,7 +123,8 @@ class _SpanTree:
         if ttft is None:
             return
         context = self.make_context(_parse_id(ttft.span_id))
-        attributes = self.list_identity_attributes() | ttft.attributes | _list_totals(ttft)
+        identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | ttft.attributes | record_attributes.list_totals(ttft)
         status = _ERROR if ttft.error else _OK
         yield self.make_span(
             _SpanData(
@@ -137,7 +137,9 @@ class _SpanTree:
                 status=status,
             )
         )
-        stage_attributes = self.list_stage_attributes(ttft)
+        stage_attributes = record_attributes.list_stage_attributes(
+            self.record, self.shared_attributes
+        )
         placed: list[tuple[Piece, SpanContext]] = []
         # These last, because their parents are stages of this list.
         below = ("part", "reason")
@@ -159,7 +161,7 @@ class _SpanTree:
                         else self.shared_attributes
                     )
                     | piece.attributes
-                    | _list_kind_attributes(piece),
+                    | record_attributes.list_kind_attributes(piece.kind, piece.name),
                     held_by=piece.held_by,
                 )
             )
@@ -183,23 +185,6 @@ class _SpanTree:
                     held_by=piece.held_by,
                 )
             )
-
-    def list_identity_attributes(self) -> Attributes:
-        """Attributes of both the server span and the `ttft` span."""
-        record = self.record
-        own: Attributes = self.shared_attributes | {names.REQUEST_ID: record.request_id}
-        if record.rank >= 0:
-            own[names.RANK] = record.rank
-        return own | record.attributes
-
-    def list_stage_attributes(self, ttft: Ttft) -> Attributes:
-        """Attributes of stage spans: also model and error, because metrics are made per span."""
-        own = dict(self.shared_attributes)
-        if names.MODEL in self.record.attributes:
-            own[names.MODEL] = self.record.attributes[names.MODEL]
-        if ttft.error:
-            own[names.ERROR_TYPE] = ttft.error
-        return own
 
     def make_context(self, span_id: int, remote: bool = False) -> SpanContext:
         """The context of the span `span_id` in this trace, with its flags and tracestate."""
@@ -235,46 +220,6 @@ class _SpanTree:
             end_time=base + max(data.start, data.end) * 1000,
             instrumentation_scope=_SCOPE,
         )
-
-
-def _list_totals(ttft: Ttft) -> Attributes:
-    """The complete partition as attributes of one span: backends cannot add up over child spans."""
-    total = ttft.end - ttft.start
-    totals: Attributes = {
-        names.name_stage_attribute(stage): length for stage, length in ttft.stages.items()
-    }
-    totals[names.UNATTRIBUTED_US] = ttft.unattributed
-    totals[names.CLAMPED_US] = ttft.clamped
-    totals[names.TOTAL_US] = total
-    if ttft.error:
-        totals[names.ERROR_TYPE] = ttft.error
-    elif ttft.name == names.TTFT and ttft.attributes.get(names.STREAMING):
-        totals[names.FIRST_CHUNK] = total / 1e6
-    if ttft.died:
-        totals[names.DIED_IN] = ttft.died
-    return totals
-
-
-def _list_outcome(http: Server | Call) -> Attributes:
-    """Status code and `error.type`; by the HTTP conventions a server fails from 500, a client from 400."""
-    attributes: Attributes = {}
-    if http.status:
-        attributes[names.HTTP_STATUS] = http.status
-    error = http.error
-    if not error and http.status >= (400 if isinstance(http, Call) else 500):
-        error = str(http.status)
-    if error:
-        attributes[names.ERROR_TYPE] = error
-    return attributes
-
-
-def _list_kind_attributes(piece: Piece) -> Attributes:
-    """`ttft.stage` or `ttft.part` of a piece, and its leg on a router's stage."""
-    if piece.kind == "stage":
-        leg = "" if piece.name in stages.ROUTER_STAGES else stages.split_stage(piece.name)[0]
-        found: Attributes = {names.STAGE: piece.name}
-        return found | {names.LEG: leg} if leg else found
-    return {names.PART: piece.name} if piece.kind == "part" else {}
 
 
 def _find_enclosing_stage(

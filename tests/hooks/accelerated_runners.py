@@ -26,7 +26,7 @@ PREPARE_DEVICE_US: Final = 60.0  # copies and kernels that prepare a step's inpu
 COPY_US: Final = 12.0  # sampled tokens, from the device to the host
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepWork:
     """What one step costs: on the device (first group) and on the host, in microseconds."""
 

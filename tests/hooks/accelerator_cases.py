@@ -34,7 +34,7 @@ class AcceleratorCase:
     """
 
     name: str
-    forward_us: float
+    work: StepWork
     steps: int = 200
     marked: int = 1
     items: bool = False
@@ -42,65 +42,94 @@ class AcceleratorCase:
     gap_us: float = 0.0
     late_us: float = 0.0
     unknowable_us: float = 0.0
-    encoder_us: float = 0.0
-    drafter_us: float = 0.0
-    kv_save_us: float = 0.0
     connector: str = ""
     encode_only: bool = False
     receive_us: float = 0.0
-    slowest_rank_us: float = 0.0
     drift_ppm: float = 20.0
-    host_share: float = 1.0
+
+
+def make_encoder_case(load: str, **fields: Any) -> AcceleratorCase:
+    """A case of an encoder instance, whose steps run nothing else, for 30 ms. load: ends its name."""
+    fields = {"connector": "ec", **fields}
+    name = f"encoder-only, 30 ms, {load}"
+    return AcceleratorCase(
+        name, StepWork(encoder_us=30_000), items=True, encode_only=True, **fields
+    )
 
 
 CASES: Final[tuple[AcceleratorCase, ...]] = (
-    AcceleratorCase("host-bound, 0.3 ms", 300),
-    AcceleratorCase("one request at a time, 40 ms", 40_000, gap_us=100_000),
-    AcceleratorCase("device-bound, 1 ms", 1_000, steps=400, chunks=2, host_share=0.25),
-    AcceleratorCase("device-bound, 10 ms", 10_000, chunks=2),
-    AcceleratorCase("device-bound, 40 ms", 40_000, chunks=2),
-    AcceleratorCase("device-bound, 200 ms", 200_000, chunks=2),
-    AcceleratorCase("device-bound, 10 ms, launched as graphs", 10_000, host_share=0.05),
-    AcceleratorCase("device-bound, 40 ms, one of 5 steps marked", 40_000, steps=400, marked=5),
-    AcceleratorCase("device-bound, 40 ms, one of 40 steps marked", 40_000, steps=1200, marked=40),
-    AcceleratorCase("device-bound, 40 ms, clock 20 ppm slow", 40_000, drift_ppm=-20.0),
-    AcceleratorCase("images, 30 ms encoder, 20 ms forward", 20_000, items=True, encoder_us=30_000),
+    AcceleratorCase("host-bound, 0.3 ms", StepWork(300)),
+    AcceleratorCase("one request at a time, 40 ms", StepWork(40_000), gap_us=100_000),
+    AcceleratorCase("device-bound, 1 ms", StepWork(1_000).scale_host(0.25), steps=400, chunks=2),
+    AcceleratorCase("device-bound, 10 ms", StepWork(10_000), chunks=2),
+    AcceleratorCase("device-bound, 40 ms", StepWork(40_000), chunks=2),
+    AcceleratorCase("device-bound, 200 ms", StepWork(200_000), chunks=2),
+    AcceleratorCase("device-bound, 10 ms, launched as graphs", StepWork(10_000).scale_host(0.05)),
     AcceleratorCase(
-        "drafter and KV connector, 20 ms", 20_000, drafter_us=6_000, kv_save_us=900, connector="kv"
+        "device-bound, 40 ms, one of 5 steps marked", StepWork(40_000), steps=400, marked=5
     ),
-    AcceleratorCase("KV connector, 20 ms", 20_000, kv_save_us=900, connector="kv"),
-    AcceleratorCase("the anchor is renewed in flight, 40 ms, 1000 steps", 40_000, steps=1000),
-    AcceleratorCase("tensor parallel, waits up to 5 ms for other ranks", 20_000, slowest_rank_us=5_000),
-    AcceleratorCase("last of two pipeline stages, 15 ms each", 15_000, receive_us=15_000),
-    AcceleratorCase("last pipeline stage, images", 15_000, items=True, receive_us=15_000),
     AcceleratorCase(
-        "host time slewed by 500 ppm, one request at a time", 40_000, gap_us=100_000, drift_ppm=-500.0
+        "device-bound, 40 ms, one of 40 steps marked", StepWork(40_000), steps=1200, marked=40
+    ),
+    AcceleratorCase("device-bound, 40 ms, clock 20 ppm slow", StepWork(40_000), drift_ppm=-20.0),
+    AcceleratorCase(
+        "images, 30 ms encoder, 20 ms forward", StepWork(20_000, encoder_us=30_000), items=True
+    ),
+    AcceleratorCase(
+        "drafter and KV connector, 20 ms",
+        StepWork(20_000, drafter_us=6_000, kv_save_us=900),
+        connector="kv",
+    ),
+    AcceleratorCase("KV connector, 20 ms", StepWork(20_000, kv_save_us=900), connector="kv"),
+    AcceleratorCase(
+        "the anchor is renewed in flight, 40 ms, 1000 steps", StepWork(40_000), steps=1000
+    ),
+    AcceleratorCase(
+        "tensor parallel, waits up to 5 ms for other ranks", StepWork(20_000, slowest_rank_us=5_000)
+    ),
+    AcceleratorCase("last of two pipeline stages, 15 ms each", StepWork(15_000), receive_us=15_000),
+    AcceleratorCase("last pipeline stage, images", StepWork(15_000), items=True, receive_us=15_000),
+    AcceleratorCase(
+        "host time slewed by 500 ppm, one request at a time",
+        StepWork(40_000),
+        gap_us=100_000,
+        drift_ppm=-500.0,
     ),
     AcceleratorCase(  # what is known of an anchor is up to two seconds old
-        "host time slewed by 500 ppm, device-bound, 400 steps", 40_000, steps=400, drift_ppm=-500.0,
+        "host time slewed by 500 ppm, device-bound, 400 steps",
+        StepWork(40_000),
+        steps=400,
+        drift_ppm=-500.0,
         unknowable_us=1_000,
     ),
-    AcceleratorCase("late reader (2 ms), one request at a time", 40_000, gap_us=100_000, late_us=2_000),
     AcceleratorCase(
-        "late reader (2 ms), device-bound, 600 steps", 40_000, steps=600, late_us=2_000, unknowable_us=2_000
+        "late reader (2 ms), one request at a time", StepWork(40_000), gap_us=100_000, late_us=2_000
     ),
     AcceleratorCase(
-        "encoder-only, 30 ms, idle", 0, items=True, encoder_us=30_000, gap_us=50_000, connector="ec",
-        encode_only=True,
+        "late reader (2 ms), device-bound, 600 steps",
+        StepWork(40_000),
+        steps=600,
+        late_us=2_000,
+        unknowable_us=2_000,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, saturated", 0, items=True, encoder_us=30_000, gap_us=15_000,
-        connector="ec", encode_only=True,
+    make_encoder_case(
+        "idle",
+        gap_us=50_000,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, overloaded for 30 s", 0, steps=1000, items=True, encoder_us=30_000,
-        gap_us=28_000, connector="ec", encode_only=True,
+    make_encoder_case(
+        "saturated",
+        gap_us=15_000,
     ),
-    AcceleratorCase(
-        "encoder-only, 30 ms, connector waits", 0, items=True, encoder_us=30_000,
-        connector="ec, synchronizing", encode_only=True,
+    make_encoder_case(
+        "overloaded for 30 s",
+        steps=1000,
+        gap_us=28_000,
     ),
-)  # fmt: skip
+    make_encoder_case(
+        "connector waits",
+        connector="ec, synchronizing",
+    ),
+)
 
 
 def run_case(
@@ -158,13 +187,7 @@ def _make_runner(
         connectors["ec_connector"] = AcceleratedEcConnector("synchronizing" in case.connector)
     return kind(
         simulated,
-        StepWork(
-            case.forward_us,
-            case.encoder_us,
-            slowest_rank_us=case.slowest_rank_us,
-            drafter_us=case.drafter_us,
-            kv_save_us=case.kv_save_us,
-        ).scale_host(case.host_share),
+        case.work,
         asynchronous=loop != "sync",
         encode_only=case.encode_only,
         receive_us=case.receive_us,

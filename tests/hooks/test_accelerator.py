@@ -102,7 +102,7 @@ def test_calls(
         assert calls["record"] == events * case.steps + 1 + first_step, kind  # 1: the anchor
         assert calls["stream query"] == 1, kind
         assert calls["make"] <= (events + first_step) * IN_FLIGHT + 1, kind
-        if not case.kv_save_us:  # what is saved can be late, and is asked for one by one then
+        if not case.work.kv_save_us:  # what is saved can be late, and is asked for one by one then
             queries = 1 if loop == "sync" and kind == "V1" else 2
             assert calls["query"] == queries * case.steps, kind
             assert calls["elapsed"] == events * case.steps + first_step, kind
@@ -142,7 +142,7 @@ def test_probes_are_rare(runs: Runs) -> None:
 
 def test_unmarked_steps_call_nothing(kinds: dict[str, Any]) -> None:
     """A step without a traced request asks the device for nothing."""
-    case = AcceleratorCase("decode steps", 10_000, steps=50, marked=0)
+    case = AcceleratorCase("decode steps", StepWork(10_000), steps=50, marked=0)
     for kind in kinds:
         for loop in LOOPS:
             assert not run_case(case, kinds, kind, loop).calls, (kind, loop)
@@ -156,14 +156,14 @@ def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
     """
     for run, judgement in runs[case].items():
         waits = "synchronizing" in case.connector
-        if case.gap_us > case.encoder_us:
+        if case.gap_us > case.work.encoder_us:
             assert judgement.told_runs == case.steps - 1, run
         assert len(judgement.encoder_errors) == (0 if waits else case.steps), run
         if waits:
             continue
         assert max(abs(error) for error, _ in judgement.encoder_errors) <= LAUNCH_AND_READ_US, run
         begin_error = max(abs(error) for _, error in judgement.encoder_errors)
-        is_idle_between = case.gap_us > case.encoder_us
+        is_idle_between = case.gap_us > case.work.encoder_us
         limit = MAX_UNAWAITED_ERROR_US if is_idle_between else case.gap_us + STEP_HOST_US
         assert begin_error <= limit, run
 

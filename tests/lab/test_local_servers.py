@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 
-from lab import free_ports, session_processes
+from lab import free_ports, session_processes, shared_memory
 from lab.local_servers import LocalServer, LocalServerError, run_servers
 from lab.server_commands import ServerCommand
 
@@ -27,6 +29,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Prints the names of a segment and a semaphore of its own, and maps the segment named by its third argument.
+SHARING_SCRIPT = """
+import multiprocessing, sys
+from multiprocessing.shared_memory import SharedMemory
+own, lock = SharedMemory(create=True, size=4096), multiprocessing.get_context("spawn").Lock()
+of_others = SharedMemory(sys.argv[3])
+print(own.name, lock._semlock.name.replace("/", "sem."), flush=True)
 """
 
 
@@ -46,6 +56,29 @@ def test_stop(tmp_path: Path, mood: str) -> None:
 
     assert 2 == len(before)
     assert [] == session_processes.list_session_pids(server.pid)
+
+
+def test_what_a_killed_server_shared_is_removed(tmp_path: Path) -> None:
+    """Its segments and semaphores are gone once it is stopped; one that another process has mapped stays."""
+    ours = SharedMemory(create=True, size=4096)
+    try:
+        command = build_command(script=SHARING_SCRIPT + SERVER_SCRIPT)
+        command = replace(command, argv=(*command.argv, ours.name))
+        server = LocalServer(command, tmp_path / "log").start().wait_until_ready(30)
+        left = [shared_memory.FOLDER / name for name in server.read_log()[0].split()]
+        # Or the resource tracker removes them before it is killed itself, where this process has to wait.
+        for pid in session_processes.list_session_pids(server.pid):
+            os.kill(pid, signal.SIGSTOP)
+        server.kill()
+        session_processes.wait_for_session_end(server.pid, 30)
+        assert [True, True] == [path.exists() for path in left]
+        server.stop()
+
+        assert [False, False] == [path.exists() for path in left]
+        assert (shared_memory.FOLDER / ours.name).exists()
+    finally:
+        ours.close()
+        ours.unlink()
 
 
 def test_running(tmp_path: Path) -> None:

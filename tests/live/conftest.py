@@ -5,9 +5,8 @@ Fixtures: `epd` (E, PD, router, receiver; V1 runner, encodings through a folder)
 NIXL, router), `epd3` (E, P, D, router). With CUDA's defaults, V2 runner and async scheduling: `nixl`
 (E, PD, router; encodings over NIXL), `newer` (only its PD, which does everything when no encodings are
 announced to it), `newer_pd` (P and D), `nixl3` (E, P, D; all over NIXL). `features` is one text server
-with vLLM's features switched on (test_engine_features.py). Each is started once; a test that needs
-another one stops the one that runs. Only `epd` is started while another one, `small`
-(test_kv_events.py), is still in use: its tests measure no times.
+with vLLM's features switched on (test_engine_features.py), and a small KV cache whose events it
+publishes (test_kv_events.py). Each is started once; a test that needs another one stops the one that runs.
 
 scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
 hold on a busy machine, the others wait until those have ended.
@@ -21,7 +20,6 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +29,7 @@ import pytest
 
 from lab import tiny_adapters, tiny_models
 from lab.injection import InjectionControl
-from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
-from lab.local_servers import exit_on_sigterm
+from lab.local_deployment import DeploymentPlan, start_deployment
 from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
 from tests.live.bench import LiveDeployment
 from tests.live.echo_server import EchoServer
@@ -55,12 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank_item)
 
 
-def rank_item(item: pytest.Item) -> tuple[int, bool, bool]:
+def rank_item(item: pytest.Item) -> tuple[int, bool, int]:
     """The place of a test in the order of the run; the smaller, the earlier."""
     needed, is_untimed = get_needed_deployment(item), bool(item.get_closest_marker("untimed"))
     if needed == "other" and is_untimed:
         needed = ""
-    return DEPLOYMENT_ORDER.index(needed), not is_untimed, item.path.stem == "test_killed"
+    # One counts what has happened to the server's cache, the other one ends the server.
+    place = {"test_kv_events": -1, "test_killed": 1}.get(item.path.stem, 0)
+    return DEPLOYMENT_ORDER.index(needed), not is_untimed, place
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -77,7 +76,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 DEPLOYMENT_ORDER = (
     "",
     "features",
-    "small",
     "epd",
     "pd",
     "epd3",
@@ -105,6 +103,8 @@ FEATURE_FLAGS = (
     ),
     *("--enable-lora", "--max-lora-rank", "8"),
     *("--scheduling-policy", "priority"),
+    # Prompts evict each other: one block is for nothing, the longest prompt takes 64.
+    *("--num-gpu-blocks-override", "72", "--enable-prompt-tokens-details"),
 )
 FEATURE_ENV = {
     "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /sleep
@@ -129,7 +129,6 @@ class DeploymentDeck:
         self.stack = ExitStack()
         self.shape = ""
         self.bench: LiveDeployment | None = None
-        self.coming: tuple[str, Future[tuple[LocalDeployment, InjectionControl]]] | None = None
         self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
     def use_deployment(self, shape: str) -> LiveDeployment:
@@ -137,38 +136,23 @@ class DeploymentDeck:
         if self.shape != shape or self.bench is None:
             if shape in self.broken:
                 raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
-            if self.coming is None or self.coming[0] != shape:
-                self.stop_running()
+            self.stop_running()
             try:
-                fleet, control = (
-                    self.coming[1].result() if self.coming else self.start_and_wait(shape)
-                )
+                self.bench = self.start_and_wait(shape)
             except BaseException as error:
                 self.broken[shape] = error
                 raise
-            self.coming = None
-            self.bench = LiveDeployment(fleet, control)
             self.shape = shape
             self.bench.warm_up()
         self.bench.control.set_injections()
         return self.bench
 
-    def start_and_wait(self, shape: str) -> tuple[LocalDeployment, InjectionControl]:
+    def start_and_wait(self, shape: str) -> LiveDeployment:
         """Start the deployment of `shape` and wait until its servers answer."""
         control = InjectionControl(self.folder / f"{shape}.json")
         plan = build_plan(shape, self.folder / shape, control)
-        return self.stack.enter_context(start_deployment(plan, progress=self.report_start)), control
-
-    def start_in_background(self, shape: str) -> None:
-        """Stop what runs and begin to start `shape`; use_deployment waits for it."""
-        self.stop_running()
-        tiny_models.build_model(
-            tiny_models.VISION_RECIPE
-        )  # seeds are the process's: not while another model is made
-        self.stack.enter_context(exit_on_sigterm())  # which only this thread can be
-        pool = ThreadPoolExecutor(1)
-        self.coming = shape, pool.submit(self.start_and_wait, shape)
-        pool.shutdown(wait=False)
+        fleet = self.stack.enter_context(start_deployment(plan, progress=self.report_start))
+        return LiveDeployment(fleet, control)
 
     def report_start(self, name: str, seconds: float, line: str) -> None:
         """Print every 20 s which server is still starting; visible with -s."""
@@ -176,10 +160,7 @@ class DeploymentDeck:
             sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
 
     def stop_running(self) -> None:
-        """Stop the deployment that runs, or the one that is being started."""
-        if self.coming:
-            wait([self.coming[1]])
-            self.coming = None
+        """Stop the deployment that runs."""
         self.stack.close()
         self.bench = None
         self.shape = ""
@@ -223,12 +204,23 @@ def build_plan(shape: str, folder: Path, control: InjectionControl) -> Deploymen
 
 
 def build_feature_plan(folder: Path) -> DeploymentPlan:
-    """One server of the text model with speculative decoding, LoRA, priorities and dev endpoints."""
+    """One server of the text model with speculative decoding, LoRA, priorities, dev endpoints, KV events."""
     adapter = tiny_adapters.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+        "topic": "kv",
+    }
+    flags = (
+        *("--lora-modules", f"{ADAPTER_NAME}={adapter}"),
+        *("--kv-events-config", json.dumps(events)),
+    )
     options = VllmOptions(
         model=tiny_models.build_model(tiny_models.TEXT_RECIPE),
         max_num_seqs=1,
-        extra=(*FEATURE_FLAGS, "--lora-modules", f"{ADAPTER_NAME}={adapter}"),
+        extra=(*FEATURE_FLAGS, *flags),
         env=FEATURE_ENV,
     )
     return DeploymentPlan("mono", options, folder=folder, env={"TTFT_OTEL_GUARD": "keep"})

@@ -45,13 +45,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 def run_alone(
     deck: DeploymentDeck, folder: Path, extra: tuple[str, ...] = (), **changes: Any
 ) -> Iterator[LiveDeployment]:
-    """Run one server with the text model.
-
-    extra: flags. changes: of VllmOptions, or `beside`: a deployment to start in the background meanwhile.
-    """
+    """Run one server with the text model. extra: flags. changes: of VllmOptions, `traced`, `chunk`."""
     deck.stop_running()
-    if beside := changes.pop("beside", ""):
-        deck.start_in_background(beside)
     control = InjectionControl(folder / "control.json")
     traced = changes.pop("traced", True)
     chunk = changes.pop("chunk", 512)

@@ -131,18 +131,6 @@ def test_drafts_are_used(features: LiveDeployment) -> None:
     assert read_metric(features, "vllm:spec_decode_num_drafts_total") > before
 
 
-def test_an_urgent_request_waits_less(features: LiveDeployment) -> None:
-    """--scheduling-policy priority with one place: who came later and is urgent is served first."""
-    with (
-        run_request(features, max_tokens=1500),
-        run_request(features, max_tokens=50, extra={"priority": 5}) as patient,
-        run_request(features, max_tokens=50, extra={"priority": -5}) as urgent,
-    ):
-        waits = [read_breakdown(each.result())["prefill.queue"] for each in (patient, urgent)]
-
-    assert waits[1] < waits[0]
-
-
 def test_a_pause_aborts(features: LiveDeployment) -> None:
     """/pause aborts what runs and what waits: who has no token has no TTFT, and died where it was."""
     trace = os.urandom(16).hex()

@@ -14,6 +14,7 @@ from tests.live.bench import LiveDeployment, read_breakdown, read_output_tokens
 from ttft_otel import names
 from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
+pytestmark = pytest.mark.untimed  # bounds are of one exchange with itself
 USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}
 END_NAMES = {names.OUTPUT_TOKENS, names.FINISH_REASONS, names.TOKEN_TIME_US}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 
-from lab import session_processes
 from tests.live.bench import LiveDeployment, get_announced_params, read_breakdown
 from tests.live.conftest import DeploymentDeck
 from tests.live.test_closing import make_parent_header, make_trace_id
@@ -27,9 +26,7 @@ def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: Live
     plain = ask_alone(newer, pictures)
     first = ask_alone(newer, pictures, max_tokens=1, stream=False)
     newer.control.set_injections(ec_patience_s=PATIENCE_S)
-    session_processes.kill_processes(
-        session_processes.list_session_pids(newer.fleet.servers["encode"].pid)
-    )
+    newer.fleet.servers["encode"].kill()
 
     headers = {
         **make_parent_header(trace),
@@ -61,7 +58,7 @@ def test_a_killed_process_tree_loses_no_record(newer: LiveDeployment, deck: Depl
     born = list_exporters(server.pid)
     assert born
 
-    session_processes.kill_processes(session_processes.list_session_pids(server.pid))
+    server.kill()
 
     for trace in traces:
         spans = newer.wait_for_trace(

@@ -11,7 +11,7 @@ import os
 import threading
 from typing import Any
 
-from tests.live.bench import LiveDeployment
+from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_engine_features import (
     call,
     fetch_ttft_span,
@@ -55,18 +55,20 @@ def test_max_num_seqs(features: LiveDeployment) -> None:
 
 
 def test_priority(features: LiveDeployment) -> None:
-    """Who came later and is urgent takes the place: from then on priority is what the other waits for."""
+    """Who came later and is urgent waits less: from then on priority is what the other one waits for."""
     trace = os.urandom(16).hex()
     with (
         run_request(features, max_tokens=1500),
         run_request(
             features, max_tokens=2, extra={"priority": 5}, headers=make_parent_header(trace)
         ) as patient,
-        run_request(features, max_tokens=1500, extra={"priority": -5}),
+        run_request(features, max_tokens=1500, extra={"priority": -5}) as urgent,
     ):
         assert patient.result().status == 200
+        waits = [read_breakdown(each.result())["prefill.queue"] for each in (urgent, patient)]
     reasons = read_reasons(features, trace)
 
+    assert waits[0] < waits[1]
     assert set(reasons) <= {"in_step", "max_num_seqs", "priority"}
     assert reasons["priority"] > 0
     assert get_share(reasons, "priority") + get_share(reasons, "max_num_seqs") >= MIN_SHARE

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sample_records
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
@@ -98,6 +99,7 @@ def make_batch(number: int) -> bytes:
     return encode_spans(sample_records.make_spans(records)).SerializeToString()
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     """While the disk is full exports get 503 and /healthz says so; confirmed spans stay; then it recovers."""
     with run_disk_server(tmp_path) as server:
@@ -145,6 +147,7 @@ def run_limited(max_bytes: int, *words: str, stdout: Any = subprocess.PIPE) -> t
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_answers_on_a_full_disk(store: SpanStore, tmp_path: Path) -> None:
     """What cannot be written whole is told, and a file of before is still there, and nothing else."""
     records = [

@@ -38,6 +38,7 @@ def test_config(binaries: StackBinaries) -> None:
     told = run_program(binaries.promtool, "check", "config", FOLDER / "prometheus.yml")
 
     assert f"SUCCESS: {len(RULES)} rule files found" in told
+    assert "is valid prometheus config" in told and "FAILED" not in told
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)

@@ -124,17 +124,6 @@ def test_combined() -> None:
     assert files - {"builder.yaml"} == {name for names in COMBINATIONS for name in names}
 
 
-def test_prometheus(binaries: StackBinaries) -> None:
-    """Promtool accepts Prometheus's configuration and every rule that it names."""
-    told = run_program(
-        binaries.promtool, "check", "config", CHECKOUT / "grafana/prometheus/prometheus.yml"
-    )
-
-    assert "is valid prometheus config" in told
-    assert re.search(r"[1-9]\d* rules found", told)
-    assert "FAILED" not in told
-
-
 def test_tempo(binaries: StackBinaries, tmp_path: Path) -> None:
     """Tempo accepts the configuration of the native stack, with nothing to warn of."""
     config = CHECKOUT / "grafana" / "tempo" / "native.yaml"

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 from click.core import ParameterSource
 
 from ttft_otel.bench.load_plan import DATASETS
+from ttft_otel.bench.multi_round import MultiRoundOptions
+from ttft_otel.bench.synthetic_datasets import DatasetShape
 from ttft_otel.bench.trace_replay import BLOCK_TOKENS
-from ttft_otel.command_options import OptionDecorator
+from ttft_otel.command_options import make_number_option
 
 POSITIVE_INT: Final = click.IntRange(min=1)
 NON_NEGATIVE_INT: Final = click.IntRange(min=0)
@@ -19,6 +21,9 @@ NON_NEGATIVE_INT: Final = click.IntRange(min=0)
 POSITIVE_FLOAT: Final = click.FloatRange(min=0, min_open=True)
 # Existence is not checked here: the same type names files to write and to read.
 RESULT_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+SHAPE: Final = DatasetShape()  # the defaults
+ROUNDS: Final = MultiRoundOptions()
 
 
 def _require_block_divisor(_context: click.Context, _option: click.Parameter, value: int) -> int:
@@ -51,11 +56,6 @@ def list_misplaced_flags(context: click.Context, dataset: str) -> list[str]:
     ]
 
 
-def _make_number_option(name: str, kind: Any, default: Any, help_text: str) -> OptionDecorator:
-    """An option with a number and a default that --help shows."""
-    return click.option(name, type=kind, default=default, show_default=True, help=help_text)
-
-
 TARGET_OPTIONS: Final = (
     click.option("--url", metavar="URL", help="The server or router to measure: http://host:port"),
     click.option(
@@ -81,7 +81,7 @@ TARGET_OPTIONS: Final = (
         help="Add this header to every request.",
     ),
     # As long as the router's --first-byte-timeout: a queue of minutes is a result, too.
-    _make_number_option(
+    make_number_option(
         "--timeout", POSITIVE_FLOAT, 600.0, "Seconds until a request counts as failed."
     ),
 )
@@ -95,20 +95,35 @@ DATASET_OPTIONS: Final = (
         type=POSITIVE_INT,
         help="Number of requests.  [default: 100; replay: all; multi-round: until --time]",
     ),
-    _make_number_option(
-        "--input-len", POSITIVE_INT, 512, "Prompt tokens (shared-prefix: after the prefix)."
+    make_number_option(
+        "--input-len",
+        POSITIVE_INT,
+        SHAPE.input_tokens,
+        "Prompt tokens (shared-prefix: after the prefix).",
     ),
-    _make_number_option("--output-len", POSITIVE_INT, 64, "Output tokens."),
-    _make_number_option(
-        "--spread", click.FloatRange(0, 1), 0.0, "Relative spread of both lengths: 0.2 is ±20 %."
+    make_number_option("--output-len", POSITIVE_INT, SHAPE.output_tokens, "Output tokens."),
+    make_number_option(
+        "--spread",
+        click.FloatRange(0, 1),
+        SHAPE.length_spread,
+        "Relative spread of both lengths: 0.2 is ±20 %.",
     ),
-    _make_number_option(
-        "--prefix-len", NON_NEGATIVE_INT, 256, "shared-prefix: tokens of each prefix."
+    make_number_option(
+        "--prefix-len",
+        NON_NEGATIVE_INT,
+        SHAPE.prefix_tokens,
+        "shared-prefix: tokens of each prefix.",
     ),
-    _make_number_option("--prefixes", POSITIVE_INT, 1, "shared-prefix: number of prefixes."),
+    make_number_option(
+        "--prefixes", POSITIVE_INT, SHAPE.prefix_count, "shared-prefix: number of prefixes."
+    ),
     # Images differ in all requests, so no cache of encodings spares an encoder its work.
-    _make_number_option("--images", POSITIVE_INT, 1, "images: images per request."),
-    _make_number_option("--image-size", POSITIVE_INT, 224, "images: width and height in pixels."),
+    make_number_option(
+        "--images", POSITIVE_INT, SHAPE.images_per_request, "images: images per request."
+    ),
+    make_number_option(
+        "--image-size", POSITIVE_INT, SHAPE.image_edge_px, "images: width and height in pixels."
+    ),
     click.option(
         "--vocab",
         # IDs below 100 are left out as special tokens, so fewer would leave hardly any to draw.
@@ -117,9 +132,7 @@ DATASET_OPTIONS: Final = (
         "server]",
     ),
     # Published traces are those of a cluster: below 1 they become bearable for one server.
-    _make_number_option(
-        "--speed", POSITIVE_FLOAT, 1.0, "replay: divide the trace's times by this."
-    ),
+    make_number_option("--speed", POSITIVE_FLOAT, 1.0, "replay: divide the trace's times by this."),
     click.option(
         "--shrink",
         type=click.IntRange(1, BLOCK_TOKENS),
@@ -135,20 +148,39 @@ DATASET_OPTIONS: Final = (
 )
 MULTI_ROUND_OPTIONS: Final = (
     # Names as in production-stack's multi-round-qa.py, so that its settings can be taken over.
-    _make_number_option("--num-users", POSITIVE_INT, 5, "multi-round: concurrent users."),
-    _make_number_option("--num-rounds", POSITIVE_INT, 10, "multi-round: questions per user."),
-    _make_number_option(
-        "--qps", POSITIVE_FLOAT, 1.0, "multi-round: questions per second of all users together."
+    make_number_option(
+        "--num-users", POSITIVE_INT, ROUNDS.user_count, "multi-round: concurrent users."
     ),
-    _make_number_option(
-        "--shared-system-prompt", NON_NEGATIVE_INT, 100, "multi-round: tokens shared by all users."
+    make_number_option(
+        "--num-rounds", POSITIVE_INT, ROUNDS.rounds_per_user, "multi-round: questions per user."
     ),
-    _make_number_option(
-        "--user-history-prompt", NON_NEGATIVE_INT, 200, "multi-round: first tokens of each user."
+    make_number_option(
+        "--qps",
+        POSITIVE_FLOAT,
+        ROUNDS.qps,
+        "multi-round: questions per second of all users together.",
     ),
-    _make_number_option("--question-len", POSITIVE_INT, 20, "multi-round: tokens per question."),
-    _make_number_option("--answer-len", POSITIVE_INT, 100, "multi-round: tokens per answer."),
-    _make_number_option("--time", POSITIVE_FLOAT, 60.0, "multi-round: duration in seconds."),
+    make_number_option(
+        "--shared-system-prompt",
+        NON_NEGATIVE_INT,
+        ROUNDS.system_tokens,
+        "multi-round: tokens shared by all users.",
+    ),
+    make_number_option(
+        "--user-history-prompt",
+        NON_NEGATIVE_INT,
+        ROUNDS.history_tokens,
+        "multi-round: first tokens of each user.",
+    ),
+    make_number_option(
+        "--question-len", POSITIVE_INT, ROUNDS.question_tokens, "multi-round: tokens per question."
+    ),
+    make_number_option(
+        "--answer-len", POSITIVE_INT, ROUNDS.answer_tokens, "multi-round: tokens per answer."
+    ),
+    make_number_option(
+        "--time", POSITIVE_FLOAT, ROUNDS.duration_s, "multi-round: duration in seconds."
+    ),
 )
 LOAD_OPTIONS: Final = (
     # Without a default: open and closed loop answer different questions.
@@ -169,10 +201,10 @@ LOAD_OPTIONS: Final = (
         help="Delay requests while this many are unfinished.",
     ),
     # The first requests of a server can take seconds longer: compilation, empty caches.
-    _make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
+    make_number_option("--warmup", NON_NEGATIVE_INT, 0, "Requests before each run, not counted."),
     # One round gives figures; comparison.py needs three for an interval.
-    _make_number_option("--repeat", POSITIVE_INT, 1, "Number of rounds."),
-    _make_number_option(
+    make_number_option("--repeat", POSITIVE_INT, 1, "Number of rounds."),
+    make_number_option(
         "--seed", click.INT, 0, "Seed of prompts and arrival times; each round adds 1."
     ),
 )

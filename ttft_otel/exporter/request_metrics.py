@@ -17,8 +17,8 @@ from ttft_otel import measurement, names, stages
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.measured_series import Series, TraceExample
+from ttft_otel.exporter.record_attributes import list_kind_attributes
 from ttft_otel.exporter.series_registry import SeriesRegistry
-from ttft_otel.exporter.span_writer import list_kind_attributes
 from ttft_otel.measurement import NOT_MEASURED, Measurement, MeasurementHead, RawMeasurement
 from ttft_otel.metric_labels import METRIC_LABELS, STATUS_LABEL, STATUS_VALUES
 from ttft_otel.record import Attributes, Record, RecordDecodeError

@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
 from opentelemetry.trace import TraceState
 
-from ttft_otel import names, stages
+from ttft_otel import names
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter.attribute_writer import CONSTANT_TYPES, MAX_CACHED_PARTS, write_attributes
 from ttft_otel.exporter.holder_links import write_holders
-from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft, Value
+from ttft_otel.exporter.record_attributes import (
+    list_identity_attributes,
+    list_kind_attributes,
+    list_outcome,
+    list_shared_attributes,
+    list_stage_attributes,
+    list_totals,
+)
+from ttft_otel.record import Attributes, Piece, Record, Ttft, Value
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -37,7 +45,6 @@ BELOW_STAGES: Final = frozenset({"part", "reason"})  # kinds whose parent is a s
 TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8
 
-_name_stage_attribute = lru_cache(MAX_CACHED_PARTS)(names.name_stage_attribute)
 _INTERNAL: Final = Span.SPAN_KIND_INTERNAL
 _REMOTE_PARENT: Final = SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 _LOCAL_PARENT: Final = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
@@ -97,10 +104,7 @@ class _SpanWriter:
         state = _clean_tracestate(record.state) if record.state else ""
         self.trace_head = Span(trace_id=trace_id, trace_state=state).SerializeToString()
         self.server_id = _parse_id(record.span_id, SPAN_ID_BYTES)
-        self.shared_attributes: Attributes = {
-            names.ROLE: record.role,
-            names.OUTERMOST: record.outermost,
-        }
+        self.shared_attributes = list_shared_attributes(record)
 
     def write_server_span(self) -> None:
         """The HTTP server span; its parent is the caller's span."""
@@ -108,7 +112,8 @@ class _SpanWriter:
         if server is None:
             return
         above = self.record.parent_id
-        attributes = self.list_identity_attributes() | server.attributes | _list_outcome(server)
+        identity = list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | server.attributes | list_outcome(server)
         head = _encode_head(
             server.name, Span.SPAN_KIND_SERVER, names.ERROR_TYPE in attributes, bool(above)
         )
@@ -124,7 +129,7 @@ class _SpanWriter:
                 self.shared_attributes
                 | {names.LEG: call.leg}
                 | call.attributes
-                | _list_outcome(call)
+                | list_outcome(call)
             )
             head = _encode_head(call.name, Span.SPAN_KIND_CLIENT, names.ERROR_TYPE in attributes)
             span_id = _parse_id(call.span_id, SPAN_ID_BYTES)
@@ -137,7 +142,8 @@ class _SpanWriter:
         if ttft is None:
             return
         ttft_id = _parse_id(ttft.span_id, SPAN_ID_BYTES)
-        attributes = self.list_identity_attributes() | ttft.attributes | _list_totals(ttft)
+        identity = list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | ttft.attributes | list_totals(ttft)
         head = _encode_head(ttft.name, _INTERNAL, bool(ttft.error))
         span = self.write_span(head, ttft_id, self.server_id, ttft.start, ttft.end)
         write_attributes(span, attributes)
@@ -145,7 +151,7 @@ class _SpanWriter:
 
     def write_pieces(self, ttft: Ttft, ttft_id: bytes) -> None:
         """Stages, parts and siblings below the `ttft` span."""
-        on_stages = _Shared(self.list_stage_attributes(ttft))
+        on_stages = _Shared(list_stage_attributes(self.record, self.shared_attributes))
         on_others = _Shared(self.shared_attributes)
         placed: list[tuple[int, int, bytes]] = []
         pieces = [piece for piece in ttft.pieces if piece.kind in self.kinds]
@@ -191,21 +197,6 @@ class _SpanWriter:
             span_id = self.write_piece(piece, parent_id, shared)
             above = above if piece.kind == "step" else span_id
 
-    def list_identity_attributes(self) -> Attributes:
-        """Attributes of both the server span and the `ttft` span."""
-        record = self.record
-        own: Attributes = self.shared_attributes | {names.REQUEST_ID: record.request_id}
-        if record.rank >= 0:
-            own[names.RANK] = record.rank
-        return own | record.attributes
-
-    def list_stage_attributes(self, ttft: Ttft) -> Attributes:
-        """Attributes of stage spans: also model and error, because metrics are made per span."""
-        own = dict(self.shared_attributes)
-        if names.MODEL in self.record.attributes:
-            own[names.MODEL] = self.record.attributes[names.MODEL]
-        return own | {names.ERROR_TYPE: ttft.error} if ttft.error else own
-
     def write_span(
         self, head: bytes, span_id: bytes, parent_id: bytes, start: int, end: int
     ) -> Span:
@@ -238,46 +229,6 @@ def _encode_piece(kind: str, name: str, attributes: tuple[tuple[str, Value], ...
     span = Span.FromString(_encode_head(name, _INTERNAL, False))
     write_attributes(span, dict(attributes) | list_kind_attributes(kind, name))
     return span.SerializeToString()
-
-
-def _list_totals(ttft: Ttft) -> Attributes:
-    """The complete partition as attributes of one span: backends cannot add up over child spans."""
-    total = ttft.end - ttft.start
-    totals: Attributes = {
-        _name_stage_attribute(stage): length for stage, length in ttft.stages.items()
-    }
-    totals[names.UNATTRIBUTED_US] = ttft.unattributed
-    totals[names.CLAMPED_US] = ttft.clamped
-    totals[names.TOTAL_US] = total
-    if ttft.error:
-        totals[names.ERROR_TYPE] = ttft.error
-    elif ttft.name == names.TTFT and ttft.attributes.get(names.STREAMING):
-        totals[names.FIRST_CHUNK] = total / 1e6  # by convention of streams; ours is on all
-    if ttft.died:
-        totals[names.DIED_IN] = ttft.died
-    return totals
-
-
-def _list_outcome(http: Server | Call) -> Attributes:
-    """Status code and `error.type`; by the HTTP conventions a server fails from 500, a client from 400."""
-    attributes: Attributes = {}
-    if http.status:
-        attributes[names.HTTP_STATUS] = http.status
-    error = http.error
-    if not error and http.status >= (400 if isinstance(http, Call) else 500):
-        error = str(http.status)
-    if error:
-        attributes[names.ERROR_TYPE] = error
-    return attributes
-
-
-def list_kind_attributes(kind: str, name: str) -> Attributes:
-    """`ttft.stage` or `ttft.part` of a piece, and its leg on a router's stage."""
-    if kind == "stage":
-        leg = "" if name in stages.ROUTER_STAGES else stages.split_stage(name)[0]
-        found: Attributes = {names.STAGE: name}
-        return found | {names.LEG: leg} if leg else found
-    return {names.PART: name} if kind == "part" else {}
 
 
 def _find_enclosing_stage(part: Piece, placed: list[tuple[int, int, bytes]]) -> bytes:

@@ -10,11 +10,13 @@ from typing import Final
 import click
 
 from ttft_otel import names
+from ttft_otel.command_options import make_number_option
 from ttft_otel.report import database_schema
 from ttft_otel.report.app import RequestExplainer
 from ttft_otel.report.report_server import ServeOptions, is_loopback_host, run_server
 
 MEGABYTE: Final = 1 << 20
+DEFAULTS: Final = ServeOptions(Path())
 
 
 @click.command(
@@ -26,46 +28,40 @@ Examples:
 The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
 """
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
+@click.option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on.")
+@make_number_option(
     "--http-port",
-    default=4318,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Pages, API and OTLP/HTTP; 0 takes a free port.",
+    click.IntRange(0, 65535),
+    DEFAULTS.http_port,
+    "Pages, API and OTLP/HTTP; 0 takes a free port.",
 )
-@click.option(
+@make_number_option(
     "--grpc-port",
-    default=4317,
-    show_default=True,
-    type=click.IntRange(-1, 65535),
-    help="OTLP/gRPC; 0 takes a free port, -1 disables it.",
+    click.IntRange(-1, 65535),
+    DEFAULTS.grpc_port,
+    "OTLP/gRPC; 0 takes a free port, -1 disables it.",
 )
 @click.option(
     "--db", type=click.Path(path_type=Path, dir_okay=False), help=database_schema.DB_OPTION_HELP
 )
-@click.option(
-    # Three limits, since any of them may be what a disk or a policy
-    # demands; the first one reached counts.
+# Three limits, since any of them may be what a disk or a policy demands; the first one reached counts.
+@make_number_option(
     "--keep-requests",
-    default=20_000,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Traces to keep; older ones are removed.",
+    click.IntRange(1),
+    DEFAULTS.max_traces,
+    "Traces to keep; older ones are removed.",
 )
-@click.option(
+@make_number_option(
     "--keep-hours",
-    default=168.0,
-    show_default=True,
-    type=click.FloatRange(0.001),
-    help="Age in hours at which traces are removed.",
+    click.FloatRange(0.001),
+    DEFAULTS.max_age_hours,
+    "Age in hours at which traces are removed.",
 )
-@click.option(
+@make_number_option(
     "--keep-mb",
-    default=2048,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Size of the database in MiB at which the oldest traces are removed.",
+    click.IntRange(1),
+    DEFAULTS.max_bytes // MEGABYTE,
+    "Size of the database in MiB at which the oldest traces are removed.",
 )
 @click.option(
     # Its own flag: spans hold request IDs and timings, and whoever reaches the port reads them.

@@ -8,6 +8,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,39 @@ TIMEOUT_S = 2 * START_TIMEOUT_S
 STREAMS = 6
 
 
+@dataclass(frozen=True)
+class StreamSite:
+    """Two replicas before two instances whose answers go on until end_streams()."""
+
+    plan: InstancePlan
+    instances: tuple[FakeInstance, FakeInstance]
+    replicas: list[Replica]
+
+    def end_streams(self) -> None:
+        """Let all answers end."""
+        assert self.plan.permits is not None
+        for _ in range(100):
+            self.plan.permits.release()
+
+    def count_received(self) -> list[int]:
+        """How many requests each instance got."""
+        return [len(each.received) for each in self.instances]
+
+
+@asynccontextmanager
+async def run_stream_site(
+    folder: Path, *flags: str, keys: tuple[str, str] = (KEY, KEY)
+) -> AsyncIterator[StreamSite]:
+    """A StreamSite; `flags` and `keys` are those of the replicas."""
+    plan = InstancePlan(permits=asyncio.Semaphore(0))
+    async with (
+        fake_instances.run_instance(plan) as a,
+        fake_instances.run_instance(plan) as b,
+        run_replicas(folder, (a, b), keys, *flags) as (replicas, _),
+    ):
+        yield StreamSite(plan, (a, b), replicas)
+
+
 async def open_streams(
     replicas: list[Replica], known: list[Replica], number: int
 ) -> list[asyncio.Task[int]]:
@@ -39,42 +75,29 @@ async def open_streams(
     return streams
 
 
-def end_streams(plan: InstancePlan) -> None:
-    """Let all of them end."""
-    assert plan.permits is not None
-    for _ in range(100):
-        plan.permits.release()
-
-
-def count_received(*instances: FakeInstance) -> list[int]:
-    """How many requests each got."""
-    return [len(each.received) for each in instances]
-
-
 @pytest.mark.parametrize("policy", ["least_requests", "ttft"])
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
     """Streams that stay open are spread evenly, whichever replica gets them, and when they end all know."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            flags = ("--routing-logic", policy, "--workers", workers)
-            async with run_replicas(tmp_path, (a, b), (KEY, KEY), *flags) as (replicas, _):
-                for each in replicas:
-                    if workers == "2":
-                        await wait_for_workers(each.process, 2)
-                    await each.wait_for_messages("taken", 2)
-                streams = await open_streams(replicas, replicas, STREAMS)
-                if policy == "least_requests":
-                    assert count_received(a, b) == [STREAMS // 2] * 2
-                end_streams(plan)
-                assert await asyncio.gather(*streams) == [200] * STREAMS
-                for each in replicas:
-                    await each.wait_for_load(0)
-                    messages = await each.read_messages()
-                    dropped = {"forged", "malformed", "stale", "replayed", "full"}
-                    assert not any(messages[reason] for reason in dropped), messages
+        async with run_stream_site(
+            tmp_path, "--routing-logic", policy, "--workers", workers
+        ) as site:
+            for each in site.replicas:
+                if workers == "2":
+                    await wait_for_workers(each.process, 2)
+                await each.wait_for_messages("taken", 2)
+            streams = await open_streams(site.replicas, site.replicas, STREAMS)
+            if policy == "least_requests":
+                assert site.count_received() == [STREAMS // 2] * 2
+            site.end_streams()
+            assert await asyncio.gather(*streams) == [200] * STREAMS
+            for each in site.replicas:
+                await each.wait_for_load(0)
+                messages = await each.read_messages()
+                dropped = {"forged", "malformed", "stale", "replayed", "full"}
+                assert not any(messages[reason] for reason in dropped), messages
 
     fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
 
@@ -83,20 +106,18 @@ def test_a_wrong_key_changes_nothing(tmp_path: Path) -> None:
     """Said once and counted; each replica goes on with what it knows itself."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            keys = (KEY, KEY.replace("0", "1"))
-            flags = ("--routing-logic", "least_requests")
-            async with run_replicas(tmp_path, (a, b), keys, *flags) as (replicas, _):
-                one, other = replicas
-                streams = await open_streams([one], [one], 4)
-                before = (await other.read_messages())["forged"]
-                await other.wait_for_messages("forged", before + 2)
-                assert await other.read_in_flight() == 0
-                assert (await other.read_messages())["taken"] == 0
-                assert other.process.log.read_text().count("its sender has another key") == 1
-                end_streams(plan)
-                assert await asyncio.gather(*streams) == [200] * 4
+        async with run_stream_site(
+            tmp_path, "--routing-logic", "least_requests", keys=(KEY, KEY.replace("0", "1"))
+        ) as site:
+            one, other = site.replicas
+            streams = await open_streams([one], [one], 4)
+            before = (await other.read_messages())["forged"]
+            await other.wait_for_messages("forged", before + 2)
+            assert await other.read_in_flight() == 0
+            assert (await other.read_messages())["taken"] == 0
+            assert other.process.log.read_text().count("its sender has another key") == 1
+            site.end_streams()
+            assert await asyncio.gather(*streams) == [200] * 4
 
     fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
 
@@ -106,17 +127,14 @@ def test_a_replica_is_killed(tmp_path: Path) -> None:
     """It can say nothing any more: what it had under way counts until it expires."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            flags = ("--routing-logic", "ttft")
-            async with run_replicas(tmp_path, (a, b), (KEY, KEY), *flags) as (replicas, _):
-                one, other = replicas
-                await other.wait_for_messages("taken", 2)
-                streams = await open_streams([one], replicas, 4)
-                one.process.send_signal(signal.SIGKILL)
-                assert await asyncio.gather(*streams) == [0] * 4
-                await other.wait_for_load(0)
-                end_streams(plan)
+        async with run_stream_site(tmp_path, "--routing-logic", "ttft") as site:
+            one, other = site.replicas
+            await other.wait_for_messages("taken", 2)
+            streams = await open_streams([one], site.replicas, 4)
+            one.process.send_signal(signal.SIGKILL)
+            assert await asyncio.gather(*streams) == [0] * 4
+            await other.wait_for_load(0)
+            site.end_streams()
 
     fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
 
@@ -126,21 +144,20 @@ def test_the_worker_with_the_port_is_killed(tmp_path: Path) -> None:
     """Its successor has the port again, and both workers hear of the other replica as before."""
 
     async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            flags = ("--routing-logic", "least_requests", "--workers", "2")
-            async with run_replicas(tmp_path, (a, b), (KEY, KEY), *flags) as (replicas, _):
-                for each in replicas:
-                    await wait_for_workers(each.process, 2)
-                one, other = replicas
-                os.kill(list_worker_pids(one.process)[0], signal.SIGKILL)
-                await wait_for_workers(one.process, 2, 1)
-                streams = await open_streams([other], replicas, 4)
-                assert count_received(a, b) == [2, 2]
-                end_streams(plan)
-                assert await asyncio.gather(*streams) == [200] * 4
-                for each in replicas:
-                    await each.wait_for_load(0)
+        async with run_stream_site(
+            tmp_path, "--routing-logic", "least_requests", "--workers", "2"
+        ) as site:
+            for each in site.replicas:
+                await wait_for_workers(each.process, 2)
+            one, other = site.replicas
+            os.kill(list_worker_pids(one.process)[0], signal.SIGKILL)
+            await wait_for_workers(one.process, 2, 1)
+            streams = await open_streams([other], site.replicas, 4)
+            assert site.count_received() == [2, 2]
+            site.end_streams()
+            assert await asyncio.gather(*streams) == [200] * 4
+            for each in site.replicas:
+                await each.wait_for_load(0)
 
     fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
 
@@ -188,7 +205,7 @@ def test_made_up_datagrams(tmp_path: Path) -> None:
                 await it.wait_for_load(5)
                 for _ in range(3):
                     assert await post_alone(it.process) == 200
-                assert count_received(a, b) == [0, 3]
+                assert [len(each.received) for each in (a, b)] == [0, 3]
                 telling.cancel()
                 # Whoever made it up is silent since.
                 await it.wait_for_load(0)
@@ -207,7 +224,7 @@ def test_made_up_datagrams(tmp_path: Path) -> None:
         (["--peers", "dns://routers:9000", "--peers-key-file", "/none"], "cannot be read"),
     ],
 )
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_what_is_missing_is_said(flags: list[str], words: str, workers: str) -> None:
     """Before anything listens."""
     refused = CliRunner().invoke(

@@ -72,6 +72,7 @@ async def send_and_leave(url: str, data: bytes) -> None:
     writer.transport.abort()
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind() -> None:
     """After 200 requests of all kinds: no task, no object of a request, no connection in use."""
 

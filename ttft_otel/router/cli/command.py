@@ -27,7 +27,7 @@ from ttft_otel.router.cli.config_reloader import ConfigReloader
 from ttft_otel.router.cli.router_options import RouterOptions, declare_option
 from ttft_otel.router.control import admin, registrations
 from ttft_otel.router.control import app as control
-from ttft_otel.router.control.uvicorn_server import run_router_server
+from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.records import MAX_REPORTS, RecentReports
@@ -218,14 +218,9 @@ def _serve_router(
         else control.instrument_control_plane(app, settings_read.protocol)
     )
     try:
-        run_server(
-            app,
-            options.host,
-            options.port,
-            options.drain_delay,
-            options.drain_timeout,
-            ConfigReloader(ctx, options, app),
-        )
+        reload = ConfigReloader(ctx, options, app)
+        drain = options.drain_delay, options.drain_timeout
+        run_server(app, ServerPlan(options.host, options.port, *drain, reload))
     finally:
         # Also after an exception: spans of the control plane wait in a batch until this.
         stop_tracing()

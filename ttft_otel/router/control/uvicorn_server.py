@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final, cast
 
@@ -38,32 +39,35 @@ MAX_FILES: Final = 1 << 20  # file descriptors wanted where the system allows an
 log: Final = logging.getLogger("ttft_otel")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """Where a router listens, and how it ends.
+
+    drain_delay_s: seconds after the signal in which requests are accepted. drain_timeout_s: seconds after it
+    in which requests may finish. reload: called at SIGHUP.
+    """
+
+    host: str
+    port: int
+    drain_delay_s: float
+    drain_timeout_s: float
+    reload: Callable[[], None]
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which keeps listening while it drains: /readyz turns 503, and new requests
     get an error response instead of a refused connection."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        app: RouterApp,
-        drain_delay_s: float,
-        drain_timeout_s: float,
-        reload: Callable[[], None],
-    ) -> None:
-        super().__init__(config)
-        self.admission, self.drain_delay_s, self.drain_timeout_s, self.reload = (
-            app.admission,
-            drain_delay_s,
-            drain_timeout_s,
-            reload,
-        )
+    def __init__(self, app: RouterApp, plan: ServerPlan) -> None:
+        super().__init__(build_uvicorn_config(app, plan.host, plan.port))
+        self.admission, self.plan = app.admission, plan
         self.stop_requested_s = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening on `sockets`, and handle SIGHUP from then on."""
         # uvicorn handles SIGINT and SIGTERM only; SIGHUP was ignored until here.
         await super().startup(sockets)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.plan.reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle the signal `sig`: drain; at the second one, stop at once."""
@@ -78,7 +82,7 @@ class DrainingServer(uvicorn.Server):
             "ttft-otel: shutting down: %d requests in flight may finish within %g s, "
             "a second signal ends them at once",
             self.admission.requests_under_way,
-            self.drain_timeout_s,
+            self.plan.drain_timeout_s,
         )
 
     async def on_tick(self, counter: int) -> bool:
@@ -86,33 +90,27 @@ class DrainingServer(uvicorn.Server):
         if self.stop_requested_s:
             elapsed_s = time.monotonic() - self.stop_requested_s
             # Until then requests pass, while balancers see /readyz and turn elsewhere.
-            if not self.admission.is_shut and elapsed_s >= self.drain_delay_s:
+            if not self.admission.is_shut and elapsed_s >= self.plan.drain_delay_s:
                 self.admission.is_shut = True
                 # A request on one of these would be refused; on a new connection it goes elsewhere.
                 for connection in list(self.server_state.connections):
                     cast(ClientConnection, connection).close_if_idle()
             if (
                 self.admission.is_shut and not self.admission.requests_under_way
-            ) or elapsed_s >= self.drain_timeout_s:
+            ) or elapsed_s >= self.plan.drain_timeout_s:
                 self.should_exit = True
         return await super().on_tick(counter)
 
 
 def run_router_server(
     app: RouterApp,
-    host: str,
-    port: int,
-    drain_delay_s: float,
-    drain_timeout_s: float,
-    reload: Callable[[], None],
-    build_server: Callable[..., DrainingServer] = DrainingServer,
+    plan: ServerPlan,
+    build_server: Callable[[RouterApp, ServerPlan], DrainingServer] = DrainingServer,
     sockets: list[socket.socket] | None = None,
 ) -> None:
-    """Serve `app` on `host` and `port` until a signal stops it.
+    """Serve `app` as `plan` says until a signal stops it.
 
-    drain_delay_s: seconds after the signal in which requests are accepted. drain_timeout_s: seconds after it
-    in which requests may finish. reload: called at SIGHUP. build_server, sockets: of a worker, which has
-    bound its own sockets to the port.
+    build_server, sockets: of a worker, which has bound its own sockets to the port.
     """
     raise_file_limit()
     # Before and after uvicorn's own handler: exit normally, so that atexit sends the last records.
@@ -123,9 +121,7 @@ def run_router_server(
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    build_server(
-        build_uvicorn_config(app, host, port), app, drain_delay_s, drain_timeout_s, reload
-    ).run(sockets)
+    build_server(app, plan).run(sockets)
 
 
 def raise_file_limit() -> None:

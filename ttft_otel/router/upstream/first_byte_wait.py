@@ -10,7 +10,6 @@ cost some percent of the router's time per request.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 from ttft_otel.router.errors import FirstByteTimeout
 from ttft_otel.router.timeline import Attempt
@@ -34,12 +33,7 @@ class FirstByteWait:
         self._task = asyncio.current_task()
         self._attempt.begin_wait(self._task)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._attempt.end_wait()
         # If the client left as well, its cancellation has to go on.
         if kind is asyncio.CancelledError and self._attempt.is_overdue and self._is_own_cancel():

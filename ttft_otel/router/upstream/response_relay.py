@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from types import TracebackType
 from typing import Final
 
 from ttft_otel import names
@@ -84,12 +83,7 @@ class AnswerReading:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         attempt = self._attempt
         if isinstance(error, UPSTREAM_ERRORS):
             # whole answers that take longer than --total-timeout are what their clients asked for

@@ -9,10 +9,10 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from ttft_otel.router.control.app import RouterApp
-from ttft_otel.router.control.uvicorn_server import DrainingServer, run_router_server
+from ttft_otel.router.control.uvicorn_server import DrainingServer, ServerPlan, run_router_server
 from ttft_otel.router.workers.private_folder import leave_folder
 from ttft_otel.router.workers.supervisor import WorkerSeat, bind_shared_port
 from ttft_otel.router.workers.worker_link import Companion, WorkerLink
@@ -26,8 +26,8 @@ class WorkerServer(DrainingServer):
     It drains too when its supervisor is gone: nobody would replace it, nor pass signals on.
     """
 
-    def __init__(self, *arguments: Any, link: WorkerLink) -> None:
-        super().__init__(*arguments)
+    def __init__(self, app: RouterApp, plan: ServerPlan, link: WorkerLink) -> None:
+        super().__init__(app, plan)
         self.link, self.is_orphaned = link, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -68,22 +68,10 @@ def run_worker_server(
     seat: WorkerSeat,
     build_companion: Callable[[WorkerLink], Companion | None],
     app: RouterApp,
-    host: str,
-    port: int,
-    drain_delay_s: float,
-    drain_timeout_s: float,
-    reload: Callable[[], None],
+    plan: ServerPlan,
 ) -> None:
-    """Serve `app` on the port that all workers share; further arguments are those of run_router_server()."""
+    """Serve `app` as `plan` says, on the port that all workers share."""
     link = WorkerLink(seat, app)
     link.companion = build_companion(link)
-    run_router_server(
-        app,
-        host,
-        port,
-        drain_delay_s,
-        drain_timeout_s,
-        reload,
-        functools.partial(WorkerServer, link=link),
-        bind_shared_port(host, port),
-    )
+    build_server = functools.partial(WorkerServer, link=link)
+    run_router_server(app, plan, build_server, bind_shared_port(plan.host, plan.port))

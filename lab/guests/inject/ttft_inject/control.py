@@ -9,6 +9,8 @@ import os
 import time
 from typing import Any
 
+from . import device_sleep
+
 PATH = os.environ.get("TTFT_LAB_CONTROL", "")
 
 content: dict[str, Any] = {}
@@ -34,6 +36,11 @@ def read_delay_s(place: str) -> float:
     return float(read().get("delay_ms", {}).get(place, 0.0)) / 1000.0
 
 
+def read_min_tokens() -> int:
+    """Tokens that a step must have to be delayed on its way through the model; 0: any step is."""
+    return int(read().get("min_tokens", 0))
+
+
 def delay(place: str) -> None:
     """Delay the calling thread as the file says for `place`: asleep, or in a busy loop.
 
@@ -43,8 +50,6 @@ def delay(place: str) -> None:
     if wanted <= 0:
         return
     if content.get("device"):
-        from . import device_sleep  # which needs this module
-
         device_sleep.queue(wanted)
         return
     began = time.monotonic_ns()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import control
-
 CALIBRATION_CYCLES = 20_000_000
 cycles_per_s: list[float] = []
 tokens_of_step = [0]  # of the forward that ran last, until its sampler has run
@@ -30,17 +28,18 @@ def queue(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * cycles_per_s[0]))
 
 
-def is_delayed(place: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether this call's step has the control file's `min_tokens` or more; others are left alone.
+def is_delayed(
+    place: str, arguments: tuple[Any, ...], named: dict[str, Any], min_tokens: int
+) -> bool:
+    """Whether this call's step has `min_tokens` or more; others are left alone. 0: all are delayed.
 
     Beside streams that decode, only the step with the probe's prompt is to be delayed.
     """
-    least = int(control.read().get("min_tokens", 0))
-    if not least or place not in ("forward", "sample"):
+    if not min_tokens or place not in ("forward", "sample"):
         return True
     if place == "forward":
         positions = named.get("positions", arguments[2] if len(arguments) > 2 else None)
         tokens_of_step[0] = 0 if positions is None else int(positions.shape[-1])
-        return tokens_of_step[0] >= least
+        return tokens_of_step[0] >= min_tokens
     tokens, tokens_of_step[0] = tokens_of_step[0], 0  # a replayed graph calls no forward
-    return tokens >= least
+    return tokens >= min_tokens

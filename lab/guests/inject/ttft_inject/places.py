@@ -147,7 +147,7 @@ def wrap_with_delay(spot: InjectionPoint, original: Callable[..., Any]) -> Calla
         if (
             not spot.after
             and spot.when(*args)
-            and device_sleep.is_delayed(spot.place, args, kwargs)
+            and device_sleep.is_delayed(spot.place, args, kwargs, control.read_min_tokens())
         ):
             control.delay(spot.place)
         result = original(*args, **kwargs)
