@@ -47,11 +47,9 @@ def run_alone(
 ) -> Iterator[LiveDeployment]:
     """Run one server with the text model.
 
-    extra: flags. changes: of VllmOptions, or `beside`: a deployment to start in the background meanwhile.
+    extra: flags. changes: of VllmOptions.
     """
     deck.stop_running()
-    if beside := changes.pop("beside", ""):
-        deck.start_in_background(beside)
     control = InjectionControl(folder / "control.json")
     traced = changes.pop("traced", True)
     chunk = changes.pop("chunk", 512)

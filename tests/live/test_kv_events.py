@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the index computes from a real engine's KV events equals what that engine finds in its cache.
 
-Uses a server of its own, whose cache is so small that prompts evict each other.
+The server of `small` has a cache that is so small that prompts evict each other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator
 from time import monotonic
@@ -17,40 +16,16 @@ import aiohttp
 import pytest
 
 from tests.live.bench import LiveDeployment
-from tests.live.conftest import DeploymentDeck, get_needed_deployment
-from tests.live.test_alone import run_alone
+from tests.live.server_plans import BLOCK_TOKENS
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
-pytestmark = [pytest.mark.untimed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
-BLOCK_TOKENS = 128  # tokens of a KV block on CPU
-CACHE_BLOCKS = 72  # of them is one for nothing; the longest prompt takes 64
 PROMPTS = 40
-
-
-@pytest.fixture(scope="module")
-def small(
-    deck: DeploymentDeck, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[LiveDeployment]:
-    """A server that publishes KV events and allows its cache to be reset; it runs on the second core."""
-    folder = tmp_path_factory.mktemp("kv")
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://{folder}/events",
-        "replay_endpoint": f"ipc://{folder}/replay",
-        "topic": "kv",
-    }
-    extra = ("--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details")
-    more = ("--num-gpu-blocks-override", str(CACHE_BLOCKS))
-    wanted = any(get_needed_deployment(item) == "epd" for item in request.session.items)
-    env, beside = {"VLLM_SERVER_DEV_MODE": "1"}, "epd" if wanted else ""
-    with run_alone(deck, folder, (*extra, *more), env=env, core=1, beside=beside) as bench:
-        yield bench
 
 
 class CacheComparer:
