@@ -34,7 +34,6 @@ from lab.local_deployment import LocalDeployment, start_deployment
 from lab.local_servers import exit_on_sigterm
 from tests.live.bench import LiveDeployment
 from tests.live.echo_server import EchoServer
-from tests.live.like_requests import LikeRequests
 from tests.live.server_plans import NIXL_SHAPE, build_plan
 
 
@@ -212,12 +211,6 @@ def deck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentDeck]:
         yield found
     finally:
         found.stop_running()
-
-
-@pytest.fixture(scope="session")
-def texts() -> dict[str, LikeRequests]:
-    """Like requests by the deployment that they were sent to: one window serves many causes."""
-    return {}
 
 
 @pytest.fixture(scope="session")

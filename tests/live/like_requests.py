@@ -68,12 +68,3 @@ def check_cause(told: dict[str, Any], rule: str, min_share: float = 0.5) -> None
     assert told["cause"] and told["cause"]["rule"] == rule, told["sentences"]
     assert told["unusual"] and told["stages"][0]["share"] >= min_share, told["sentences"]
     assert sum(stage["share"] for stage in told["stages"]) == pytest.approx(1, abs=0.002)
-
-
-def send_texts(bench: LiveDeployment, known: dict[str, LikeRequests]) -> LikeRequests:
-    """The short texts of a deployment. known: fixture `texts`."""
-    # By database: a deployment that was started anew has another one.
-    key = str(bench.fleet.database)
-    if key not in known:
-        known[key] = LikeRequests(bench)
-    return known[key]
