@@ -164,3 +164,36 @@ def test_no_change_point_in_noise() -> None:
         values = 40_000 + 10_000 * chance.standard_normal(200)
         assert change_point.find_start(list(enumerate(values))) == 0
     assert change_point.find_start([(1, 5.0)] * 5) == 0
+
+
+def set_model(window: list[RequestFacts], large_share: float) -> list[RequestFacts]:
+    """The window with so many of its requests for a larger model, which computes three times as long."""
+    every = round(1 / large_share)
+    return [
+        replace(
+            each,
+            model="large",
+            stages={**each.stages, "prefill.compute": 3 * each.stages["prefill.compute"]},
+        )
+        if number % every == 0
+        else replace(each, model="small")
+        for number, each in enumerate(window)
+    ]
+
+
+def test_other_models_are_mix() -> None:
+    """More requests for a larger model: no stage of like requests became longer."""
+    found = compare_windows(set_model(make_window(1), 0.1), set_model(make_window(2), 0.5))
+    assert [change.name for change in found.named] == [MIX]
+    assert found.mix.change_us > 20_000
+
+
+def test_two_models_are_compared() -> None:
+    """Windows without a common model, as of a model that was renamed: like requests are of like prompts."""
+    one, other = (
+        [replace(each, model=name) for each in make_window(seed)]
+        for seed, name in ((1, "a"), (2, "b"))
+    )
+    found = compare_windows(one, delay_stage(other, "prefill.queue", 30_000, lambda *_: True))
+    assert [change.name for change in found.named] == ["prefill.queue"]
+    assert found.unmatched_share == 0

@@ -26,7 +26,7 @@ class RequestFacts:
     stages: microseconds by stage, UNATTRIBUTED among them; they add up to the TTFT.
     tokens: of the prompt; cached: of these, found in the prefix cache; 0 where not told.
     kind: TEXT, or MEDIA where an encoder ran for it or media came from elsewhere.
-    group: the value of the attribute that was asked for, "" without.
+    group: the value of the attribute that was asked for, "" without. model: "" where it is not told.
     """
 
     request_id: str
@@ -36,6 +36,7 @@ class RequestFacts:
     cached: int = 0
     kind: str = TEXT
     group: str = ""
+    model: str = ""
 
     @property
     def ttft_us(self) -> int:
@@ -76,6 +77,7 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         cached=max((read_count(span, names.CACHED_TOKENS) for span in spans), default=0),
         kind=MEDIA if has_media else TEXT,
         group=find_value(spans, group_by) if group_by else "",
+        model=request.model,
     )
 
 
