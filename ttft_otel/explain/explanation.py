@@ -8,7 +8,7 @@ explanation_text.py prints it, explain_command.py asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ttft_otel.explain.cause_findings import (
@@ -25,6 +25,7 @@ from ttft_otel.explain.late_requests import (
     ComparedRequests,
     compute_ttft,
 )
+from ttft_otel.explain.lost_requests import LostRequests
 from ttft_otel.explain.remedy_prediction import RemedyPrediction
 from ttft_otel.explain.request_evidence import RequestEvidence
 from ttft_otel.explain.request_facts import MEDIA
@@ -69,7 +70,7 @@ class Explanation:
     slo: by stage, largest first; they add up to the lateness. Empty without an objective.
     examples: late requests with most time in the largest stage. holding: who held them, for a stage that
     waits. prediction: what the remedy would bring, where it was asked for; no_prediction: why that is not
-    known.
+    known. lost: requests of the window that have no first token.
     """
 
     difference: LateDifference
@@ -85,6 +86,7 @@ class Explanation:
     holding: HoldingWork | None = None
     prediction: RemedyPrediction | None = None
     no_prediction: str = ""
+    lost: LostRequests = field(default_factory=LostRequests)
 
     @property
     def top(self) -> StagePart:

@@ -51,6 +51,7 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
     if count < MIN_REQUESTS:
         raise CannotTellError(
             f"the window has {count} requests whose engine's part is known; {MIN_REQUESTS} are needed"
+            + (f"; {recording.failed} more failed" if recording.failed else "")
         )
     if recording.unreadable > MAX_LOST * everything:
         raise CannotTellError(
