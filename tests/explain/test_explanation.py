@@ -226,3 +226,29 @@ def test_one_cause_in_two_legs_is_one() -> None:
     assert found.top.share == pytest.approx(0.5, abs=0.05)
     assert found.difference.first_share == 1 and found.confidence == HIGH and found.is_named
     assert found.rule is not None and found.rule.name == "text_preprocessing"
+
+
+def test_two_models() -> None:
+    """The slowest are those of a larger model: no cause, and no setting; by itself it has none either."""
+    window = make_window()
+    large = [
+        Cause("prefill.compute").apply(
+            replace(each, facts=replace(each.facts, model="large")), us=200_000
+        )
+        if number % 10 == 0
+        else replace(each, facts=replace(each.facts, model="small"))
+        for number, each in enumerate(window)
+    ]
+    found = explain_requests(split_window(large, 150_000))
+    text = " ".join(list_explanation(found))
+    assert not found.is_named and "--model large" in text and "Try:" not in text
+    assert "Perhaps also another model: 100% are for large, of all requests 10%." in text
+
+    # Late requests of both models are late for another reason.
+    both = [
+        CASES["paused"].apply(each) if number % 7 == 0 else each
+        for number, each in enumerate(large)
+    ]
+    late = explain_requests(split_window(both, 300_000))
+    assert late.is_named and late.rule is not None and late.rule.name == "paused"
+    assert any(each.name == "another model" and each.excluded for each in late.alternatives)

@@ -37,6 +37,12 @@ def list_explanation(explanation: Explanation) -> list[str]:
         elif explanation.no_prediction:
             sentences.append(f"No prediction: {explanation.no_prediction}.")
         sentences.append(f"Source: {describe_source(rule)}")
+    elif explanation.model.is_other:
+        # Its steps may always take longer: that is no reason, and no setting makes it the other one.
+        sentences.append(
+            "No cause is named: these are two models, not late and typical requests of one. Take each by "
+            f"itself: --model {explanation.model.name or 'NAME'}."
+        )
     elif explanation.is_unusual:
         largest = ", ".join(
             f"{part.name} {part.share:.0%}" for part in explanation.difference.parts[:4]
