@@ -252,3 +252,13 @@ def test_two_models() -> None:
     late = explain_requests(split_window(both, 300_000))
     assert late.is_named and late.rule is not None and late.rule.name == "paused"
     assert any(each.name == "another model" and each.excluded for each in late.alternatives)
+
+
+@pytest.mark.parametrize(("error_us", "excluded"), [(0, None), (2_000, True), (90_000, False)])
+def test_clocks(error_us: int, excluded: bool | None) -> None:
+    """Marks of two clocks: what may be off is told, and whether the stage is longer than that."""
+    window = delay_some(make_window(), CASES["kv_transfer"])
+    window = [replace(each, facts=replace(each.facts, clock_error_us=error_us)) for each in window]
+    found = explain_requests(split_window(window, SLO_US))
+    told = [each.excluded for each in found.alternatives if each.name == "the clocks"]
+    assert told == ([] if excluded is None else [excluded])

@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from ttft_otel.explain import change_point
+from ttft_otel.explain.difference_text import list_sentences
 from ttft_otel.explain.request_facts import MEDIA, TEXT, RequestFacts
 from ttft_otel.explain.request_strata import MIN_PER_WINDOW, UNMATCHED, assign_strata
 from ttft_otel.explain.stage_difference import (
@@ -197,3 +198,14 @@ def test_two_models_are_compared() -> None:
     found = compare_windows(one, delay_stage(other, "prefill.queue", 30_000, lambda *_: True))
     assert [change.name for change in found.named] == ["prefill.queue"]
     assert found.unmatched_share == 0
+
+
+@pytest.mark.parametrize(("error_us", "is_told"), [(0, False), (5_000, False), (40_000, True)])
+def test_clock_errors(error_us: int, is_told: bool) -> None:
+    """A change that is no larger than what the clocks may be off: told with it."""
+    slower = delay_stage(make_window(2), "prefill.queue", 30_000, lambda *_: True)
+    found = compare_windows(
+        make_window(1), [replace(each, clock_error_us=error_us) for each in slower]
+    )
+    assert [change.name for change in found.named] == ["prefill.queue"]
+    assert ("40.0 ms off" in " ".join(list_sentences(found))) == is_told

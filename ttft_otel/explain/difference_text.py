@@ -21,6 +21,7 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
         "answered": True,
         "requests": {"a": difference.requests_a, "b": difference.requests_b},
         "shared": difference.shared,
+        "clock_error_ms": round(difference.clock_error_us / 1000, 3),
         "without_token": {
             "a": describe_lost(difference.lost_a),
             "b": describe_lost(difference.lost_b),
@@ -73,6 +74,12 @@ def list_sentences(difference: Difference) -> list[str]:
         sentences.append(
             f"{difference.unmatched_share:.0%} of B's requests are of a kind that A has too few of; "
             "they count as mix."
+        )
+    error_us = difference.clock_error_us
+    if any(abs(change.change_us) <= error_us for change in named):
+        sentences.append(
+            f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
+            "(ttft.clock_error_us): a change of that size may be another stage's."
         )
     if difference.shared:
         sentences.append(

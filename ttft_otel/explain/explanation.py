@@ -229,6 +229,16 @@ def list_alternatives(difference: LateDifference) -> list[Alternative]:
                 f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
             )
         )
+    error_us = max(each.facts.clock_error_us for each in (*late, *typical))
+    if error_us:
+        found.append(
+            judge(
+                "the clocks",
+                error_us < LIKE_SHARE * difference.parts[0].us,
+                f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
+                f"{difference.parts[0].name} is {difference.parts[0].us / 1000:.1f} ms longer",
+            )
+        )
     lost = next((part for part in difference.parts if part.name == UNATTRIBUTED), None)
     if lost is not None:
         found.append(

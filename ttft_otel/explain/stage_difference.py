@@ -71,6 +71,7 @@ class Difference:
     stages: changes of like requests, in the order of a request. p50, p95: of the TTFT, not adjusted.
     unmatched_share: share of B's requests of a kind that A has too few of; they count as mix. shared:
     requests that are in both windows. lost_a, lost_b: those without a first token, which are in neither.
+    clock_error_us: by how much the boundaries of stages may be off.
     """
 
     requests_a: int
@@ -84,6 +85,7 @@ class Difference:
     shared: int = 0
     lost_a: LostRequests = field(default_factory=LostRequests)
     lost_b: LostRequests = field(default_factory=LostRequests)
+    clock_error_us: int = 0
 
     @property
     def named(self) -> list[Change]:
@@ -160,6 +162,7 @@ def compare_windows(
         mix=Change(MIX, 0.0, parts[0, -2], parts[0, -2], low[-2], high[-2]),
         stages=tuple(changes),
         unmatched_share=sum(stratum == UNMATCHED for stratum in strata_b) / len(b),
+        clock_error_us=max(each.clock_error_us for each in (*a, *b)),
         shared=len(
             {(x.request_id, x.start_ns) for x in a} & {(x.request_id, x.start_ns) for x in b}
         ),
