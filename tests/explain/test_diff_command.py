@@ -6,10 +6,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
+from ttft_otel import names
+from ttft_otel.record import Record
 
 DIFF = StoreCommand("diff")
 WINDOW_S = 100
@@ -75,3 +78,51 @@ def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
     result = DIFF.run(database, "--a", "2h..1h", "--b", "1h..")
     assert result.exit_code != 0 and "pip install 'ttft-otel[explain]'" in result.output
+
+
+def make_given_up(number: int, wait_us: int) -> Record:
+    """A request whose client left while it waited."""
+    record = build_noisy_record(number, 200, wait_us)
+    assert record.ttft is not None and record.server is not None
+    died = {names.DIED_IN: "prefill.queue"}
+    ttft = msgspec.structs.replace(
+        record.ttft, error=names.ERROR_DISCONNECTED, attributes={**record.ttft.attributes, **died}
+    )
+    return msgspec.structs.replace(record, ttft=ttft)
+
+
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_given_up(tmp_path: Path, by_attribute: bool) -> None:
+    """Clients that gave up have no TTFT: what is left of B looks as fast as A, and they are told."""
+    spans = []
+    for version in (1, 2):
+        numbers = range((version - 1) * WINDOW_S, version * WINDOW_S)
+        records = [
+            make_given_up(each, 10_000_000)
+            if version == 2 and each % 3 == 0
+            else build_noisy_record(each, 200, 0)
+            for each in numbers
+        ]
+        spans += build_spans(records, {"service.version": str(version)})
+    database = store_spans(tmp_path / "spans.db", spans)
+    windows = ["--a", WINDOWS[1], "--b", WINDOWS[2]]
+    words = ["--by", "service.version", "--a", "1", "--b", "2"] if by_attribute else windows
+    text = DIFF.run(database, *words).output
+    told = DIFF.read_json(database, *words)
+
+    assert "Not compared: in B 33 requests ended without a first token" in text
+    assert "(given up by their clients: 33; most in prefill.queue: 33)" in text
+    lost = told["without_token"]
+    assert lost["a"]["requests"] == 0 and lost["b"]["died_in"] == {"prefill.queue": 33}
+    assert lost["b"]["median_ms"] > 10_000
+
+    # Nothing but those: that is why there is nothing to compare.
+    only = DIFF.run(database, "--a", WINDOWS[1], "--b", name_window(WINDOW_S + 2, WINDOW_S + 3))
+    assert only.exit_code == 1 and "In B 1 request ended" in only.output
+
+
+def test_overlap(database: Path) -> None:
+    """A window that contains the other one: told, because half of A is B."""
+    told = DIFF.run(database, "--a", name_window(0, 2 * WINDOW_S), "--b", WINDOWS[2]).output
+    assert "100 requests are in both A and B" in told
+    assert "are in both" not in DIFF.run(database, "--a", WINDOWS[1], "--b", WINDOWS[2]).output

@@ -64,6 +64,9 @@ def test_window(places: tuple[Path, str]) -> None:
     assert "is prefill.queue on chat-0: " in result.output and "--max-num-seqs" in result.output
     told = EXPLAIN.read_json(places[0], *words)
     assert told["requests"] == {"window": 199, "late": 13, "typical": 94}
+    # The one that failed has no TTFT, and is told.
+    assert told["without_token"]["requests"] == 1 and told["without_token"]["left"] == 0
+    assert "Not among them: 1 request ended without a first token" in result.output
     assert told["cause"]["rule"] == "max_num_seqs" and told["cause"]["price_kind"] == "qualitative"
     queue = told["stages"][0]
     assert queue["name"] == "prefill.queue"

@@ -226,3 +226,39 @@ def test_one_cause_in_two_legs_is_one() -> None:
     assert found.top.share == pytest.approx(0.5, abs=0.05)
     assert found.difference.first_share == 1 and found.confidence == HIGH and found.is_named
     assert found.rule is not None and found.rule.name == "text_preprocessing"
+
+
+def test_two_models() -> None:
+    """The slowest are those of a larger model: no cause, and no setting; by itself it has none either."""
+    window = make_window()
+    large = [
+        Cause("prefill.compute").apply(
+            replace(each, facts=replace(each.facts, model="large")), us=200_000
+        )
+        if number % 10 == 0
+        else replace(each, facts=replace(each.facts, model="small"))
+        for number, each in enumerate(window)
+    ]
+    found = explain_requests(split_window(large, 150_000))
+    text = " ".join(list_explanation(found))
+    assert not found.is_named and "--model large" in text and "Try:" not in text
+    assert "Perhaps also another model: 100% are for large, of all requests 10%." in text
+
+    # Late requests of both models are late for another reason.
+    both = [
+        CASES["paused"].apply(each) if number % 7 == 0 else each
+        for number, each in enumerate(large)
+    ]
+    late = explain_requests(split_window(both, 300_000))
+    assert late.is_named and late.rule is not None and late.rule.name == "paused"
+    assert any(each.name == "another model" and each.excluded for each in late.alternatives)
+
+
+@pytest.mark.parametrize(("error_us", "excluded"), [(0, None), (2_000, True), (90_000, False)])
+def test_clocks(error_us: int, excluded: bool | None) -> None:
+    """Marks of two clocks: what may be off is told, and whether the stage is longer than that."""
+    window = delay_some(make_window(), CASES["kv_transfer"])
+    window = [replace(each, facts=replace(each.facts, clock_error_us=error_us)) for each in window]
+    found = explain_requests(split_window(window, SLO_US))
+    told = [each.excluded for each in found.alternatives if each.name == "the clocks"]
+    assert told == ([] if excluded is None else [excluded])

@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from ttft_otel.explain import change_point
+from ttft_otel.explain.difference_text import list_sentences
 from ttft_otel.explain.request_facts import MEDIA, TEXT, RequestFacts
 from ttft_otel.explain.request_strata import MIN_PER_WINDOW, UNMATCHED, assign_strata
 from ttft_otel.explain.stage_difference import (
@@ -164,3 +165,47 @@ def test_no_change_point_in_noise() -> None:
         values = 40_000 + 10_000 * chance.standard_normal(200)
         assert change_point.find_start(list(enumerate(values))) == 0
     assert change_point.find_start([(1, 5.0)] * 5) == 0
+
+
+def set_model(window: list[RequestFacts], large_share: float) -> list[RequestFacts]:
+    """The window with so many of its requests for a larger model, which computes three times as long."""
+    every = round(1 / large_share)
+    return [
+        replace(
+            each,
+            model="large",
+            stages={**each.stages, "prefill.compute": 3 * each.stages["prefill.compute"]},
+        )
+        if number % every == 0
+        else replace(each, model="small")
+        for number, each in enumerate(window)
+    ]
+
+
+def test_other_models_are_mix() -> None:
+    """More requests for a larger model: no stage of like requests became longer."""
+    found = compare_windows(set_model(make_window(1), 0.1), set_model(make_window(2), 0.5))
+    assert [change.name for change in found.named] == [MIX]
+    assert found.mix.change_us > 20_000
+
+
+def test_two_models_are_compared() -> None:
+    """Windows without a common model, as of a model that was renamed: like requests are of like prompts."""
+    one, other = (
+        [replace(each, model=name) for each in make_window(seed)]
+        for seed, name in ((1, "a"), (2, "b"))
+    )
+    found = compare_windows(one, delay_stage(other, "prefill.queue", 30_000, lambda *_: True))
+    assert [change.name for change in found.named] == ["prefill.queue"]
+    assert found.unmatched_share == 0
+
+
+@pytest.mark.parametrize(("error_us", "is_told"), [(0, False), (5_000, False), (40_000, True)])
+def test_clock_errors(error_us: int, is_told: bool) -> None:
+    """A change that is no larger than what the clocks may be off: told with it."""
+    slower = delay_stage(make_window(2), "prefill.queue", 30_000, lambda *_: True)
+    found = compare_windows(
+        make_window(1), [replace(each, clock_error_us=error_us) for each in slower]
+    )
+    assert [change.name for change in found.named] == ["prefill.queue"]
+    assert ("40.0 ms off" in " ".join(list_sentences(found))) == is_told

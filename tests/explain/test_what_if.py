@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What-if answers against vLLM's own Scheduler with the other settings, and windows that must be refused."""
+"""What-if answers against vLLM's own Scheduler with the other settings; refusals: test_window_check.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
@@ -26,10 +25,9 @@ from tests.explain.scheduler_truth import (
     draw_arrivals,
     run_scheduler,
 )
-from ttft_otel import names
 from ttft_otel.explain.engine_parts import EngineLimits, Step
 from ttft_otel.explain.planned_change import PlannedChange
-from ttft_otel.explain.replay_facts import Recording, ReplayRequest
+from ttft_otel.explain.replay_facts import ReplayRequest
 from ttft_otel.explain.step_fit import fit_steps
 from ttft_otel.explain.what_if_figures import TTFT
 from ttft_otel.explain.window_check import CannotTellError
@@ -188,98 +186,3 @@ def test_slow_period() -> None:
 
     assert late == pytest.approx(2 * early, rel=0.05)
     assert early == pytest.approx(BASE_US + 100 * TOKEN_US, rel=0.1)
-
-
-@pytest.fixture(scope="module")
-def window() -> Recording:
-    return record(draw_arrivals(16, 200, 40_000, (5, 25)), SMALL)
-
-
-def change_main(recording: Recording, step: int = 1, **fields: Any) -> Recording:
-    """The recording with these fields in every `step`-th visit."""
-    requests = [
-        replace(each, main=replace(each.main, **fields)) if number % step == 0 else each
-        for number, each in enumerate(recording.requests)
-    ]
-    return replace(recording, requests=tuple(requests))
-
-
-REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]] = {
-    "few": (
-        lambda w: replace(w, requests=w.requests[:20]),
-        PlannedChange(rate=1.1),
-        "50 are needed",
-    ),
-    "failed": (
-        lambda w: replace(w, failed=40),
-        PlannedChange(rate=1.1),
-        "40 of 240 requests failed",
-    ),
-    "untold": (lambda w: replace(w, unreadable=40), PlannedChange(rate=1.1), "ttft-otel doctor"),
-    "settings": (
-        lambda w: replace(w, settings={"chat-1": {}}),
-        PlannedChange(rate=1.1),
-        "--recorded-max-num-seqs and --recorded-max-num-batched-tokens",
-    ),
-    "ends": (
-        lambda w: change_main(w, hold_us=-1),
-        PlannedChange(rate=1.1),
-        "how long they decoded",
-    ),
-    "blocks": (
-        lambda w: change_main(w, reasons={"kv_blocks": 9000}),
-        PlannedChange(rate=1.1),
-        "do not tell the size of the KV cache",
-    ),
-    "roles": (
-        lambda w: replace(w, roles=frozenset({"prefill", "decode"})),
-        PlannedChange(rate=1.1),
-        "prefill and a decode instance",
-    ),
-    "saturated": (lambda w: w, PlannedChange(rate=4), "more requests arrive than are served"),
-    "far": (lambda w: w, PlannedChange(max_num_seqs=64, rate=3.0), "too far|more requests arrive"),
-    "memory": (
-        lambda w: replace(
-            w, settings={"chat-1": {**w.settings["chat-1"], names.ENGINE_KV_TOKENS: 900}}
-        ),
-        PlannedChange(rate=1.1),
-        "a prompt needs .* tokens of KV cache, there are 900",
-    ),
-    "encoders": (lambda w: w, PlannedChange(encoders=1), "at an encoder instance"),
-    "sampled": (
-        lambda w: replace(w, requests=w.requests[::4]),
-        PlannedChange(rate=1.1),
-        "not all requests are traced|misses the recorded window",
-    ),
-    "equal": (
-        lambda w: change_main(w, step_tokens=300, chunks=1, computed=300, own_tokens=300),
-        PlannedChange(max_batched_tokens=2048),
-        "what a token more costs",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(window: Recording, name: str) -> None:
-    """What the window cannot tell is refused, with the reason."""
-    spoil, change, told = REFUSALS[name]
-    with pytest.raises(CannotTellError, match=told):
-        predict(spoil(window), change)
-
-
-def test_not_refused(window: Recording) -> None:
-    """The window that the refusals spoil answers by itself, and warns where it leaves what was seen."""
-    answer, _ = predict(window, PlannedChange(max_num_seqs=8))
-
-    assert answer.requests == 200 and answer.warnings
-    assert sum(figure.predicted for figure in (answer.figures["prefill.compute"][0],)) > BASE_US
-
-
-def test_other_reasons(window: Recording) -> None:
-    """What is waited for besides the scheduler's limits is told as a note."""
-    answer, _ = predict(
-        change_main(window, reasons={"in_step": 900, "grammar": 100}), PlannedChange()
-    )
-
-    assert any("10% of all waiting" in note and "(grammar)" in note for note in answer.notes)
-    assert not any("grammar" in note for note in predict(window, PlannedChange())[0].notes)

@@ -5,8 +5,10 @@ Fixtures: `epd` (E, PD, router, receiver; V1 runner, encodings through a folder)
 NIXL, router), `epd3` (E, P, D, router). With CUDA's defaults, V2 runner and async scheduling: `nixl`
 (E, PD, router; encodings over NIXL), `newer` (only its PD, which does everything when no encodings are
 announced to it), `newer_pd` (P and D), `nixl3` (E, P, D; all over NIXL). `features` is one text server
-with vLLM's features switched on (test_engine_features.py), and a small KV cache whose events it
-publishes (test_kv_events.py). Each is started once; a test that needs another one stops the one that runs.
+with vLLM's features switched on (test_engine_features.py), `small` one with few places, tokens, KV blocks
+and adapters (test_limits.py, test_kv_events.py). Each is started once; a test that needs another one stops
+the one that runs. Only `epd` is started while another one, `small`, is still in use: its tests measure no
+times.
 
 scripts/test runs tests of units and of the stack beside these: tests marked `untimed` come first and
 hold on a busy machine, the others wait until those have ended.
@@ -15,24 +17,25 @@ hold on a busy machine, the others wait until those have ended.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab import tiny_adapters, tiny_models
+from lab import tiny_models
 from lab.injection import InjectionControl
-from lab.local_deployment import DeploymentPlan, start_deployment
-from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
+from lab.local_deployment import LocalDeployment, start_deployment
+from lab.local_servers import exit_on_sigterm
 from tests.live.bench import LiveDeployment
 from tests.live.echo_server import EchoServer
+from tests.live.server_plans import NIXL_SHAPE, build_plan
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/live/" in str(item.path):
             item.add_marker(pytest.mark.live)
-            if get_needed_deployment(item) == "features":
+            if get_needed_deployment(item) in ("features", "small"):
                 item.add_marker(pytest.mark.untimed)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here; run scripts/install"))
@@ -76,6 +79,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 DEPLOYMENT_ORDER = (
     "",
     "features",
+    "small",
     "epd",
     "pd",
     "epd3",
@@ -86,30 +90,6 @@ DEPLOYMENT_ORDER = (
     "other",
 )
 MAX_WAIT_S = 1800.0  # for tests that run beside
-NIXL_SHAPE = "epd-nixl-v2-async"
-ADAPTER_NAME = "adapter"
-# One place, so that a second request waits; drafts by n-grams need no model.
-FEATURE_FLAGS = (
-    *(
-        "--speculative-config",
-        json.dumps(
-            {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 3,
-                "prompt_lookup_min": 1,
-            }
-        ),
-    ),
-    *("--enable-lora", "--max-lora-rank", "8"),
-    *("--scheduling-policy", "priority"),
-    # Prompts evict each other: one block is for nothing, the longest prompt takes 64.
-    *("--num-gpu-blocks-override", "72", "--enable-prompt-tokens-details"),
-)
-FEATURE_ENV = {
-    "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /sleep
-    "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # background responses
-}
 
 
 def get_needed_deployment(item: pytest.Item) -> str:
@@ -118,6 +98,15 @@ def get_needed_deployment(item: pytest.Item) -> str:
         return ""
     names = getattr(item, "fixturenames", ())
     return next((name for name in DEPLOYMENT_ORDER if name in names), "other")
+
+
+@dataclass(frozen=True)
+class ComingDeployment:
+    """A deployment that is being started in the background; `stack` stops what has started of it."""
+
+    shape: str
+    stack: ExitStack
+    result: Future[tuple[LocalDeployment, InjectionControl]]
 
 
 class DeploymentDeck:
@@ -129,30 +118,56 @@ class DeploymentDeck:
         self.stack = ExitStack()
         self.shape = ""
         self.bench: LiveDeployment | None = None
+        self.coming: ComingDeployment | None = None
         self.broken: dict[str, BaseException] = {}  # a start takes minutes: never tried twice
 
-    def use_deployment(self, shape: str) -> LiveDeployment:
-        """The deployment of `shape`, started unless it runs already; all injections are reset."""
+    def use_deployment(self, shape: str, beside: str = "") -> LiveDeployment:
+        """The deployment of `shape`, started unless it runs already; all injections are reset.
+
+        beside: another one that is started meanwhile in the background; use_deployment waits for it
+        once it is wanted itself.
+        """
         if self.shape != shape or self.bench is None:
             if shape in self.broken:
                 raise RuntimeError(f"{shape} did not start before") from self.broken[shape]
-            self.stop_running()
             try:
-                self.bench = self.start_and_wait(shape)
+                if self.coming and self.coming.shape == shape:
+                    self.stack.close()
+                    self.stack, result = self.coming.stack, self.coming.result
+                    self.coming = None
+                    fleet, control = result.result()
+                else:
+                    self.stop_running()
+                    if beside:
+                        self.start_in_background(beside)
+                    fleet, control = self.start_and_wait(shape, self.stack)
             except BaseException as error:
                 self.broken[shape] = error
                 raise
+            self.bench = LiveDeployment(fleet, control)
             self.shape = shape
             self.bench.warm_up()
         self.bench.control.set_injections()
         return self.bench
 
-    def start_and_wait(self, shape: str) -> LiveDeployment:
-        """Start the deployment of `shape` and wait until its servers answer."""
+    def start_and_wait(
+        self, shape: str, stack: ExitStack
+    ) -> tuple[LocalDeployment, InjectionControl]:
+        """Start the deployment of `shape` and wait until its servers answer; `stack` stops them."""
         control = InjectionControl(self.folder / f"{shape}.json")
         plan = build_plan(shape, self.folder / shape, control)
-        fleet = self.stack.enter_context(start_deployment(plan, progress=self.report_start))
-        return LiveDeployment(fleet, control)
+        return stack.enter_context(start_deployment(plan, progress=self.report_start)), control
+
+    def start_in_background(self, shape: str) -> None:
+        """Begin to start `shape`."""
+        tiny_models.build_model(
+            tiny_models.VISION_RECIPE
+        )  # seeds are the process's: not while another model is made
+        stack = ExitStack()
+        stack.enter_context(exit_on_sigterm())  # which only this thread can be
+        pool = ThreadPoolExecutor(1)
+        self.coming = ComingDeployment(shape, stack, pool.submit(self.start_and_wait, shape, stack))
+        pool.shutdown(wait=False)
 
     def report_start(self, name: str, seconds: float, line: str) -> None:
         """Print every 20 s which server is still starting; visible with -s."""
@@ -160,8 +175,12 @@ class DeploymentDeck:
             sys.stderr.write(f"[live] {name}: {seconds:.0f} s\n")
 
     def stop_running(self) -> None:
-        """Stop the deployment that runs."""
+        """Stop the deployment that runs, and the one that is being started."""
         self.stack.close()
+        if self.coming:
+            wait([self.coming.result])
+            self.coming.stack.close()
+            self.coming = None
         self.bench = None
         self.shape = ""
 
@@ -183,47 +202,6 @@ def is_running(pid: str) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def build_plan(shape: str, folder: Path, control: InjectionControl) -> DeploymentPlan:
-    """The plan of `shape`: V1 runner for epd, pd and epd3; V2 and async scheduling for all others."""
-    if shape == "features":
-        return build_feature_plan(folder)
-    model = tiny_models.build_model(tiny_models.VISION_RECIPE)
-    # Servers inherit pytest's environment; ours must behave as it does without pytest.
-    guard = {"TTFT_OTEL_GUARD": "keep"}
-    if shape in ("epd", "pd", "epd3"):
-        options = VllmOptions(model=model, control=control.path)
-        return DeploymentPlan(
-            shape, options, use_waiting_connector=shape == "epd", folder=folder, env=guard
-        )
-    options = VllmOptions(model=model, control=control.path, runner="v2", async_scheduling=True)
-    if "nixl" in shape:
-        options = replace(options, connector=EC_CPU_CONNECTOR)
-    return DeploymentPlan(shape.partition("-")[0], options, folder=folder, env=guard)
-
-
-def build_feature_plan(folder: Path) -> DeploymentPlan:
-    """One server of the text model with speculative decoding, LoRA, priorities, dev endpoints, KV events."""
-    adapter = tiny_adapters.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://{folder}/events",
-        "replay_endpoint": f"ipc://{folder}/replay",
-        "topic": "kv",
-    }
-    flags = (
-        *("--lora-modules", f"{ADAPTER_NAME}={adapter}"),
-        *("--kv-events-config", json.dumps(events)),
-    )
-    options = VllmOptions(
-        model=tiny_models.build_model(tiny_models.TEXT_RECIPE),
-        max_num_seqs=1,
-        extra=(*FEATURE_FLAGS, *flags),
-        env=FEATURE_ENV,
-    )
-    return DeploymentPlan("mono", options, folder=folder, env={"TTFT_OTEL_GUARD": "keep"})
 
 
 @pytest.fixture(scope="session")
@@ -273,3 +251,13 @@ def newer(deck: DeploymentDeck) -> LiveDeployment:
     """The PD server of `nixl`, called directly: a single server with CUDA's defaults."""
     bench = deck.use_deployment(NIXL_SHAPE)
     return LiveDeployment(bench.fleet, bench.control, "prefill_decode")
+
+
+@pytest.fixture
+def small(deck: DeploymentDeck, request: pytest.FixtureRequest) -> LiveDeployment:
+    """One text server with few places, tokens, KV blocks and adapters, on the second core.
+
+    Its tests measure no times: what comes next is started beside it.
+    """
+    wanted = any(get_needed_deployment(item) == "epd" for item in request.session.items)
+    return deck.use_deployment("small", beside="epd" if wanted else "")

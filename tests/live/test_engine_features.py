@@ -21,7 +21,7 @@ import pytest
 
 from lab import ttft_client
 from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.conftest import ADAPTER_NAME
+from tests.live.server_plans import ADAPTER_NAME
 from ttft_otel import names, stages, timing
 
 MAX_WAIT_S = 30.0

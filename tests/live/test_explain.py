@@ -2,7 +2,8 @@
 """`ttft-otel explain` on real vLLM: a cause that was made on purpose is the one that is named.
 
 Each test sends like requests, then one with the cause, and asks for that one. Causes: a place taken by
-another request, a pause, late KV blocks, long prompts ahead, and injected delays in every part of a server.
+another request, a pause, late KV blocks, long prompts ahead, a grammar, urgent requests, and injected delays
+in every part of a server. Other limits of the scheduler: test_limits.py; media: test_media_waits.py.
 """
 
 from __future__ import annotations
@@ -12,23 +13,19 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from tests.live.bench import LiveDeployment, TimedResponse, read_breakdown
+from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.like_requests import FEWER_LIKE, LIKE, LikeRequests, check_cause
 from tests.live.test_engine_features import call, run_request
+from tests.live.test_queue_reasons import make_grammar
 from tests.live.test_router import run_router_behind_proxies
 from ttft_otel import cli
 
-# To compare with: 20 are needed, and those of this file that were delayed must stay below a tenth.
-LIKE = 100
-FEWER_LIKE = 40
 LONG_PROMPTS = 10
 DELAY_MS = 400.0
-MAX_WAIT_S = 20.0
 # place of the delay -> the rule that must be named; for a text, and for an image.
 TEXT_CAUSES = {
     "receive": "request_body",
@@ -43,53 +40,6 @@ IMAGE_CAUSES = {
     "encoder": "encoder_work",
     "ec_load": "ec_transfer",
 }
-
-
-class LikeRequests:
-    """Requests of one kind that were sent to `bench`; they are the window of what is explained later."""
-
-    def __init__(
-        self, bench: LiveDeployment, url: str = "", count: int = LIKE, **fields: Any
-    ) -> None:
-        self.bench, self.url, self.fields = bench, url or bench.front_url, fields
-        self.since = datetime.now(timezone.utc)
-        sent = [self.time_one() for _ in range(count)]
-        self.sent = sorted(sent, key=lambda each: each.client_ttft_us or 0)
-
-    def send_one(self) -> str:
-        """One more, which is new to every cache; returns its ID."""
-        return str(self.time_one().request_id)
-
-    def time_one(self) -> TimedResponse:
-        """One more; its answer with the client's times."""
-        seed = self.bench.new_picture_seed()
-        fields = {"prompt": f"question {seed}", "max_tokens": 2, **self.fields}
-        if fields.pop("image", False):
-            fields["pictures"] = (seed,)
-        answer = self.bench.send_request(self.url, **fields)
-        assert answer.status == 200, answer.body[:300]
-        return answer
-
-    def explain(self, request_id: str) -> dict[str, Any]:
-        """What `ttft-otel explain --json` says of a request, once it is stored."""
-        words = ["--request", request_id, "--since", f"{self.since.isoformat()}.."]
-        database = str(self.bench.fleet.database)
-        deadline = time.monotonic() + MAX_WAIT_S
-        while True:
-            result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words, "--json"])
-            told: dict[str, Any] = json.loads(result.stdout)
-            usual = "no longer than usual" in told.get("refusal", "")
-            if told["answered"] or usual or time.monotonic() > deadline:
-                return told
-            time.sleep(0.5)
-
-
-def check_cause(told: dict[str, Any], rule: str, min_share: float = 0.5) -> None:
-    """The answer names this rule, with so much of the difference."""
-    assert told["answered"], told
-    assert told["cause"] and told["cause"]["rule"] == rule, told["sentences"]
-    assert told["unusual"] and told["stages"][0]["share"] >= min_share, told["sentences"]
-    assert sum(stage["share"] for stage in told["stages"]) == pytest.approx(1, abs=0.002)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +78,26 @@ def test_pause(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None
     finally:
         resume.join()
     check_cause(like.explain(name), "paused")
+
+
+def test_grammar(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """Its grammar is compiled for a second or more."""
+    like = send_texts(features, texts)
+    check_cause(like.explain(like.send_one(**make_grammar())), "grammar")
+
+
+def test_priority(features: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
+    """Who came later and is urgent takes the only place, and has a long answer."""
+    like = send_texts(features, texts)
+    with (
+        run_request(features, max_tokens=500),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        patient = pool.submit(like.send_one, extra={"priority": 5})
+        with run_request(features, max_tokens=2500, extra={"priority": -5}):
+            told = like.explain(patient.result())
+    check_cause(told, "priority")
+    assert told["reasons"].keys() <= {"in_step", "max_num_seqs", "priority"}
 
 
 def test_remote_kv(pd: LiveDeployment) -> None:
@@ -229,7 +199,8 @@ def test_window(epd: LiveDeployment) -> None:
     finally:
         epd.control.set_injections()
     like.explain(names[-1])  # until it is stored
-    words = ["--since", f"{like.since.isoformat()}..", "--slo", str(DELAY_MS), "--json"]
+    # Half of the delay is lateness then: what delays a single request besides is less than that of six.
+    words = ["--since", f"{like.since.isoformat()}..", "--slo", str(DELAY_MS / 2), "--json"]
     database = str(epd.fleet.database)
     result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words])
     told = json.loads(result.stdout)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the index computes from a real engine's KV events equals what that engine finds in its cache.
 
-The server of `features` has a cache so small that prompts evict each other.
+The server of `small` has a cache that is so small that prompts evict each other.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from time import monotonic
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.live.bench import LiveDeployment
+from tests.live.server_plans import BLOCK_TOKENS
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
 
-BLOCK_TOKENS = 128  # tokens of a KV block on CPU
+pytestmark = pytest.mark.timeout(900)
+
 PROMPTS = 40
 
 
@@ -115,9 +118,9 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
             await source.close()
 
 
-def test_index_is_the_engines_cache(features: LiveDeployment) -> None:
+def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
     """For prompts with common beginnings, repeated, concurrent or evicted, both count the same tokens."""
-    pairs, counts = asyncio.run(compare_prompts(features.front_url))
+    pairs, counts = asyncio.run(compare_prompts(small.front_url))
 
     assert [pair for pair in pairs if pair[0] != pair[1]] == []
     assert sum(expected > 0 for expected, _ in pairs) > 10

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why requests wait, on one real server: each reason alone has 95 % of the wait that was caused for it.
 
-The server of `features` has one place (max_num_seqs 1), priorities, an adapter and the endpoints for
-pauses; the sum of the reasons is checked on every request.
+The server of `features` has one place (max_num_seqs 1), priorities, structured outputs and the endpoints
+for pauses; the sum of the reasons is checked on every request. Other limits: test_limits.py; media:
+test_media_waits.py.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.live.bench import LiveDeployment, read_breakdown
@@ -21,6 +25,7 @@ from tests.live.test_engine_features import (
 from ttft_otel import names, stages
 
 MIN_SHARE = 0.95
+CHOICES = 6000  # of a grammar: two seconds of one core
 
 
 def read_reasons(bench: LiveDeployment, trace: str) -> dict[str, int]:
@@ -101,3 +106,71 @@ def test_alone(features: LiveDeployment) -> None:
 
     assert set(reasons) == {"in_step"}
     assert queue["attributes"][names.QUEUE_REASON] == "in_step"
+
+
+def make_grammar() -> dict[str, Any]:
+    """Fields of a request whose grammar is new, and takes a second or more to compile."""
+    words = ["".join(random.choices("abcdefgh", k=20)) for _ in range(CHOICES)]
+    return {"extra": {"structured_outputs": {"choice": words}, "ignore_eos": False}}
+
+
+def test_grammar(features: LiveDeployment) -> None:
+    """Nobody else is there, and its grammar is being compiled."""
+    trace = os.urandom(16).hex()
+    answer = features.send_request(
+        features.front_url, max_tokens=2, headers=make_parent_header(trace), **make_grammar()
+    )
+    assert answer.status == 200, answer.body[:300]
+    reasons = read_reasons(features, trace)
+
+    assert get_share(reasons, "grammar") >= MIN_SHARE, reasons
+
+
+# Two at once: which of them is told. Written before the first run.
+TWO_AT_ONCE = {
+    ("grammar", "max_num_seqs"): "grammar",
+    ("paused", "max_num_seqs"): "paused",
+}
+
+
+def test_grammar_and_place(features: LiveDeployment) -> None:
+    """The only place is taken at first, and a grammar is compiled for longer than that."""
+    trace = os.urandom(16).hex()
+    with (
+        run_request(features, max_tokens=300),
+        run_request(
+            features, max_tokens=2, headers=make_parent_header(trace), **make_grammar()
+        ) as second,
+    ):
+        assert second.result().status == 200
+    found = fetch_ttft_span(features, trace)
+    reasons = read_reasons(features, trace)
+
+    assert found[names.name_held_attribute("decode")] > 0, "the place was not taken meanwhile"
+    assert get_share(reasons, TWO_AT_ONCE["grammar", "max_num_seqs"]) >= MIN_SHARE, reasons
+
+
+def test_pause_and_place(features: LiveDeployment) -> None:
+    """The engine is paused with its only place taken; who took it goes away before the engine goes on."""
+    trace = os.urandom(16).hex()
+    with run_request(features, max_tokens=4000, abort_s=2.0) as first:
+        call(features, "/pause?mode=keep&clear_cache=false")
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                second = pool.submit(
+                    features.send_request,
+                    features.front_url,
+                    max_tokens=2,
+                    headers=make_parent_header(trace),
+                )
+                gone = first.result()
+                time.sleep(0.3)  # until the engine has been told so
+                call(features, "/resume")
+                found = second.result()
+        finally:
+            call(features, "/resume")
+    reasons = read_reasons(features, trace)
+
+    assert gone.aborted and found.status == 200
+    assert gone.started_ns + gone.total_us * 1000 > found.started_ns, "the place was free"
+    assert get_share(reasons, TWO_AT_ONCE["paused", "max_num_seqs"]) >= MIN_SHARE, reasons

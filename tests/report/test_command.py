@@ -25,6 +25,9 @@ from ttft_otel.report import report_files, serve
 from ttft_otel.report.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
+PUBLIC_SCHEMA = json.loads(
+    (Path(__file__).parents[2] / "docs" / "report.schema.json").read_text("utf-8")
+)
 
 
 @pytest.fixture
@@ -79,6 +82,18 @@ def test_json(stored_database: Path) -> None:
         run_command("report", "--db", str(stored_database), "--trace", trace, "--json").output
     )
     assert {span["kind"] for span in whole["spans"]} >= {"server", "internal"}
+    unknown = run_command("report", "--db", str(stored_database), "--request", "no", "--json")
+    assert unknown.exit_code == 1
+    for document in (one, many, whole, json.loads(unknown.stdout)):
+        jsonschema.validate(document, PUBLIC_SCHEMA)
+    # The schema holds: a field that nobody has described, or one that is missing, is found.
+    for wrong in (
+        {**one, "more": 1},
+        {**many, "requests": [{**many["requests"][0], "more": 1}]},
+        {},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, PUBLIC_SCHEMA)
     assert run_command("report", "--db", str(stored_database), "--last", "1").exit_code == 0
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import click
 
 from ttft_otel.explain import difference_text
-from ttft_otel.explain.request_facts import RequestFacts, read_facts
+from ttft_otel.explain.lost_requests import LostRequests, collect_lost, count_lost
+from ttft_otel.explain.request_facts import RequestFacts, build_facts, read_facts
 from ttft_otel.explain.stage_difference import (
     Difference,
     TooFewRequestsError,
@@ -23,6 +25,7 @@ from ttft_otel.explain.window_reading import list_with_progress, parse_window_op
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.report_types import Request
 
 
 @click.command(
@@ -53,28 +56,60 @@ def diff(
         raise click.UsageError("--since goes with --by; without it --a and --b are the windows")
     with breakdown_source.report_refusals(TooFewRequestsError, as_json=as_json):
         with breakdown_source.open_source(source) as opened:
-            first, second = load_sides(opened, a, b, by, since, model)
-        difference = compare_windows(first, second)
+            sides = load_sides(opened, a, b, by, since, model)
+        difference = compare_sides(*sides)
     show_difference(difference, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSide:
+    """The requests of one side, oldest first, and those that have no first token."""
+
+    facts: list[RequestFacts]
+    lost: LostRequests
 
 
 def load_sides(
     opened: BreakdownSource, a: str, b: str, by: str, since: str, model: str
-) -> tuple[list[RequestFacts], list[RequestFacts]]:
-    """The requests of A and of B, each oldest first. Raises TooFewRequestsError, StoreError."""
+) -> tuple[ComparedSide, ComparedSide]:
+    """A and B. Raises TooFewRequestsError, StoreError."""
     if not by:
-        return load_window(opened, a, model, ""), load_window(opened, b, model, "")
+        first, second = (load_window(opened, window, model, "") for window in (a, b))
+        return ComparedSide(first[0], count_lost(first[1])), ComparedSide(
+            second[0], count_lost(second[1])
+        )
     # One read for both sides: a request is told apart by its value, not by its time.
-    everything = load_window(opened, since, model, by)
-    first, second = ([each for each in everything if each.group == value] for value in (a, b))
+    facts, lost = load_window(opened, since, model, by)
+    of_a, of_b = ([each for each in facts if each.group == value] for value in (a, b))
     # One value without requests is left to compare_windows(), which says how many it needs.
-    if not first and not second:
-        raise TooFewRequestsError(describe_values(everything, by))
-    return first, second
+    if not of_a and not of_b:
+        raise TooFewRequestsError(describe_values(facts, by))
+    groups = [build_facts(each, opened.find_trunks(each.trace_id), by).group for each in lost]
+    lost_a, lost_b = (
+        count_lost([each for each, group in zip(lost, groups, strict=True) if group == value])
+        for value in (a, b)
+    )
+    return ComparedSide(of_a, lost_a), ComparedSide(of_b, lost_b)
 
 
-def load_window(opened: BreakdownSource, window: str, model: str, by: str) -> list[RequestFacts]:
-    """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first."""
+def compare_sides(a: ComparedSide, b: ComparedSide) -> Difference:
+    """Compare them. Raises TooFewRequestsError, which also tells who has no first token."""
+    try:
+        found = compare_windows(a.facts, b.facts)
+    except TooFewRequestsError as error:
+        lost = " ".join(
+            f"In {name} {side.lost.sentence}."
+            for name, side in (("A", a), ("B", b))
+            if side.lost.total
+        )
+        raise TooFewRequestsError(f"{error}. {lost}" if lost else str(error)) from error
+    return replace(found, lost_a=a.lost, lost_b=b.lost)
+
+
+def load_window(
+    opened: BreakdownSource, window: str, model: str, by: str
+) -> tuple[list[RequestFacts], list[Request]]:
+    """The newest MAX_REQUESTS requests of `window` ("" for all times), oldest first, and the lost ones."""
     # 0 is "no bound" to the store's filter.
     since_ns = until_ns = 0
     if window:
@@ -87,9 +122,10 @@ def load_window(opened: BreakdownSource, window: str, model: str, by: str) -> li
         f"reading {window or 'requests'}",
         f"{window or 'all times'}: only the newest {MAX_REQUESTS} requests are compared",
     )
-    facts = list(read_facts(opened, requests, by))
+    lost: list[Request] = []
+    facts = list(read_facts(opened, collect_lost(requests, lost), by))
     # The store lists the newest first; a change's start is looked for in the order of time.
-    return facts[::-1]
+    return facts[::-1], lost
 
 
 def describe_values(requests: Sequence[RequestFacts], by: str) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ttft_otel.explain.lost_requests import describe_lost
 from ttft_otel.explain.stage_difference import LEVEL, MIX, Change, Difference
 from ttft_otel.report.terminal import format_short, remove_controls
 
@@ -19,6 +20,12 @@ def describe_difference(difference: Difference) -> dict[str, Any]:
     return {
         "answered": True,
         "requests": {"a": difference.requests_a, "b": difference.requests_b},
+        "shared": difference.shared,
+        "clock_error_ms": round(difference.clock_error_us / 1000, 3),
+        "without_token": {
+            "a": describe_lost(difference.lost_a),
+            "b": describe_lost(difference.lost_b),
+        },
         "level": LEVEL,
         "ttft": {
             "mean": describe_change(difference.ttft),
@@ -56,19 +63,35 @@ def describe_change(change: Change) -> dict[str, Any]:
 def list_sentences(difference: Difference) -> list[str]:
     """What changed, the largest first; one sentence that says so where nothing did."""
     named = difference.named
+    sentences = [describe_in_words(change) for change in named]
     # Said in words: an empty list could be taken for a comparison that failed.
     if not named:
-        return [
+        sentences = [
             "Nothing changed that chance does not explain "
             f"({difference.requests_a} and {difference.requests_b} requests)."
         ]
-    sentences = [describe_in_words(change) for change in named]
-    if difference.unmatched_share:
+    elif difference.unmatched_share:
         sentences.append(
             f"{difference.unmatched_share:.0%} of B's requests are of a kind that A has too few of; "
             "they count as mix."
         )
-    return sentences
+    error_us = difference.clock_error_us
+    if any(abs(change.change_us) <= error_us for change in named):
+        sentences.append(
+            f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
+            "(ttft.clock_error_us): a change of that size may be another stage's."
+        )
+    if difference.shared:
+        sentences.append(
+            f"{difference.shared} requests are in both A and B: what changed looks smaller than it is. "
+            "End A where B begins."
+        )
+    sentences += [
+        f"Not compared: in {name} {lost.sentence}."
+        for name, lost in (("A", difference.lost_a), ("B", difference.lost_b))
+        if lost.total
+    ]
+    return [remove_controls(each) for each in sentences]
 
 
 def describe_in_words(change: Change) -> str:

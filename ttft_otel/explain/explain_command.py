@@ -16,6 +16,7 @@ from rich.console import Console
 from ttft_otel.explain import explanation_text
 from ttft_otel.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.late_requests import NoExplanationError, split_window
+from ttft_otel.explain.lost_requests import collect_lost, count_lost
 from ttft_otel.explain.remedy_prediction import REPETITIONS, predict_remedy
 from ttft_otel.explain.replay_facts import read_recording
 from ttft_otel.explain.request_evidence import RequestEvidence, read_evidence
@@ -30,6 +31,7 @@ from ttft_otel.explain.window_reading import (
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.report.report_types import Request
 
 
 @click.command(
@@ -93,15 +95,27 @@ def explain(
             explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
         else:
             wanted = build_filter(window, model, last or MAX_REQUESTS)
-            found = load_evidence(opened, wanted)
-            explanation = explain_requests(split_window(found, slo_us), slo_us)
-            explanation = add_holding(opened, explanation)
+            explanation = add_holding(opened, explain_window(opened, wanted, slo_us))
             if predict:
                 explanation = add_prediction(opened, explanation, wanted)
     if as_json:
         click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
     else:
         explanation_text.print_explanation(explanation)
+
+
+def explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
+    """Explain the late ones of a window. Raises NoExplanationError, StoreError."""
+    failed: list[Request] = []
+    found = load_evidence(opened, wanted, failed)
+    lost = count_lost(failed)
+    try:
+        return replace(explain_requests(split_window(found, slo_us), slo_us), lost=lost)
+    except NoExplanationError as error:
+        # Those are the reason, where a window has nothing but requests that timed out.
+        raise NoExplanationError(
+            f"{error}. {lost.sentence}" if lost.total else str(error)
+        ) from error
 
 
 def add_prediction(
@@ -125,9 +139,13 @@ def add_prediction(
     return replace(explanation, prediction=predicted)
 
 
-def load_evidence(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestEvidence]:
-    """The evidence of all requests that match. Raises StoreError."""
+def load_evidence(
+    opened: BreakdownSource, wanted: RequestFilter, lost: list[Request] | None = None
+) -> list[RequestEvidence]:
+    """The evidence of all requests that match. Raises StoreError.
+
+    lost: gets those that have no first token.
+    """
     cut_note = f"only the newest {MAX_REQUESTS} requests are explained"
-    return list(
-        read_evidence(opened, list_with_progress(opened, wanted, "reading requests", cut_note))
-    )
+    requests = list_with_progress(opened, wanted, "reading requests", cut_note)
+    return list(read_evidence(opened, requests if lost is None else collect_lost(requests, lost)))

@@ -7,8 +7,9 @@ explanation_text.py prints it, explain_command.py asks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ttft_otel.explain.cause_findings import (
@@ -25,6 +26,7 @@ from ttft_otel.explain.late_requests import (
     ComparedRequests,
     compute_ttft,
 )
+from ttft_otel.explain.lost_requests import LostRequests
 from ttft_otel.explain.remedy_prediction import RemedyPrediction
 from ttft_otel.explain.request_evidence import RequestEvidence
 from ttft_otel.explain.request_facts import MEDIA
@@ -36,6 +38,7 @@ HIGH, MEDIUM, LOW = "high", "medium", "low"
 CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))
 LIKE_RATIO: Final = 1.25  # medians of prompts that differ by less count as like
 LIKE_SHARE: Final = 0.1  # shares (cached, media, of instances) that differ by less count as like
+OTHER_MODEL_SHARE: Final = 0.5  # more of the late than of all requests: then no cause is named
 MIN_NAMED_SHARE: Final = 0.3  # of the difference, from which on a stage is called its cause
 MAX_EXAMPLES: Final = 3
 
@@ -50,6 +53,20 @@ class Alternative:
     name: str
     excluded: bool
     sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShare:
+    """The model of which the late requests have most more than the window; shares of the two."""
+
+    name: str
+    late: float
+    window: float
+
+    @property
+    def is_other(self) -> bool:
+        """Whether two models are compared, rather than late requests with typical ones."""
+        return self.late - self.window >= OTHER_MODEL_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,7 @@ class Explanation:
     slo: by stage, largest first; they add up to the lateness. Empty without an objective.
     examples: late requests with most time in the largest stage. holding: who held them, for a stage that
     waits. prediction: what the remedy would bring, where it was asked for; no_prediction: why that is not
-    known.
+    known. lost: requests of the window that have no first token.
     """
 
     difference: LateDifference
@@ -85,6 +102,7 @@ class Explanation:
     holding: HoldingWork | None = None
     prediction: RemedyPrediction | None = None
     no_prediction: str = ""
+    lost: LostRequests = field(default_factory=LostRequests)
 
     @property
     def top(self) -> StagePart:
@@ -94,7 +112,17 @@ class Explanation:
     @property
     def is_named(self) -> bool:
         """Whether one stage is the cause, so that a remedy may be named."""
-        return self.is_unusual and self.confidence != LOW and self.top.share >= MIN_NAMED_SHARE
+        return (
+            self.is_unusual
+            and self.confidence != LOW
+            and self.top.share >= MIN_NAMED_SHARE
+            and not self.model.is_other
+        )
+
+    @property
+    def model(self) -> ModelShare:
+        """The model that tells the late requests most from the others."""
+        return find_model(self.difference.compared)
 
 
 def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation:
@@ -140,6 +168,19 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> tuple[SloShare, 
     return tuple(sorted(shares, key=lambda part: (-part.us, part.name)))
 
 
+def find_model(compared: ComparedRequests) -> ModelShare:
+    """The model of which the late requests have most more than the window."""
+    # Not than the typical ones: those are its middle, where a slower model may be missing anyway.
+    late, window = (
+        Counter(each.facts.model for each in side) for side in (compared.late, compared.window)
+    )
+    shares = [
+        ModelShare(name, count / len(compared.late), window[name] / len(compared.window))
+        for name, count in late.items()
+    ]
+    return max(shares, key=lambda each: (each.late - each.window, each.name))
+
+
 def list_alternatives(difference: LateDifference) -> list[Alternative]:
     """What else could have been the cause, each with the figures for or against it."""
     compared, finding = difference.compared, difference.finding
@@ -169,6 +210,15 @@ def list_alternatives(difference: LateDifference) -> list[Alternative]:
             f"{media:.0%} have media, usual are {usual_media:.0%}",
         )
     )
+    model = find_model(compared)
+    if len({each.facts.model for each in compared.window}) > 1:
+        found.append(
+            judge(
+                "another model",
+                model.late - model.window < LIKE_SHARE,
+                f"{model.late:.0%} are for {model.name or 'no model'}, of all requests {model.window:.0%}",
+            )
+        )
     rest = [part for part in difference.parts[1:] if part.name != UNATTRIBUTED]
     if rest:
         second = rest[0]
@@ -177,6 +227,16 @@ def list_alternatives(difference: LateDifference) -> list[Alternative]:
                 "another stage",
                 second.high < difference.parts[0].low,
                 f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
+            )
+        )
+    error_us = max(each.facts.clock_error_us for each in (*late, *typical))
+    if error_us:
+        found.append(
+            judge(
+                "the clocks",
+                error_us < LIKE_SHARE * difference.parts[0].us,
+                f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
+                f"{difference.parts[0].name} is {difference.parts[0].us / 1000:.1f} ms longer",
             )
         )
     lost = next((part for part in difference.parts if part.name == UNATTRIBUTED), None)

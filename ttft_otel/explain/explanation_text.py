@@ -12,6 +12,7 @@ from ttft_otel.explain.cause_rules import describe_source
 from ttft_otel.explain.difference_text import format_signed
 from ttft_otel.explain.explanation import Explanation, describe_reasons
 from ttft_otel.explain.holding_work import HoldingWork
+from ttft_otel.explain.lost_requests import describe_lost
 from ttft_otel.explain.stage_difference import LEVEL
 from ttft_otel.report.terminal import format_short, remove_controls
 
@@ -36,6 +37,12 @@ def list_explanation(explanation: Explanation) -> list[str]:
         elif explanation.no_prediction:
             sentences.append(f"No prediction: {explanation.no_prediction}.")
         sentences.append(f"Source: {describe_source(rule)}")
+    elif explanation.model.is_other:
+        # Its steps may always take longer: that is no reason, and no setting makes it the other one.
+        sentences.append(
+            "No cause is named: these are two models, not late and typical requests of one. Take each by "
+            f"itself: --model {explanation.model.name or 'NAME'}."
+        )
     elif explanation.is_unusual:
         largest = ", ".join(
             f"{part.name} {part.share:.0%}" for part in explanation.difference.parts[:4]
@@ -49,6 +56,8 @@ def list_explanation(explanation: Explanation) -> list[str]:
         f"Confidence {explanation.confidence}: in {explanation.difference.first_share:.0%} of "
         "resampled requests it is the same stage."
     )
+    if explanation.lost.total:
+        sentences.append(f"Not among them: {explanation.lost.sentence}.")
     ids = ", ".join(each.facts.request_id for each in explanation.examples)
     if len(explanation.difference.compared.late) > 1:
         sentences.append(f"See: {ids}.")
@@ -132,6 +141,7 @@ def describe_explanation(explanation: Explanation) -> dict[str, Any]:
             "late": len(compared.late),
             "typical": len(compared.typical),
         },
+        "without_token": describe_lost(explanation.lost),
         "unusual": explanation.is_unusual,
         "rank": round(compared.rank, 4),
         "p50_ms": to_rounded_ms(explanation.p50_us),

@@ -71,6 +71,7 @@ class ReplayRequest:
 
     main: at the engine that gave it. encodes: at encoder instances, before that. prefix: of the main
     engine's stages in `stages`, "" without a router. policy: by which a router chose the main engine.
+    model, router: whose instance it was; "" where it is not told.
     """
 
     request_id: str
@@ -80,6 +81,8 @@ class ReplayRequest:
     encodes: tuple[EngineVisit, ...] = ()
     prefix: str = ""
     policy: str = ""
+    model: str = ""
+    router: str = ""
 
     @property
     def ttft_us(self) -> int:
@@ -154,6 +157,8 @@ def read_request(
         encodes=tuple(visits),
         prefix=find_prefix(request.stages, main.role),
         policy=find_policy(spans, main.role),
+        model=request.model,
+        router=request.router.instance if request.router else "",
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ttft_otel import names
 from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.clock_errors import find_clock_error
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.stages import UNATTRIBUTED
 
@@ -26,7 +27,8 @@ class RequestFacts:
     stages: microseconds by stage, UNATTRIBUTED among them; they add up to the TTFT.
     tokens: of the prompt; cached: of these, found in the prefix cache; 0 where not told.
     kind: TEXT, or MEDIA where an encoder ran for it or media came from elsewhere.
-    group: the value of the attribute that was asked for, "" without.
+    group: the value of the attribute that was asked for, "" without. model: "" where it is not told.
+    clock_error_us: by how much the boundaries of its stages may be off, see clock_errors.py.
     """
 
     request_id: str
@@ -36,6 +38,8 @@ class RequestFacts:
     cached: int = 0
     kind: str = TEXT
     group: str = ""
+    model: str = ""
+    clock_error_us: int = 0
 
     @property
     def ttft_us(self) -> int:
@@ -76,6 +80,8 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         cached=max((read_count(span, names.CACHED_TOKENS) for span in spans), default=0),
         kind=MEDIA if has_media else TEXT,
         group=find_value(spans, group_by) if group_by else "",
+        model=request.model,
+        clock_error_us=find_clock_error([request]),
     )
 
 

@@ -13,13 +13,14 @@ so that a window compared with itself rarely names anything.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy
 
 from ttft_otel import palette
 from ttft_otel.explain import change_point
+from ttft_otel.explain.lost_requests import LostRequests
 from ttft_otel.explain.request_facts import MEDIA, TEXT, RequestFacts
 from ttft_otel.explain.request_strata import UNMATCHED, assign_strata
 
@@ -68,7 +69,9 @@ class Difference:
     """Two windows compared. mix and stages add up to ttft.
 
     stages: changes of like requests, in the order of a request. p50, p95: of the TTFT, not adjusted.
-    unmatched_share: share of B's requests of a kind that A has too few of; they count as mix.
+    unmatched_share: share of B's requests of a kind that A has too few of; they count as mix. shared:
+    requests that are in both windows. lost_a, lost_b: those without a first token, which are in neither.
+    clock_error_us: by how much the boundaries of stages may be off.
     """
 
     requests_a: int
@@ -79,6 +82,10 @@ class Difference:
     mix: Change
     stages: tuple[Change, ...]
     unmatched_share: float
+    shared: int = 0
+    lost_a: LostRequests = field(default_factory=LostRequests)
+    lost_b: LostRequests = field(default_factory=LostRequests)
+    clock_error_us: int = 0
 
     @property
     def named(self) -> list[Change]:
@@ -155,6 +162,10 @@ def compare_windows(
         mix=Change(MIX, 0.0, parts[0, -2], parts[0, -2], low[-2], high[-2]),
         stages=tuple(changes),
         unmatched_share=sum(stratum == UNMATCHED for stratum in strata_b) / len(b),
+        clock_error_us=max(each.clock_error_us for each in (*a, *b)),
+        shared=len(
+            {(x.request_id, x.start_ns) for x in a} & {(x.request_id, x.start_ns) for x in b}
+        ),
     )
 
 

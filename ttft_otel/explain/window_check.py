@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Final
 
 from ttft_otel import names, stages
@@ -51,6 +52,7 @@ def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> No
     if count < MIN_REQUESTS:
         raise CannotTellError(
             f"the window has {count} requests whose engine's part is known; {MIN_REQUESTS} are needed"
+            + (f"; {recording.failed} more failed" if recording.failed else "")
         )
     if recording.unreadable > MAX_LOST * everything:
         raise CannotTellError(
@@ -121,11 +123,26 @@ def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> N
         raise CannotTellError(
             "instances have several data-parallel engines, among which vLLM chooses; that is not modelled"
         )
+    if change.instances or change.policy:
+        _check_models(recording.requests)
     if change.max_batched_tokens and not fit.tokens_vary:
         raise CannotTellError(
             f"all recorded steps have {fit.seen_tokens[0]} to {fit.seen_tokens[1]} tokens: what a token "
             "more costs cannot be told"
         )
+
+
+def _check_models(requests: Sequence[ReplayRequest]) -> None:
+    """Refuse to move requests between instances of two models; adapters share their instances."""
+    served: dict[str, set[str]] = {}
+    for each in requests:
+        served.setdefault(each.model, set()).add(each.main.instance)
+    for one, other in combinations(sorted(served), 2):
+        if not served[one] & served[other]:
+            raise CannotTellError(
+                f"the window has requests for {one!r} and {other!r}, which no instance serves both: take "
+                "one of them, with --model"
+            )
 
 
 def check_replay(recording: Recording, model: FleetModel) -> None:
@@ -202,6 +219,11 @@ def list_notes(
         )
     if change.instances and not change.policy:
         notes.append(f"Requests are spread over the instances by `{policy}`.")
+    routers = {each.router for each in requests if each.router}
+    if len(routers) > 1 and (change.instances or change.policy):
+        notes.append(
+            f"The requests came through {len(routers)} routers; the replay has one, which sees them all."
+        )
     if any(each.main.cached for each in requests) and (change.instances or change.policy):
         notes.append("A prompt has as many cached tokens at every instance as it had where it was.")
     if change.cache_hit:

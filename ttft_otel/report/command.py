@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `ttft-otel report`: print requests from the database, or from Tempo.
 
-Needs a pip extra for Tempo only.
+Its JSON keeps to docs/report.schema.json. Needs a pip extra for Tempo only.
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ import re
 from pathlib import Path
 
 import click
+from rich import progress
+from rich.console import Console
 
 from ttft_otel.report import breakdown_source, json_answers, perfetto_trace, terminal
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
-from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace
+from ttft_otel.report.database_reader import (
+    MAX_REQUESTS,
+    DatabaseReader,
+    RequestFilter,
+    StoredTrace,
+)
+from ttft_otel.report.database_schema import StoreError
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.summary import summarize
 
@@ -57,7 +65,8 @@ def report(
     if as_json and perfetto:
         raise click.UsageError("--json and --perfetto exclude each other")
     # Read-only: a command must not create an empty database where there is none.
-    with breakdown_source.report_refusals(), breakdown_source.open_source(source) as opened:
+    refusals = breakdown_source.report_refusals(as_json=as_json)
+    with refusals, breakdown_source.open_source(source) as opened:
         if perfetto:
             _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
         elif request_id is not None:
@@ -92,7 +101,17 @@ def _find_traces(
     else:
         latest = opened.list_latest(RequestFilter(last=last or 200))
         wanted = [request.trace_id for request in latest]
-    traces = (opened.find_trace(each) for each in dict.fromkeys(wanted))
+    console = Console(stderr=True)
+    # Tempo draws a bar of its own, and has read these traces before.
+    is_drawn = console.is_terminal and isinstance(opened, DatabaseReader)
+    names = progress.track(
+        list(dict.fromkeys(wanted)),
+        "reading traces",
+        console=console,
+        transient=True,
+        disable=not is_drawn,
+    )
+    traces = (opened.find_trace(each) for each in names)
     return [trace for trace in traces if trace is not None]
 
 
@@ -129,7 +148,7 @@ def _print_trace(
     trace: StoredTrace | None, request: Request | None, name: str, as_json: bool
 ) -> None:
     if trace is None:
-        raise click.ClickException(
+        raise StoreError(
             f"nothing is stored for {name!r}: it was not traced, has not arrived yet, or was removed; "
             "`ttft-otel report --last 20 --json` lists what is"
         )
@@ -148,7 +167,7 @@ def _print_requests(
     as_json: bool,
 ) -> None:
     if not requests:
-        raise click.ClickException(
+        raise StoreError(
             "no request is stored yet; start a server with TTFT_OTEL=1 and send it one"
         )
     if as_json:

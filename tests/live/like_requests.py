@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Like requests with which a late one is compared, and what `ttft-otel explain` says of it.
+
+Used by the tests of causes and of reasons of waiting, on real servers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.live.bench import LiveDeployment, TimedResponse
+from ttft_otel import cli
+
+# To compare with: 20 are needed, and those that were delayed on purpose must stay below a tenth.
+LIKE = 100
+FEWER_LIKE = 40
+MAX_WAIT_S = 20.0
+
+
+class LikeRequests:
+    """Requests of one kind that were sent to `bench`; they are the window of what is explained later."""
+
+    def __init__(
+        self, bench: LiveDeployment, url: str = "", count: int = LIKE, **fields: Any
+    ) -> None:
+        self.bench, self.url, self.fields = bench, url or bench.front_url, fields
+        self.since = datetime.now(timezone.utc)
+        sent = [self.time_one() for _ in range(count)]
+        self.sent = sorted(sent, key=lambda each: each.client_ttft_us or 0)
+
+    def send_one(self, **fields: Any) -> str:
+        """One more, which is new to every cache; returns its ID. fields: what is other than usual."""
+        return str(self.time_one(**fields).request_id)
+
+    def time_one(self, **more: Any) -> TimedResponse:
+        """One more; its answer with the client's times."""
+        seed = self.bench.new_picture_seed()
+        fields = {"prompt": f"question {seed}", "max_tokens": 2, **self.fields, **more}
+        if fields.pop("image", False):
+            fields["pictures"] = (seed,)
+        answer = self.bench.send_request(self.url, **fields)
+        assert answer.status == 200, answer.body[:300]
+        return answer
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """What `ttft-otel explain --json` says of a request, once it is stored."""
+        words = ["--request", request_id, "--since", f"{self.since.isoformat()}.."]
+        database = str(self.bench.fleet.database)
+        deadline = time.monotonic() + MAX_WAIT_S
+        while True:
+            result = CliRunner().invoke(cli.main, ["explain", "--db", database, *words, "--json"])
+            told: dict[str, Any] = json.loads(result.stdout)
+            usual = "no longer than usual" in told.get("refusal", "")
+            if told["answered"] or usual or time.monotonic() > deadline:
+                return told
+            time.sleep(0.5)
+
+
+def check_cause(told: dict[str, Any], rule: str, min_share: float = 0.5) -> None:
+    """The answer names this rule, with so much of the difference."""
+    assert told["answered"], told
+    assert told["cause"] and told["cause"]["rule"] == rule, told["sentences"]
+    assert told["unusual"] and told["stages"][0]["share"] >= min_share, told["sentences"]
+    assert sum(stage["share"] for stage in told["stages"]) == pytest.approx(1, abs=0.002)
