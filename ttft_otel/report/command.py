@@ -120,7 +120,8 @@ def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
         raise click.ClickException("nothing is stored for that; `ttft-otel report --last 20` lists")
     document = perfetto_trace.build_document(traces)
     try:
-        _write_whole(path, json.dumps(document))
+        # Perfetto shows escapes of characters beyond ASCII as they are written.
+        _write_whole(path, json.dumps(document, ensure_ascii=False))
     except OSError as error:
         raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
     drawn = sum(event["ph"] == "X" for event in document["traceEvents"])
@@ -132,12 +133,12 @@ def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
 def _write_whole(path: Path, text: str) -> None:
     """Write all of a file, or leave what was there; into a pipe or a device as it comes."""
     if path.exists() and not path.is_file():
-        path.write_text(text, "utf-8")
+        path.write_text(text, "utf-8", "replace")
         return
     place = path.resolve()  # a link stays one
     partial = place.with_name(f"{place.name}.part")
     try:
-        partial.write_text(text, "utf-8")
+        partial.write_text(text, "utf-8", "replace")
         partial.replace(place)
     except BaseException:
         partial.unlink(missing_ok=True)
