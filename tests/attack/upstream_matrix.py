@@ -28,6 +28,7 @@ LEGS: Final = (ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO)
 FORMS: Final = ("stream", "plain")
 ATTEMPTS: Final = ("first", "second")  # the second after one that was answered with 503
 LIMITS: Final = RouterLimits(first_byte_timeout=2.0, total_timeout=4.0)  # seconds
+HANGING_FAULTS: Final = {"hangs", "hangs after head", "content length too long"}
 MAX_CONCURRENT_CELLS: Final = 24
 CHAT_PATH: Final = "/v1/chat/completions"
 
@@ -81,8 +82,9 @@ async def run_cells(cells: Iterable[FaultCell]) -> dict[FaultCell, FaultOutcome]
         # A busy machine can stand still for longer than the time-out: what was merely slow is asked again,
         # one at a time. Where the router is wrong it stays wrong.
         for cell, outcome in outcomes.items():
-            is_late = outcome.client != "200" or outcome.breaker != "not counted"
-            if cell.fault == "slow first byte" and is_late:
+            is_late = "Timeout" in outcome.attempt_error and cell.fault not in HANGING_FAULTS
+            is_counted = outcome.client != "200" or outcome.breaker != "not counted"
+            if is_late or (cell.fault == "slow first byte" and is_counted):
                 outcomes[cell] = await run_cell(cell)
         return outcomes
 
