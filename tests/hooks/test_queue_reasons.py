@@ -12,7 +12,7 @@ import pytest
 
 from ttft_otel.hooks import ec_connectors, held_steps, scheduler, waiting, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE
+from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
 from ttft_otel.wait_reasons import divide_waits
 
 from .fakes import clear_waiting
@@ -275,7 +275,7 @@ def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -
     driver.clock.tick(1)
     waiting.record_queue(bare, output, driver.clock.at)
 
-    assert waiting._codes == [len(waiting.queue_reasons.WAIT_REASON_NAMES) - 1]
+    assert waiting._codes == [len(WAIT_REASON_NAMES) - 1]
 
 
 def test_ended_while_waiting(drive: MakeDriver) -> None:

@@ -49,15 +49,16 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
     new_requests = output.scheduled_new_reqs
     if not (new_requests or awaiting_first_token or arrived or waiting_requests):
         return  # most steps of a decoding engine
-    for data in new_requests:
-        request = scheduler.requests.get(data.req_id)
-        timeline = getattr(request, "_ttft", None) or _find_unseen(request)
-        if timeline is not None and timeline is not _ANSWERED:
-            if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
-                _drop_oldest()
-            awaiting_first_token[data.req_id] = timeline
-    if not (awaiting_first_token or arrived or waiting_requests):
-        return
+    if new_requests:
+        for data in new_requests:
+            request = scheduler.requests.get(data.req_id)
+            timeline = getattr(request, "_ttft", None) or _find_unseen(request)
+            if timeline is not None and timeline is not _ANSWERED:
+                if len(awaiting_first_token) >= MAX_AWAITING_REQUESTS:
+                    _drop_oldest()
+                awaiting_first_token[data.req_id] = timeline
+        if not (awaiting_first_token or arrived or waiting_requests):
+            return
     now = clock.now_us()  # one time for all requests of the step
     if awaiting_first_token:
         _record_scheduled(scheduler, output, now)

@@ -16,8 +16,17 @@ from typing import Any, Final
 
 from ttft_otel import clock
 from ttft_otel.carrier import EngineTimeline
-from ttft_otel.hooks import held_steps, queue_reasons, vllm_fields
-from ttft_otel.hooks.queue_reasons import NO_REASON, OTHER, PAUSED, PRIORITY
+from ttft_otel.hooks import held_steps
+from ttft_otel.hooks.queue_reasons import (
+    NO_REASON,
+    OTHER,
+    PAUSED,
+    PRIORITY,
+    find_common_reason,
+    find_own_reason,
+    get_deferred,
+)
+from ttft_otel.hooks.vllm_fields import get_facts
 from ttft_otel.wait_reasons import gather_reasons
 
 MAX_WAITING: Final = 2048  # requests that are followed; reasons of more are "other"
@@ -60,8 +69,8 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
             _times.clear()
             _codes.clear()
         return
-    facts = vllm_fields.get_facts(scheduler)
-    reason = queue_reasons.find_common_reason(scheduler, facts, output)
+    facts = get_facts(scheduler)
+    reason = find_common_reason(scheduler, facts, output)
     if not _codes or _codes[-1] != reason:
         _note_change(reason, now)
     for request in joined:
@@ -69,7 +78,7 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
     if facts.by_priority and output.scheduled_new_reqs:
         _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
     # Without either all waiting requests share the queue's reason: none is looked at.
-    deferred = queue_reasons.get_deferred(scheduler, facts)
+    deferred = get_deferred(scheduler, facts) if facts.deferred else ()
     if _blocked or deferred:
         _follow_blocked(scheduler, deferred, now)
 
@@ -150,9 +159,7 @@ def _follow_blocked(scheduler: Any, deferred: Any, now: int) -> None:
         if entry is None:
             continue
         request = entry.request
-        reason = queue_reasons.find_own_reason(
-            scheduler, request, request._ttft, request in deferred
-        )
+        reason = find_own_reason(scheduler, request, request._ttft, request in deferred)
         if reason == NO_REASON and entry.overtaker in scheduler.requests:
             reason = PRIORITY
         if reason != entry.reason:
