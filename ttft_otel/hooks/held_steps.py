@@ -45,18 +45,22 @@ def follow_request(request_id: str, timeline: EngineTimeline) -> None:
 
 def note_schedule(scheduler: Any, output: Any, now: int) -> None:
     """After a schedule() that returned at `now` (us), while a traced request waits."""
-    total = output.total_num_scheduled_tokens
+    total, log = output.total_num_scheduled_tokens, _log
     if total == len(output.num_scheduled_tokens) and not output.scheduled_encoder_inputs:
         work = StepWork(output, now, total, total, total)  # as describe_step() does it
+        if not (output.scheduled_new_reqs or log.halted):  # most steps
+            work.is_plain = True
+            log.in_flight.append(work)
+            return
     else:
         work = describe_step(scheduler, output, now)
-    if _log.halted:
-        work.resumed, _log.halted = True, False
+    if log.halted:
+        work.resumed, log.halted = True, False
     if output.scheduled_new_reqs or work.chunks or work.items:
-        _log.holders.open_step(work, scheduler.requests)
+        log.holders.open_step(work, scheduler.requests)
     elif not work.resumed:
         work.is_plain = True
-    _log.in_flight.append(work)
+    log.in_flight.append(work)
 
 
 def note_pause() -> None:

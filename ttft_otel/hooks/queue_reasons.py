@@ -47,15 +47,17 @@ def find_common_reason(scheduler: Any, facts: vllm_fields.SchedulerFacts, output
     In this order, because each test tells what would have to change first: paused; preempted (the
     scheduler then admits nobody); all places taken; no tokens left; what the head could not get.
     """
-    if getattr(scheduler, "_pause_state", 0):
+    if facts.can_pause and scheduler._pause_state:
         return PAUSED
     if getattr(output, "preempted_req_ids", None):
         return KV_BLOCKS
-    running = len(getattr(scheduler, "running", ()))
-    # Streaming sessions that pause are not in `running`, but hold a slot of the model runner.
-    running += getattr(scheduler, "num_waiting_for_streaming_input", 0)
-    if 0 < facts.max_running <= running:
-        return MAX_NUM_SEQS
+    if facts.max_running:
+        running = len(scheduler.running)
+        # Streaming sessions that pause are not in `running`, but hold a slot of the model runner.
+        if facts.has_sessions:
+            running += scheduler.num_waiting_for_streaming_input
+        if running >= facts.max_running:
+            return MAX_NUM_SEQS
     left = facts.max_tokens - output.total_num_scheduled_tokens
     if facts.draft_slots:  # each scheduled request takes these out of another budget
         drafts = facts.draft_slots * (len(output.num_scheduled_tokens) + 1)

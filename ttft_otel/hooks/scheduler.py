@@ -189,8 +189,9 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
         if runs and record[0] == clock.get_boot_number():  # else by another host's clock
             encoder_runs.note_runs(runs)
     now = clock.now_us()
-    follows = bool(followed or unmarked)
-    if follows:
+    follows = False
+    if followed or unmarked:
+        follows = True
         held_steps.close_step(scheduler, scheduler_output, now, not awaiting_first_token)
     _in_update[0] = True
     if not awaiting_first_token:

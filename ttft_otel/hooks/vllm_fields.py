@@ -19,13 +19,15 @@ class SchedulerFacts:
     computed in parts. reserves_prompt: one is admitted only if there are KV blocks for all of it.
     cache_groups: kinds of KV blocks, of which each token needs its own. deferred: the name of what holds the
     requests that it has set aside, "" without one. overlaps: a step can be scheduled
-    while another one runs. is_pipeline: pipeline stages do, so that no request is in every step.
+    while another one runs. is_pipeline: pipeline stages do, so that no request is in every step. can_pause,
+    has_sessions: it has `_pause_state`, and counts the streaming sessions that wait for input.
     """
 
     __slots__ = (
         *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
         *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
-        *("reserves_prompt", "cache_groups", "deferred", "overlaps", "is_pipeline"),
+        *("reserves_prompt", "cache_groups", "deferred", "overlaps", "is_pipeline", "can_pause"),
+        "has_sessions",
     )
 
     def __init__(self, scheduler: Any) -> None:
@@ -41,6 +43,9 @@ class SchedulerFacts:
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
         parallel = getattr(config, "parallel_config", None)
         self.is_pipeline = int(getattr(parallel, "pipeline_parallel_size", 1) or 1) > 1
+        # Asked for here, because for each step getattr() with a default takes as long as the rest.
+        self.can_pause = hasattr(scheduler, "_pause_state")
+        self.has_sessions = hasattr(scheduler, "num_waiting_for_streaming_input")
         self.deferred = ""
         for name in ("skipped_waiting", "deferred_waiting"):  # a queue; a set from vLLM 0.30 on
             if hasattr(scheduler, name):
