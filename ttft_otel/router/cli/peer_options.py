@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
+from ttft_otel.command_options import Command, OptionDeclarer, add_options
 from ttft_otel.router.cli.router_options import RouterOptions
 from ttft_otel.router.discovery.source_address import (
     DNS_SCHEME,
@@ -22,14 +23,10 @@ if TYPE_CHECKING:
     from ttft_otel.router.upstream.instance_pool import InstancePool
     from ttft_otel.router.workers.worker_link import WorkerLink
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-
-def add_peer_options(
-    declare_option: Callable[..., Callable[[Decorated], Decorated]],
-) -> Callable[[Decorated], Decorated]:
+def add_peer_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
     """Add the flags to a command."""
-    declared = (
+    return add_options(
         declare_option(
             "--peers",
             default="",
@@ -50,13 +47,6 @@ def add_peer_options(
             help="The address to listen on for other replicas; by default --host.",
         ),
     )
-
-    def decorate(command: Decorated) -> Decorated:
-        for each in reversed(declared):
-            command = each(command)
-        return command
-
-    return decorate
 
 
 def parse_peers(text: str) -> SourceAddress:
