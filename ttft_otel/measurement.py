@@ -21,14 +21,15 @@ MEASUREMENT_VERSION: Final = 3
 PREFIX: Final = b"m"
 # Not 0, which says that a consumer of encodings encoded nothing again.
 NOT_MEASURED: Final = -1
-_REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
+# Position in stages.WAIT_REASON_NAMES by name.
+REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
 _HELD_CODES: Final = {
     names.name_held_attribute(kind): code for code, kind in enumerate(stages.HOLDING_KIND_NAMES)
 }
 # (code, microseconds) of parts of queues.
 Waits: TypeAlias = tuple[tuple[int, int], ...]
 _Length = Annotated[int, msgspec.Meta(ge=0)]
-_ReasonCode = Annotated[int, msgspec.Meta(ge=0, lt=len(_REASON_CODES))]
+_ReasonCode = Annotated[int, msgspec.Meta(ge=0, lt=len(REASON_CODES))]
 _HeldCode = Annotated[int, msgspec.Meta(ge=0, lt=len(_HELD_CODES))]
 
 
@@ -144,7 +145,7 @@ def _list_waits(ttft: Ttft | None) -> tuple[Waits, Waits]:
         # Nearly all pieces have none: only waiting ones say why, and behind what.
         if not piece.attributes:
             continue
-        reason = _REASON_CODES.get(str(piece.attributes.get(names.QUEUE_REASON)))
+        reason = REASON_CODES.get(str(piece.attributes.get(names.QUEUE_REASON)))
         if reason is not None:
             reasons.append((reason, max(0, piece.end - piece.start)))
         if piece.name in stages.QUEUE_STAGES and piece.kind == "stage":

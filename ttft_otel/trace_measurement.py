@@ -17,6 +17,7 @@ from ttft_otel.measurement import (
     MEASUREMENT_VERSION,
     NOT_MEASURED,
     PREFIX,
+    REASON_CODES,
     MeasurementHead,
     RawMeasurement,
     Waits,
@@ -27,7 +28,6 @@ from ttft_otel.roles import identity, is_outermost, resolve_role
 from ttft_otel.wait_reasons import ReasonSlice
 
 MAX_HEADS: Final = 1024  # encoded heads that are kept; a server has a dozen
-_REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
 _encoder: Final = msgspec.msgpack.Encoder()
 # The fields of a MeasurementHead after its service, with names alone for its stages -> its bytes.
 _heads: dict[tuple[object, ...], msgspec.Raw] = {}
@@ -94,9 +94,9 @@ def _list_waits(cut: Breakdown) -> tuple[Waits, Waits]:
         if (part.stage, part.start, part.end) not in cut.pieces:
             several.append(part)
         elif part.stage in stages.QUEUE_STAGES:
-            reasons.append((_REASON_CODES[part.reason], part.end - part.start))
+            reasons.append((REASON_CODES[part.reason], part.end - part.start))
     reasons += [
-        (_REASON_CODES[part.reason], part.end - part.start)
+        (REASON_CODES[part.reason], part.end - part.start)
         for part in several[: record_parts.MAX_REASON_PIECES]
         if part.stage in stages.QUEUE_STAGES
     ]
