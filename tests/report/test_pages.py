@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import urllib.error
 import urllib.request
@@ -18,6 +17,7 @@ import pytest
 import sample_records
 from sample_records import RunningServer
 
+from tests.stack.grafana_browser import REMEDY, find_chromium
 from ttft_otel import names
 from ttft_otel.record import Record
 from ttft_otel.report import pages, report_files, request_assembly
@@ -226,9 +226,9 @@ def test_numbers() -> None:
 
 def test_browser(report_server: RunningServer, tmp_path: Path) -> None:
     """A real browser draws the page and its script runs: local times, buttons, no error."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if not browser:
-        pytest.skip("no chromium; install it (Debian: apt-get install chromium)")
+    browser = find_chromium()
+    if browser is None:
+        pytest.skip(REMEDY)
     records = sample_records.make_routed_records("far")
     store_records(report_server, records)
     done = subprocess.run(
