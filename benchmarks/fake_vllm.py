@@ -65,6 +65,9 @@ class FakeVllmHost:
     requests: dict[str, Any] = {}
     is_producer, is_consumer = False, True
     speculative_config = None
+    # What vLLM's own scheduler has, and our hooks look at in each step while somebody waits.
+    _pause_state = num_waiting_for_streaming_input = 0
+    deferred_waiting: set[Any] = set()
 
     def ensure_cache_available(self, request: Any, computed: int) -> bool:
         return True

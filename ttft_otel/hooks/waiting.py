@@ -78,7 +78,7 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
     if facts.by_priority and output.scheduled_new_reqs:
         _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
     # Without either all waiting requests share the queue's reason: none is looked at.
-    deferred = get_deferred(scheduler, facts) if facts.deferred else ()
+    deferred = get_deferred(scheduler, facts)
     if _blocked or deferred:
         _follow_blocked(scheduler, deferred, now)
 
