@@ -148,6 +148,7 @@ def wrap_new_requests(place: str, host: AnyCall, after: AnyCall, ready: object) 
     """As wrap_call() with `after` alone, which also runs where the result has `scheduled_new_reqs`.
 
     For schedule(), which ends every step: looking that up here costs a tenth of calling `after` for it.
+    `after` gets no keywords: a function that takes any makes a dictionary for each call.
     """
 
     @functools.wraps(host)
@@ -155,10 +156,7 @@ def wrap_new_requests(place: str, host: AnyCall, after: AnyCall, ready: object) 
         result = host(*args, **kwargs) if kwargs else host(*args)
         try:
             if ready or result.scheduled_new_reqs:
-                if kwargs:
-                    after(None, result, *args, **kwargs)
-                else:
-                    after(None, result, *args)
+                after(None, result, *args)
         except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
             record_error(place, error)
         return result
@@ -191,7 +189,7 @@ def wrap_call_finally(
 ) -> AnyCall:
     """As wrap_call(), but `after` also runs when `host` has raised (with result None).
 
-    For hooks that would leave state behind if `after` were skipped.
+    For hooks that would leave state behind if `after` were skipped, which gets no keywords.
     """
 
     @functools.wraps(host)
@@ -207,10 +205,7 @@ def wrap_call_finally(
             result = host(*args, **kwargs) if kwargs else host(*args)
         finally:
             try:
-                if kwargs:
-                    after(token, result, *args, **kwargs)
-                else:
-                    after(token, result, *args)
+                after(token, result, *args)
             except Exception as error:  # noqa: BLE001 - the guest's promise, kept here alone
                 record_error(place, error)
         return result

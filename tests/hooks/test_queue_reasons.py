@@ -273,7 +273,7 @@ def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -
     )
     bare = SimpleNamespace(requests=real.requests, vllm_config=None)
     driver.clock.tick(1)
-    waiting.record_queue(bare, output, driver.clock.at)
+    waiting.record_queue(bare, output, None, driver.clock.at)
 
     assert waiting._codes == [len(WAIT_REASON_NAMES) - 1]
 

@@ -23,7 +23,6 @@ from ttft_otel.hooks.step_work import StepWork, describe_step, take_out_own
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
 
-
 # Request ID -> request, from its arrival (input thread) to its first output or end; None: not followed.
 unanswered: dict[str, HeldRequest | None] = {}
 # Requests that arrived after the last step's end.
@@ -57,6 +56,7 @@ def note_schedule(scheduler: Any, output: Any, now: int) -> None:
     if log.halted:
         work.resumed, log.halted = True, False
     if output.scheduled_new_reqs or work.chunks or work.items:
+        log.settle()
         log.holders.open_step(work, scheduler.requests)
     elif not work.resumed:
         work.is_plain = True
@@ -92,6 +92,7 @@ def follow_again(request_id: str) -> None:
     if held is not None and held.last and request_id not in followed:
         if not _log.edge:
             _log.begin(clock.now_us())
+        _log.settle()
         # What lies between was not waited for, or nothing ran in it.
         segments = held.timeline.held
         gap = _log.edge - segments[0] - sum(segments[1::SEGMENT_SIZE])
@@ -102,6 +103,7 @@ def follow_again(request_id: str) -> None:
 
 def note_end(request: Any) -> None:
     """A request, traced or not, is freed or preempted while a traced one waits."""
+    _log.settle()
     _log.steady = 0
     # With overlapping steps one may still run for it.
     if _is_in_flight(request.request_id):
@@ -118,6 +120,7 @@ def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
     log = _log
     if is_plain and log.steady and not (unmarked or _ended) and log.extend_decoding(output, now):
         return
+    log.settle()
     work = log.take_step(output)
     if work is None:
         work = describe_step(scheduler, output, 0)
@@ -152,9 +155,8 @@ def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
 def _settle_taken(work: StepWork) -> bool:
     """Whether the first step to end since they came has taken all that wait: then none ran before it."""
     for index, held in enumerate(_ended):
-        if unmarked[index] is not held or held.ended != work.scheduled:
-            return False
-        if not held.timeline.complete:
+        is_taken = unmarked[index] is held and held.ended == work.scheduled
+        if not (is_taken and held.timeline.complete):
             return False
     for held in _ended:
         unmarked.popleft()
@@ -265,6 +267,7 @@ def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
     """It ended while it waited: what is known up to `now`, also of the step that runs."""
     if not _log.edge:
         _begin_log(held.timeline.added)
+    _log.settle()
     work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now, 0, 0, 0)
     if work.total:  # else no step has followed the last one, and the time since then is idle
         _end_turnaround(work, now)

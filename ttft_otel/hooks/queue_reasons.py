@@ -41,7 +41,9 @@ _OWN_REASONS: Final = {
 _reason_by_status: dict[Any, int] = {}  # an enum's `name` is a slow property
 
 
-def find_common_reason(scheduler: Any, facts: vllm_fields.SchedulerFacts, output: Any) -> int:
+def find_common_reason(
+    scheduler: Any, facts: vllm_fields.SchedulerFacts, output: Any, preempted: Any
+) -> int:
     """Why the queue as a whole did not move on: at its head, and for all behind it.
 
     In this order, because each test tells what would have to change first: paused; preempted (the
@@ -49,7 +51,7 @@ def find_common_reason(scheduler: Any, facts: vllm_fields.SchedulerFacts, output
     """
     if facts.can_pause and scheduler._pause_state:
         return PAUSED
-    if getattr(output, "preempted_req_ids", None):
+    if preempted:
         return KV_BLOCKS
     if facts.max_running:
         running = len(scheduler.running)
@@ -70,17 +72,12 @@ def find_common_reason(scheduler: Any, facts: vllm_fields.SchedulerFacts, output
 
 def _find_head(scheduler: Any, facts: vllm_fields.SchedulerFacts) -> Any:
     """The request at which the scheduler stopped: the first that it did not set aside."""
-    deferred = get_deferred(scheduler, facts)
+    deferred = facts.get_deferred(scheduler)
     # schedule() puts what it set aside back at the head: the one it stopped at comes behind.
     for request in islice(getattr(scheduler, "waiting", None) or (), MAX_SKIPPED):
         if request not in deferred:
             return request
     return None
-
-
-def get_deferred(scheduler: Any, facts: vllm_fields.SchedulerFacts) -> Any:
-    """Requests that the scheduler has set aside, () unknown."""
-    return (getattr(scheduler, facts.deferred, None) or ()) if facts.deferred else ()
 
 
 def _find_head_reason(
@@ -141,7 +138,8 @@ def find_stall_reason(scheduler: Any, output: Any, request: Any, timeline: Engin
     facts = vllm_fields.get_facts(scheduler)
     status = getattr(getattr(request, "status", None), "name", "")
     if status == "PREEMPTED":
-        return find_common_reason(scheduler, facts, output)
+        preempted = getattr(output, "preempted_req_ids", None)
+        return find_common_reason(scheduler, facts, output, preempted)
     if timeline.asked:
         return REMOTE_EC
     if facts.max_tokens and output.total_num_scheduled_tokens >= facts.max_tokens:

@@ -44,7 +44,7 @@ _in_update = [False]  # update_from_output() is running
 dropped_requests = 0
 
 
-def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def record_schedule(_: None, output: Any, scheduler: Any, *args: Any) -> None:
     """After schedule(): admit new traced requests, count chunks, mark the step for the worker."""
     new_requests = output.scheduled_new_reqs
     if not (new_requests or awaiting_first_token or arrived or waiting_requests):
@@ -60,23 +60,23 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any, **kwargs: 
         if not (awaiting_first_token or arrived or waiting_requests):
             return
     now = clock.now_us()  # one time for all requests of the step
+    preempted = getattr(output, "preempted_req_ids", None)
     if awaiting_first_token:
-        _record_scheduled(scheduler, output, now)
+        _record_scheduled(scheduler, output, preempted, now)
     if followed or unmarked:
         held_steps.note_schedule(scheduler, output, now)
-        if preempted := getattr(output, "preempted_req_ids", None):
+        if preempted:
             for request_id in preempted:
                 if request_id in scheduler.requests:
                     held_steps.note_end(scheduler.requests[request_id])
     if arrived or waiting_requests:
-        waiting.record_queue(scheduler, output, now)
+        waiting.record_queue(scheduler, output, preempted, now)
 
 
-def _record_scheduled(scheduler: Any, output: Any, now: int) -> None:
+def _record_scheduled(scheduler: Any, output: Any, preempted: Any, now: int) -> None:
     """Count the chunks of a step that was scheduled at `now`; note what stays behind."""
     tokens = output.num_scheduled_tokens
     encoding = output.scheduled_encoder_inputs
-    preempted = getattr(output, "preempted_req_ids", None)
     if preempted:
         _record_preemptions(preempted)
     facts = vllm_fields.get_facts(scheduler)
@@ -216,7 +216,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
 
 
 def attach_timelines(
-    held: bool | None, outputs: Any, scheduler: Any, *args: Any, **kwargs: Any
+    held: bool | None, outputs: Any, scheduler: Any, *args: Any
 ) -> None:
     """After update_from_output(): put each traced request's timeline onto its first output.
 

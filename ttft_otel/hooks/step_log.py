@@ -54,11 +54,13 @@ class StepLog:
     step. step_end: of the latest one. all_sums: the sums at each of `times`. ending: requests that end with
     a step in flight. halted: the scheduler was paused or resumed since the latest schedule(). steady: how
     many requests have decoded since the last but one of `times`, if nothing else was done; 0 if it was.
+    extended: how many steps only went on with that since the last of `times`: the sums up to `edge` are
+    those that settle() writes.
     """
 
     __slots__ = (
         *("all_sums", "edge", "ending", "halted", "holders", "in_flight", "latest", "step_end"),
-        *("steady", "sums", "times"),
+        *("extended", "steady", "sums", "times"),
     )
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class StepLog:
         """Empty the log: no traced request waits any more."""
         self.edge = self.step_end = 0
         self.halted = False
-        self.steady = 0
+        self.steady = self.extended = 0
         self.latest: StepWork | None = None
         self.sums: Sums = (0, 0, 0)
         self.times: list[int] = []
@@ -120,7 +122,8 @@ class StepLog:
     def extend_decoding(self, output: Any, now: int) -> bool:
         """Add the step `output` if it only goes on with what `steady` says; most steps do. Whether it does.
 
-        No edge lies between them: time is divided evenly between two, which is exact here.
+        Its time is not written before settle(): no edge lies between such steps, as time is divided evenly
+        between two, which is exact here.
         """
         work = self.in_flight[0] if self.in_flight else None
         if work is None or not work.is_plain or work.output is not output:
@@ -128,15 +131,22 @@ class StepLog:
         if work.decoders != self.steady:
             return False
         self.in_flight.popleft()
-        length = now - self.edge
+        self.edge = now
+        self.latest = work
+        self.extended += 1
+        return True
+
+    def settle(self) -> None:
+        """Write the steps that extend_decoding() has added; before sums, times or holders are used."""
+        if not self.extended or self.latest is None:
+            return
+        length = self.edge - self.times[-1]
         prefill, decode, encoder = self.sums
         self.sums = self.all_sums[-1] = (prefill, decode + length, encoder)
-        self.times[-1] = self.edge = self.step_end = now
-        self.latest = work
-        holders = self.holders
-        holders.decoded += (length << SCALE) // self.steady
-        holders.decode_steps += 1
-        return True
+        self.times[-1] = self.step_end = self.edge
+        self.holders.decoded += (length << SCALE) // self.latest.decoders
+        self.holders.decode_steps += self.extended
+        self.extended = 0
 
     def take_step(self, output: Any) -> StepWork | None:
         """The scheduled step `output`; None for one that was scheduled before anybody waited."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from ttft_otel import names, stages
@@ -17,8 +19,8 @@ class SchedulerFacts:
     served. max_running, max_tokens: places, and tokens of a step, 0 when unknown. max_batched,
     draft_slots: a step's tokens with those of drafts, and drafts of a request. chunked: prompts can be
     computed in parts. reserves_prompt: one is admitted only if there are KV blocks for all of it.
-    cache_groups: kinds of KV blocks, of which each token needs its own. deferred: the name of what holds the
-    requests that it has set aside, "" without one. overlaps: a step can be scheduled
+    cache_groups: kinds of KV blocks, of which each token needs its own. get_deferred: called with the
+    scheduler, gives the requests that it has set aside, () unknown. overlaps: a step can be scheduled
     while another one runs. is_pipeline: pipeline stages do, so that no request is in every step. can_pause,
     has_sessions: it has `_pause_state`, and counts the streaming sessions that wait for input.
     """
@@ -26,7 +28,7 @@ class SchedulerFacts:
     __slots__ = (
         *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
         *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
-        *("reserves_prompt", "cache_groups", "deferred", "overlaps", "is_pipeline", "can_pause"),
+        *("reserves_prompt", "cache_groups", "get_deferred", "overlaps", "is_pipeline", "can_pause"),
         "has_sessions",
     )
 
@@ -46,10 +48,10 @@ class SchedulerFacts:
         # Asked for here, because for each step getattr() with a default takes as long as the rest.
         self.can_pause = hasattr(scheduler, "_pause_state")
         self.has_sessions = hasattr(scheduler, "num_waiting_for_streaming_input")
-        self.deferred = ""
+        self.get_deferred: Callable[[Any], Any] = _get_nobody
         for name in ("skipped_waiting", "deferred_waiting"):  # a queue; a set from vLLM 0.30 on
             if hasattr(scheduler, name):
-                self.deferred = name
+                self.get_deferred = attrgetter(name)
         self._read_limits(scheduler, config)
 
     def _read_limits(self, scheduler: Any, config: Any) -> None:
@@ -69,6 +71,10 @@ class SchedulerFacts:
         # Hybrid models have several groups of layers, each with blocks of its own.
         groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
         self.cache_groups = max(1, len(groups))
+
+
+def _get_nobody(_: Any) -> tuple[()]:
+    return ()
 
 
 def get_facts(scheduler: Any) -> SchedulerFacts:

@@ -24,7 +24,6 @@ from ttft_otel.hooks.queue_reasons import (
     PRIORITY,
     find_common_reason,
     find_own_reason,
-    get_deferred,
 )
 from ttft_otel.hooks.vllm_fields import get_facts
 from ttft_otel.wait_reasons import gather_reasons
@@ -60,8 +59,11 @@ _times: list[int] = []  # when the queue's reason changed, while anybody waits
 _codes: list[int] = []  # to what
 
 
-def record_queue(scheduler: Any, output: Any, now: int) -> None:
-    """After a schedule() that returned at `now` (us): why those whom it left out were left out."""
+def record_queue(scheduler: Any, output: Any, preempted: Any, now: int) -> None:
+    """After a schedule() that returned at `now` (us): why those whom it left out were left out.
+
+    preempted: whom it has taken the blocks from.
+    """
     # Before anything returns: an arrival that no step looks at would stay in the deque.
     joined = _take_arrivals(scheduler.requests) if arrived else ()
     if not (waiting_requests or joined):
@@ -70,7 +72,7 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
             _codes.clear()
         return
     facts = get_facts(scheduler)
-    reason = find_common_reason(scheduler, facts, output)
+    reason = find_common_reason(scheduler, facts, output, preempted)
     if not _codes or _codes[-1] != reason:
         _note_change(reason, now)
     for request in joined:
@@ -78,7 +80,7 @@ def record_queue(scheduler: Any, output: Any, now: int) -> None:
     if facts.by_priority and output.scheduled_new_reqs:
         _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
     # Without either all waiting requests share the queue's reason: none is looked at.
-    deferred = get_deferred(scheduler, facts)
+    deferred = facts.get_deferred(scheduler)
     if _blocked or deferred:
         _follow_blocked(scheduler, deferred, now)
 
