@@ -219,6 +219,7 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0, overlaps: bool =
     announced. CPU ns for REQUESTS_PER_ROUND requests. overlaps: async scheduling is on.
     """
     host: Any = kind()
+    host.scheduler = host  # one object stands for the engine core and its scheduler
     host.scheduler_config = SimpleNamespace(async_scheduling=overlaps)
     # As in an engine without a connector, of whose calls the loop below makes none.
     host.ec_connector = host if items else None

@@ -42,8 +42,11 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
     """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
     request = result[0]
     timeline = request._ttft = EngineTimeline(added=added)
-    # While it is paused an engine core runs no step that could tell.
-    if getattr(getattr(core, "scheduler", None), "_pause_state", 0):
+    try:
+        is_paused = core.scheduler._pause_state
+    except AttributeError:
+        is_paused = False
+    if is_paused:  # an engine core runs no step then that could tell
         timeline.reasons += (added, queue_reasons.PAUSED)
     # Of a request that is freed its own headers may be gone.
     request._ttft_parent = request.trace_headers.get(names.TRACEPARENT, "")
