@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput, inter-token latency and CPU time of real vLLM with ttft-otel off, on, and its own tracing on.
 
-Three servers of the tiny text model, loaded in turn, every second round in reverse; figures are
-ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). CPU time
-is that of the server's processes, without the exporter's. Needs about 12 GB of memory.
+Four servers of the tiny text model, loaded in turn, every second round in reverse; figures are
+ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). Two of them
+have tracing off: what "again" is to "off" is what two equal servers differ by here, and no ratio beside it
+tells less than that. CPU time is that of the server's processes; that of the exporter process and the
+receiver stands beside it. Needs about 15 GB of memory.
 
 With --apart the exporter process and the receiver have the last core for themselves, and servers and clients
 the others: what is left is what tracing costs inside the server. vLLM's own exporter is a thread of the
@@ -40,24 +42,26 @@ TOKENS_PER_ANSWER: Final = 48
 RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.03, "itl_median": 1.02, "cpu_us": None}
 MIN_OWN_RATIO: Final = 1.03  # of our throughput to that with vLLM's own tracing
 CONFIDENCE: Final = 0.95
+EXPORT_WAIT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """One round on one server: requests per second, p99 and median inter-token latency in us, and the
-    CPU time of a request in the server's processes, in us.
+    CPU time of a request in us, in the server's processes and in those that take its spans.
     """
 
     throughput: float
     itl_p99: float
     itl_median: float
     cpu_us: float
+    outside_us: float
 
 
-def read_cpu_us(leader: int) -> float:
-    """CPU time so far of all processes of the session of `leader`."""
+def read_cpu_us(pids: Iterable[int]) -> float:
+    """CPU time so far of these processes."""
     ticks = 0
-    for pid in session_processes.list_session_pids(leader):
+    for pid in pids:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8")
         ticks += sum(int(each) for each in text.rpartition(")")[2].split()[11:13])
     return ticks / os.sysconf("SC_CLK_TCK") * 1e6
@@ -73,15 +77,22 @@ def move_to_cores(pids: Iterable[int], cores: set[int]) -> None:
 
 def move_apart(receiver: LocalServer, traced: LocalServer, core: int) -> None:
     """Give `core` to the receiver and to the exporter of `traced`, which has served requests."""
-    exporters = session_processes.find_exporters(session_processes.list_session_pids(traced.pid))
+    exporters = list_exporters(traced)
     if not exporters:
         raise SystemExit("the traced server has no exporter process; see the servers' logs")
     move_to_cores([*session_processes.list_session_pids(receiver.pid), *exporters], {core})
 
 
-def run_load(server: LocalServer, requests: int) -> LoadResult:
+def list_exporters(server: LocalServer) -> list[int]:
+    """The exporter processes of `server`."""
+    return session_processes.find_exporters(session_processes.list_session_pids(server.pid))
+
+
+def run_load(server: LocalServer, requests: int, receiver: LocalServer) -> LoadResult:
     """CONCURRENT_CLIENTS in a closed loop, streamed answers of TOKENS_PER_ANSWER tokens."""
     url = server.url
+    inside = session_processes.list_session_pids(server.pid)
+    outside = [*session_processes.list_session_pids(receiver.pid), *list_exporters(server)]
     answers: list[TimedResponse] = []
     # One iterator for all clients: they end together, whichever of them is faster.
     request_numbers = iter(range(requests))
@@ -101,7 +112,7 @@ def run_load(server: LocalServer, requests: int) -> LoadResult:
             with lock:
                 answers.append(answer)
 
-    began_us = read_cpu_us(server.pid)
+    began_us, outside_us = read_cpu_us(inside), read_cpu_us(outside)
     started = time.monotonic()
     threads = [threading.Thread(target=run_client) for _ in range(CONCURRENT_CLIENTS)]
     for thread in threads:
@@ -109,7 +120,9 @@ def run_load(server: LocalServer, requests: int) -> LoadResult:
     for thread in threads:
         thread.join()
     elapsed_s = time.monotonic() - started
-    cpu_us = read_cpu_us(server.pid) - began_us
+    cpu_us = read_cpu_us(inside) - began_us
+    time.sleep(EXPORT_WAIT_S)  # the last spans leave in batches
+    outside_us = read_cpu_us(outside) - outside_us
     # The first event has the role and no token: the gap behind it is no time between tokens.
     gaps = sorted(
         later.at_us - earlier.at_us
@@ -125,13 +138,14 @@ def run_load(server: LocalServer, requests: int) -> LoadResult:
         max(1.0, gaps[int(len(gaps) * 0.99)]),
         max(1.0, statistics.median(gaps)),
         cpu_us / len(answers),
+        outside_us / len(answers),
     )
 
 
 def measure_tracing_modes(
     rounds: int, requests: int, is_apart: bool = False
 ) -> dict[str, list[LoadResult]]:
-    """All rounds on all three servers. is_apart: exporter and receiver have a core of their own."""
+    """All rounds on all servers. is_apart: exporter and receiver have a core of their own."""
     cores = sorted(os.sched_getaffinity(0))
     if is_apart:
         if len(cores) < 2:
@@ -150,6 +164,7 @@ def measure_tracing_modes(
             "off": base,
             "on": replace(base, env=env),
             "own": replace(base, extra=own_tracing_flags, env=protocol),
+            "again": base,
         }
         commands = [
             sink,
@@ -162,13 +177,13 @@ def measure_tracing_modes(
             by_name = dict(zip(plans, servers[1:], strict=True))
             for server in by_name.values():
                 # Warm-up: first requests import and compile.
-                run_load(server, CONCURRENT_CLIENTS * 4)
+                run_load(server, CONCURRENT_CLIENTS * 4, servers[0])
             if is_apart:
                 move_apart(servers[0], by_name["on"], cores[-1])
             for number in range(rounds):
-                # In turn within a round: a slow minute of the machine meets all three.
+                # In turn within a round: a slow minute of the machine meets all four.
                 for name in [*by_name][:: -1 if number % 2 else 1]:
-                    results[name].append(run_load(by_name[name], requests))
+                    results[name].append(run_load(by_name[name], requests, servers[0]))
                     report_server_start(
                         name, number + 1, f"{results[name][-1].throughput:.1f} requests/s"
                     )
@@ -200,6 +215,7 @@ def compute_serving_figures(results: dict[str, list[LoadResult]]) -> dict[str, F
     for figure, goal in RATIO_GOALS.items():
         add_ratio("on", "off", figure, goal)
         add_ratio("own", "off", figure, None)
+        add_ratio("again", "off", figure, None)
     add_ratio("on", "own", "throughput", MIN_OWN_RATIO)
     add_ratio("on", "own", "cpu_us", None)
     for name, rounds in results.items():
@@ -208,7 +224,10 @@ def compute_serving_figures(results: dict[str, list[LoadResult]]) -> dict[str, F
             figures[f"{name}_{key}"] = build_figure(
                 [getattr(result, figure) for result in rounds], digits=1
             )
-        figures[f"{name}_cpu_us"] = build_figure([result.cpu_us for result in rounds], digits=1)
+        for key in ("cpu_us", "outside_us"):
+            figures[f"{name}_{key}"] = build_figure(
+                [getattr(result, key) for result in rounds], digits=1
+            )
     return figures
 
 
