@@ -7,7 +7,9 @@ The server of `small` has a cache that is so small that prompts evict each other
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import time
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
@@ -15,8 +17,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from lab import local_deployment
+from lab.local_servers import LocalServer
 from tests.live.bench import LiveDeployment
 from tests.live.server_plans import BLOCK_TOKENS
+from tests.live.test_closing import make_parent_header, make_trace_id
+from tests.live.test_routing import list_attribute_values, read_metric
+from ttft_otel import names
+from ttft_otel.endpoints import COMPLETIONS_PATH
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
@@ -26,6 +34,7 @@ from ttft_otel.router.upstream.instance_pool import InstancePool
 pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = 40
+ASKED_PROMPTS = 12
 
 
 class CacheComparer:
@@ -126,3 +135,49 @@ def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
     assert sum(expected > 0 for expected, _ in pairs) > 10
     assert counts["removed"] > 10 and counts["cleared"] == 1
     assert not {"gaps", "lost", "malformed", "orphans", "restarts"} & counts.keys()
+
+
+@pytest.fixture
+def workers(small: LiveDeployment) -> Iterator[LocalServer]:
+    """A router of two workers, whose index of KV events a third process keeps."""
+    sink = {names.ENV_ENDPOINT: small.fleet.get_url("receiver")}
+    flags = ("--workers", "2", "--routing-logic", "prefix", "--prefix-index", "kv-events")
+    command = local_deployment.build_router_command({"mono": [small.front_url]}, sink, *flags)
+    with LocalServer(command) as router:
+        yield router
+
+
+def count_lookups(router: LocalServer, result: str = "") -> float:
+    """Lookups that the workers have asked for, those with this result alone if one is given."""
+    wanted = f'{{result="{result}"' if result else ""
+    return sum(read_metric(router.url, f"{names.METRIC_INDEX_LOOKUPS}_total{wanted}"))
+
+
+def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> None:
+    """Of prompts that no worker has sent they expect to be cached what the engine then finds in its cache."""
+    chance = random.Random(time.time_ns())
+    pairs = []
+    for number in range(ASKED_PROMPTS):
+        tokens = [chance.randrange(10, 200) for _ in range((1 + number % 4) * BLOCK_TOKENS + 5)]
+        asked: dict[str, Any] = {"path": COMPLETIONS_PATH, "max_tokens": 1}
+        asked["extra"] = {"prompt": tokens}
+        assert small.send_request(small.front_url, **asked).status == 200
+        time.sleep(0.2)  # its events come with the step, or soon after
+        trace = make_trace_id()
+        asked["headers"] = make_parent_header(trace)
+        assert small.send_request(workers.url, **asked).status == 200
+        spans = small.wait_for_trace(
+            trace, lambda found: sum(each["name"] == names.TTFT for each in found) == 2
+        )
+        (expected,) = list_attribute_values(spans, "router.route", names.ROUTE_CACHED)
+        (found,) = list_attribute_values(spans, names.TTFT, names.CACHED_TOKENS)
+        pairs.append((json.loads(expected)[0], found))
+
+    assert [found // BLOCK_TOKENS for _, found in pairs] == [1, 2, 3, 4] * 3
+    while count_lookups(workers) < ASKED_PROMPTS:  # workers write their numbers once a second
+        time.sleep(0.1)
+    answered = count_lookups(workers, "answered")
+    wrong = [pair for pair in pairs if pair[0] != pair[1]]
+    # A lookup that is late on a busy machine is decided without the index.
+    assert len(wrong) <= ASKED_PROMPTS - answered, pairs
+    assert answered > ASKED_PROMPTS // 2
