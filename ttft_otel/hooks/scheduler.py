@@ -215,9 +215,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     return held
 
 
-def attach_timelines(
-    held: bool | None, outputs: Any, scheduler: Any, *args: Any
-) -> None:
+def attach_timelines(held: bool | None, outputs: Any, scheduler: Any, *args: Any) -> None:
     """After update_from_output(): put each traced request's timeline onto its first output.
 
     held: what record_step() returned.

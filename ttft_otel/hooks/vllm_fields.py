@@ -28,7 +28,14 @@ class SchedulerFacts:
     __slots__ = (
         *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
         *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
-        *("reserves_prompt", "cache_groups", "get_deferred", "overlaps", "is_pipeline", "can_pause"),
+        *(
+            "reserves_prompt",
+            "cache_groups",
+            "get_deferred",
+            "overlaps",
+            "is_pipeline",
+            "can_pause",
+        ),
         "has_sessions",
     )
 
