@@ -191,5 +191,10 @@ def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) 
 def _find_max_model_len(instances: tuple[types.Instance, ...]) -> int:
     """The smallest context length of the instances, in tokens; 0 if unknown."""
     # The smallest, as any of them may be chosen.
-    lengths = [card.get("max_model_len") for each in instances for card in each.model_cards]
-    return min((length for length in lengths if isinstance(length, int)), default=0)
+    lengths = [
+        length
+        for each in instances
+        for card in each.model_cards
+        if isinstance(length := card.get("max_model_len"), int)
+    ]
+    return min(lengths, default=0)
