@@ -78,7 +78,9 @@ class PrefillDecodeFlow:
                 exchange.record_first_token_mode(plan.mode, plan.reason)
                 await self.decode_leg.serve_full_answer(job)
                 return
-            fills_blocks = await self._can_continue(job, first_token, attempt)
+            fills_blocks = plan.mode == MODE_CONTINUE and await self._can_continue(
+                job, first_token, attempt
+            )
             exchange.record_first_token_mode(plan.mode, plan.reason)
             # From here on the client has a stream, whatever becomes of D.
             exchange.record_answer(is_streaming=True)
@@ -130,8 +132,6 @@ class PrefillDecodeFlow:
     ) -> bool:
         """Choose between the modes continue and strip; returns whether the prompt has no partial block."""
         plan = job.plan
-        if plan.mode != MODE_CONTINUE:
-            return False
         # Until all that follows is known to fit.
         plan.mode = MODE_STRIP
         prompt_tokens = len(first_token.prompt_token_ids)
