@@ -25,6 +25,7 @@ MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the b
 _EGRESS: Final = "router.egress"
 _ROUTE: Final = "router.route"
 _NO_ATTRIBUTES: Final[Attributes] = {}  # shared, since Records are not modified
+_name_handover_attribute: Final = functools.cache(names.name_handover_attribute)  # per stage
 
 
 def encode_known_parts(
@@ -39,8 +40,7 @@ def encode_known_parts(
 
 
 def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int = 0) -> Record:
-    """Build a Record of the parts that are known: `breakdown` gives the TTFT, `ended_us` the
-    server span."""
+    """Build a Record of the known parts: `breakdown` gives the TTFT, `ended_us` the server span."""
     context, arrived_us = exchange.trace_context, exchange.timeline.arrived_us
     return Record(
         RECORD_VERSION,
@@ -175,10 +175,10 @@ def _build_handover_pieces(exchange: Exchange) -> tuple[Piece, ...]:
     # In the mode strip, D generates P's token first: the last piece is a step of D, not the router's.
     egress_name = names.FIRST_DECODE if exchange.first_token_outcome[0] == MODE_STRIP else _EGRESS
     totals: Attributes = {
-        names.name_handover_attribute(egress_name if name == _EGRESS else name): length
+        _name_handover_attribute(egress_name if name == _EGRESS else name): length
         for name, length in breakdown.stages.items()
     }
-    totals[names.name_handover_attribute(stages.UNATTRIBUTED)] = breakdown.unattributed
+    totals[_name_handover_attribute(stages.UNATTRIBUTED)] = breakdown.unattributed
     totals[names.HANDOVER_TOTAL_US] = breakdown.end - breakdown.start
     steps = [
         Piece(

@@ -78,7 +78,9 @@ class PrefillDecodeFlow:
                 exchange.record_first_token_mode(plan.mode, plan.reason)
                 await self.decode_leg.serve_full_answer(job)
                 return
-            fills_blocks = await self._can_continue(job, first_token, attempt)
+            fills_blocks = plan.mode == MODE_CONTINUE and await self._can_continue(
+                job, first_token, attempt
+            )
             exchange.record_first_token_mode(plan.mode, plan.reason)
             # From here on the client has a stream, whatever becomes of D.
             exchange.record_answer(is_streaming=True)
@@ -130,8 +132,6 @@ class PrefillDecodeFlow:
     ) -> bool:
         """Choose between the modes continue and strip; returns whether the prompt has no partial block."""
         plan = job.plan
-        if plan.mode != MODE_CONTINUE:
-            return False
         # Until all that follows is known to fit.
         plan.mode = MODE_STRIP
         prompt_tokens = len(first_token.prompt_token_ids)
@@ -191,5 +191,10 @@ def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) 
 def _find_max_model_len(instances: tuple[types.Instance, ...]) -> int:
     """The smallest context length of the instances, in tokens; 0 if unknown."""
     # The smallest, as any of them may be chosen.
-    lengths = [card.get("max_model_len") for each in instances for card in each.model_cards]
-    return min((length for length in lengths if isinstance(length, int)), default=0)
+    lengths = [
+        length
+        for each in instances
+        for card in each.model_cards
+        if isinstance(length := card.get("max_model_len"), int)
+    ]
+    return min(lengths, default=0)

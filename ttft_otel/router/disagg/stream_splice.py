@@ -16,6 +16,8 @@ from ttft_otel.router.types import MODE_STRIP
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # stands for an incomplete UTF-8 character
 _decode_json: Final = msgspec.json.Decoder().decode
+_encoder: Final = msgspec.json.Encoder()
+_encode_json: Final = _encoder.encode
 # raised when a response has another form than vLLM's
 _SHAPE_ERRORS: Final = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
 
@@ -48,7 +50,7 @@ class PrefillToken(msgspec.Struct):
             if not self.text or self.text.endswith(REPLACEMENT_CHARACTER):
                 return "character"
             # A server holds back what may become a stop string, which would be cut off.
-            if _may_begin_stop(self.text, plan.stop_strings):
+            if plan.stop_strings and _may_begin_stop(self.text, plan.stop_strings):
                 return "stop"
         return ""
 
@@ -90,13 +92,13 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
 def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
     """The server-sent events of `first_token`, as a streaming vLLM sends them."""
     is_finished = first_token.finish_reason == "stop"
+    chunk = _build_chunk(first_token, plan)
     events: list[dict[str, Any]] = []
     if plan.is_chat:
         delta = {"role": first_token.role, "content": ""}
         role_choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         events.append(
-            _build_chunk(first_token, plan, role_choice)
-            | {"prompt_token_ids": None, "prompt_text": None}
+            {**chunk, "choices": [role_choice], "prompt_token_ids": None, "prompt_text": None}
         )
         choice: dict[str, Any] = {"index": 0, "delta": {"content": first_token.text}}
     else:
@@ -110,31 +112,26 @@ def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
     if not plan.is_chat:
         choice["prompt_token_ids"] = None
     choice["token_ids"] = None
-    events.append(_build_chunk(first_token, plan, choice))
+    events.append({**chunk, "choices": [choice]})
     if is_finished:
-        _append_closing_events(first_token, plan, events)
-    return b"".join(map(_render_event, events)) + (DONE_EVENT if is_finished else b"")
+        if plan.include_usage:
+            usage = {name: value for name, value in first_token.usage.items() if value is not None}
+            events.append({**chunk, "usage": usage})
+        if first_token.fingerprint is not None:
+            events[-1]["system_fingerprint"] = first_token.fingerprint
+    # One call of the encoder for all of them: no line break is within a line of JSON.
+    lines = _encoder.encode_lines(events).replace(b"\n", b"\n\ndata: ")
+    return b"data: " + (lines[:-6] + DONE_EVENT if is_finished else lines[:-6])
 
 
-def _append_closing_events(
-    first_token: PrefillToken, plan: LegPlan, events: list[dict[str, Any]]
-) -> None:
-    if plan.include_usage:
-        usage = {name: value for name, value in first_token.usage.items() if value is not None}
-        events.append({**_build_chunk(first_token, plan, None), "usage": usage})
-    if first_token.fingerprint is not None:
-        events[-1]["system_fingerprint"] = first_token.fingerprint
-
-
-def _build_chunk(
-    first_token: PrefillToken, plan: LegPlan, choice: dict[str, Any] | None
-) -> dict[str, Any]:
+def _build_chunk(first_token: PrefillToken, plan: LegPlan) -> dict[str, Any]:
+    """What all events of `first_token` have in common."""
     return {
         "id": first_token.id,
         "object": "chat.completion.chunk" if plan.is_chat else "text_completion",
         "created": first_token.created,
         "model": first_token.model,
-        "choices": [] if choice is None else [choice],
+        "choices": [],
     }
 
 
@@ -260,9 +257,7 @@ class StreamSplicer:
             return
         for name, value in (("id", self.first_token.id), ("created", self.first_token.created)):
             if chunk.get(name, value) != value:
-                old, new = (
-                    msgspec.json.encode({name: each})[1:-1] for each in (chunk[name], value)
-                )
+                old, new = (_encode_json({name: each})[1:-1] for each in (chunk[name], value))
                 self._replacements.append((old, new))
 
     def _correct_usage(self, chunk: dict[str, Any]) -> None:
@@ -287,4 +282,4 @@ def _may_begin_stop(text: str, stop_strings: tuple[str, ...]) -> bool:
 
 
 def _render_event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    return b"data: " + _encode_json(chunk) + b"\n\n"
