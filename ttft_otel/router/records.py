@@ -25,7 +25,7 @@ MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the b
 _EGRESS: Final = "router.egress"
 _ROUTE: Final = "router.route"
 _NO_ATTRIBUTES: Final[Attributes] = {}  # shared, since Records are not modified
-_name_handover_attribute: Final = functools.cache(names.name_handover_attribute)  # per stage
+_name_handover_attribute: Final = functools.lru_cache(256)(names.name_handover_attribute)
 
 
 def encode_known_parts(
