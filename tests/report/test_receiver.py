@@ -34,7 +34,8 @@ from ttft_otel import guard
 from ttft_otel.report import database_schema, receiver, request_assembly
 from ttft_otel.report.body_decoding import MAX_BODY_BYTES
 from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.otlp_decoder import MAX_ATTRIBUTES, MAX_EXPORT_SPANS, MAX_JSON_VALUES
+from ttft_otel.report.otlp_decoder import MAX_EXPORT_SPANS, MAX_JSON_VALUES
+from ttft_otel.report.span_conversion import MAX_ATTRIBUTES
 
 PROTOBUF = "application/x-protobuf"
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"

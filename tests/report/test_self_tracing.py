@@ -16,7 +16,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from sample_records import RunningServer
 
 from ttft_otel.report import database_schema, self_tracing
-from ttft_otel.report.span_rows import select_spans
+from ttft_otel.report.span_rows import TraceReader
 
 
 def test_off() -> None:
@@ -55,6 +55,8 @@ def test_on(
                 break
     with closing(database_schema.open_for_reading(sink.path)) as db:
         traces = db.execute("SELECT id, trace_id FROM traces").fetchall()
-        spans = [span for row in traces for span in select_spans(db, row[0], row[1].hex())]
+        spans = [
+            span for row in traces for span in TraceReader(db, row[0], row[1].hex()).list_spans()
+        ]
     assert {span.name for span in spans} == {"GET /api/summary", "GET /"}
     assert {span.service for span in spans} == {self_tracing.SERVE_SERVICE}

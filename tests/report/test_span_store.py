@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import sample_records
 from ttft_otel.report import database_schema, span_rows
 from ttft_otel.report import span_store as module
 from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.span_store import SpanStore, StoreUnavailableError
 
 
@@ -273,74 +270,3 @@ def test_duplicate_trunk_numbers(store: SpanStore) -> None:
     with open_reader(store.path) as db:
         (request,) = db.list_latest(RequestFilter())
     assert request.ttft_us == 0 and not request.closed
-
-
-SCHEMA_1 = """
-CREATE TABLE traces (
-  trace_id TEXT PRIMARY KEY, seen_ns INTEGER NOT NULL, spans INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX traces_seen ON traces (seen_ns);
-CREATE TABLE spans (
-  trace_id TEXT NOT NULL, span_id TEXT NOT NULL, parent_id TEXT NOT NULL, name TEXT NOT NULL,
-  kind INTEGER NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
-  service TEXT NOT NULL, scope TEXT NOT NULL, status INTEGER NOT NULL, message TEXT NOT NULL,
-  attributes TEXT NOT NULL, resource TEXT NOT NULL, dropped INTEGER NOT NULL,
-  trunk INTEGER NOT NULL,
-  PRIMARY KEY (trace_id, span_id)
-) WITHOUT ROWID;
-CREATE TABLE requests (
-  trace_id TEXT NOT NULL, number INTEGER NOT NULL, request_id TEXT NOT NULL,
-  start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
-  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL,
-  PRIMARY KEY (trace_id, number)
-) WITHOUT ROWID;
-CREATE INDEX requests_start ON requests (start_ns);
-CREATE INDEX requests_id ON requests (request_id);
-PRAGMA user_version=1;
-"""
-
-
-def write_schema_1(path: Path, spans: list[StoredSpan]) -> None:
-    """A database as the first release wrote it."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.executescript(SCHEMA_1)
-        for span in spans:
-            db.execute(
-                "INSERT OR IGNORE INTO traces VALUES (?, ?, 4)", (span.trace_id, time.time_ns())
-            )
-            db.execute(
-                "INSERT INTO spans VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                (
-                    *(span.trace_id, span.span_id, span.parent_id, span.name, span.kind),
-                    *(span.start_ns, span.end_ns, span.service, span.scope, span.status),
-                    *(span.message, json.dumps(span.attributes), json.dumps(span.resource)),
-                    *(span.dropped, int(span.is_ttft_span)),
-                ),
-            )
-
-
-def test_old_schema(tmp_path: Path) -> None:
-    """A database of schema 1 is rewritten when `serve` opens it; nothing in it is lost."""
-    path = tmp_path / "spans.db"
-    spans = sample_records.make_stored_spans(
-        [*sample_records.make_routed_records("r1"), *sample_records.make_routed_records("r2")]
-    )
-    write_schema_1(path, spans)
-    with (
-        pytest.raises(database_schema.StoreError, match="start `ttft-otel serve` once"),
-        open_reader(path),
-    ):
-        pass
-    store = SpanStore(path)
-    store.add(spans).result(10)
-    store.close()
-    assert store.counts == {"duplicate": len(spans), "evicted_traces": 0}
-    with open_reader(path) as db:
-        found = [db.find_trace(trace_id) for trace_id in dict.fromkeys(s.trace_id for s in spans)]
-        assert {each.request_id for each in db.list_latest(RequestFilter())} == {"r1", "r2"}
-        assert db.count_rows() == {"traces": 2, "spans": len(spans), "requests": 2}
-    kept = {span.span_id: span for trace in found if trace for span in trace.spans}
-    assert kept == {span.span_id: span for span in spans}
-    with closing(sqlite3.connect(path)) as connection:
-        tables = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE 'old%'")
-        assert tables.fetchall() == []

@@ -128,7 +128,7 @@ def test_growth(tmp_path: Path, fill: Callable[[ExportTraceServiceRequest, int],
         fill(message, export * SPANS)
         data = message.SerializeToString()
         received += len(data)
-        store.add(otlp_decoder.decode_export(data).spans).result(60)
+        store.add_chunks(otlp_decoder.chunk_export(data).chunks).result(60)
     store.close()
     assert store.counts["stored"] == EXPORTS * SPANS
     stored = store.path.stat().st_size
@@ -147,10 +147,10 @@ def test_shared_rows_end(tmp_path: Path) -> None:
         def count(table: str) -> int:
             return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
-        while count("spans") > 9 and time.monotonic() < deadline:
+        while count("chunks") > 3 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert (count("spans"), count("shared")) == (9, 2)  # a resource and a scope
-        assert db.execute("SELECT sum(spans) FROM shared").fetchone()[0] == 18
+        assert (count("chunks"), count("shared")) == (3, 2)  # a resource and a scope
+        assert db.execute("SELECT sum(chunks) FROM shared").fetchone()[0] == 6
     store.close()
 
 
@@ -194,7 +194,7 @@ def test_age_holds_while_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     pages = 1
     with closing(sqlite3.connect(store.path)) as db:
         while time.monotonic() < deadline:
-            left = db.execute("SELECT count(*) FROM spans").fetchone()[0]
+            left = db.execute("SELECT count(*) FROM chunks").fetchone()[0]
             pages = db.execute("PRAGMA page_count").fetchone()[0]
             if not left and pages < 50:
                 break

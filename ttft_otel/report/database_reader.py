@@ -16,16 +16,10 @@ from typing import Final
 from ttft_otel.report import database_schema, request_assembly, retention, time_before
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.request_rows import MAX_SEARCHED_CHARS
-from ttft_otel.report.span_rows import (
-    MAX_TRACE_TRUNKS,
-    select_parents,
-    select_spans,
-    select_trunks,
-)
+from ttft_otel.report.span_rows import MAX_TRACE_TRUNKS, TraceReader
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
 MAX_REQUESTS: Final = 2000  # requests in one result
-MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +88,15 @@ class DatabaseReader:
         ).fetchone()
         if row is None:
             return None
-        return build_stored_trace(trace_id, select_spans(self._connection, row[0], trace_id))
+        spans = TraceReader(self._connection, row[0], trace_id).list_spans()
+        return build_stored_trace(trace_id, spans)
 
     def find_trunks(self, trace_id: str) -> list[StoredSpan]:
         """The `ttft` and `encode` spans of a trace, with their attributes; [] when none is stored."""
         row = self._connection.execute(
             "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
         ).fetchone()
-        return select_trunks(self._connection, row[0], trace_id) if row else []
+        return TraceReader(self._connection, row[0], trace_id).list_trunks() if row else []
 
     def list_models(self) -> list[str]:
         """Names of models in the database, at most 100, for the page's filter."""
@@ -133,11 +128,12 @@ class DatabaseReader:
         return [built[trace][number] for trace, number, _ in rows if number < len(built[trace])]
 
     def _assemble_stored(self, trace: int, trace_id: str) -> list[Request]:
-        parents = select_parents(self._connection, trace)
-        trunks = select_trunks(self._connection, trace, trace_id)
+        reader = TraceReader(self._connection, trace, trace_id)
+        trunks, parents = reader.list_trunks(), reader.list_parents()
         ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
         # Only what hangs above the trunks: a trace may have thousands of other spans.
-        above = _select_spans_by_id(self._connection, trace, trace_id, sorted(ancestors))
+        spans = reader.list_spans({bytes.fromhex(span_id) for span_id in ancestors})
+        above = {span.span_id: span for span in spans}
         requests = request_assembly.assemble_requests(trace_id, trunks, parents)
         return time_before.add_before(requests, parents, above)
 
@@ -189,19 +185,6 @@ def _parse_id(text: str) -> bytes:
         return bytes.fromhex(text)
     except ValueError:
         return b""
-
-
-def _select_spans_by_id(
-    connection: sqlite3.Connection, trace: int, trace_id: str, span_ids: Sequence[str]
-) -> dict[str, StoredSpan]:
-    """The spans of a trace that have these IDs, by ID."""
-    spans: dict[str, StoredSpan] = {}
-    for start in range(0, len(span_ids), MAX_SQL_VARIABLES):
-        some = [bytes.fromhex(each) for each in span_ids[start : start + MAX_SQL_VARIABLES]]
-        condition = f"AND span_id IN ({','.join('?' * len(some))})"
-        for span in select_spans(connection, trace, trace_id, condition, some):
-            spans[span.span_id] = span
-    return spans
 
 
 def _encode_value(text: str) -> str:

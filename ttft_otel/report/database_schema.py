@@ -13,31 +13,30 @@ from urllib.parse import quote
 from ttft_otel.report import schema_migration
 
 # In SQLite's own user_version, which can be read without knowing any table.
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
+OLD_VERSIONS: Final = (1, 2)  # that schema_migration.py can rewrite
 DB_OPTION_HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
 BUSY_S: Final = 2.0  # seconds to wait for another process's lock
 
-# Numbers of traces grow in the order of arrival and are never used again: what is below the smallest has been
-# removed. Bytes for each span are bounded (tests/report/test_storage_bounds.py): IDs are bytes, attributes
-# MessagePack, what spans share is in `shared`, and tables of long values have row IDs, because entries of an
-# index beyond 1000 bytes take a page of their own.
+# Numbers of traces grow in the order of arrival, without gaps, and are never used again: what is below the
+# smallest has been removed. Spans are in chunks (span_chunks.py), of which only their trace is indexed. Bytes
+# for each span are bounded (tests/report/test_storage_bounds.py): what spans share is in `shared`, and tables
+# of long values have row IDs, because entries of an index beyond 1000 bytes take a page of their own.
 CREATE_TABLES: Final = """
 CREATE TABLE traces (
   id INTEGER PRIMARY KEY AUTOINCREMENT, trace_id BLOB NOT NULL UNIQUE,
-  seen_ms INTEGER NOT NULL, spans INTEGER NOT NULL
+  seen_ms INTEGER NOT NULL, spans INTEGER NOT NULL, trunks INTEGER NOT NULL
 );
 CREATE TABLE shared (
   id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, content BLOB NOT NULL,
-  spans INTEGER NOT NULL
+  chunks INTEGER NOT NULL
 );
-CREATE TABLE spans (
-  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, span_id BLOB NOT NULL, parent_id BLOB NOT NULL,
-  name TEXT NOT NULL, kind INTEGER NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
-  status INTEGER NOT NULL, message TEXT NOT NULL, attributes BLOB NOT NULL,
-  resource INTEGER NOT NULL, scope INTEGER NOT NULL, dropped INTEGER NOT NULL,
-  trunk INTEGER NOT NULL
+CREATE TABLE chunks (
+  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, resource INTEGER NOT NULL,
+  scope INTEGER NOT NULL, spans INTEGER NOT NULL, trunks INTEGER NOT NULL,
+  span_ids BLOB NOT NULL, content BLOB NOT NULL
 );
-CREATE UNIQUE INDEX spans_trace ON spans (trace, span_id);
+CREATE INDEX chunks_trace ON chunks (trace);
 CREATE TABLE requests (
   id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, number INTEGER NOT NULL,
   request_id TEXT NOT NULL, start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
@@ -115,21 +114,21 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables of a new database, or rewrite those of schema 1, in one transaction."""
+    """Create the tables of a new database, or rewrite those of an older one, in one transaction."""
     # Takes the write lock before the version is read: two starts cannot both create tables.
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 1:
+        if version in OLD_VERSIONS:
             schema_migration.set_old_tables_aside(connection)
-        if version in (0, 1):
+        if version in (0, *OLD_VERSIONS):
             # One by one: executescript() would commit first.
             for statement in CREATE_TABLES.split(";"):
                 connection.execute(statement)
             # Part of the transaction: it is rolled back with the tables.
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        if version == 1:
-            schema_migration.copy_old_spans(connection)
+        if version in OLD_VERSIONS:
+            schema_migration.copy_old_spans(connection, version)
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")
@@ -142,7 +141,7 @@ def _check_version(connection: sqlite3.Connection, path: Path) -> None:
     if version != SCHEMA_VERSION:
         hint = (
             "start `ttft-otel serve` once, which rewrites it, "
-            if version == 1
+            if version in OLD_VERSIONS
             else "move it away, "
         )
         raise StoreError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode OTLP trace exports, protobuf or JSON, into StoredSpans.
+"""Decode OTLP trace exports, protobuf or JSON: into chunks for the store, or into StoredSpans.
 
 Spans that cannot be stored (without IDs, times out of range) are refused one by one, which OTLP
 calls partial success.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,23 +19,22 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from ttft_otel import names
-from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
-from ttft_otel.report.stored_holders import write_holders
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.span_chunks import SpanChunk, chunk_raw_spans
+from ttft_otel.report.span_conversion import (
+    MAX_TEXT_CHARS,
+    convert_span,
+    find_fault,
+    read_attributes,
+)
 
 MAX_EXPORT_SPANS: Final = 20_000  # of one export, further ones are refused; the SDK sends 512
 # Values of a JSON body, by its commas and brackets: json holds the interpreter while it builds them.
 MAX_JSON_VALUES: Final = 200_000
-MAX_ATTRIBUTES: Final = 256  # per span; a router's `ttft` span with four legs has about 80
-MAX_TEXT_CHARS: Final = 4096  # of one name or value; longer ones are cut
-# Of the JSON text of a list or map, for each byte received: control characters become six.
-MAX_TEXT_GROWTH: Final = 4
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _EXPORT_FULL: Final = f"more than {MAX_EXPORT_SPANS} spans in one export"
-_MAX_TIME_NS: Final = 1 << 62  # SQLite's integers are signed, of 64 bits
 
 
 class OtlpDecodeError(ValueError):
@@ -52,27 +50,72 @@ class SpanBatch:
     refusal_reason: str = ""
 
 
+@dataclass(slots=True)
+class ChunkBatch:
+    """The spans of one export as chunks, `accepted` in number; the rest as in SpanBatch."""
+
+    chunks: list[SpanChunk] = field(default_factory=list)
+    accepted: int = 0
+    refused: int = 0
+    refusal_reason: str = ""
+
+
 def decode_export(data: bytes, as_json: bool = False) -> SpanBatch:
-    """Decode one export. Raises OtlpDecodeError when it is not OTLP.
+    """Decode one export with all its spans. Raises OtlpDecodeError when it is not OTLP.
 
     as_json: `data` is OTLP/JSON, else protobuf.
     """
-    message = _parse_json(data) if as_json else _parse_protobuf(data)
-    batch = SpanBatch()
-    for group in message.resource_spans:
-        # One dict for all its spans: encode_spans() knows it by identity.
-        resource = _read_attributes(group.resource.attributes)[0]
-        service = str(resource.get("service.name", ""))
-        for scope in group.scope_spans:
-            for raw in scope.spans:
-                # Counted on, so that the answer tells how many were refused.
-                is_full = len(batch.spans) >= MAX_EXPORT_SPANS
-                if fault := _EXPORT_FULL if is_full else _find_fault(raw):
-                    batch.refused += 1
-                    batch.refusal_reason = batch.refusal_reason or fault
-                else:
-                    batch.spans.append(_make_span(raw, service, scope.scope.name, resource))
-    return batch
+    accepted = _AcceptedSpans()
+    # One dict for all spans of a resource: encode_spans() knows it by identity.
+    spans = [
+        convert_span(raw, resource, scope)
+        for resource, scope, group in accepted.iterate_groups(_parse_export(data, as_json))
+        for raw in group
+    ]
+    return SpanBatch(spans, accepted.refused, accepted.refusal_reason)
+
+
+def chunk_export(data: bytes, as_json: bool = False) -> ChunkBatch:
+    """Check one export and divide it into chunks for the store; arguments and errors as decode_export()."""
+    accepted = _AcceptedSpans()
+    chunks = [
+        chunk
+        for resource, scope, group in accepted.iterate_groups(_parse_export(data, as_json))
+        for chunk in chunk_raw_spans(group, resource, scope)
+    ]
+    return ChunkBatch(chunks, accepted.accepted, accepted.refused, accepted.refusal_reason)
+
+
+class _AcceptedSpans:
+    """Takes the spans of one export that can be stored, and counts the others."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.refused = 0
+        self.refusal_reason = ""
+
+    def iterate_groups(
+        self, message: ExportTraceServiceRequest
+    ) -> Iterator[tuple[dict[str, Any], str, list[trace_pb2.Span]]]:
+        """Resource, name of the scope, and spans that can be stored, of each scope that has any."""
+        for group in message.resource_spans:
+            resource = read_attributes(group.resource.attributes)[0]
+            for scope in group.scope_spans:
+                if spans := self._accept_spans(scope.spans):
+                    yield resource, scope.scope.name[:MAX_TEXT_CHARS], spans
+
+    def _accept_spans(self, spans: Iterable[trace_pb2.Span]) -> list[trace_pb2.Span]:
+        accepted: list[trace_pb2.Span] = []
+        room = MAX_EXPORT_SPANS - self.accepted
+        for raw in spans:
+            # Counted on, so that the answer tells how many were refused.
+            if fault := _EXPORT_FULL if len(accepted) >= room else find_fault(raw):
+                self.refused += 1
+                self.refusal_reason = self.refusal_reason or fault
+            else:
+                accepted.append(raw)
+        self.accepted += len(accepted)
+        return accepted
 
 
 def build_export_response(refused: int, reason: str) -> ExportTraceServiceResponse:
@@ -82,6 +125,10 @@ def build_export_response(refused: int, reason: str) -> ExportTraceServiceRespon
         response.partial_success.rejected_spans = refused
         response.partial_success.error_message = reason
     return response
+
+
+def _parse_export(data: bytes, as_json: bool) -> ExportTraceServiceRequest:
+    return _parse_json(data) if as_json else _parse_protobuf(data)
 
 
 def _parse_protobuf(data: bytes) -> ExportTraceServiceRequest:
@@ -121,83 +168,3 @@ def _iterate_raw_spans(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _get_either(tree: Mapping[str, Any], first: str, second: str) -> Iterable[Any]:
     # protobuf's JSON allows both spellings of a field.
     return tree.get(first) or tree.get(second) or ()
-
-
-def _find_fault(raw: trace_pb2.Span) -> str:
-    """Why a span cannot be stored; "" when it can."""
-    # W3C: all zeros is no valid ID.
-    if len(raw.trace_id) != 16 or not any(raw.trace_id):
-        return "a span without a valid trace id"
-    if len(raw.span_id) != 8 or not any(raw.span_id):
-        return "a span without a valid span id"
-    if len(raw.parent_span_id) not in (0, 8):
-        return "a span with an invalid parent id"
-    if max(raw.start_time_unix_nano, raw.end_time_unix_nano) >= _MAX_TIME_NS:
-        return "a span with a time out of range"
-    return ""
-
-
-def _make_span(
-    raw: trace_pb2.Span, service: str, scope: str, resource: dict[str, Any]
-) -> StoredSpan:
-    attributes, cut = _read_attributes(raw.attributes)
-    if scope == names.SCOPE and (text := write_holders(raw)):
-        # Links and events have no column: they are for explanations, and few.
-        attributes[names.HELD_BY] = text
-    return StoredSpan(
-        trace_id=raw.trace_id.hex(),
-        span_id=raw.span_id.hex(),
-        parent_id=raw.parent_span_id.hex(),
-        name=raw.name[:MAX_TEXT_CHARS],
-        kind=raw.kind if 0 <= raw.kind < len(SPAN_KINDS) else 0,  # enums of protobuf are open
-        start_ns=raw.start_time_unix_nano,
-        end_ns=max(raw.start_time_unix_nano, raw.end_time_unix_nano),  # never before its start
-        service=service[:MAX_TEXT_CHARS],
-        scope=scope[:MAX_TEXT_CHARS],
-        status=raw.status.code,
-        message=raw.status.message[:MAX_TEXT_CHARS],
-        attributes=attributes,
-        resource=resource,
-        dropped=cut + raw.dropped_attributes_count,
-    )
-
-
-def _read_attributes(pairs: Iterable[KeyValue]) -> tuple[dict[str, Any], int]:
-    """At most MAX_ATTRIBUTES attributes, and how many were left out."""
-    attributes: dict[str, Any] = {}
-    cut = 0
-    for pair in pairs:
-        if len(attributes) >= MAX_ATTRIBUTES:
-            cut += 1
-        else:
-            attributes[pair.key[:MAX_TEXT_CHARS]] = _convert_value(pair.value)
-    return attributes, cut
-
-
-def _convert_value(value: AnyValue) -> Any:
-    """A value for JSON; lists and maps become JSON text, because they are only displayed."""
-    kind = value.WhichOneof("value")
-    if kind == "string_value":
-        return value.string_value[:MAX_TEXT_CHARS]
-    if kind == "bool_value":
-        return value.bool_value
-    if kind == "int_value":
-        return value.int_value
-    if kind == "double_value":
-        number = value.double_value
-        return number if math.isfinite(number) else str(number)  # JSON has no NaN and infinity
-    if kind == "bytes_value":
-        # Two hex digits for each byte.
-        return value.bytes_value[: MAX_TEXT_CHARS // 2].hex()
-    if kind is None:
-        return ""
-    text = json.dumps(_convert_nested(value), ensure_ascii=False)
-    return text[: min(MAX_TEXT_CHARS, MAX_TEXT_GROWTH * value.ByteSize())]
-
-
-def _convert_nested(value: AnyValue) -> Any:
-    if value.HasField("array_value"):
-        return [_convert_nested(each) for each in value.array_value.values]
-    if value.HasField("kvlist_value"):
-        return {each.key: _convert_nested(each.value) for each in value.kvlist_value.values}
-    return _convert_value(value)

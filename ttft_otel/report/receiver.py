@@ -181,10 +181,11 @@ class Receiver:
 
     def _decode_body(self, data: bytes, encoding: str, as_json: bool) -> QueuedExport:
         """Decode a body and queue its spans in the store; runs in a thread."""
-        batch = otlp_decoder.decode_export(body_decoding.unpack_body(data, encoding), as_json)
-        self.counts["received"] += len(batch.spans) + batch.refused
+        batch = otlp_decoder.chunk_export(body_decoding.unpack_body(data, encoding), as_json)
+        self.counts["received"] += batch.accepted + batch.refused
         self.counts["refused"] += batch.refused
-        return QueuedExport(batch.refused, batch.refusal_reason, self.store.add(batch.spans))
+        stored = self.store.add_chunks(batch.chunks)
+        return QueuedExport(batch.refused, batch.refusal_reason, stored)
 
 
 def create_routes(receiver: Receiver) -> APIRouter:

@@ -9,6 +9,7 @@ of a request are then chained backwards from the one that gave the first token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from ttft_otel import names, stages
@@ -19,6 +20,9 @@ FIRST_TOKEN_ROLES: Final = frozenset(stages.ANSWERING_ROLES)
 MAX_SKEW_NS: Final = 2_000_000  # accepted difference of two hosts' clocks
 MAX_DURATION_US: Final = 1 << 42  # 50 days; larger values in foreign data are ignored
 MAX_PARENTS: Final = 64  # parents followed: foreign data may contain a loop
+# The same few dozen attributes in every span. Bounded, because anybody can send others.
+_parse_stage: Final = lru_cache(512)(names.parse_stage_attribute)
+_parse_reason: Final = lru_cache(512)(names.parse_reason_attribute)
 
 
 def read_leg(span: StoredSpan) -> Leg:
@@ -28,8 +32,7 @@ def read_leg(span: StoredSpan) -> Leg:
         stage: _get_count(attributes, key)
         for key in attributes
         # `unattributed` has a field of its own: twice it would not add up.
-        if (stage := names.parse_stage_attribute(key))
-        and stages.split_stage(stage)[1] != stages.UNATTRIBUTED
+        if (stage := _parse_stage(key)) and stages.split_stage(stage)[1] != stages.UNATTRIBUTED
     }
     return Leg(
         span_id=span.span_id,
@@ -57,7 +60,7 @@ def read_leg(span: StoredSpan) -> Leg:
 def _read_reasons(attributes: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     reasons: dict[str, dict[str, int]] = {}
     for key in attributes:
-        found = names.parse_reason_attribute(key)
+        found = _parse_reason(key)
         if found and (length := _get_count(attributes, key)):
             reasons.setdefault(found[0], {})[found[1]] = length
     return reasons

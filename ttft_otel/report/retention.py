@@ -22,7 +22,7 @@ def has_old(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int
     first_kept = _find_first_kept(connection, max_traces, oldest_kept_ms)
     found = connection.execute(
         f"SELECT EXISTS (SELECT 1 FROM traces WHERE id<?) OR "
-        f"EXISTS (SELECT 1 FROM spans WHERE trace<{_FIRST_KEPT})",
+        f"EXISTS (SELECT 1 FROM chunks WHERE trace<{_FIRST_KEPT})",
         (first_kept,),
     ).fetchone()
     return bool(found[0])
@@ -50,25 +50,33 @@ def evict_share(connection: sqlite3.Connection, share: float) -> int:
 
 
 def purge_spans(connection: sqlite3.Connection) -> int:
-    """Delete up to MAX_PURGED_SPANS spans of removed traces; returns their number.
+    """Delete chunks of removed traces, until these had MAX_PURGED_SPANS spans; returns their number.
 
     To be called within a transaction.
     """
-    rows = connection.execute(
-        f"SELECT id, resource, scope FROM spans WHERE trace<{_FIRST_KEPT} ORDER BY trace LIMIT ?",
+    found = connection.execute(
+        f"SELECT id, resource, scope, spans FROM chunks WHERE trace<{_FIRST_KEPT} ORDER BY trace LIMIT ?",
         (MAX_PURGED_SPANS,),
-    ).fetchall()
-    # Counted first: one update for each shared row, and not one for each span.
+    )
+    rows: list[tuple[int, int, int]] = []
+    purged = 0
+    for *row, spans in found:
+        rows.append((row[0], row[1], row[2]))
+        purged += spans
+        if purged >= MAX_PURGED_SPANS:
+            break
+    found.close()
+    # Counted first: one update for each shared row, and not one for each chunk.
     references = Counter(number for row in rows for number in row[1:])
-    connection.executemany("DELETE FROM spans WHERE id=?", [row[:1] for row in rows])
+    connection.executemany("DELETE FROM chunks WHERE id=?", [row[:1] for row in rows])
     connection.executemany(
-        "UPDATE shared SET spans=spans-? WHERE id=?",
+        "UPDATE shared SET chunks=chunks-? WHERE id=?",
         [(count, number) for number, count in references.items()],
     )
     connection.executemany(
-        "DELETE FROM shared WHERE id=? AND spans=0", [(number,) for number in references]
+        "DELETE FROM shared WHERE id=? AND chunks=0", [(number,) for number in references]
     )
-    return len(rows)
+    return purged
 
 
 def shrink_file(connection: sqlite3.Connection) -> bool:
@@ -80,20 +88,21 @@ def shrink_file(connection: sqlite3.Connection) -> bool:
 
 
 def count_kept(connection: sqlite3.Connection, table: str) -> int:
-    """The number of rows of `table`, spans of removed traces not counted."""
-    kept = f" WHERE trace>={_FIRST_KEPT}" if table == "spans" else ""
-    count: int = connection.execute(f"SELECT count(*) FROM {table}{kept}").fetchone()[0]
+    """The number of "traces", "requests" or "spans", of removed traces not counted."""
+    counted = (
+        "coalesce(sum(spans), 0) FROM traces" if table == "spans" else f"count(*) FROM {table}"
+    )
+    count: int = connection.execute(f"SELECT {counted}").fetchone()[0]
     return count
 
 
 def _find_first_kept(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms: int) -> int:
     run = connection.execute
-    # By number, which is the order of arrival: spans' own times may be wrong.
-    newest = "SELECT id FROM traces ORDER BY id DESC LIMIT 1 OFFSET ?"
-    by_number = run(newest, (max_traces - 1,)).fetchone()
+    # By number, which is the order of arrival: spans' own times may be wrong. Numbers have no gaps.
+    last: int = run("SELECT coalesce(max(id), 0) FROM traces").fetchone()[0]
     oldest_young = "SELECT id FROM traces WHERE seen_ms>=? ORDER BY id LIMIT 1"
     by_age = run(oldest_young, (oldest_kept_ms,)).fetchone()
-    return max(by_number[0] if by_number else 0, by_age[0] if by_age else 1 << 62)
+    return max(last - max_traces + 1, by_age[0] if by_age else 1 << 62)
 
 
 def _evict_below(connection: sqlite3.Connection, first_kept: int) -> int:

@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -20,7 +20,8 @@ from typing import Final
 from ttft_otel.guard import Guard
 from ttft_otel.report import database_schema, request_rows, retention
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_rows import SpanInserter, SpanRow, encode_spans
+from ttft_otel.report.span_chunks import SpanChunk, encode_spans
+from ttft_otel.report.span_rows import ChunkInserter, InsertOutcome
 
 MAX_WAITING_BATCHES: Final = 64  # batches in the writer's queue; more are refused with 503
 MAX_TRANSACTION_SPANS: Final = 4096  # spans in one transaction, so that no commit takes long
@@ -30,7 +31,7 @@ RETENTION_INTERVAL_S: Final = (
 RETENTION_TROUBLE: Final = "retention: "  # begins last_error when old traces could not be removed
 EVICTED_SHARE: Final = 0.1  # of the traces, removed when the file has reached its limit
 
-QueuedBatch = tuple[Sequence[SpanRow], "Future[int]"]
+QueuedBatch = tuple[Sequence[SpanChunk], "Future[int]"]
 
 
 class StoreUnavailableError(Exception):
@@ -71,21 +72,24 @@ class SpanStore:
         self._thread.start()
 
     def add(self, spans: Sequence[StoredSpan]) -> Future[int]:
-        """Encode and queue a batch. Raises StoreUnavailableError when the queue is full or the store closed.
+        """Queue decoded spans; as add_chunks()."""
+        return self.add_chunks(encode_spans(spans))
 
-        The future gives the number of spans of the batch that were refused (MAX_TRACE_SPANS). Encoding
-        takes a while for large batches, and must not run on an event loop.
+    def add_chunks(self, chunks: Sequence[SpanChunk]) -> Future[int]:
+        """Queue a batch. Raises StoreUnavailableError when the queue is full or the store closed.
+
+        The future gives the number of spans of the batch that were refused (MAX_TRACE_SPANS).
         """
         done: Future[int] = Future()
         done.set_running_or_notify_cancel()  # a sender that gave up must not cancel the write
         if self._closed:
             raise StoreUnavailableError("the store is closed")
-        if not spans:
+        if not chunks:
             done.set_result(0)
             return done
         try:
             # Never waits: the sender is told at once that the queue is full, and retries.
-            self._queue.put_nowait((encode_spans(spans), done))
+            self._queue.put_nowait((chunks, done))
         except Full:
             self.counts["busy"] += 1
             raise StoreUnavailableError("too many batches wait for the disk") from None
@@ -131,15 +135,17 @@ class SpanStore:
             if queued is None:  # from close()
                 return batches, True
             batches.append(queued)
-            size += len(queued[0])
+            size += sum(chunk.span_count for chunk in queued[0])
         return batches, False
 
     def _commit_batches(self, batches: Sequence[QueuedBatch]) -> None:
         refused = [0] * len(batches)
-        work = [(number, row) for number, (rows, _) in enumerate(batches) for row in rows]
+        work = [(number, chunk) for number, (chunks, _) in enumerate(batches) for chunk in chunks]
         try:
-            for start in range(0, len(work), MAX_TRANSACTION_SPANS):
-                self._write_slice(work[start : start + MAX_TRANSACTION_SPANS], refused)
+            for part in _divide_work(work):
+                outcomes = self._write_slice([chunk for _, chunk in part])
+                for (number, _), outcome in zip(part, outcomes, strict=True):
+                    refused[number] += outcome.refused
         except sqlite3.Error as error:
             self.last_error = f"{type(error).__name__}: {error}"
             # All of the turn: those that were written already come again as duplicates.
@@ -151,34 +157,34 @@ class SpanStore:
         for (_, done), count in zip(batches, refused, strict=True):
             done.set_result(count)
 
-    def _write_slice(self, work: Sequence[tuple[int, SpanRow]], refused: list[int]) -> None:
-        """Write rows, each with the number of its batch, and add to `refused` of these batches."""
+    def _write_slice(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
+        """Write chunks in one transaction; what became of each."""
         try:
-            outcomes = self._write_rows([row for _, row in work])
+            return self._write_chunks(chunks)
         except sqlite3.OperationalError:
             # SQLITE_FULL by our own limit: remove a share of the traces and write once more.
             if not self._is_full():
                 raise
             self._run_transaction(self._evict_share)
-            outcomes = self._write_rows([row for _, row in work])
-        for (number, _), outcome in zip(work, outcomes, strict=True):
-            refused[number] += outcome == "refused"
+            return self._write_chunks(chunks)
 
-    def _write_rows(self, rows: Sequence[SpanRow]) -> list[str]:
-        """Write rows and enforce the limits in one transaction; what became of each row."""
-        outcomes: list[str] = []
+    def _write_chunks(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
+        """Write chunks and enforce the limits in one transaction; what became of each."""
+        outcomes: list[InsertOutcome] = []
 
-        def write_rows() -> int:
+        def write_chunks() -> int:
             # Wall clock: ages are compared across restarts.
-            inserter = SpanInserter(self._connection, time.time_ns() // 1_000_000)
-            outcomes.extend(inserter.insert_row(row) for row in rows)
-            inserter.finish()
-            request_rows.write_requests(self._connection, inserter.touched)
+            inserter = ChunkInserter(self._connection, time.time_ns() // 1_000_000)
+            outcomes.extend(inserter.insert_chunks(chunks))
+            request_rows.write_requests(self._connection, inserter.list_touched())
             # Deletes as many spans as are stored, so that those of removed traces do not pile up.
             return self._evict_and_purge()
 
-        self._run_transaction(write_rows)
-        self.counts.update(outcomes)
+        self._run_transaction(write_chunks)
+        for kind in InsertOutcome._fields:
+            # Only what there was: /healthz shows the counts.
+            if number := sum(getattr(outcome, kind) for outcome in outcomes):
+                self.counts[kind] += number
         return outcomes
 
     def _remove_old(self) -> bool:
@@ -232,6 +238,20 @@ class SpanStore:
         traces: int = run("SELECT count(*) FROM traces").fetchone()[0]
         # 0.9: the limit is of whole pages, and a batch needs several of them.
         return bool(used * size >= 0.9 * self.max_bytes and traces)
+
+
+def _divide_work(work: Sequence[tuple[int, SpanChunk]]) -> Iterator[list[tuple[int, SpanChunk]]]:
+    """Parts of MAX_TRANSACTION_SPANS spans, more by less than a chunk."""
+    part: list[tuple[int, SpanChunk]] = []
+    size = 0
+    for number, chunk in work:
+        part.append((number, chunk))
+        size += chunk.span_count
+        if size >= MAX_TRANSACTION_SPANS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _fail_batches(batches: Sequence[QueuedBatch], reason: str) -> None:

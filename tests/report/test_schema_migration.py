@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Databases of older releases are rewritten when `serve` opens them; nothing in them is lost."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+import sample_records
+
+from ttft_otel.report import database_schema
+from ttft_otel.report.database_reader import RequestFilter, open_reader
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.span_store import SpanStore
+
+SCHEMA_1 = """
+CREATE TABLE traces (
+  trace_id TEXT PRIMARY KEY, seen_ns INTEGER NOT NULL, spans INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX traces_seen ON traces (seen_ns);
+CREATE TABLE spans (
+  trace_id TEXT NOT NULL, span_id TEXT NOT NULL, parent_id TEXT NOT NULL, name TEXT NOT NULL,
+  kind INTEGER NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
+  service TEXT NOT NULL, scope TEXT NOT NULL, status INTEGER NOT NULL, message TEXT NOT NULL,
+  attributes TEXT NOT NULL, resource TEXT NOT NULL, dropped INTEGER NOT NULL,
+  trunk INTEGER NOT NULL,
+  PRIMARY KEY (trace_id, span_id)
+) WITHOUT ROWID;
+CREATE TABLE requests (
+  trace_id TEXT NOT NULL, number INTEGER NOT NULL, request_id TEXT NOT NULL,
+  start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
+  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL,
+  PRIMARY KEY (trace_id, number)
+) WITHOUT ROWID;
+CREATE INDEX requests_start ON requests (start_ns);
+CREATE INDEX requests_id ON requests (request_id);
+PRAGMA user_version=1;
+"""
+
+
+def write_schema_1(path: Path, spans: list[StoredSpan]) -> None:
+    """A database as the first release wrote it."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.executescript(SCHEMA_1)
+        for span in spans:
+            db.execute(
+                "INSERT OR IGNORE INTO traces VALUES (?, ?, 4)", (span.trace_id, time.time_ns())
+            )
+            db.execute(
+                "INSERT INTO spans VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                (
+                    *(span.trace_id, span.span_id, span.parent_id, span.name, span.kind),
+                    *(span.start_ns, span.end_ns, span.service, span.scope, span.status),
+                    *(span.message, json.dumps(span.attributes), json.dumps(span.resource)),
+                    *(span.dropped, int(span.is_ttft_span)),
+                ),
+            )
+
+
+SCHEMA_2 = """
+CREATE TABLE traces (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, trace_id BLOB NOT NULL UNIQUE,
+  seen_ms INTEGER NOT NULL, spans INTEGER NOT NULL
+);
+CREATE TABLE shared (
+  id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, content BLOB NOT NULL,
+  spans INTEGER NOT NULL
+);
+CREATE TABLE spans (
+  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, span_id BLOB NOT NULL, parent_id BLOB NOT NULL,
+  name TEXT NOT NULL, kind INTEGER NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
+  status INTEGER NOT NULL, message TEXT NOT NULL, attributes BLOB NOT NULL,
+  resource INTEGER NOT NULL, scope INTEGER NOT NULL, dropped INTEGER NOT NULL,
+  trunk INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX spans_trace ON spans (trace, span_id);
+CREATE TABLE requests (
+  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, number INTEGER NOT NULL,
+  request_id TEXT NOT NULL, start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
+  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL
+);
+CREATE INDEX requests_trace ON requests (trace);
+CREATE INDEX requests_start ON requests (start_ns);
+CREATE INDEX requests_id ON requests (request_id) WHERE request_id<>'';
+PRAGMA user_version=2;
+"""
+
+
+def write_schema_2(path: Path, spans: list[StoredSpan]) -> None:
+    """A database as releases wrote it that stored what spans share once."""
+    encode = msgspec.msgpack.Encoder().encode
+    now_ms = time.time_ns() // 1_000_000
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.executescript(SCHEMA_2)
+
+        def find(table: str, column: str, value: bytes, others: tuple[object, ...]) -> int:
+            """The number of a row, which is added if it is missing."""
+            db.execute(
+                f"INSERT OR IGNORE INTO {table} VALUES (NULL, ?, {','.join('?' * len(others))})",
+                (value, *others),
+            )
+            row = db.execute(f"SELECT id FROM {table} WHERE {column}=?", (value,)).fetchone()
+            return int(row[0])
+
+        for span in spans:
+            trace = find("traces", "trace_id", bytes.fromhex(span.trace_id), (now_ms, 4))
+            resource, scope = encode(span.resource), encode(span.scope)
+            shared = [find("shared", "digest", each, (each, 1)) for each in (resource, scope)]
+            attributes = encode(span.attributes) if span.attributes else b""
+            db.execute(
+                "INSERT INTO spans VALUES (NULL,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                (
+                    *(trace, bytes.fromhex(span.span_id), bytes.fromhex(span.parent_id)),
+                    *(span.name, span.kind, span.start_ns, span.end_ns, span.status),
+                    *(span.message, attributes, *shared, span.dropped, int(span.is_ttft_span)),
+                ),
+            )
+
+
+@pytest.mark.parametrize("write_database", [write_schema_1, write_schema_2])
+def test_old_schema(
+    tmp_path: Path, write_database: Callable[[Path, list[StoredSpan]], None]
+) -> None:
+    """An old database is rewritten when `serve` opens it; nothing in it is lost."""
+    path = tmp_path / "spans.db"
+    spans = sample_records.make_stored_spans(
+        [*sample_records.make_routed_records("r1"), *sample_records.make_routed_records("r2")]
+    )
+    write_database(path, spans)
+    with (
+        pytest.raises(database_schema.StoreError, match="start `ttft-otel serve` once"),
+        open_reader(path),
+    ):
+        pass
+    store = SpanStore(path)
+    store.add(spans).result(10)
+    store.close()
+    assert store.counts == {"duplicate": len(spans), "evicted_traces": 0}
+    with open_reader(path) as db:
+        found = [db.find_trace(trace_id) for trace_id in dict.fromkeys(s.trace_id for s in spans)]
+        assert {each.request_id for each in db.list_latest(RequestFilter())} == {"r1", "r2"}
+        assert db.count_rows() == {"traces": 2, "spans": len(spans), "requests": 2}
+    kept = {span.span_id: span for trace in found if trace for span in trace.spans}
+    assert kept == {span.span_id: span for span in spans}
+    with closing(sqlite3.connect(path)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE 'old%'")
+        assert tables.fetchall() == []
