@@ -7,8 +7,9 @@ A room is a layer of single files, or a folder. Imports that only type checkers 
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -64,18 +65,20 @@ ROUTER_ROOMS: Final = (
 RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> files that import
 
 
-def list_imported_names(path: Path, package: Path) -> Iterator[str]:
+@functools.cache  # parsed once, although most callers ask for all files anew
+def list_imported_names(path: Path, package: Path) -> tuple[str, ...]:
     """Dotted names that a file imports; `from a import b` gives a.b. Relative ones are resolved."""
-    folder = (package.name, *path.relative_to(package).parts[:-1])
+    folder, names = (package.name, *path.relative_to(package).parts[:-1]), list[str]()
     # All of the file: imports inside functions count like those at the top.
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             # One dot is the file's own folder, each further one a folder up.
             base = folder[: len(folder) - node.level + 1] if node.level else ()
             module = ".".join((*base, node.module) if node.module else base)
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += (f"{module}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
 def find_unit(path: Path, folder: Path) -> str:

@@ -12,6 +12,7 @@ from xdist.scheduler import LoadFileScheduling
 
 # Importing vLLM's connectors or its scheduler takes 8 s of CPU: once, not once per worker.
 VLLM_FILES: Final = (
+    "tests/hooks/test_blame_pairs.py",
     "tests/hooks/test_ec_items.py",
     "tests/hooks/test_ec_kept.py",
     "tests/hooks/test_ec_worker.py",
@@ -26,6 +27,7 @@ VLLM_FILES: Final = (
     "tests/explain/test_token_time.py",
     "tests/explain/test_what_if.py",
     "tests/explain/test_what_if_command.py",
+    "tests/explain/test_window_check.py",
 )
 # Starting a stack and sending it 2 000 requests takes a minute and a half.
 FILLED_STACK_FILES: Final = ("tests/stack/test_panels.py", "tests/stack/test_browser.py")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,13 +225,18 @@ def get_module_name(path: Path) -> str:
 
 
 def list_imported_modules(path: Path) -> set[str]:
-    """Modules of the package that a file names in imports; a folder's name alone does not count."""
-    files = {get_module_name(each) for each in FILES if each.name != "__init__.py"}
+    """Modules of the package that a file names in imports."""
     return {
         module
         for module in list_imports(path)
-        if module in files and module != get_module_name(path)
+        if module in list_modules() and module != get_module_name(path)
     }
+
+
+@functools.cache
+def list_modules() -> frozenset[str]:
+    """The dotted names of the package's files; a folder's name alone does not count."""
+    return frozenset(get_module_name(each) for each in FILES if each.name != "__init__.py")
 
 
 @pytest.mark.parametrize("path", [*NAMED, *BESIDE])

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ SHIPPED = [
 WAITING_STAGES = (stages.QUEUE_STAGES[0], stages.STALL_STAGE)
 
 
+@functools.cache
 def list_constants() -> dict[str, str]:
     """Every public name in names.py, by the constant that holds it."""
     return {
@@ -154,20 +155,26 @@ def test_literals(path: Path) -> None:
     assert [] == sorted((set(list_literals(path)) & spelled) - free)
 
 
-def list_literals(path: Path, prose: bool = False) -> Iterator[str]:
+def list_literals(path: Path, prose: bool = False) -> tuple[str, ...]:
     """The string constants of a file: those in its code, with `prose` its docstrings too."""
-    tree = ast.parse(path.read_bytes())
-    docstrings = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and (prose or id(node) not in docstrings):
-            if isinstance(node.value, str):
-                yield node.value
-            elif isinstance(node.value, bytes):
-                yield node.value.decode("latin-1")
+    nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    docstrings = set[int]()
+    if not prose:
+        docstrings = {
+            id(node.value)
+            for node in nodes
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+    values = (
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and id(node) not in docstrings
+    )
+    return tuple(
+        value if isinstance(value, str) else value.decode("latin-1")
+        for value in values
+        if isinstance(value, str | bytes)
+    )
 
 
 def test_used() -> None:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import random
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.hooks.vllm_import import import_from_vllm
 from ttft_otel import testing
 from ttft_otel.explain.engine_parts import EngineLimits
 
@@ -57,15 +59,15 @@ def draw_arrivals(
 
 def build_driver(limits: EngineLimits) -> Any:
     """vLLM's Scheduler with these limits, or its AsyncScheduler."""
+    real, asynchronous = import_from_vllm(
+        "tests.hooks.real_scheduler", "vllm.v1.core.sched.async_scheduler"
+    )
+    plain = real.WrappedScheduler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        real = importlib.import_module("tests.hooks.real_scheduler")
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-        plain = real.WrappedScheduler
         try:
             if limits.async_scheduling:
-                real.WrappedScheduler = AsyncScheduler
+                real.WrappedScheduler = asynchronous.AsyncScheduler
             # Without a limit as many as no load here needs.
             return real.SchedulerDriver(
                 testing.FakeClock(),
@@ -80,8 +82,14 @@ def build_driver(limits: EngineLimits) -> Any:
             real.WrappedScheduler = plain
 
 
-def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]:
-    """What vLLM's Scheduler makes of `arrivals`, in steps of BASE_US and TOKEN_US a token.
+def run_scheduler(arrivals: Sequence[Arrival], limits: EngineLimits) -> tuple[Served, ...]:
+    """What vLLM's Scheduler makes of `arrivals`; the same every time, so several tests share a run."""
+    return _run_scheduler(tuple(arrivals), limits)
+
+
+@functools.cache
+def _run_scheduler(arrivals: tuple[Arrival, ...], limits: EngineLimits) -> tuple[Served, ...]:
+    """Run it, in steps of BASE_US and TOKEN_US a token.
 
     The loop is that of vLLM's engine core: without async scheduling one step at a time, with it two of
     which one runs; where nothing can be scheduled beside a step, its end is waited for.
@@ -124,7 +132,7 @@ def run_scheduler(arrivals: list[Arrival], limits: EngineLimits) -> list[Served]
             now = max(now, end)
             scheduler.update_from_output(finished, make_result(ids, whole))
             now += GAP_US
-    return served
+    return tuple(served)
 
 
 def find_blocked(scheduler: Any, output: Any, limits: EngineLimits) -> list[Any]:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, wra
 
 from .accelerated_runners import wrap_accelerated_classes
 from .fakes import FakeEngineCore, clear_waiting, make_wrapped_core
+from .vllm_import import import_from_vllm
 
 
 @pytest.fixture
@@ -29,10 +28,8 @@ def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngine
 
 @pytest.fixture(scope="session")
 def real_scheduler() -> Any:
-    """The driver's module, which imports vLLM: some 25 s of CPU, and warnings of other people's code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("tests.hooks.real_scheduler")
+    """The driver's module, which imports vLLM."""
+    return import_from_vllm("tests.hooks.real_scheduler")[0]
 
 
 @pytest.fixture
@@ -60,13 +57,14 @@ def no_step_open() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def connectors() -> None:
-    """vLLM's encoder-cache connectors, imported once: 15 s, and warnings of other people's code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("example_connector", "mooncake_ec_connector", "cpu.scheduler", "cpu.worker"):
-            importlib.import_module(f"vllm.distributed.ec_transfer.ec_connector.{name}")
-        importlib.import_module("vllm.distributed.ec_transfer.ec_connector.cpu.session")
-        importlib.import_module("vllm.v1.worker.gpu.ec_connector")
+    """vLLM's encoder-cache connectors, imported once."""
+    folder = "vllm.distributed.ec_transfer.ec_connector"
+    names = ("example_connector", "mooncake_ec_connector", "cpu.scheduler", "cpu.worker")
+    import_from_vllm(
+        *(f"{folder}.{name}" for name in names),
+        f"{folder}.cpu.session",
+        "vllm.v1.worker.gpu.ec_connector",
+    )
 
 
 @pytest.fixture

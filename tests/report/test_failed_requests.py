@@ -78,8 +78,8 @@ def fetch_json(served: RunningServer, path: str) -> Any:
 def summary(report_server: RunningServer) -> Any:
     """The summary after the mix was exported, as `ttft-otel report --json` has it."""
     exporter = OTLPSpanExporter(endpoint=f"{report_server.http}/v1/traces", timeout=30)
-    for record in make_mix():
-        assert exporter.export(sample_records.make_spans([record])) is SpanExportResult.SUCCESS
+    spans = sample_records.make_spans(make_mix())
+    assert exporter.export(spans) is SpanExportResult.SUCCESS
     exporter.shutdown()
     return fetch_json(report_server, "/api/summary?last=1000")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
 from sample_records import DECODE_US, make_leg_record, make_routed_records, make_spans
 
 from tests.fake_tempo import FakeTempo, TempoFault
@@ -56,9 +57,16 @@ def make_requests(count: int = 30) -> list[Record]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeTempo]]:
+def spans() -> list[ReadableSpan]:
+    """The spans of make_requests(); nobody changes them."""
+    return make_spans(make_requests())
+
+
+@pytest.fixture(scope="module")
+def both(
+    tmp_path_factory: pytest.TempPathFactory, spans: list[ReadableSpan]
+) -> Iterator[tuple[Path, FakeTempo]]:
     """The same spans in a database and in a Tempo."""
-    spans = make_spans(make_requests())
     store = SpanStore(tmp_path_factory.mktemp("tempo") / "spans.db")
     store.add(otlp_decoder.decode_export(encode_spans(spans).SerializeToString()).spans).result(20)
     store.close()
@@ -68,10 +76,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeT
 
 
 @pytest.fixture
-def tempo() -> Iterator[FakeTempo]:
+def tempo(spans: list[ReadableSpan]) -> Iterator[FakeTempo]:
     """A Tempo with 30 traces that a test may break."""
     with FakeTempo() as made:
-        made.add(make_spans(make_requests()))
+        made.add(spans)
         yield made
 
 
