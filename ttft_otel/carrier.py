@@ -37,10 +37,10 @@ KEPT_ITEMS_BIT: Final = 2
 ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
 # Span attributes of the numbers in EngineTimeline.blocks, in their order.
 KV_ATTRIBUTES: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)
-# Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
-# the time between them becomes unattributed.
+# Per request. Of more the first ones and the last one stay; the time between becomes unattributed.
 MAX_STEPS: Final = 512
-_NONE: Final[Any] = ()  # to be replaced, or added to by `+=` with a tuple
+# An empty list, which most requests keep; `+=` with a tuple makes another one. To make lists takes longer.
+_NONE: Final[Any] = ()
 
 
 class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
@@ -94,7 +94,6 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     moving: int = 0
     high: int = 0
     kept: int = 0
-    # What most requests have none of begins without a list, which takes as long as five other fields.
     blocks: list[int] = _NONE
     media: list[int] = _NONE
     waits: list[int] = _NONE
