@@ -11,7 +11,11 @@ With --apart the exporter process and the receiver have the last core for themse
 the others: what is left is what tracing costs inside the server. vLLM's own exporter is a thread of the
 server and stays there.
 
-    python -m benchmarks.serving [--apart] [--rounds 7] [--requests 240] [--json FILE]
+Two servers of one kind differ by more than tracing costs. With --paired each of two servers is its own
+reference: in turn its clients ask for traces or, by the flag of their traceparent, for none. What is there
+without any trace (wrappers that pass calls on, 2 us a request) is then on both sides.
+
+    python -m benchmarks.serving [--paired] [--apart] [--rounds 7] [--requests 240] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,52 +23,52 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
-from lab import local_deployment, server_commands, session_processes, tiny_models, ttft_client
+from benchmarks.serving_load import CONCURRENT_CLIENTS, LoadResult, list_exporters, run_load
+from lab import local_deployment, server_commands, session_processes, tiny_models
 from lab.evidence import estimate_median
 from lab.local_servers import LocalServer, run_servers
-from lab.ttft_client import TimedRequest, TimedResponse
 from ttft_otel import names
 
-CONCURRENT_CLIENTS: Final = 12
-TOKENS_PER_ANSWER: Final = 48
 # Of each round, to the server without tracing in the same round.
 RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.03, "itl_median": 1.02, "cpu_us": None}
-MIN_OWN_RATIO: Final = 1.03  # of our throughput to that with vLLM's own tracing
+# To vLLM's own tracing, each against the same server without, or one like it.
+OWN_GOALS: Final = {"throughput": 1.03, "cpu_us": None}
 CONFIDENCE: Final = 0.95
-EXPORT_WAIT_S: Final = 2.0
+SAMPLED: Final = "01"  # flags of a traceparent
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
-    """One round on one server: requests per second, p99 and median inter-token latency in us, and the
-    CPU time of a request in us, in the server's processes and in those that take its spans.
+class ServingMode:
+    """What is measured in each round: requests to the server `server`, against those of the mode `base`.
+
+    flags: of the traceparent that its requests have; "" without one. base: "" for what others refer to.
     """
 
-    throughput: float
-    itl_p99: float
-    itl_median: float
-    cpu_us: float
-    outside_us: float
+    server: str
+    base: str = ""
+    flags: str = ""
 
 
-def read_cpu_us(pids: Iterable[int]) -> float:
-    """CPU time so far of these processes."""
-    ticks = 0
-    for pid in pids:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8")
-        ticks += sum(int(each) for each in text.rpartition(")")[2].split()[11:13])
-    return ticks / os.sysconf("SC_CLK_TCK") * 1e6
+MODES: Final = {
+    "off": ServingMode("off"),
+    "on": ServingMode("on", "off"),
+    "own": ServingMode("own", "off"),
+    "again": ServingMode("again", "off"),
+}
+PAIRED_MODES: Final = {
+    "off": ServingMode("on", flags="00"),
+    "on": ServingMode("on", "off", SAMPLED),
+    "own_off": ServingMode("own", flags="00"),
+    "own": ServingMode("own", "own_off", SAMPLED),
+}
 
 
 def move_to_cores(pids: Iterable[int], cores: set[int]) -> None:
@@ -83,69 +87,10 @@ def move_apart(receiver: LocalServer, traced: LocalServer, core: int) -> None:
     move_to_cores([*session_processes.list_session_pids(receiver.pid), *exporters], {core})
 
 
-def list_exporters(server: LocalServer) -> list[int]:
-    """The exporter processes of `server`."""
-    return session_processes.find_exporters(session_processes.list_session_pids(server.pid))
-
-
-def run_load(server: LocalServer, requests: int, receiver: LocalServer) -> LoadResult:
-    """CONCURRENT_CLIENTS in a closed loop, streamed answers of TOKENS_PER_ANSWER tokens."""
-    url = server.url
-    inside = session_processes.list_session_pids(server.pid)
-    outside = [*session_processes.list_session_pids(receiver.pid), *list_exporters(server)]
-    answers: list[TimedResponse] = []
-    # One iterator for all clients: they end together, whichever of them is faster.
-    request_numbers = iter(range(requests))
-    lock = threading.Lock()
-
-    def run_client() -> None:
-        while True:
-            with lock:
-                number = next(request_numbers, None)
-            if number is None:
-                return
-            # Every prompt is another one; ignore_eos makes all answers equally long.
-            question = TimedRequest(
-                prompt=f"request {number}", max_tokens=TOKENS_PER_ANSWER, extra={"ignore_eos": True}
-            )
-            answer = ttft_client.send_timed_request(url, question)
-            with lock:
-                answers.append(answer)
-
-    began_us, outside_us = read_cpu_us(inside), read_cpu_us(outside)
-    started = time.monotonic()
-    threads = [threading.Thread(target=run_client) for _ in range(CONCURRENT_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    elapsed_s = time.monotonic() - started
-    cpu_us = read_cpu_us(inside) - began_us
-    time.sleep(EXPORT_WAIT_S)  # the last spans leave in batches
-    outside_us = read_cpu_us(outside) - outside_us
-    # The first event has the role and no token: the gap behind it is no time between tokens.
-    gaps = sorted(
-        later.at_us - earlier.at_us
-        for answer in answers
-        for earlier, later in zip(answer.events[1:], answer.events[2:], strict=False)
-    )
-    # A server that fails fast would have the best throughput.
-    if any(answer.status != 200 for answer in answers):
-        raise SystemExit("a request failed; see the servers' logs")
-    return LoadResult(
-        len(answers) / elapsed_s,
-        # A client that is short of CPU reads several events at once, whose gaps are 0.
-        max(1.0, gaps[int(len(gaps) * 0.99)]),
-        max(1.0, statistics.median(gaps)),
-        cpu_us / len(answers),
-        outside_us / len(answers),
-    )
-
-
 def measure_tracing_modes(
-    rounds: int, requests: int, is_apart: bool = False
+    modes: Mapping[str, ServingMode], rounds: int, requests: int, is_apart: bool = False
 ) -> dict[str, list[LoadResult]]:
-    """All rounds on all servers. is_apart: exporter and receiver have a core of their own."""
+    """All rounds of all `modes`. is_apart: exporter and receiver have a core of their own."""
     cores = sorted(os.sched_getaffinity(0))
     if is_apart:
         if len(cores) < 2:
@@ -160,30 +105,35 @@ def measure_tracing_modes(
         env = {names.ENV_ON: "1", names.ENV_ENDPOINT: endpoint}
         # The receiver's HTTP port: vLLM exports by gRPC unless it is told.
         protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        wanted = {mode.server for mode in modes.values()}
         plans = {
             "off": base,
             "on": replace(base, env=env),
             "own": replace(base, extra=own_tracing_flags, env=protocol),
             "again": base,
         }
+        plans = {name: plan for name, plan in plans.items() if name in wanted}
         commands = [
             sink,
             *(server_commands.build_mono_command(options) for options in plans.values()),
         ]
-        results: dict[str, list[LoadResult]] = {name: [] for name in plans}
+        results: dict[str, list[LoadResult]] = {name: [] for name in modes}
         with run_servers(
             *commands, timeout=900, progress=report_server_start, logs=Path(scratch)
         ) as servers:
             by_name = dict(zip(plans, servers[1:], strict=True))
             for server in by_name.values():
                 # Warm-up: first requests import and compile.
-                run_load(server, CONCURRENT_CLIENTS * 4, servers[0])
+                run_load(server, CONCURRENT_CLIENTS * 4, servers[0])  # of which all are traced
             if is_apart:
                 move_apart(servers[0], by_name["on"], cores[-1])
             for number in range(rounds):
-                # In turn within a round: a slow minute of the machine meets all four.
-                for name in [*by_name][:: -1 if number % 2 else 1]:
-                    results[name].append(run_load(by_name[name], requests, servers[0]))
+                # In turn within a round: a slow minute of the machine meets all of them.
+                for name in [*modes][:: -1 if number % 2 else 1]:
+                    mode = modes[name]
+                    results[name].append(
+                        run_load(by_name[mode.server], requests, servers[0], mode.flags)
+                    )
                     report_server_start(
                         name, number + 1, f"{results[name][-1].throughput:.1f} requests/s"
                     )
@@ -196,28 +146,35 @@ def report_server_start(name: str, seconds: float, line: str) -> None:
     sys.stderr.flush()
 
 
-def compute_serving_figures(results: dict[str, list[LoadResult]]) -> dict[str, Figure]:
-    """Ratios to `off`, and to vLLM's own tracing, round by round: throughput should not fall, latency
-    should not rise. After them what was measured on each server.
+def compute_serving_figures(
+    modes: Mapping[str, ServingMode], results: Mapping[str, list[LoadResult]]
+) -> dict[str, Figure]:
+    """Ratios to each mode's base, and to vLLM's own tracing, round by round: throughput should not fall,
+    latency should not rise. After them what was measured in each mode.
     """
     figures: dict[str, Figure] = {}
 
-    def add_ratio(name: str, base: str, figure: str, goal: float | None) -> None:
-        ratios = divide_rounds(
-            [getattr(result, figure) for result in results[name]],
-            [getattr(result, figure) for result in results[base]],
-        )
-        key = f"{name}_{figure}_ratio" if base == "off" else f"{name}_{figure}_to_{base}"
-        figures[key] = build_figure(ratios, goal, at_least=figure == "throughput", digits=4)
+    def add_ratios(key: str, ratios: list[float], goal: float | None) -> list[float]:
+        figures[key] = build_figure(ratios, goal, at_least="throughput" in key, digits=4)
         interval = estimate_median(ratios, CONFIDENCE)
         figures[f"{key}_interval"] = build_figure([interval.low, interval.high], digits=4)
+        return ratios
+
+    def divide_modes(name: str, figure: str) -> list[float]:
+        rounds, base = results[name], results[modes[name].base]
+        return divide_rounds(*([getattr(each, figure) for each in some] for some in (rounds, base)))
 
     for figure, goal in RATIO_GOALS.items():
-        add_ratio("on", "off", figure, goal)
-        add_ratio("own", "off", figure, None)
-        add_ratio("again", "off", figure, None)
-    add_ratio("on", "own", "throughput", MIN_OWN_RATIO)
-    add_ratio("on", "own", "cpu_us", None)
+        ratios = {
+            name: add_ratios(
+                f"{name}_{figure}_ratio", divide_modes(name, figure), goal if name == "on" else None
+            )
+            for name, mode in modes.items()
+            if mode.base
+        }
+        if figure in OWN_GOALS:
+            to_own = divide_rounds(ratios["on"], ratios["own"])
+            add_ratios(f"on_{figure}_to_own", to_own, OWN_GOALS[figure])
     for name, rounds in results.items():
         figures[f"{name}_requests_per_s"] = build_figure([result.throughput for result in rounds])
         for key, figure in (("itl_p99_us", "itl_p99"), ("itl_median_us", "itl_median")):
@@ -242,10 +199,13 @@ def main() -> int:
     parser.add_argument(
         "--apart", action="store_true", help="exporter and receiver on a core alone"
     )
-    arguments = parser.parse_args()
-    figures = compute_serving_figures(
-        measure_tracing_modes(arguments.rounds, arguments.requests, arguments.apart)
+    parser.add_argument(
+        "--paired", action="store_true", help="each server against itself, asked for no traces"
     )
+    arguments = parser.parse_args()
+    modes = PAIRED_MODES if arguments.paired else MODES
+    results = measure_tracing_modes(modes, arguments.rounds, arguments.requests, arguments.apart)
+    figures = compute_serving_figures(modes, results)
     sys.stderr.write("\n")
     return report_figures(figures, arguments.json)
 

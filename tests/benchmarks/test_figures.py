@@ -16,7 +16,7 @@ from benchmarks.figures import Figure, build_figure, divide_rounds, report_figur
 from benchmarks.router import RouterSubject
 from benchmarks.router_latency import LatencySamples, StampedClient
 from benchmarks.routing import decision_cost
-from benchmarks.serving import LoadResult
+from benchmarks.serving_load import LoadResult
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,11 +59,12 @@ def build_serving_figures(p99: float = 1000.0, speed: float = 1.0) -> dict[str, 
         "again": (20.1, 999.0),
     }
     return serving.compute_serving_figures(
+        serving.MODES,
         {
             name: [LoadResult(count * speed, *(us / speed for us in (last, 500.0, 900.0, 80.0)))]
             * 3
             for name, (count, last) in throughputs_p99s.items()
-        }
+        },
     )
 
 
