@@ -8,7 +8,7 @@ of them, which msgspec writes in 0.5 us (the standard library's json takes 25-44
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -37,10 +37,9 @@ KEPT_ITEMS_BIT: Final = 2
 ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
 # Span attributes of the numbers in EngineTimeline.blocks, in their order.
 KV_ATTRIBUTES: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)
-# Per request. Of more the first ones and the last one stay; the time between becomes unattributed.
+# Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
+# the time between them becomes unattributed.
 MAX_STEPS: Final = 512
-# An empty list, which most requests keep; `+=` with a tuple makes another one. To make lists takes longer.
-_NONE: Final[Any] = ()
 
 
 class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
@@ -94,12 +93,12 @@ class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
     moving: int = 0
     high: int = 0
     kept: int = 0
-    blocks: list[int] = _NONE
-    media: list[int] = _NONE
-    waits: list[int] = _NONE
-    reasons: list[int] = _NONE
+    blocks: list[int] = []
+    media: list[int] = []
+    waits: list[int] = []
+    reasons: list[int] = []
     held: list[int] = []
-    holders: list[tuple[int, int, int, str, str]] = _NONE
+    holders: list[tuple[int, int, int, str, str]] = []
     steps: list[tuple[int, ...]] = []
 
     def add_step(self, record: tuple[int, ...] | None) -> None:

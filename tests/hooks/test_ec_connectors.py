@@ -37,7 +37,7 @@ def test_wait(connector: Any, clock: testing.FakeClock) -> None:
     connector.ensure_cache_available(request, 0)
     connector.ensure_cache_available(request, 0)
 
-    assert [*timeline.waits] == [CODE_EC_TRANSFER, 1_000_000, 1_000_300]
+    assert timeline.waits == [CODE_EC_TRANSFER, 1_000_000, 1_000_300]
 
 
 def test_no_wait(connector: Any) -> None:

@@ -186,8 +186,8 @@ def _copy_shared(entry: WaitingRequest, now: int) -> None:
         return
     # The change before `since`: its reason still held when this request joined.
     first = max(0, bisect_right(_times, entry.since) - 1)
-    timeline = entry.request._ttft
-    reasons = timeline.reasons = [*timeline.reasons, entry.since, _codes[first]]
+    reasons = entry.request._ttft.reasons
+    reasons += (entry.since, _codes[first])
     for index in range(first + 1, len(_times)):
         if _times[index] < now:
             reasons += (_times[index], _codes[index])
@@ -202,8 +202,8 @@ def end_wait(timeline: EngineTimeline, request_id: str, now: int) -> None:
         return
     _blocked.pop(request_id, None)
     _copy_shared(entry, now)
-    if len(timeline.reasons) > 2 * MAX_OWN_CHANGES:
-        reasons = [*timeline.reasons]
+    reasons = timeline.reasons
+    if len(reasons) > 2 * MAX_OWN_CHANGES:
         shortened = _shorten_changes(reasons[::2], reasons[1::2], MAX_OWN_CHANGES // 2)
         timeline.reasons = [value for pair in zip(*shortened, strict=True) for value in pair]
 
@@ -221,4 +221,4 @@ def note_stall(timeline: EngineTimeline, reason: int, now: int) -> None:
     reasons = timeline.reasons
     # What is over the limit stays with the last reason: the sum is kept.
     if (not reasons or reasons[-1] != reason) and len(reasons) < 4 * MAX_OWN_CHANGES:
-        timeline.reasons += (now, reason)
+        reasons += (now, reason)
