@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,13 +79,18 @@ def run_request(bench: LiveDeployment, **fields: Any) -> Iterator[Any]:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(bench.send_request, bench.front_url, **fields)
         time.sleep(0.3)
-        # On a busy machine it takes longer; the engine counts with its next step.
-        deadline = time.monotonic() + MAX_ARRIVAL_S
-        while count_at_engine(bench) <= before and time.monotonic() < deadline:
-            if future.done():
-                break
-            time.sleep(0.05)
+        wait_for_arrival(bench, before, future)
         yield future
+
+
+def wait_for_arrival(bench: LiveDeployment, before: float, answer: Future[Any]) -> None:
+    """Wait until more requests are at the engine than `before`, or the one that comes is answered."""
+    # On a busy machine it takes long; the engine counts with its next step.
+    deadline = time.monotonic() + MAX_ARRIVAL_S
+    while count_at_engine(bench) <= before and time.monotonic() < deadline:
+        if answer.done():
+            break
+        time.sleep(0.05)
 
 
 def count_at_engine(bench: LiveDeployment) -> float:

@@ -19,7 +19,12 @@ from click.testing import CliRunner
 
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.like_requests import FEWER_LIKE, LIKE, LikeRequests, check_cause
-from tests.live.test_engine_features import call, run_request
+from tests.live.test_engine_features import (
+    call,
+    count_at_engine,
+    run_request,
+    wait_for_arrival,
+)
 from tests.live.test_queue_reasons import make_grammar
 from tests.live.test_router import run_router_behind_proxies
 from ttft_otel import cli
@@ -90,10 +95,12 @@ def test_priority(features: LiveDeployment, texts: dict[str, LikeRequests]) -> N
     """Who came later and is urgent takes the only place, and has a long answer."""
     like = send_texts(features, texts)
     with (
-        run_request(features, max_tokens=500),
+        run_request(features, max_tokens=1000),
         ThreadPoolExecutor(1) as pool,
     ):
+        before = count_at_engine(features)
         patient = pool.submit(like.send_one, extra={"priority": 5})
+        wait_for_arrival(features, before, patient)
         with run_request(features, max_tokens=2500, extra={"priority": -5}):
             told = like.explain(patient.result())
     check_cause(told, "priority")

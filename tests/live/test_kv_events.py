@@ -36,6 +36,7 @@ pytestmark = pytest.mark.timeout(900)
 PROMPTS = 40
 ASKED_PROMPTS = 48  # at most, until enough of them are answered in time
 ANSWERED_PROMPTS = 7
+SETTLE_S = 2.5  # workers write their numbers once a second
 
 
 class CacheComparer:
@@ -175,12 +176,11 @@ def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> N
         # Nothing is expected where the lookup was late.
         pairs.append((json.loads(expected[0])[0] if expected else None, found))
 
-    while count_lookups(workers) < len(pairs):  # workers write their numbers once a second
-        time.sleep(0.1)
+    time.sleep(SETTLE_S)
     answered = count_lookups(workers, "answered")
     assert [found for _, found in pairs] == [
         (1 + number % 4) * BLOCK_TOKENS for number in range(len(pairs))
     ]
-    # A lookup that is late on a busy machine is decided without the index.
+    # A lookup that is late on a busy machine is decided without the index, as is what comes before it is up.
     assert len([pair for pair in pairs if pair[0] != pair[1]]) <= len(pairs) - answered, pairs
     assert answered >= ANSWERED_PROMPTS
