@@ -68,6 +68,20 @@ def test_new_requests() -> None:
     assert wrapper(idle) is idle and seen == [admits, idle]
 
 
+def test_keywords() -> None:
+    """A later release may pass keywords: its function gets them, ours runs without."""
+    seen: list[Any] = []
+
+    def note(_: Any, result: Any, *args: Any) -> None:
+        seen.append((result, args))
+
+    schedule = guard.wrap_new_requests("p", take, note, {"r": None})
+    update = guard.wrap_call_finally("p", take, lambda *_, **__: 1, note, {"r": None})
+
+    assert schedule("self", later=2) == ("self", 2) == update("self", later=2)
+    assert seen == [(("self", 2), ("self",))] * 2
+
+
 def test_without_the_field(guard_keeps: None) -> None:
     """A release whose result has no such field loses its marks, which is counted, and nothing else."""
     before = guard.error_counts["p"]
