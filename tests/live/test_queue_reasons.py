@@ -25,6 +25,7 @@ from tests.live.test_engine_features import (
 from ttft_otel import names, stages
 
 MIN_SHARE = 0.95
+MAX_ATTEMPTS = 4
 CHOICES = 6000  # of a grammar: two seconds of one core
 
 
@@ -135,18 +136,25 @@ TWO_AT_ONCE = {
 
 def test_grammar_and_place(features: LiveDeployment) -> None:
     """The only place is taken at first, and a grammar is compiled for longer than that."""
-    trace = os.urandom(16).hex()
-    with (
-        run_request(features, max_tokens=300),
-        run_request(
-            features, max_tokens=2, headers=make_parent_header(trace), **make_grammar()
-        ) as second,
-    ):
-        assert second.result().status == 200
-    found = fetch_ttft_span(features, trace)
+    held_by_decoding = 0
+    for _ in range(MAX_ATTEMPTS):
+        trace = os.urandom(16).hex()
+        with (
+            run_request(features, max_tokens=300),
+            run_request(
+                features, max_tokens=2, headers=make_parent_header(trace), **make_grammar()
+            ) as second,
+        ):
+            assert second.result().status == 200
+        found = fetch_ttft_span(features, trace)
+        held_by_decoding = found.get(names.name_held_attribute("decode"), 0)
+        if (
+            held_by_decoding
+        ):  # else the first one had ended before the other came, on a busy machine
+            break
     reasons = read_reasons(features, trace)
 
-    assert found[names.name_held_attribute("decode")] > 0, "the place was not taken meanwhile"
+    assert held_by_decoding > 0, "the place was not taken meanwhile"
     assert get_share(reasons, TWO_AT_ONCE["grammar", "max_num_seqs"]) >= MIN_SHARE, reasons
 
 
