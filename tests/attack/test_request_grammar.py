@@ -7,9 +7,10 @@ import contextlib
 import re
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ FLAGS: Final = ("--head-timeout", "0.5", "--body-timeout", "0.5", "--max-headers
 QUIET_S: Final = 0.05  # without a byte for so long, the router has said what it has to say
 MARK: Final = re.compile(rb"mark-[0-9]+")
 MAX_ANSWER_S: Final = 20.0  # of a busy machine
+CONCURRENT_CONNECTIONS: Final = 8  # of one example; so many clients the router keeps apart
 EXAMPLES: Final = (
     pytest.param(300, id="some"),
     pytest.param(50_000, id="50000", marks=(pytest.mark.full, pytest.mark.timeout(7200))),
@@ -93,8 +95,12 @@ def draw_request(draw: some.DrawFn, number: int) -> Request:
     return Request(end.join([*lines, "", ""]).encode("latin-1") + body, mark)
 
 
+# Its requests, where their bytes are cut into pieces, and how it ends.
+Connection: TypeAlias = tuple[list[Request], list[int], str]
+
+
 @some.composite
-def draw_connection(draw: some.DrawFn) -> tuple[list[Request], list[int], str]:
+def draw_connection(draw: some.DrawFn) -> Connection:
     """Requests of one connection, where their bytes are cut into pieces, and how it ends."""
     number = draw(some.integers(0, 1 << 40))
     requests = [
@@ -139,26 +145,38 @@ def split_answers(response: bytes) -> list[tuple[int, bytes]]:
     return [(int(status), rest) for status, rest in found if status != b"100"]
 
 
+def check_answers(requests: list[Request], answers: list[tuple[int, bytes]]) -> None:
+    """Fail unless the answers of a connection are those of its own requests, each once and in their order."""
+    assert all(status < 500 for status, _ in answers), answers
+    sent = [each.mark for each in requests]
+    told = [mark for _, rest in answers for mark in dict.fromkeys(MARK.findall(rest))]
+    assert told == [mark for mark in sent if mark in told], "in order, and nobody else's"
+    assert len(told) == len(set(told)), "once"
+
+
 @pytest.mark.parametrize("number", EXAMPLES)
 def test_request_grammar(number: int, tmp_path: Path) -> None:
     """No 5xx of ours, each answer is of its own request and in order, and nothing is under way at the end."""
     log = tmp_path / "stderr"
-    with run_fleet("mono", log, *FLAGS) as (url, one):
+    with (
+        run_fleet("mono", log, *FLAGS) as (url, one),
+        ThreadPoolExecutor(CONCURRENT_CONNECTIONS) as clients,
+    ):
 
-        @repeatable_examples(number, 7)
-        @given(draw_connection())
-        def check_connection(drawn: tuple[list[Request], list[int], str]) -> None:
+        def run_connection(drawn: Connection) -> bytes:
             requests, cuts, ending = drawn
             data = b"".join(each.data for each in requests)
-            cuts = [cut for cut in cuts if cut < len(data) - 7]
-            answers = split_answers(exchange_bytes(url, data, cuts, ending))
-            assert all(status < 500 for status, _ in answers), answers
-            sent = [each.mark for each in requests]
-            told = [mark for _, rest in answers for mark in dict.fromkeys(MARK.findall(rest))]
-            assert told == [mark for mark in sent if mark in told], "in order, and nobody else's"
-            assert len(told) == len(set(told)), "once"
+            return exchange_bytes(url, data, [cut for cut in cuts if cut < len(data) - 7], ending)
 
-        check_connection()
+        @repeatable_examples(number // CONCURRENT_CONNECTIONS, 7)
+        @given(some.tuples(*[draw_connection()] * CONCURRENT_CONNECTIONS))
+        def check_connections(drawn: tuple[Connection, ...]) -> None:
+            for (requests, _, _), response in zip(
+                drawn, clients.map(run_connection, drawn), strict=True
+            ):
+                check_answers(requests, split_answers(response))
+
+        check_connections()
         deadline_s = time.monotonic() + 10
         while (in_flight := read_in_flight(url)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
