@@ -141,6 +141,28 @@ def test_signals_to_exporter(
     assert len(find_exporters(started.pid)) == 1
 
 
+SET_IDLE_CODE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+
+
+@pytest.mark.parametrize(("before", "policy"), [("", os.SCHED_BATCH), (SET_IDLE_CODE, os.SCHED_IDLE)])
+def test_policy(
+    before: str,
+    policy: int,
+    start_host: Any,
+    collector: Any,
+    eventually: Any,
+    find_exporters: Any,
+) -> None:
+    """No thread of the exporter interrupts its host to run; a policy that the host was given stays."""
+    started = start_host(before=before)
+    started.sent()
+    eventually(lambda: len(collector.spans()) == RECORDS * SPANS, ARRIVED_S)
+    (exporter,) = find_exporters(started.pid)
+    threads = [int(task.name) for task in Path(f"/proc/{exporter}/task").iterdir()]
+    assert len(threads) > 1
+    assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
+
+
 def test_close_waits(start_host: Any, collector: Any) -> None:
     """When close returns in time, every record is with the collector."""
     started = start_host(after="sender.close(60)")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.record_queue import MAX_RECORD_BYTES, RecordQueue
+from ttft_otel.exporter.record_queue import MAX_RECORD_BYTES, READ_PAUSE_S, RecordQueue
 
 
 def test_reads_to_the_end() -> None:
@@ -64,3 +66,27 @@ def test_gathers() -> None:
         inbox.put(b"x")
     worker.join(10)
     assert taken == [[b"x"] * 3]
+
+
+def read_waits(thread: threading.Thread) -> int:
+    """How often this thread has given the processor up to wait, as the kernel counts it."""
+    text = Path(f"/proc/self/task/{thread.native_id}/status").read_text("utf-8")
+    return int(text.split("\nvoluntary_ctxt_switches:", 1)[1].split(None, 1)[0])
+
+
+def test_records_that_come_one_by_one_wake_nobody() -> None:
+    """While records come the reader looks now and then, and waits for none of them; all arrive."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    inbox = RecordQueue(ExporterCounters())
+    reader = threading.Thread(target=inbox.read_socket, args=(theirs,))
+    reader.start()
+    sent = 300
+    for number in range(sent):
+        ours.send(b"%d" % number)
+        time.sleep(READ_PAUSE_S / 10)
+    waits = read_waits(reader)
+    ours.close()
+    reader.join(10)
+    theirs.close()
+    assert inbox.take_batch(sent + 1, 0) == [b"%d" % number for number in range(sent)]
+    assert waits < sent / 2

@@ -31,6 +31,7 @@ def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.raiseExceptions = False  # the process that reads our stderr may be gone
+    yield_to_host()
     record_queue = RecordQueue(ExporterCounters(page))
     ready = threading.Event()
     passed = (record_queue, pid, ready, engine_settings)
@@ -51,6 +52,18 @@ def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int
             )
         record_queue.counters.log_losses(final=True)
     os._exit(0)  # without exit handlers, of which a library's could block
+
+
+def yield_to_host() -> None:
+    """Let no wake-up of this process interrupt threads of the host: the batch policy, for all threads to come.
+
+    Its share of CPU time stays the same. A policy that somebody has chosen stays, too.
+    """
+    try:
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:  # forbidden here
+        log.debug("ttft-otel exporter: no batch policy", exc_info=True)
 
 
 def _run_worker(
