@@ -55,7 +55,7 @@ def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int
 
 
 def yield_to_host() -> None:
-    """Let no wake-up of this process interrupt threads of the host: the batch policy, for all threads to come.
+    """Let no wake-up of this process interrupt the host: the batch policy, for all threads to come.
 
     Its share of CPU time stays the same. A policy that somebody has chosen stays, too.
     """
