@@ -144,7 +144,9 @@ def test_signals_to_exporter(
 SET_IDLE_CODE = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
 
 
-@pytest.mark.parametrize(("before", "policy"), [("", os.SCHED_BATCH), (SET_IDLE_CODE, os.SCHED_IDLE)])
+@pytest.mark.parametrize(
+    ("before", "policy"), [("", os.SCHED_BATCH), (SET_IDLE_CODE, os.SCHED_IDLE)]
+)
 def test_policy(
     before: str,
     policy: int,
