@@ -90,3 +90,19 @@ def test_records_that_come_one_by_one_wake_nobody() -> None:
     theirs.close()
     assert inbox.take_batch(sent + 1, 0) == [b"%d" % number for number in range(sent)]
     assert waits < sent / 2
+
+
+def test_burst_during_a_pause() -> None:
+    """The least buffer that kernels grant keeps what comes at once while the reader does not look."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 208 << 10)
+    inbox = RecordQueue(ExporterCounters())
+    reader = threading.Thread(target=inbox.read_socket, args=(theirs,))
+    reader.start()
+    record = b"x" * 1500  # one of a stream's two
+    for _ in range(150):
+        ours.send(record, socket.MSG_DONTWAIT)
+    ours.close()
+    reader.join(10)
+    theirs.close()
+    assert inbox.take_batch(200, 0) == [record] * 150
