@@ -2,8 +2,8 @@
 """What handing a record to the exporter process takes of the thread that serves requests.
 
 Records of streams, two of each, are sent at a pace, as a server's come, to a real exporter process, whose
-receiver only accepts. Beside it, in the same rounds and at the same pace: a span of the OpenTelemetry SDK (its
-CPU time is what the goal refers to), and the same records sent to a process that waits for each of them.
+receiver only accepts. Beside it, in the same rounds and at the same pace: a span of the OpenTelemetry SDK
+(the goal refers to its CPU time), and the same records sent to a process that waits for each of them.
 Code that runs at a pace is not in the caches: all of it takes longer than in hooks.py. Wall time has what
 the thread waited for the processor, too: put other load on the machine to see it.
 
