@@ -16,6 +16,7 @@ import uvicorn
 from aiohttp import web
 from yarl import URL
 
+from lab.free_ports import find_free_port
 from ttft_otel import clock, names, timing
 from ttft_otel.record import Record, decode_record
 from ttft_otel.router import types
@@ -154,16 +155,13 @@ def open_listening_socket(host: str = "127.0.0.1") -> socket.socket:
 
 
 def find_unused_url() -> str:
-    """The URL of a port on which nothing listens."""
-    (url,) = find_unused_urls(1)
-    return url
+    """The URL of a port on which nothing listens, and which no outgoing connection takes."""
+    return f"http://127.0.0.1:{find_free_port()}"
 
 
 def find_unused_urls(count: int) -> list[str]:
     """As many URLs of different ports on which nothing listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(open_listening_socket()) for _ in range(count)]
-        return [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+    return [find_unused_url() for _ in range(count)]
 
 
 @contextlib.asynccontextmanager
