@@ -16,7 +16,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from sample_records import RunningServer
 
 from ttft_otel.report import database_schema, self_tracing
-from ttft_otel.report.span_rows import TraceReader
+from ttft_otel.report.trace_reader import TraceReader
 
 
 def test_off() -> None:

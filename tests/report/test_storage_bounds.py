@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span
 
 from ttft_otel import names
-from ttft_otel.report import otlp_decoder, retention, span_store
+from ttft_otel.report import database_schema, otlp_decoder, retention, span_store
 from ttft_otel.report.database_reader import RequestFilter, open_reader
 from ttft_otel.report.span_store import SpanStore
 
@@ -204,6 +204,50 @@ def test_age_holds_while_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert reader.count_rows() == {"traces": 0, "spans": 0, "requests": 0}
     assert store.counts["evicted_traces"] == 1 and store.last_error == ""
     store.close()
+
+
+def test_lower_limit(tmp_path: Path) -> None:
+    """A start with a lower limit of bytes removes the oldest traces, and the file never grows beyond it."""
+    path = tmp_path / "spans.db"
+    store = SpanStore(path)
+    message = ExportTraceServiceRequest()
+    for part in range(EXPORTS):
+        make_one_span_traces(message, part * SPANS)
+    chunks = otlp_decoder.chunk_export(message.SerializeToString()).chunks
+    for start in range(0, EXPORTS * SPANS, 50):
+        store.add_chunks(chunks[start : start + 50]).result(60)
+    store.close()
+    limit = path.stat().st_size // 2
+
+    store = SpanStore(path, max_bytes=limit)
+    assert path.stat().st_size <= limit
+    removed = store.counts["evicted_traces"]
+    assert 0 < removed < EXPORTS * SPANS
+    with open_reader(path) as db:
+        assert db.count_rows()["traces"] == EXPORTS * SPANS - removed
+        # The newest are left.
+        assert [
+            bool(db.find_trace(make_id(number, 16).hex())) for number in (1, EXPORTS * SPANS)
+        ] == [0, 1]
+    for start in range(0, EXPORTS * SPANS, 50):
+        store.add_chunks(chunks[start : start + 50]).result(60)
+    store.close()
+    assert path.stat().st_size <= limit
+    assert store.counts["evicted_traces"] > removed
+
+
+def test_pages_freed(tmp_path: Path) -> None:
+    """One call gives back as many pages as it may, and the last one all that are left."""
+    path = tmp_path / "spans.db"
+    connection, _ = database_schema.open_for_writing(path, 1 << 30)
+    with closing(connection):
+        connection.execute("CREATE TABLE filler (content BLOB)")
+        connection.executemany("INSERT INTO filler VALUES (?)", [(bytes(4000),)] * 900)
+        connection.execute("DROP TABLE filler")
+        free = []
+        while retention.shrink_file(connection):
+            free.append(connection.execute("PRAGMA freelist_count").fetchone()[0])
+    assert len(free) == 2 and free[0] >= 900 - retention.MAX_FREED_PAGES - 1 and free[1] == 0
 
 
 def test_many_requests_in_a_trace(tmp_path: Path) -> None:

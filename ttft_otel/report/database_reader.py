@@ -16,7 +16,7 @@ from typing import Final
 from ttft_otel.report import database_schema, request_assembly, retention, time_before
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.request_rows import MAX_SEARCHED_CHARS
-from ttft_otel.report.span_rows import MAX_TRACE_TRUNKS, TraceReader
+from ttft_otel.report.trace_reader import MAX_TRACE_TRUNKS, TraceReader
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
 MAX_REQUESTS: Final = 2000  # requests in one result

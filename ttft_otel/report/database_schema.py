@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from ttft_otel.report import schema_migration
+from ttft_otel.report import retention, schema_migration
 
 # In SQLite's own user_version, which can be read without knowing any table.
-SCHEMA_VERSION: Final = 3
-OLD_VERSIONS: Final = (1, 2)  # that schema_migration.py can rewrite
+SCHEMA_VERSION: Final = 4
+OLD_VERSIONS: Final = (1, 2, 3)  # that schema_migration.py can rewrite
 DB_OPTION_HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
 BUSY_S: Final = 2.0  # seconds to wait for another process's lock
 
@@ -34,7 +34,7 @@ CREATE TABLE shared (
 CREATE TABLE chunks (
   id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, resource INTEGER NOT NULL,
   scope INTEGER NOT NULL, spans INTEGER NOT NULL, trunks INTEGER NOT NULL,
-  span_ids BLOB NOT NULL, content BLOB NOT NULL
+  span_ids BLOB NOT NULL, parent_ids BLOB NOT NULL, content BLOB NOT NULL
 );
 CREATE INDEX chunks_trace ON chunks (trace);
 CREATE TABLE requests (
@@ -60,10 +60,11 @@ def get_default_path(env: Mapping[str, str] | None = None) -> Path:
     return Path(state) / "ttft-otel" / "spans.db"
 
 
-def open_for_writing(path: Path, max_bytes: int) -> sqlite3.Connection:
-    """Open the database for writing; create it if it is absent. Raises StoreError.
+def open_for_writing(path: Path, max_bytes: int) -> tuple[sqlite3.Connection, int]:
+    """Open the database for writing, create it if it is absent, rewrite it if it is old. Raises StoreError.
 
-    max_bytes: size of the file at which SQLite refuses to write (SQLITE_FULL).
+    max_bytes: size of the file at which SQLite refuses to write (SQLITE_FULL). From a larger file the oldest
+    traces are removed, whose number is returned beside the connection.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -81,15 +82,13 @@ def open_for_writing(path: Path, max_bytes: int) -> sqlite3.Connection:
             connection.execute("PRAGMA synchronous=NORMAL")
             # After auto_vacuum, which only takes effect before the first table.
             _prepare_schema(connection, path)
-            size = connection.execute("PRAGMA page_size").fetchone()[0]
-            # Of the connection and not of the file: it has to be set at each start.
-            connection.execute(f"PRAGMA max_page_count={max(1, max_bytes // size)}")
+            evicted = retention.fit_file(connection, max_bytes)
         except BaseException:
             connection.close()
             raise
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"cannot write {path}: {error}; choose another with --db FILE") from error
-    return connection
+    return connection, evicted
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
@@ -117,6 +116,7 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new database, or rewrite those of an older one, in one transaction."""
     # Takes the write lock before the version is read: two starts cannot both create tables.
     connection.execute("BEGIN IMMEDIATE")
+    version = 0
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version in OLD_VERSIONS:
@@ -130,8 +130,15 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
         if version in OLD_VERSIONS:
             schema_migration.copy_old_spans(connection, version)
         connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
+    except BaseException as error:
+        # SQLite rolls back by itself after some errors, a full disk among them.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        if isinstance(error, sqlite3.Error) and version in OLD_VERSIONS:
+            raise StoreError(
+                f"cannot rewrite {path}, which an older release wrote: {error}; nothing in it has changed. "
+                "Free twice its size on this disk, or name another file with --db FILE"
+            ) from error
         raise
     _check_version(connection, path)
 

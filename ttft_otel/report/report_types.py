@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report's data types: spans as stored, and requests assembled from them.
 
-otlp_decoder.py creates StoredSpans, request_assembly.py Requests; pages, terminal and JSON show them.
+span_conversion.py and span_chunks.py create StoredSpans, request_assembly.py Requests; pages, terminal and
+JSON show them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import Final
 
 from ttft_otel.report import request_assembly
 from ttft_otel.report.report_types import Request
-from ttft_otel.report.span_rows import TouchedTrace, TraceReader
+from ttft_otel.report.span_rows import TouchedTrace
+from ttft_otel.report.trace_reader import TraceReader
 
 MAX_SEARCHED_CHARS: Final = 200  # of a request ID, model, error or list of roles
 

@@ -13,6 +13,7 @@ from typing import Final
 
 MAX_PURGED_SPANS: Final = 4096  # spans deleted by one call; as many as a transaction stores
 MAX_FREED_PAGES: Final = 512  # pages returned to the file system by one call
+EVICTED_SHARE: Final = 0.1  # of the traces, removed when the file has reached its limit
 # Without traces everything is below: then all spans are of removed ones.
 _FIRST_KEPT: Final = "(SELECT coalesce(min(id), 1 << 62) FROM traces)"
 
@@ -83,8 +84,38 @@ def shrink_file(connection: sqlite3.Connection) -> bool:
     """Return up to MAX_FREED_PAGES unused pages to the file system; whether there were any."""
     if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
         return False
-    connection.execute(f"PRAGMA incremental_vacuum({MAX_FREED_PAGES})").fetchall()
+    # Not execute(): it frees one page, because this statement has no rows to fetch.
+    connection.executescript(f"PRAGMA incremental_vacuum({MAX_FREED_PAGES})")
     return True
+
+
+def fit_file(connection: sqlite3.Connection, max_bytes: int) -> int:
+    """Let the file never grow beyond `max_bytes`; the number of traces that were removed for that.
+
+    To be called at each start: the limit may be another one, or the file have been rewritten.
+    """
+    evicted = 0
+    run = connection.execute
+    max_pages = max(1, max_bytes // run("PRAGMA page_size").fetchone()[0])
+    if run("PRAGMA page_count").fetchone()[0] > max_pages:
+        while _count_used_pages(connection) > max_pages and count_kept(connection, "traces"):
+            run("BEGIN IMMEDIATE")
+            evicted += evict_share(connection, EVICTED_SHARE)
+            run("COMMIT")
+        connection.executescript("PRAGMA incremental_vacuum")
+        # What the file has lost comes out of it, and out of its log, only now.
+        run("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    # Of the connection and not of the file, and never less than its size.
+    run(f"PRAGMA max_page_count={max_pages}")
+    return evicted
+
+
+def _count_used_pages(connection: sqlite3.Connection) -> int:
+    total, free = (
+        connection.execute(f"PRAGMA {word}").fetchone()[0]
+        for word in ("page_count", "freelist_count")
+    )
+    return int(total - free)
 
 
 def count_kept(connection: sqlite3.Connection, table: str) -> int:

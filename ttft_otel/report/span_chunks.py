@@ -22,6 +22,8 @@ MAX_CHUNK_SPANS: Final = 512  # of one chunk, which is written and removed as a 
 # Of one span as it came. Larger ones are converted first, which cuts what is too long or too much.
 MAX_RAW_BYTES: Final = 4096
 SPAN_ID_BYTES: Final = 8
+NO_PARENT: Final = bytes(SPAN_ID_BYTES)
+_ID_FIELDS: Final = ("trace_id", "span_id", "parent_span_id")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
 
@@ -29,13 +31,14 @@ _decode: Final = msgspec.msgpack.Decoder().decode
 class SpanChunk(NamedTuple):
     """Spans of one trace, resource and scope.
 
-    span_ids: of all spans, in the order of `content`, a MessagePack list: of each span OTLP's bytes, or a
-    list of its values. trunks: its `ttft` and `encode` spans, which are the first ones in that order.
-    resource, scope: contents of shared rows.
+    span_ids, parent_ids: of all spans, zeros for no parent, in the order of `content`, a MessagePack list: of
+    each span OTLP's bytes without these IDs, or a list of its values. trunks: its `ttft` and `encode` spans,
+    which are the first ones in that order. resource, scope: contents of shared rows.
     """
 
     trace_id: bytes
     span_ids: bytes
+    parent_ids: bytes
     content: bytes
     trunks: tuple[StoredSpan, ...]
     resource: bytes
@@ -74,9 +77,9 @@ def chunk_raw_spans(
                     raw.ClearField("events")
                     raw.ClearField("links")
             ordered = _put_first(part, trunks)
-            content = [_pack_raw_span(raw, resource, scope) for raw in ordered]
-            span_ids = b"".join([raw.span_id for raw in ordered])
-            yield SpanChunk(trace_id, span_ids, _encode(content), tuple(trunks.values()), *shared)
+            ids = _join_ids([(raw.span_id, raw.parent_span_id) for raw in ordered])
+            content = _encode([_pack_raw_span(raw, resource, scope) for raw in ordered])
+            yield SpanChunk(trace_id, *ids, content, tuple(trunks.values()), *shared)
 
 
 def encode_spans(spans: Iterable[StoredSpan]) -> list[SpanChunk]:
@@ -93,10 +96,11 @@ def encode_spans(spans: Iterable[StoredSpan]) -> list[SpanChunk]:
         for part in _divide_spans(members):
             trunks = {place: span for place, span in enumerate(part) if span.is_ttft_span}
             ordered = _put_first(part, trunks)
+            ids = [(bytes.fromhex(span.span_id), bytes.fromhex(span.parent_id)) for span in ordered]
             chunks.append(
                 SpanChunk(
                     bytes.fromhex(trace_id),
-                    b"".join([bytes.fromhex(span.span_id) for span in ordered]),
+                    *_join_ids(ids),
                     _encode([_list_values(span) for span in ordered]),
                     tuple(trunks.values()),
                     resources[identity],
@@ -111,73 +115,64 @@ def decode_shared(content: bytes) -> Any:
     return _decode(content)
 
 
-def list_span_ids(span_ids: bytes) -> list[bytes]:
-    """The IDs in a chunk's `span_ids`."""
-    return [
-        span_ids[start : start + SPAN_ID_BYTES] for start in range(0, len(span_ids), SPAN_ID_BYTES)
-    ]
+def split_ids(joined: bytes) -> list[bytes]:
+    """The IDs in a chunk's `span_ids` or `parent_ids`; of the latter NO_PARENT for roots."""
+    return [joined[start : start + SPAN_ID_BYTES] for start in range(0, len(joined), SPAN_ID_BYTES)]
+
+
+def decode_content(content: bytes) -> list[Any]:
+    """The items of a chunk, for decode_item()."""
+    items: list[Any] = _decode(content)
+    return items
+
+
+def decode_item(
+    item: Any, ids: tuple[bytes, bytes, bytes], resource: dict[str, Any], scope: str
+) -> StoredSpan:
+    """The span that an item of a chunk stands for.
+
+    ids: of trace, span and parent. resource, scope: of its chunk.
+    """
+    if isinstance(item, bytes):
+        raw = Span.FromString(item)
+        raw.trace_id, raw.span_id, raw.parent_span_id = ids
+        return convert_span(raw, resource, scope)
+    name, kind, start_ns, end_ns, status, message, attributes, dropped = item
+    return StoredSpan(
+        trace_id=ids[0].hex(),
+        span_id=ids[1].hex(),
+        parent_id=ids[2].hex() if ids[2] != NO_PARENT else "",
+        name=name,
+        kind=kind,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        service=str(resource.get(SERVICE_NAME, "")),
+        scope=scope,
+        status=status,
+        message=message,
+        attributes=attributes,
+        resource=resource,
+        dropped=dropped,
+    )
 
 
 def select_places(chunk: SpanChunk, places: Sequence[int]) -> SpanChunk:
     """The chunk with the spans in these places only, which ascend."""
-    span_ids, content = list_span_ids(chunk.span_ids), _decode(chunk.content)
+    span_ids, parent_ids = split_ids(chunk.span_ids), split_ids(chunk.parent_ids)
+    content = decode_content(chunk.content)
     count = len(chunk.trunks)
     return chunk._replace(
         span_ids=b"".join([span_ids[place] for place in places]),
+        parent_ids=b"".join([parent_ids[place] for place in places]),
         content=_encode([content[place] for place in places]),
         trunks=tuple(chunk.trunks[place] for place in places if place < count),
     )
 
 
-class StoredChunk:
-    """A chunk that was read, whose spans are decoded when they are asked for.
-
-    trace_id: in hex. resource, scope: of all its spans.
-    """
-
-    def __init__(
-        self, trace_id: str, span_ids: bytes, content: bytes, resource: dict[str, Any], scope: str
-    ) -> None:
-        self.trace_id = trace_id
-        self.span_ids = list_span_ids(span_ids)
-        self.resource, self.scope = resource, scope
-        self._items: list[Any] = _decode(content)
-
-    def find_parent(self, place: int) -> bytes:
-        """ID of the parent of the span in this place; b"" of a root."""
-        item = self._parse_item(place)
-        parent: bytes = item.parent_span_id if isinstance(item, Span) else item[0]
-        return parent
-
-    def decode_span(self, place: int) -> StoredSpan:
-        """The span in this place."""
-        item = self._parse_item(place)
-        if isinstance(item, Span):
-            return convert_span(item, self.resource, self.scope)
-        parent_id, name, kind, start_ns, end_ns, status, message, attributes, dropped = item
-        return StoredSpan(
-            trace_id=self.trace_id,
-            span_id=self.span_ids[place].hex(),
-            parent_id=parent_id.hex(),
-            name=name,
-            kind=kind,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            service=str(self.resource.get(SERVICE_NAME, "")),
-            scope=self.scope,
-            status=status,
-            message=message,
-            attributes=attributes,
-            resource=self.resource,
-            dropped=dropped,
-        )
-
-    def _parse_item(self, place: int) -> Any:
-        item = self._items[place]
-        if isinstance(item, bytes):
-            # Kept: parents are asked for first, then some of the spans.
-            item = self._items[place] = Span.FromString(item)
-        return item
+def _join_ids(ids: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    """IDs of spans, and of their parents, as they are stored."""
+    pairs = [(span_id, parent_id or NO_PARENT) for span_id, parent_id in ids]
+    return b"".join([pair[0] for pair in pairs]), b"".join([pair[1] for pair in pairs])
 
 
 def _divide_spans(spans: list[Any]) -> Iterator[list[Any]]:
@@ -194,6 +189,9 @@ def _put_first(spans: list[Any], places: Mapping[int, object]) -> list[Any]:
 
 
 def _pack_raw_span(raw: Span, resource: dict[str, Any], scope: str) -> bytes | tuple[object, ...]:
+    """The item of a span; takes the IDs away from `raw`."""
+    for field in _ID_FIELDS:
+        raw.ClearField(field)
     data = raw.SerializeToString()
     if len(data) <= MAX_RAW_BYTES:
         return data
@@ -201,8 +199,8 @@ def _pack_raw_span(raw: Span, resource: dict[str, Any], scope: str) -> bytes | t
 
 
 def _list_values(span: StoredSpan) -> tuple[object, ...]:
-    """What StoredChunk.decode_span() reads; the rest is in the chunk."""
+    """What decode_item() reads; the rest is in the chunk."""
     return (
-        *(bytes.fromhex(span.parent_id), span.name, span.kind, span.start_ns, span.end_ns),
+        *(span.name, span.kind, span.start_ns, span.end_ns),
         *(span.status, span.message, span.attributes, span.dropped),
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert spans of OTLP to StoredSpans, with bounds on what one span can hold.
 
-otlp_decoder.py does so for reports that are read elsewhere, span_rows.py when somebody reads a stored span.
+otlp_decoder.py does so for reports that are read elsewhere, span_chunks.py when somebody reads a stored span.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
     return StoredSpan(
         trace_id=raw.trace_id.hex(),
         span_id=raw.span_id.hex(),
-        parent_id=raw.parent_span_id.hex(),
+        # Some senders write zeros for no parent.
+        parent_id=parent_id.hex() if (parent_id := raw.parent_span_id) != _NO_SPAN_ID else "",
         name=raw.name[:MAX_TEXT_CHARS],
         kind=raw.kind if 0 <= raw.kind < len(SPAN_KINDS) else 0,  # enums of protobuf are open
         start_ns=raw.start_time_unix_nano,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of spans as rows of the database: span_store.py inserts them, database_reader.py reads them.
+"""Insert chunks of spans as rows of the database, for span_store.py; trace_reader.py reads them.
 
 What many chunks repeat (resource, scope name) is one row of the table `shared`, which counts the chunks that
 refer to it and goes with the last of them.
@@ -10,78 +10,20 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.span_chunks import (
     SpanChunk,
-    StoredChunk,
-    decode_shared,
-    list_span_ids,
     select_places,
+    split_ids,
 )
 
 MAX_TRACE_SPANS: Final = 20_000  # spans of one trace; more are refused and counted
-MAX_TRACE_TRUNKS: Final = 1000  # `ttft` and `encode` spans of one trace that are read
 MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999
 _DIGEST_BYTES: Final = 16
-
-
-class TraceReader:
-    """The stored spans of one trace.
-
-    trace: its number in the table `traces`. trace_id: in hex.
-    """
-
-    def __init__(self, connection: sqlite3.Connection, trace: int, trace_id: str) -> None:
-        self._connection = connection
-        self._shared: dict[int, Any] = {}
-        rows = connection.execute(
-            "SELECT trunks, span_ids, content, resource, scope FROM chunks WHERE trace=?", (trace,)
-        ).fetchall()
-        self._chunks = [
-            (trunks, StoredChunk(trace_id, span_ids, content, *map(self._load_shared, numbers)))
-            for trunks, span_ids, content, *numbers in rows
-        ]
-
-    def _load_shared(self, number: int) -> Any:
-        # Once: a trace may have thousands of chunks with one large resource.
-        if number not in self._shared:
-            row = self._connection.execute("SELECT content FROM shared WHERE id=?", (number,))
-            self._shared[number] = decode_shared(row.fetchone()[0])
-        return self._shared[number]
-
-    def list_spans(self, wanted: Collection[bytes] | None = None) -> list[StoredSpan]:
-        """Its spans in time order, all or those with the `wanted` IDs."""
-        spans = [
-            chunk.decode_span(place)
-            for _, chunk in self._chunks
-            for place, span_id in enumerate(chunk.span_ids)
-            if wanted is None or span_id in wanted
-        ]
-        return sort_spans(spans)
-
-    def list_trunks(self) -> list[StoredSpan]:
-        """The first MAX_TRACE_TRUNKS `ttft` and `encode` spans, of which requests are made."""
-        spans = [
-            chunk.decode_span(place) for trunks, chunk in self._chunks for place in range(trunks)
-        ]
-        return sort_spans(spans)[:MAX_TRACE_TRUNKS]
-
-    def list_parents(self) -> dict[str, str]:
-        """Parent ID by span ID of all its spans, in hex."""
-        return {
-            span_id.hex(): chunk.find_parent(place).hex()
-            for _, chunk in self._chunks
-            for place, span_id in enumerate(chunk.span_ids)
-        }
-
-
-def sort_spans(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
-    """In time order; of spans that begin together the longer one is the parent."""
-    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
 
 
 class InsertOutcome(NamedTuple):
@@ -97,7 +39,7 @@ class TouchedTrace:
     """A trace that has got spans in this transaction.
 
     number: in the table `traces`. spans, old_trunks: how many it has, and had before. new_trunks: those that
-    it has got. known: IDs of its spans.
+    it has got.
     """
 
     number: int
@@ -106,7 +48,6 @@ class TouchedTrace:
     is_new: bool = True
     has_got_spans: bool = False
     new_trunks: list[StoredSpan] = field(default_factory=list)
-    known: set[bytes] = field(default_factory=set)
 
 
 class ChunkInserter:
@@ -122,23 +63,23 @@ class ChunkInserter:
 
     def insert_chunks(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
         """Insert chunks, to be called once; what became of each."""
-        self._load_traces(list(dict.fromkeys(chunk.trace_id for chunk in chunks)))
+        places_by_trace: dict[bytes, list[int]] = {}
+        for place, chunk in enumerate(chunks):
+            places_by_trace.setdefault(chunk.trace_id, []).append(place)
+        self._load_traces(list(places_by_trace))
         rows: list[tuple[object, ...]] = []
-        outcomes = []
-        for chunk in chunks:
-            trace = self._traces[chunk.trace_id]
-            kept, outcome = _keep_new(chunk, trace)
-            outcomes.append(outcome)
-            if outcome.stored:
-                shared = self._find_shared(kept.resource), self._find_shared(kept.scope)
-                self._references.update(shared)
-                trace.new_trunks += kept.trunks
-                trace.has_got_spans = True
-                values = (outcome.stored, len(kept.trunks), kept.span_ids, kept.content)
-                rows.append((trace.number, *shared, *values))
+        outcomes = [InsertOutcome(0, 0, 0)] * len(chunks)
+        # Trace by trace, so that IDs of all spans are at hand of one trace only.
+        for trace_id, places in places_by_trace.items():
+            trace = self._traces[trace_id]
+            known = self._load_known(trace)
+            for place in places:
+                kept, outcomes[place] = _keep_new(chunks[place], trace, known)
+                if outcomes[place].stored:
+                    rows.append(self._make_row(kept, trace))
         self._connection.executemany(
-            "INSERT INTO chunks (trace, resource, scope, spans, trunks, span_ids, content) "
-            "VALUES (?,?,?,?,?,?,?)",
+            "INSERT INTO chunks (trace, resource, scope, spans, trunks, span_ids, parent_ids, content) "
+            "VALUES (?,?,?,?,?,?,?,?)",
             rows,
         )
         self._write_counts()
@@ -159,9 +100,7 @@ class ChunkInserter:
                 f"SELECT trace_id, id, spans, trunks FROM traces WHERE trace_id IN ({marks})", some
             )
             for trace_id, number, spans, trunks in rows.fetchall():
-                trace = found[trace_id] = TouchedTrace(number, spans, trunks, is_new=False)
-                for (span_ids,) in run("SELECT span_ids FROM chunks WHERE trace=?", (number,)):
-                    trace.known.update(list_span_ids(span_ids))
+                found[trace_id] = TouchedTrace(number, spans, trunks, is_new=False)
         # Kept by SQLite for AUTOINCREMENT: the largest number that was ever used.
         row = run("SELECT seq FROM sqlite_sequence WHERE name='traces'").fetchone()
         last = int(row[0]) if row else 0
@@ -170,6 +109,24 @@ class ChunkInserter:
                 last += 1
                 found[trace_id] = TouchedTrace(last)
             self._traces[trace_id] = found[trace_id]
+
+    def _load_known(self, trace: TouchedTrace) -> set[bytes]:
+        """IDs of the stored spans of a trace, as far as they matter: a full trace takes no more."""
+        if trace.is_new or trace.spans >= MAX_TRACE_SPANS:
+            return set()
+        rows = self._connection.execute(
+            "SELECT span_ids FROM chunks WHERE trace=?", (trace.number,)
+        )
+        return {span_id for (span_ids,) in rows for span_id in split_ids(span_ids)}
+
+    def _make_row(self, chunk: SpanChunk, trace: TouchedTrace) -> tuple[object, ...]:
+        """The row of a chunk of new spans, which are noted in `trace`."""
+        shared = self._find_shared(chunk.resource), self._find_shared(chunk.scope)
+        self._references.update(shared)
+        trace.new_trunks += chunk.trunks
+        trace.has_got_spans = True
+        counts = chunk.span_count, len(chunk.trunks)
+        return (trace.number, *shared, *counts, chunk.span_ids, chunk.parent_ids, chunk.content)
 
     def _write_counts(self) -> None:
         """Write the number of spans of each trace, and of chunks that refer to each shared row."""
@@ -215,17 +172,18 @@ class ChunkInserter:
         return number
 
 
-def _keep_new(chunk: SpanChunk, trace: TouchedTrace) -> tuple[SpanChunk, InsertOutcome]:
-    """The part of a chunk that its trace does not have and has room for, which is noted in `trace`."""
-    span_ids = list_span_ids(chunk.span_ids)
+def _keep_new(
+    chunk: SpanChunk, trace: TouchedTrace, known: set[bytes]
+) -> tuple[SpanChunk, InsertOutcome]:
+    """The part of a chunk that its trace does not have and has room for.
+
+    It is counted in `trace`, and added to `known`, the IDs of the trace's spans.
+    """
+    span_ids = split_ids(chunk.span_ids)
     size = len(span_ids)
     fresh = set(span_ids)
-    if (
-        len(fresh) == size
-        and trace.spans + size <= MAX_TRACE_SPANS
-        and fresh.isdisjoint(trace.known)
-    ):
-        trace.known |= fresh
+    if len(fresh) == size and trace.spans + size <= MAX_TRACE_SPANS and fresh.isdisjoint(known):
+        known |= fresh
         trace.spans += size
         return chunk, InsertOutcome(size, 0, 0)
     places: list[int] = []
@@ -235,8 +193,8 @@ def _keep_new(chunk: SpanChunk, trace: TouchedTrace) -> tuple[SpanChunk, InsertO
         if trace.spans >= MAX_TRACE_SPANS:
             refused += 1
         # Exporters retry what they got no answer for, although it may be stored.
-        elif span_id not in trace.known:
-            trace.known.add(span_id)
+        elif span_id not in known:
+            known.add(span_id)
             trace.spans += 1
             places.append(place)
     outcome = InsertOutcome(len(places), size - len(places) - refused, refused)

@@ -29,7 +29,6 @@ RETENTION_INTERVAL_S: Final = (
     1.0  # seconds between two looks for expired traces while nothing arrives
 )
 RETENTION_TROUBLE: Final = "retention: "  # begins last_error when old traces could not be removed
-EVICTED_SHARE: Final = 0.1  # of the traces, removed when the file has reached its limit
 
 QueuedBatch = tuple[Sequence[SpanChunk], "Future[int]"]
 
@@ -62,7 +61,9 @@ class SpanStore:
         self.max_bytes = max_bytes
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self._connection = database_schema.open_for_writing(path, max_bytes)
+        self._connection, self.counts["evicted_traces"] = database_schema.open_for_writing(
+            path, max_bytes
+        )
         self._queue: Queue[QueuedBatch | None] = Queue(MAX_WAITING_BATCHES)
         self._closed = False
         # A daemon: a process that ends without close() must not wait for it.
@@ -213,7 +214,7 @@ class SpanStore:
         return evicted
 
     def _evict_share(self) -> int:
-        return retention.evict_share(self._connection, EVICTED_SHARE)
+        return retention.evict_share(self._connection, retention.EVICTED_SHARE)
 
     def _run_transaction(self, change: Callable[[], int]) -> None:
         """Run `change`, which returns the number of traces that it removed, in one transaction."""

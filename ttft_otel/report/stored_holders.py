@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep who held a waiting request as one attribute of its stored span, and read it back.
 
-otlp_decoder.py passes the links and events of a received span; perfetto_trace.py draws arrows from it.
+span_conversion.py passes the links and events of a span; perfetto_trace.py draws arrows from it.
 """
 
 from __future__ import annotations

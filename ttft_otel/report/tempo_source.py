@@ -23,7 +23,7 @@ from ttft_otel.report.database_reader import (
     list_possible_ids,
 )
 from ttft_otel.report.report_types import Request, StoredSpan
-from ttft_otel.report.span_rows import MAX_TRACE_SPANS, MAX_TRACE_TRUNKS
+from ttft_otel.report.span_rows import MAX_TRACE_SPANS
 from ttft_otel.report.tempo_access import (
     LimitTooHighError,
     RangeTooLongError,
@@ -39,6 +39,7 @@ from ttft_otel.report.tempo_queries import (
     matches_filter,
     quote_traceql,
 )
+from ttft_otel.report.trace_reader import MAX_TRACE_TRUNKS, get_time_order
 
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
@@ -249,10 +250,7 @@ class TempoSource:
             ) from error
         # Tempo stores what an exporter sent twice twice.
         unique = {span.span_id: span for span in reversed(batch.spans)}
-        ordered = sorted(
-            unique.values(), key=lambda span: (span.start_ns, -span.end_ns, span.span_id)
-        )
-        return ordered[:MAX_TRACE_SPANS]
+        return sorted(unique.values(), key=get_time_order)[:MAX_TRACE_SPANS]
 
     def _keep_trunks(self, trace_id: str, spans: Sequence[StoredSpan]) -> None:
         trunks = [span for span in spans if span.is_ttft_span]
