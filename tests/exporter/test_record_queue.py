@@ -7,9 +7,11 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ttft_otel.exporter import record_queue
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import MAX_RECORD_BYTES, READ_PAUSE_S, RecordQueue
 
@@ -92,17 +94,35 @@ def test_records_that_come_one_by_one_wake_nobody() -> None:
     assert waits < sent / 2
 
 
-def test_burst_during_a_pause() -> None:
-    """The least buffer that kernels grant keeps what comes at once while the reader does not look."""
+@pytest.mark.parametrize(
+    ("buffer_bytes", "records"),
+    [(208 << 10, 150), (64 << 10, 50)],
+    ids=["the default where a kernel grants its least", "the least setting"],
+)
+def test_burst_during_a_pause(
+    monkeypatch: pytest.MonkeyPatch, buffer_bytes: int, records: int
+) -> None:
+    """The socket keeps what comes while the reader does not look, 5000 records a second at least."""
+    paused, go_on = threading.Event(), threading.Event()
+
+    def hold_reader(seconds: float) -> None:
+        assert records / seconds >= 5000
+        paused.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(record_queue, "time", SimpleNamespace(sleep=hold_reader))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 208 << 10)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     inbox = RecordQueue(ExporterCounters())
     reader = threading.Thread(target=inbox.read_socket, args=(theirs,))
     reader.start()
     record = b"x" * 1500  # one of a stream's two
-    for _ in range(150):
+    ours.send(record)
+    assert paused.wait(10)
+    for _ in range(records):
         ours.send(record, socket.MSG_DONTWAIT)
+    go_on.set()
     ours.close()
     reader.join(10)
     theirs.close()
-    assert inbox.take_batch(200, 0) == [record] * 150
+    assert inbox.take_batch(2 * records, 0) == [record] * (records + 1)

@@ -31,7 +31,7 @@ def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int
     """
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.raiseExceptions = False  # the process that reads our stderr may be gone
-    yield_to_host()
+    set_batch_policy()
     record_queue = RecordQueue(ExporterCounters(page))
     ready = threading.Event()
     passed = (record_queue, pid, ready, engine_settings)
@@ -54,10 +54,11 @@ def run_exporter(fd: int, page: int, pid: int, engine_settings: Mapping[str, int
     os._exit(0)  # without exit handlers, of which a library's could block
 
 
-def yield_to_host() -> None:
-    """Let no wake-up of this process interrupt the host: the batch policy, for all threads to come.
+def set_batch_policy() -> None:
+    """Run under SCHED_BATCH, so that a wake-up of this process does not preempt the host.
 
-    Its share of CPU time stays the same. A policy that somebody has chosen stays, too.
+    Threads that start later inherit it. The share of CPU time stays the same, and a policy that somebody has
+    chosen stays, too.
     """
     try:
         if os.sched_getscheduler(0) == os.SCHED_OTHER:

@@ -44,7 +44,7 @@ class RecordQueue:
         """Read records from `source` until its end of file: all processes that could send are gone.
 
         A record that finds a waiting reader costs its sender, a thread that serves requests, a wake-up of
-        this process: ten times the sending itself. So it waits only after a pause without a record.
+        this process: several times the sending itself. So it waits only after a pause without a record.
         """
         buffer = bytearray(MAX_RECORD_BYTES)
         view = memoryview(buffer)
