@@ -157,7 +157,9 @@ def compute_serving_figures(
     def add_ratios(key: str, ratios: list[float], goal: float | None) -> list[float]:
         figures[key] = build_figure(ratios, goal, at_least="throughput" in key, digits=4)
         interval = estimate_median(ratios, CONFIDENCE)
-        figures[f"{key}_interval"] = build_figure([interval.low, interval.high], digits=4)
+        figures[f"{key}_interval"] = build_figure(
+            [interval.low, interval.median, interval.high], digits=4
+        )
         return ratios
 
     def divide_modes(name: str, figure: str) -> list[float]:
