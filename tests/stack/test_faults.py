@@ -52,7 +52,8 @@ def play_outage(bench: StackStarter, away: float) -> None:
         assert isinstance(tempo, RunningTempo) and isinstance(collector, RunningCollector)
         batches = [[otlp_requests.build_own_record(20) for _ in range(30)] for _ in range(4)]
         post_records(collector, batches[0])
-        tempo.stop()
+        # Killed before it has written what it took, it would lose that: on a busy machine it takes longer.
+        tempo.stop(40)
         post_records(collector, batches[1])
         time.sleep(away / 2)
         collector.kill()  # no goodbye: what it had taken must be on the disk
@@ -63,7 +64,7 @@ def play_outage(bench: StackStarter, away: float) -> None:
         post_records(collector, batches[3])
         for records in batches:
             for each in records:
-                wait_until(lambda each=each: len(tempo.fetch_trace(each.trace_id)) == SPANS, 60)
+                wait_until(lambda each=each: len(tempo.fetch_trace(each.trace_id)) == SPANS, 120)
     tempo.stop()
 
 
