@@ -5,9 +5,10 @@ Records of streams, two of each, are sent at a pace, as a server's come, to a re
 receiver only accepts. Beside it, in the same rounds and at the same pace: a span of the OpenTelemetry SDK
 (the goal refers to its CPU time), and the same records sent to a process that waits for each of them.
 Code that runs at a pace is not in the caches: all of it takes longer than in hooks.py. Wall time has what
-the thread waited for the processor, too: put other load on the machine to see it.
+the thread waited for the processor, too: put other load on the machine to see it. With pauses of more than
+20 ms the exporter waits for each record, too, and every one wakes it.
 
-    python -m benchmarks.sending [--json FILE] [--records N] [--rounds N]
+    python -m benchmarks.sending [--json FILE] [--records N] [--rounds N] [--pause-ms 25]
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class PacedTimes:
     cpu_us: list[float] = field(default_factory=list)
     wall_us: list[float] = field(default_factory=list)
 
-    def add_round(self, records: list[bytes], action: Action) -> None:
-        """Run `action` for each record, at the pace."""
+    def add_round(self, records: list[bytes], action: Action, pause_s: float) -> None:
+        """Run `action` for each record, after a pause before each."""
         wall_ns = cpu_ns = 0
         for data in records:
-            time.sleep(RECORD_PAUSE_S)
+            time.sleep(pause_s)
             wall_ns -= time.perf_counter_ns()
             cpu_ns -= time.thread_time_ns()
             action(data)
@@ -91,8 +92,10 @@ def make_sdk_span(tracer: Tracer) -> None:
         span.set_attribute("http.response.status_code", 200)
 
 
-def measure_sending(number: int, rounds: int) -> dict[str, PacedTimes]:
-    """All rounds of all actions, by name, each with `number` records."""
+def measure_sending(
+    number: int, rounds: int, pause_s: float = RECORD_PAUSE_S
+) -> dict[str, PacedTimes]:
+    """All rounds of all actions, by name, each with `number` records and pauses between them."""
     requests = [encode_request(place + 1) for place in range(max(number, WARM_UP_REQUESTS))]
     records = [data for request in requests for data in request][:number]
     tracer = create_tracer()
@@ -110,7 +113,7 @@ def measure_sending(number: int, rounds: int) -> dict[str, PacedTimes]:
             send_requests(sender, requests[:WARM_UP_REQUESTS], 0)
             for _ in range(rounds):
                 for name, action in actions.items():
-                    times[name].add_round(records, action)
+                    times[name].add_round(records, action, pause_s)
             if sender.get_counts()["dropped"]:
                 raise RuntimeError(f"records were dropped: {sender.get_counts()}")
         finally:
@@ -138,8 +141,9 @@ def main() -> int:
     parser = build_figure_parser(__doc__)
     parser.add_argument("--records", type=int, default=300, help="of each round")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pause-ms", type=float, default=1e3 * RECORD_PAUSE_S, help="between two")
     options = parser.parse_args()
-    times = measure_sending(options.records, options.rounds)
+    times = measure_sending(options.records, options.rounds, options.pause_ms / 1e3)
     return report_figures(compute_sending_figures(times), options.json)
 
 

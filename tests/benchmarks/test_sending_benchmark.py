@@ -18,8 +18,8 @@ def burn_cpu(seconds: float) -> None:
 def test_times() -> None:
     """Waiting is wall time alone, computing both; the pauses between records are neither."""
     waiting, computing = sending.PacedTimes(), sending.PacedTimes()
-    waiting.add_round([b""] * 3, lambda _: time.sleep(0.003))
-    computing.add_round([b""] * 3, lambda _: burn_cpu(0.003))
+    waiting.add_round([b""] * 3, lambda _: time.sleep(0.003), 0.006)
+    computing.add_round([b""] * 3, lambda _: burn_cpu(0.003), 0.006)
     assert waiting.wall_us[0] >= 3000 > waiting.cpu_us[0]
     assert computing.wall_us[0] >= computing.cpu_us[0] >= 3000 > computing.cpu_us[0] / 2
 
