@@ -23,7 +23,7 @@ HEAD_START_S = 0.1  # the other one is at the engine then, and has not ended
 LONG_ANSWER = {"words": 1, "max_tokens": 150, "extra": {"ignore_eos": True}}
 LONG_PROMPT = {"words": 4000, "max_tokens": 1}
 HEAD_STARTS_S = (0.02, 0.03, 0.04, 0.06)
-MIN_WAIT_US = 15_000  # of a request that was behind the prompt
+MIN_WAIT_US = 15_000  # of a request that was behind the other one
 
 
 def measure_small(
@@ -71,9 +71,15 @@ def test_long_answer(features: LiveDeployment) -> None:
     A tiny model's steps take about a millisecond; a fifth as long is the turnaround, which is theirs.
     """
     errors: list[float] = []
-    while not check_error(errors):
+    for _ in range(2 * MAX_ROUNDS):
+        if check_error(errors):
+            return
         without_us, plain, _ = measure_small(features, None)
         with_us, queue, other_trace = measure_small(features, LONG_ANSWER)
+        if (
+            queue["us"] < MIN_WAIT_US
+        ):  # the answer had ended, or not begun: the first one takes longer
+            continue
         first = json.loads(queue[names.HELD_BY])[0]
         errors.append(first["us"] / (with_us - without_us) - 1)
 
@@ -81,6 +87,7 @@ def test_long_answer(features: LiveDeployment) -> None:
         assert (first["kind"], first["trace_id"]) == ("decode", other_trace)
         assert abs(first["us"] - queue[names.name_held_attribute("decode")]) <= 0.05 * first["us"]
         assert names.HELD_BY not in plain
+    raise AssertionError(f"too few requests waited behind the answer: {errors}")
 
 
 def test_long_prompt(features: LiveDeployment) -> None:
