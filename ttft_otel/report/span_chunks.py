@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans as the database keeps them: those of one trace, resource and scope together, in OTLP's own bytes.
 
-otlp_decoder.py makes chunks of an export; span_rows.py writes and reads them. A span is decoded when
-somebody reads it, which for most is never. Only `ttft` and `encode` spans are decoded at once: requests are
-found by them.
+otlp_decoder.py makes chunks of an export, span_rows.py writes them, trace_reader.py reads them. A span is
+decoded when somebody reads it, which for most is never. Only `ttft` and `encode` spans are decoded at once:
+requests are found by them.
 """
 
 from __future__ import annotations
