@@ -158,8 +158,9 @@ def count_lookups(router: LocalServer, result: str = "") -> float:
 def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> None:
     """Of prompts that no worker has sent they expect to be cached what the engine then finds in its cache."""
     chance = random.Random(time.time_ns())
-    pairs = []
-    while len(pairs) < ASKED_PROMPTS and count_lookups(workers, "answered") < ANSWERED_PROMPTS:
+    pairs: list[tuple[int, int]] = []
+    known = 0
+    while len(pairs) < ASKED_PROMPTS and known < ANSWERED_PROMPTS:
         tokens = [chance.randrange(10, 200) for _ in range((1 + len(pairs) % 4) * BLOCK_TOKENS + 5)]
         asked: dict[str, Any] = {"path": COMPLETIONS_PATH, "max_tokens": 1}
         asked["extra"] = {"prompt": tokens}
@@ -173,14 +174,13 @@ def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> N
         )
         expected = list_attribute_values(spans, "router.route", names.ROUTE_CACHED)
         (found,) = list_attribute_values(spans, names.TTFT, names.CACHED_TOKENS)
-        # Nothing is expected where the lookup was late.
-        pairs.append((json.loads(expected[0])[0] if expected else None, found))
+        # On a busy machine a lookup may be late, or come before the events: then less is expected.
+        pairs.append((json.loads(expected[0])[0] if expected else 0, found))
+        known = sum(both[0] == both[1] for both in pairs)
 
     time.sleep(SETTLE_S)
-    answered = count_lookups(workers, "answered")
     assert [found for _, found in pairs] == [
         (1 + number % 4) * BLOCK_TOKENS for number in range(len(pairs))
     ]
-    # A lookup that is late on a busy machine is decided without the index, as is what comes before it is up.
-    assert len([pair for pair in pairs if pair[0] != pair[1]]) <= len(pairs) - answered, pairs
-    assert answered >= ANSWERED_PROMPTS
+    assert [pair for pair in pairs if pair[0] > pair[1]] == []
+    assert known == ANSWERED_PROMPTS <= count_lookups(workers, "answered"), pairs

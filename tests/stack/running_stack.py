@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lab.local_servers import LocalServer
+from lab.local_servers import LocalServer, LocalServerError
 from lab.server_commands import HOST, ServerCommand
 from lab.stack import backend_queries, grafana_import, grafana_server, stack_parts
 from lab.stack.binaries import StackBinaries
@@ -264,23 +264,32 @@ class StackStarter:
 
         is_provisioned: wait until it has read our files.
         """
-        folder = self.make_folder("grafana")
-        made = RunningGrafana(
-            grafana_server.build_grafana_command(home or Path(), addresses, folder),
-            addresses,
-            folder,
-        )
+        made = self._make_grafana(home, addresses)
         if home is None:
             made.url = os.environ["GRAFANA_URL"]
             assert grafana_import.import_dashboards(made.url, addresses), (
                 "GRAFANA_URL names nobody who may change it"
             )
             return made
-        self.started.append(made)
-        made.start()
+        try:
+            made.start()
+        except LocalServerError as error:
+            # On a slow disk Grafana may find rows in its new database that it has written itself, and ends.
+            if "UNIQUE constraint failed: org.id" not in str(error):
+                raise
+            made = self._make_grafana(home, addresses)
+            made.start()
         if is_provisioned:
             # Healthy comes first: files are read after it, and once more 30 s later where that failed.
             wait_until(made.has_dashboards, 90)
+        return made
+
+    def _make_grafana(self, home: Path | None, addresses: StackAddresses) -> RunningGrafana:
+        """A Grafana with a folder of its own, not started yet."""
+        folder = self.make_folder("grafana")
+        command = grafana_server.build_grafana_command(home or Path(), addresses, folder)
+        made = RunningGrafana(command, addresses, folder)
+        self.started.append(made)
         return made
 
     def close(self) -> None:
