@@ -116,9 +116,8 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new database, or rewrite those of an older one, in one transaction."""
     # Takes the write lock before the version is read: two starts cannot both create tables.
     connection.execute("BEGIN IMMEDIATE")
-    version = 0
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
     try:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version in OLD_VERSIONS:
             schema_migration.set_old_tables_aside(connection)
         if version in (0, *OLD_VERSIONS):

@@ -37,11 +37,11 @@ def evict_traces(connection: sqlite3.Connection, max_traces: int, oldest_kept_ms
     return _evict_below(connection, _find_first_kept(connection, max_traces, oldest_kept_ms))
 
 
-def evict_share(connection: sqlite3.Connection, share: float) -> int:
-    """Remove the oldest `share` of the traces, at least one, with their spans; returns their number."""
+def evict_share(connection: sqlite3.Connection) -> int:
+    """Remove the oldest EVICTED_SHARE of the traces, at least one, with their spans; returns their number."""
     run = connection.execute
     # At least one, or the writer would find the file as full as before.
-    number = int(run("SELECT count(*) FROM traces").fetchone()[0] * share) + 1
+    number = int(run("SELECT count(*) FROM traces").fetchone()[0] * EVICTED_SHARE) + 1
     row = run("SELECT id FROM traces ORDER BY id LIMIT 1 OFFSET ?", (number,)).fetchone()
     evicted = _evict_below(connection, row[0] if row else 1 << 62)
     # All at once here: only deleted pages can be used for the batch that waits.
@@ -100,10 +100,10 @@ def fit_file(connection: sqlite3.Connection, max_bytes: int) -> int:
     if run("PRAGMA page_count").fetchone()[0] > max_pages:
         while _count_used_pages(connection) > max_pages and count_kept(connection, "traces"):
             run("BEGIN IMMEDIATE")
-            evicted += evict_share(connection, EVICTED_SHARE)
+            evicted += evict_share(connection)
             run("COMMIT")
         connection.executescript("PRAGMA incremental_vacuum")
-        # What the file has lost comes out of it, and out of its log, only now.
+        # Until a checkpoint the file keeps its size, and its log grows.
         run("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     # Of the connection and not of the file, and never less than its size.
     run(f"PRAGMA max_page_count={max_pages}")

@@ -18,7 +18,6 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.request_rows import write_requests
 from ttft_otel.report.span_chunks import (
-    NO_PARENT,
     decode_content,
     decode_item,
     decode_shared,
@@ -130,7 +129,7 @@ def _decode_item_3(
     if isinstance(item, bytes):
         return convert_span(Span.FromString(item), resource, scope)
     parent_id, *values = item
-    return decode_item(values, (trace_id, span_id, parent_id or NO_PARENT), resource, scope)
+    return decode_item(values, (trace_id, span_id, parent_id), resource, scope)
 
 
 def _load_shared(connection: sqlite3.Connection) -> dict[int, Any]:

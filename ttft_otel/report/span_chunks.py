@@ -16,13 +16,17 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from ttft_otel import names
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, StoredSpan
-from ttft_otel.report.span_conversion import SERVICE_NAME, convert_span
+from ttft_otel.report.span_conversion import (
+    NO_SPAN_ID,
+    SERVICE_NAME,
+    convert_span,
+    format_parent_id,
+)
 
 MAX_CHUNK_SPANS: Final = 512  # of one chunk, which is written and removed as a whole
 # Of one span as it came. Larger ones are converted first, which cuts what is too long or too much.
 MAX_RAW_BYTES: Final = 4096
 SPAN_ID_BYTES: Final = 8
-NO_PARENT: Final = bytes(SPAN_ID_BYTES)
 _ID_FIELDS: Final = ("trace_id", "span_id", "parent_span_id")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
@@ -116,7 +120,7 @@ def decode_shared(content: bytes) -> Any:
 
 
 def split_ids(joined: bytes) -> list[bytes]:
-    """The IDs in a chunk's `span_ids` or `parent_ids`; of the latter NO_PARENT for roots."""
+    """The IDs in a chunk's `span_ids` or `parent_ids`; of the latter NO_SPAN_ID for roots."""
     return [joined[start : start + SPAN_ID_BYTES] for start in range(0, len(joined), SPAN_ID_BYTES)]
 
 
@@ -141,7 +145,7 @@ def decode_item(
     return StoredSpan(
         trace_id=ids[0].hex(),
         span_id=ids[1].hex(),
-        parent_id=ids[2].hex() if ids[2] != NO_PARENT else "",
+        parent_id=format_parent_id(ids[2]),
         name=name,
         kind=kind,
         start_ns=start_ns,
@@ -169,10 +173,10 @@ def select_places(chunk: SpanChunk, places: Sequence[int]) -> SpanChunk:
     )
 
 
-def _join_ids(ids: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+def _join_ids(ids: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
     """IDs of spans, and of their parents, as they are stored."""
-    pairs = [(span_id, parent_id or NO_PARENT) for span_id, parent_id in ids]
-    return b"".join([pair[0] for pair in pairs]), b"".join([pair[1] for pair in pairs])
+    span_ids = b"".join([span_id for span_id, _ in ids])
+    return span_ids, b"".join([parent_id or NO_SPAN_ID for _, parent_id in ids])
 
 
 def _divide_spans(spans: list[Any]) -> Iterator[list[Any]]:

@@ -25,7 +25,7 @@ MAX_TEXT_GROWTH: Final = 4
 SERVICE_NAME: Final = "service.name"  # OpenTelemetry's name
 _MAX_TIME_NS: Final = 1 << 62  # SQLite's integers are signed, of 64 bits
 _NO_TRACE_ID: Final = bytes(16)
-_NO_SPAN_ID: Final = bytes(8)
+NO_SPAN_ID: Final = bytes(8)
 
 
 def find_fault(raw: trace_pb2.Span) -> str:
@@ -34,7 +34,7 @@ def find_fault(raw: trace_pb2.Span) -> str:
     trace_id, span_id = raw.trace_id, raw.span_id
     if len(trace_id) != 16 or trace_id == _NO_TRACE_ID:
         return "a span without a valid trace id"
-    if len(span_id) != 8 or span_id == _NO_SPAN_ID:
+    if len(span_id) != 8 or span_id == NO_SPAN_ID:
         return "a span without a valid span id"
     if len(raw.parent_span_id) not in (0, 8):
         return "a span with an invalid parent id"
@@ -55,8 +55,7 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
     return StoredSpan(
         trace_id=raw.trace_id.hex(),
         span_id=raw.span_id.hex(),
-        # Some senders write zeros for no parent.
-        parent_id=parent_id.hex() if (parent_id := raw.parent_span_id) != _NO_SPAN_ID else "",
+        parent_id=format_parent_id(raw.parent_span_id),
         name=raw.name[:MAX_TEXT_CHARS],
         kind=raw.kind if 0 <= raw.kind < len(SPAN_KINDS) else 0,  # enums of protobuf are open
         start_ns=raw.start_time_unix_nano,
@@ -69,6 +68,11 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
         resource=resource,
         dropped=cut + raw.dropped_attributes_count,
     )
+
+
+def format_parent_id(parent_id: bytes) -> str:
+    """The ID in hex; "" for no parent, for which some senders write zeros."""
+    return "" if parent_id == NO_SPAN_ID else parent_id.hex()
 
 
 def read_attributes(pairs: Iterable[KeyValue]) -> tuple[dict[str, Any], int]:

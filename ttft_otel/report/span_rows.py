@@ -15,11 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_chunks import (
-    SpanChunk,
-    select_places,
-    split_ids,
-)
+from ttft_otel.report.span_chunks import SpanChunk, select_places, split_ids
 
 MAX_TRACE_SPANS: Final = 20_000  # spans of one trace; more are refused and counted
 MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999

@@ -166,7 +166,7 @@ class SpanStore:
             # SQLITE_FULL by our own limit: remove a share of the traces and write once more.
             if not self._is_full():
                 raise
-            self._run_transaction(self._evict_share)
+            self._run_transaction(lambda: retention.evict_share(self._connection))
             return self._write_chunks(chunks)
 
     def _write_chunks(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
@@ -212,9 +212,6 @@ class SpanStore:
         )
         retention.purge_spans(self._connection)
         return evicted
-
-    def _evict_share(self) -> int:
-        return retention.evict_share(self._connection, retention.EVICTED_SHARE)
 
     def _run_transaction(self, change: Callable[[], int]) -> None:
         """Run `change`, which returns the number of traces that it removed, in one transaction."""

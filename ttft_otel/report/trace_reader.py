@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.span_chunks import (
-    NO_PARENT,
     decode_content,
     decode_item,
     decode_shared,
     split_ids,
 )
+from ttft_otel.report.span_conversion import format_parent_id
 
 MAX_TRACE_TRUNKS: Final = 1000  # `ttft` and `encode` spans of one trace that are read
 
@@ -81,7 +81,7 @@ class TraceReader:
     def list_parents(self) -> dict[str, str]:
         """Parent ID by span ID of all its spans, in hex; "" for roots."""
         return {
-            span_id.hex(): parent_id.hex() if parent_id != NO_PARENT else ""
+            span_id.hex(): format_parent_id(parent_id)
             for chunk in self._chunks
             for span_id, parent_id in zip(chunk.span_ids, chunk.parent_ids, strict=True)
         }
