@@ -76,9 +76,8 @@ def test_long_answer(features: LiveDeployment) -> None:
             return
         without_us, plain, _ = measure_small(features, None)
         with_us, queue, other_trace = measure_small(features, LONG_ANSWER)
-        if (
-            queue["us"] < MIN_WAIT_US
-        ):  # the answer had ended, or not begun: the first one takes longer
+        # The answer had ended, or not begun: the first one takes longer.
+        if queue["us"] < MIN_WAIT_US:
             continue
         first = json.loads(queue[names.HELD_BY])[0]
         errors.append(first["us"] / (with_us - without_us) - 1)

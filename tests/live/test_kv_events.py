@@ -155,32 +155,49 @@ def count_lookups(router: LocalServer, result: str = "") -> float:
     return sum(read_metric(router.url, f"{names.METRIC_INDEX_LOOKUPS}_total{wanted}"))
 
 
+def count_stored(router: LocalServer) -> float:
+    """Blocks that the index of the workers has been told of."""
+    return sum(read_metric(router.url, f'{names.METRIC_KV_EVENTS}_total{{.*event="stored"'))
+
+
+def store_prompt(small: LiveDeployment, router: LocalServer, asked: dict[str, Any]) -> None:
+    """Send a prompt past the router, and wait until the router's index has heard of its blocks."""
+    wanted = count_stored(router) + len(asked["extra"]["prompt"]) // BLOCK_TOKENS
+    assert small.send_request(small.front_url, **asked).status == 200
+    end = monotonic() + 30
+    while count_stored(router) < wanted:  # workers are told once a second
+        assert monotonic() < end
+        time.sleep(0.1)
+
+
 def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> None:
     """Of prompts that no worker has sent they expect to be cached what the engine then finds in its cache."""
     chance = random.Random(time.time_ns())
-    pairs: list[tuple[int, int]] = []
-    known = 0
-    while len(pairs) < ASKED_PROMPTS and known < ANSWERED_PROMPTS:
+    pairs: list[tuple[int | None, int]] = []
+    asked: dict[str, Any] = {"path": COMPLETIONS_PATH, "max_tokens": 1}
+    # The first time it may have heard of others only: it begins with what the engine has told before.
+    asked["extra"] = {"prompt": [chance.randrange(10, 200) for _ in range(2 * BLOCK_TOKENS)]}
+    store_prompt(small, workers, asked)
+    while len(pairs) < ASKED_PROMPTS and count_lookups(workers, "answered") < ANSWERED_PROMPTS:
         tokens = [chance.randrange(10, 200) for _ in range((1 + len(pairs) % 4) * BLOCK_TOKENS + 5)]
-        asked: dict[str, Any] = {"path": COMPLETIONS_PATH, "max_tokens": 1}
         asked["extra"] = {"prompt": tokens}
-        assert small.send_request(small.front_url, **asked).status == 200
-        time.sleep(0.2)  # its events come with the step, or soon after
+        store_prompt(small, workers, asked)
         trace = make_trace_id()
-        asked["headers"] = make_parent_header(trace)
-        assert small.send_request(workers.url, **asked).status == 200
+        headers = make_parent_header(trace)
+        assert small.send_request(workers.url, headers=headers, **asked).status == 200
         spans = small.wait_for_trace(
             trace, lambda found: sum(each["name"] == names.TTFT for each in found) == 2
         )
         expected = list_attribute_values(spans, "router.route", names.ROUTE_CACHED)
         (found,) = list_attribute_values(spans, names.TTFT, names.CACHED_TOKENS)
-        # On a busy machine a lookup may be late, or come before the events: then less is expected.
-        pairs.append((json.loads(expected[0])[0] if expected else 0, found))
-        known = sum(both[0] == both[1] for both in pairs)
+        # Nothing is expected where the lookup was late.
+        pairs.append((json.loads(expected[0])[0] if expected else None, found))
 
     time.sleep(SETTLE_S)
+    answered = count_lookups(workers, "answered")
     assert [found for _, found in pairs] == [
         (1 + number % 4) * BLOCK_TOKENS for number in range(len(pairs))
     ]
-    assert [pair for pair in pairs if pair[0] > pair[1]] == []
-    assert known == ANSWERED_PROMPTS <= count_lookups(workers, "answered"), pairs
+    # A lookup that is late on a busy machine is decided without the index.
+    assert len([pair for pair in pairs if pair[0] != pair[1]]) <= len(pairs) - answered, pairs
+    assert answered >= ANSWERED_PROMPTS
