@@ -274,7 +274,7 @@ class StackStarter:
         try:
             made.start()
         except LocalServerError as error:
-            # On a slow disk Grafana may find rows in its new database that it has written itself, and ends.
+            # On a busy machine Grafana has ended so at its first start, over a row in its own new database.
             if "UNIQUE constraint failed: org.id" not in str(error):
                 raise
             made = self._make_grafana(home, addresses)
