@@ -66,7 +66,19 @@ def write_schema_1(path: Path, spans: list[StoredSpan]) -> None:
             )
 
 
-SCHEMA_2 = """
+# Of schemas 2 and 3.
+REQUESTS = """
+CREATE TABLE requests (
+  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, number INTEGER NOT NULL,
+  request_id TEXT NOT NULL, start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
+  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL
+);
+CREATE INDEX requests_trace ON requests (trace);
+CREATE INDEX requests_start ON requests (start_ns);
+CREATE INDEX requests_id ON requests (request_id) WHERE request_id<>'';
+"""
+
+SCHEMA_2 = f"""{REQUESTS}
 CREATE TABLE traces (
   id INTEGER PRIMARY KEY AUTOINCREMENT, trace_id BLOB NOT NULL UNIQUE,
   seen_ms INTEGER NOT NULL, spans INTEGER NOT NULL
@@ -83,14 +95,6 @@ CREATE TABLE spans (
   trunk INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX spans_trace ON spans (trace, span_id);
-CREATE TABLE requests (
-  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, number INTEGER NOT NULL,
-  request_id TEXT NOT NULL, start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
-  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL
-);
-CREATE INDEX requests_trace ON requests (trace);
-CREATE INDEX requests_start ON requests (start_ns);
-CREATE INDEX requests_id ON requests (request_id) WHERE request_id<>'';
 PRAGMA user_version=2;
 """
 
@@ -126,7 +130,7 @@ def write_schema_2(path: Path, spans: list[StoredSpan]) -> None:
             )
 
 
-SCHEMA_3 = """
+SCHEMA_3 = f"""{REQUESTS}
 CREATE TABLE traces (
   id INTEGER PRIMARY KEY AUTOINCREMENT, trace_id BLOB NOT NULL UNIQUE,
   seen_ms INTEGER NOT NULL, spans INTEGER NOT NULL, trunks INTEGER NOT NULL
@@ -141,14 +145,6 @@ CREATE TABLE chunks (
   span_ids BLOB NOT NULL, content BLOB NOT NULL
 );
 CREATE INDEX chunks_trace ON chunks (trace);
-CREATE TABLE requests (
-  id INTEGER PRIMARY KEY, trace INTEGER NOT NULL, number INTEGER NOT NULL,
-  request_id TEXT NOT NULL, start_ns INTEGER NOT NULL, model TEXT NOT NULL, roles TEXT NOT NULL,
-  ttft_us INTEGER NOT NULL, error TEXT NOT NULL, pending INTEGER NOT NULL
-);
-CREATE INDEX requests_trace ON requests (trace);
-CREATE INDEX requests_start ON requests (start_ns);
-CREATE INDEX requests_id ON requests (request_id) WHERE request_id<>'';
 PRAGMA user_version=3;
 """
 
@@ -226,6 +222,9 @@ def test_old_schema(
         open_reader(path),
     ):
         pass
+    connection, _ = database_schema.open_for_writing(path, 1 << 30)
+    with closing(connection):
+        assert Path(f"{path}-wal").stat().st_size == 0, "the log of the rewriting is left"
     store = SpanStore(path)
     store.add(spans).result(10)
     store.close()

@@ -139,6 +139,9 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
                 "Free twice its size on this disk, or name another file with --db FILE"
             ) from error
         raise
+    if version in OLD_VERSIONS:
+        # Else the log, which has all that was rewritten, would keep its size for as long as `serve` runs.
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     _check_version(connection, path)
 
 
