@@ -126,6 +126,7 @@ async def run_fleet(tmp_path: Path, max_reported: int = 0, **options: Any) -> As
             fleet = Fleet(source, honest, hostile, good, bad)
             await wait_until(lambda: count_indexed_blocks(source, good, PROMPT_IDS) == 5)
             if not hostile.sources:
+                await hostile.wait_for_subscriber()
                 await wait_until(lambda: source.describe_instances()[bad].get("connected", False))
             yield fleet
 

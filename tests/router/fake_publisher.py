@@ -22,7 +22,7 @@ END_NUMBER = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass
 class FakePublisher:
-    """A PUB and a ROUTER socket.
+    """A PUB and a ROUTER socket. The former is an XPUB, which tells whom it has as a subscriber.
 
     omits_topic: send replays without topic. skipped_number: the message that one replay lacks.
     """
@@ -43,12 +43,17 @@ class FakePublisher:
 
     def bind_sockets(self, context: zmq.asyncio.Context) -> None:
         """Bind both sockets and serve replays."""
-        for kind, address in ((zmq.PUB, self.events_endpoint), (zmq.ROUTER, self.replay_endpoint)):
+        for kind, address in ((zmq.XPUB, self.events_endpoint), (zmq.ROUTER, self.replay_endpoint)):
             socket = context.socket(kind)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address)
             self._sockets.append(socket)
         self._replay_task = asyncio.create_task(self._serve_replays())
+
+    async def wait_for_subscriber(self) -> None:
+        """Wait for a subscription, which comes after the connection: what is sent before it is lost."""
+        while not (await self._sockets[0].recv()).startswith(b"\x01"):
+            pass
 
     async def close(self) -> None:
         """Close the sockets, like a killed process."""

@@ -116,6 +116,7 @@ def test_reported_and_estimated(tmp_path: Path, path: Path) -> None:
             run_keeper(path) as keeper,
             run_source(path, url, silent) as source,
         ):
+            await publisher.wait_for_subscriber()
             await wait_until(lambda: url in keeper.source.reported.reporting)
             publisher.engine.compute_prompt(IDS[: 3 * BLOCK_TOKENS])
             await publisher.publish_events()

@@ -88,6 +88,7 @@ async def run_followed_publisher(
     """An instance that has published the five blocks of PROMPT_IDS, and a source that knows them."""
     publisher = FakePublisher(folder, FakeEngine(BLOCK_TOKENS))
     async with run_publisher(publisher) as url, run_source(build_fleet(url)) as source:
+        await publisher.wait_for_subscriber()
         await wait_until(lambda: bool(source.describe_instances()[url].get("connected")))
         publisher.engine.compute_prompt(PROMPT_IDS)
         await publisher.publish_events()
@@ -115,6 +116,7 @@ def test_follows(tmp_path: Path, old: bool) -> None:
             async with run_source(here) as source:
                 await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
                 assert source.index.block_size == BLOCK_TOKENS
+                await publisher.wait_for_subscriber()
                 publisher.engine.evict_block(0)
                 await publisher.publish_events(is_lost=True)
                 publisher.engine.compute_prompt(OTHER_IDS)
