@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from ttft_otel.router import lost_hosts
 from ttft_otel.router.control import front_door as refusals
 from ttft_otel.router.control.client_output import ClientOutput
 from ttft_otel.router.control.front_door import MAX_PIPELINED_REQUESTS, FrontDoor
@@ -61,6 +62,7 @@ class ClientConnection(HttpToolsProtocol):
         elif len(self.connections) > door.max_connections:
             self._refuse(refusals.build_connection_error())
         else:
+            lost_hosts.probe_peer(transport.get_extra_info("socket"))
             door.awaited_heads.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
+from ttft_otel.router import lost_hosts
 from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
@@ -128,6 +129,10 @@ class ConnectionPool:
             raise aiohttp.ConnectionTimeoutError(
                 f"Connection timeout to host {origin.host}"
             ) from error
+        if lease.transport is not None:
+            opened = lease.transport.get_extra_info("socket")
+            lost_hosts.probe_peer(opened)
+            lost_hosts.limit_acknowledgement(opened)
 
         def keep(connection: InstanceConnection) -> None:
             origin.idle.append(connection)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that are gone without a word, on a network of their own: what they leave waiting ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import aiohttp
+import pytest
+
+from router import fake_instances
+from router.fake_instances import InstancePlan, RunningRouter
+from ttft_otel.router import lost_hosts
+
+CHAT = "/v1/chat/completions"
+NETWORK_FLAG = 0x40000000  # CLONE_NEWNET
+HERE, THERE = "169.254.213.1", "169.254.213.2"
+# Seconds: the kernel of a host that is there answers within microseconds, however busy its processes are.
+SHORT_TIMES = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
+GONE_AFTER_S = 3
+open_socket = fake_instances.open_listening_socket
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("ip"),
+        reason="a network of its own needs root and the program `ip` (iproute2)",
+    ),
+]
+
+
+class OtherHost:
+    """A network namespace, joined to this one by a cable that can be cut.
+
+    router_address: where routers of this test listen.
+    """
+
+    def __init__(self) -> None:
+        self.namespace = f"ttft-host-{os.getpid()}"
+        self.router_address = "127.0.0.1"
+
+    def run_ip(self, *words: str) -> None:
+        """Run `ip` in there."""
+        subprocess.run(("ip", "-n", self.namespace, *words), check=True, capture_output=True)
+
+    def open_socket(self, address: str = "") -> socket.socket:
+        """A socket that is bound to a free port: of that host for its address, else of this one."""
+        if address != THERE:
+            return open_socket(address or self.router_address)
+        with ThreadPoolExecutor(1) as enter:  # only the thread changes over
+            return enter.submit(self._enter_and_open).result()
+
+    def _enter_and_open(self) -> socket.socket:
+        library = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.namespace}", "rb") as namespace:
+            if library.setns(namespace.fileno(), NETWORK_FLAG):
+                raise OSError(ctypes.get_errno(), "setns")
+        return open_socket(THERE)
+
+    def cut_cable(self) -> None:
+        """From now on no packet comes or goes, as when the host has lost its power."""
+        self.run_ip("link", "set", "there", "down")
+
+
+@pytest.fixture
+def other_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherHost]:
+    """A host for instances that are given its address; the router gives silent hosts up within seconds."""
+    host = OtherHost()
+    subprocess.run(("ip", "netns", "add", host.namespace), check=True)
+    near = f"tt{os.getpid()}"
+    try:
+        far = ("there", "type", "veth", "peer", "name", near, "netns", str(os.getpid()))
+        host.run_ip("link", "add", *far)
+        host.run_ip("addr", "add", f"{THERE}/30", "dev", "there")
+        host.run_ip("link", "set", "there", "up")
+        subprocess.run(("ip", "addr", "add", f"{HERE}/30", "dev", near), check=True)
+        subprocess.run(("ip", "link", "set", near, "up"), check=True)
+        monkeypatch.setattr(fake_instances, "open_listening_socket", host.open_socket)
+        monkeypatch.setattr(lost_hosts, "PROBE_OPTIONS", SHORT_TIMES)
+        monkeypatch.setattr(lost_hosts, "MAX_UNACKNOWLEDGED_MS", GONE_AFTER_S * 1000)
+        yield host
+    finally:
+        # The namespace itself stays for as long as a socket is in it.
+        subprocess.run(("ip", "link", "del", near), check=False, capture_output=True)
+        subprocess.run(("ip", "netns", "del", host.namespace), check=True)
+
+
+async def measure_end(router: RunningRouter) -> tuple[int, bool, str, float]:
+    """A streamed request: status, whether its answer was cut, its attempt's error, and seconds."""
+    began, is_cut = time.monotonic(), False
+    chat = fake_instances.build_chat()
+    async with router.client.post(f"{router.url}{CHAT}", json=chat) as response:
+        try:
+            await response.read()
+        except aiohttp.ClientPayloadError:
+            is_cut = True
+    seconds = time.monotonic() - began
+    (call,) = (await router.wait_for_records(1))[-1].calls
+    return response.status, is_cut, call.error, seconds
+
+
+def test_lost_instances(other_host: OtherHost) -> None:
+    """Whoever waits for a host that is gone is told so; a busy process on one that is there has its time."""
+
+    async def run_scenario() -> None:
+        permits = asyncio.Semaphore(0)
+        plans = (InstancePlan({"prefill.compute": 14_000}), InstancePlan(permits=permits))
+        async with contextlib.AsyncExitStack() as stack:
+            routers = []
+            for plan in (*plans, InstancePlan()):
+                one = await stack.enter_async_context(fake_instances.run_instance(plan, THERE))
+                router = fake_instances.run_router([one.url], probe_interval_s=600.0)
+                routers.append(await stack.enter_async_context(router))
+            waiting, streaming, kept = routers
+            under_way = [asyncio.create_task(measure_end(each)) for each in (waiting, streaming)]
+            await asyncio.sleep(GONE_AFTER_S + 2)
+            assert not any(each.done() for each in under_way)
+            assert (await measure_end(kept))[:3] == (200, False, "")
+
+            other_host.cut_cable()
+            # Sent on the connection of the one before, which nobody knows to be lost.
+            *ends, late = await asyncio.gather(*under_way, measure_end(kept))
+
+            permits.release()
+            permits.release()
+            assert [end[:3] for end in ends] == [
+                (502, False, "ClientOSError"),
+                (200, True, "ClientPayloadError"),
+            ]
+            assert late[:3] == (502, False, "ClientOSError")
+            assert GONE_AFTER_S - 1 < late[3] < 20
+            assert [next(iter(each.fleet)).breaker.consecutive_failures for each in routers] == [
+                1,
+                1,
+                1,
+            ]
+
+    fake_instances.run_with_timeout(run_scenario, 60)
+
+
+def test_lost_client(other_host: OtherHost) -> None:
+    """The instance is told that nobody waits any more, but not while a client merely has nothing to say."""
+    other_host.router_address = HERE
+
+    async def run_scenario() -> None:
+        plan = InstancePlan({"prefill.compute": 600_000})
+        async with (
+            fake_instances.run_instance(plan, "127.0.0.1") as one,
+            fake_instances.run_router([one.url]) as router,
+        ):
+            body = json.dumps(fake_instances.build_chat()).encode()
+            lines = (
+                "host: router",
+                "content-type: application/json",
+                f"content-length: {len(body)}",
+            )
+            with other_host.open_socket(THERE) as client:
+                client.connect((HERE, int(router.url.rpartition(":")[2])))
+                client.sendall(
+                    "\r\n".join([f"POST {CHAT} HTTP/1.1", *lines, "", ""]).encode() + body
+                )
+                await asyncio.sleep(GONE_AFTER_S + 2)
+                (received,) = one.received
+                assert not received.cancelled_us
+
+                other_host.cut_cable()
+                while not received.cancelled_us:
+                    await asyncio.sleep(0.01)
+
+    fake_instances.run_with_timeout(run_scenario)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let the kernel end connections to hosts that are gone, which nobody says: TCP keepalive, RFC 1122 4.2.3.6.
+
+upstream/connection_pool.py and control/client_connection.py call it for each new connection. What answers
+is the other host's kernel, so that a process may be busy for any time.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+# Options of a TCP connection by their name in `socket`; Linux has all of them. Together a minute.
+PROBE_OPTIONS: Final = {
+    "TCP_KEEPIDLE": 30,  # seconds without a packet until the first probe
+    "TCP_KEEPINTVL": 10,  # seconds until the next one
+    "TCP_KEEPCNT": 3,  # probes without an answer that end the connection
+}
+# No probes are sent while data is unacknowledged, for which Linux waits a quarter of an hour.
+MAX_UNACKNOWLEDGED_MS: Final = 60_000
+
+
+def probe_peer(connection: socket.socket) -> None:
+    """End the TCP `connection` when its peer's host is silent for a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBE_OPTIONS.items():
+        _set_option(connection, name, value)
+
+
+def limit_acknowledgement(connection: socket.socket) -> None:
+    """End `connection` when the peer's host takes nothing of what was sent for a minute."""
+    _set_option(connection, "TCP_USER_TIMEOUT", MAX_UNACKNOWLEDGED_MS)
+
+
+def _set_option(connection: socket.socket, name: str, value: int) -> None:
+    # Where a system lacks one it has times of its own, up to two hours.
+    if (option := getattr(socket, name, None)) is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
