@@ -7,6 +7,7 @@ is the other host's kernel, so that a process may be busy for any time.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Final
 
@@ -22,17 +23,18 @@ MAX_UNACKNOWLEDGED_MS: Final = 60_000
 
 def probe_peer(connection: socket.socket) -> None:
     """End the TCP `connection` when its peer's host is silent for a minute."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set_option(connection, socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
     for name, value in PROBE_OPTIONS.items():
-        _set_option(connection, name, value)
+        _set_option(connection, socket.IPPROTO_TCP, name, value)
 
 
 def limit_acknowledgement(connection: socket.socket) -> None:
     """End `connection` when the peer's host takes nothing of what was sent for a minute."""
-    _set_option(connection, "TCP_USER_TIMEOUT", MAX_UNACKNOWLEDGED_MS)
+    _set_option(connection, socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", MAX_UNACKNOWLEDGED_MS)
 
 
-def _set_option(connection: socket.socket, name: str, value: int) -> None:
-    # Where a system lacks one it has times of its own, up to two hours.
+def _set_option(connection: socket.socket, level: int, name: str, value: int) -> None:
+    # A system that lacks one or refuses it has times of its own; a request is not refused for that.
     if (option := getattr(socket, name, None)) is not None:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(level, option, value)
