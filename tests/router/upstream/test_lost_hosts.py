@@ -26,8 +26,11 @@ CHAT = "/v1/chat/completions"
 NETWORK_FLAG = 0x40000000  # CLONE_NEWNET
 HERE, THERE = "169.254.213.1", "169.254.213.2"
 # Seconds: the kernel of a host that is there answers within microseconds, however busy its processes are.
-SHORT_TIMES = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
 GONE_AFTER_S = 3
+SHORT_TIMES = {
+    **{"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2},
+    "TCP_USER_TIMEOUT": GONE_AFTER_S * 1000,
+}
 open_socket = fake_instances.open_listening_socket
 
 pytestmark = [
@@ -86,8 +89,7 @@ def other_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherHost]:
         subprocess.run(("ip", "addr", "add", f"{HERE}/30", "dev", near), check=True)
         subprocess.run(("ip", "link", "set", near, "up"), check=True)
         monkeypatch.setattr(fake_instances, "open_listening_socket", host.open_socket)
-        monkeypatch.setattr(lost_hosts, "PROBE_OPTIONS", SHORT_TIMES)
-        monkeypatch.setattr(lost_hosts, "MAX_UNACKNOWLEDGED_MS", GONE_AFTER_S * 1000)
+        monkeypatch.setattr(lost_hosts, "TCP_OPTIONS", SHORT_TIMES)
         yield host
     finally:
         # The namespace itself stays for as long as a socket is in it.
@@ -148,12 +150,18 @@ def test_lost_instances(other_host: OtherHost) -> None:
     fake_instances.run_with_timeout(run_scenario, 60)
 
 
-def test_lost_client(other_host: OtherHost) -> None:
-    """The instance is told that nobody waits any more, but not while a client merely has nothing to say."""
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_lost_client(other_host: OtherHost, is_streaming: bool) -> None:
+    """The instance is told that nobody waits any more, but not while a client merely has nothing to say.
+
+    is_streaming: it is sent events all the time, so that its host is asked nothing; it takes nothing.
+    """
     other_host.router_address = HERE
+    plan = InstancePlan({"prefill.compute": 600_000})
+    if is_streaming:
+        plan = InstancePlan(chunks=fake_instances.STREAM_EVENTS[:1] * 10_000, gap_s=0.05)
 
     async def run_scenario() -> None:
-        plan = InstancePlan({"prefill.compute": 600_000})
         async with (
             fake_instances.run_instance(plan, "127.0.0.1") as one,
             fake_instances.run_router([one.url]) as router,

@@ -62,7 +62,7 @@ class ClientConnection(HttpToolsProtocol):
         elif len(self.connections) > door.max_connections:
             self._refuse(refusals.build_connection_error())
         else:
-            lost_hosts.probe_peer(transport.get_extra_info("socket"))
+            lost_hosts.end_with_host(transport.get_extra_info("socket"))
             door.awaited_heads.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -130,9 +130,7 @@ class ConnectionPool:
                 f"Connection timeout to host {origin.host}"
             ) from error
         if lease.transport is not None:
-            opened = lease.transport.get_extra_info("socket")
-            lost_hosts.probe_peer(opened)
-            lost_hosts.limit_acknowledgement(opened)
+            lost_hosts.end_with_host(lease.transport.get_extra_info("socket"))
 
         def keep(connection: InstanceConnection) -> None:
             origin.idle.append(connection)
