@@ -214,6 +214,24 @@ def test_time_between_requests_is_not_counted() -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
+def test_a_connection_without_another_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some seconds after its last answer, and not before; a long answer is no idle time."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan(stages_ms={"prefill.compute": 600})
+        async with run_limited(plan) as (router, _), connect(router) as client:
+            for _ in range(2):
+                await client.send(encode_post())
+                assert (await client.read_answer())[0] == 200
+                await asyncio.sleep(0.2)
+            since_s = time.monotonic()
+            assert await client.read_rest() == b""
+            assert 0.1 < time.monotonic() - since_s < 4, "not uvicorn's own five seconds"
+
+    monkeypatch.setattr(front_door, "IDLE_S", 0.4)
+    fake_instances.run_with_timeout(run_scenario)
+
+
 def test_too_many_connections() -> None:
     """Connections beyond the limit get 503 until others close; those far beyond it get no answer."""
 

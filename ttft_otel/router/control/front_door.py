@@ -17,6 +17,7 @@ from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import HeaderList
 
 MAX_PIPELINED_REQUESTS: Final = 32  # of one connection that wait for an answer
+IDLE_S: Final = 5.0  # seconds for which a connection stays open after an answer, as uvicorn's do
 MAX_LINGER_S: Final = 30.0  # seconds for which bytes after a refusal are read and thrown away
 _SPARE_HEAD_BYTES: Final = 1024  # method, version and blanks, which no limit counts
 
@@ -37,6 +38,12 @@ class FrontDoor:
         self.awaited_heads: DeadlineQueue[Waiter] = DeadlineQueue(limits.head_timeout)
         # Time for a client to read its refusal while it still sends a body.
         self.lingering: DeadlineQueue[Waiter] = DeadlineQueue(MAX_LINGER_S)
+        self.idle_clients: DeadlineQueue[Waiter] = DeadlineQueue(IDLE_S)
+
+    def forget(self, connection: Waiter) -> None:
+        """The connection is lost: nothing is waited for."""
+        for queue in (self.awaited_heads, self.lingering, self.idle_clients):
+            queue.forget(connection)
 
     def check_head(self, target: bytes, header_count: int, head_bytes: int) -> None:
         """Raise RequestRejected for a head that is too long, or a part of one.
@@ -57,6 +64,18 @@ class FrontDoor:
         """Raise RequestRejected for headers that are too long together."""
         if sum(len(name) + len(value) for name, value in headers) > self.limits.max_header_bytes:
             raise build_header_error(self.limits)
+
+
+def omit_upgrade(headers: HeaderList) -> HeaderList:
+    """A request's `headers` without what asks for another protocol."""
+    kept: HeaderList = []
+    for name, value in headers:
+        if name == b"connection":
+            words = (word.strip() for word in value.split(b","))
+            value = b", ".join(word for word in words if word.lower() != b"upgrade")
+        if name != b"upgrade":
+            kept.append((name, value))
+    return kept
 
 
 def build_header_error(limits: RouterLimits) -> RequestRejected:
