@@ -36,7 +36,7 @@ def build_exchange() -> Exchange:
     """A chat that has just arrived."""
     path = "/v1/chat/completions"
     timeline = RequestTimeline(1)
-    return Exchange(context.NO_CONTEXT, "", "r", path, path, "http", "chat", True, timeline)
+    return Exchange(context.NO_CONTEXT, "r", path, path, "http", "chat", True, timeline)
 
 
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=12))

@@ -42,7 +42,6 @@ class Exchange(msgspec.Struct):
     """
 
     trace_context: TraceContext
-    ttft_span_id: str
     request_id: str
     path: str
     route: str

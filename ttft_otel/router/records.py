@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ttft_otel import clock, names, stages
 from ttft_otel.breakdown import Breakdown
+from ttft_otel.context import new_span_id
 from ttft_otel.endpoints import find_route
 from ttft_otel.measurement import encode_for_exporter
 from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
@@ -77,7 +78,7 @@ def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
     servers, start = _map_servers(exchange.timeline), breakdown.start
     decisions = _describe_decisions(exchange.timeline)
     return Ttft(
-        span_id=exchange.ttft_span_id,
+        span_id=new_span_id(),
         name=names.TTFT,
         start=0,
         end=breakdown.end - start,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 from ttft_otel.byte_budget import ByteBudget
 from ttft_otel.router.deadlines import DeadlineQueue
@@ -15,15 +15,17 @@ RETRY_AFTER_S: Final = 1
 
 
 class ClientBody:
-    """The body of one request; `error` is why its reader was cancelled, None unless that was done here."""
+    """The body of one request, which the task `reader` reads.
+
+    error: why the reader was cancelled, None unless that was done here.
+    """
 
     __slots__ = ("error", "held_bytes", "_reader")
 
-    def __init__(self) -> None:
+    def __init__(self, reader: asyncio.Task[Any] | None) -> None:
         self.held_bytes = 0
         self.error: RequestRejected | None = None
-        # It is made in the request's own task, which reads the body next.
-        self._reader = asyncio.current_task()
+        self._reader = reader
 
     def time_out(self) -> None:
         """End the reading: the body did not arrive in time."""
@@ -54,9 +56,9 @@ class BodyBudget:
         """Bytes of all bodies together."""
         return self._bytes.held_bytes
 
-    def begin_body(self) -> ClientBody:
-        """A body is expected, by the current task."""
-        body = ClientBody()
+    def begin_body(self, reader: asyncio.Task[Any] | None) -> ClientBody:
+        """A body is expected, by the task `reader`."""
+        body = ClientBody(reader)
         self._arriving.watch(body)
         return body
 

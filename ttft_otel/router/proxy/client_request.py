@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 from ttft_otel.router import errors
 from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange, ExchangePhase
@@ -58,7 +58,7 @@ async def read_body(
 
 
 class DisconnectWatch:
-    """Cancels the current task, and thereby the legs of its request, when the client leaves.
+    """Cancels `task`, and thereby the legs of its request, when the client leaves.
 
     It is made once the body is here, and ended with the request. output: the client's connection, where the
     server offers it; from another server a task of its own learns it, which costs more.
@@ -67,9 +67,13 @@ class DisconnectWatch:
     __slots__ = ("_exchange", "_task", "_output", "_watcher")
 
     def __init__(
-        self, exchange: Exchange, receive: AsgiReceive, output: AnswerOutput | None
+        self,
+        exchange: Exchange,
+        task: asyncio.Task[Any] | None,
+        receive: AsgiReceive,
+        output: AnswerOutput | None,
     ) -> None:
-        self._exchange, self._task, self._output = exchange, asyncio.current_task(), output
+        self._exchange, self._task, self._output = exchange, task, output
         self._watcher: asyncio.Task[None] | None = None
         if output is not None:
             output.begin_watch(self._cancel_request)

@@ -79,8 +79,9 @@ class ClientStream:
         # What is only queued has no first token, of which the header could tell.
         if self.wants_timing and not exchange.is_background:
             response_headers.append((names.TIMING.encode(), _render_server_timing(exchange)))
-        # Pushed parts are written as chunks of HTTP/1.1, which a body with a length has not.
-        self._has_length = any(name == b"content-length" for name, _ in response_headers)
+        if has_more:
+            # Pushed parts are written as chunks of HTTP/1.1, which a body with a length has not.
+            self._has_length = any(name == b"content-length" for name, _ in response_headers)
         if self._output is not None:
             # uvicorn writes a head at once: two packets, and a client that wakes up for nothing.
             self._output.hold_head()

@@ -91,14 +91,15 @@ class ProxyEndpoint:
         try:
             # Before the body is read: who is refused costs no memory.
             self.admission.admit_request(scope, client_headers, bool(exchange.operation))
-            client_body = self.body_budget.begin_body()
+            task = asyncio.current_task()
+            client_body = self.body_budget.begin_body(task)
             body_bytes = await read_body(
                 receive, client_headers, self.body_budget, client_body, exchange
             )
             if body_bytes is not None:
                 # The body is here: from now on receive() can only say that the client left.
                 output = find_output(scope)
-                disconnect_watch = DisconnectWatch(exchange, receive, output)
+                disconnect_watch = DisconnectWatch(exchange, task, receive, output)
                 await self._serve_request(scope, client_headers, body_bytes, exchange, send, output)
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
@@ -145,7 +146,6 @@ class ProxyEndpoint:
         path = scope["path"]
         return Exchange(
             trace,
-            context.new_span_id(),
             http_headers.choose_request_id(client_headers.get(names.REQUEST_HEADER)),
             path,
             endpoints.find_route(path),
