@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 import zlib
-from time import monotonic_ns
+from time import monotonic_ns as monotonic_ns  # hooks of each step divide it in line
 from typing import Final
 
 # Nanoseconds between the two monotonic reads around a wall-clock read, at most; 100 ns when the

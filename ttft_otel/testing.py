@@ -89,13 +89,13 @@ def frozen_clock(at: int = 1_000_000) -> Iterator[FakeClock]:
 
     at: its first time, in microseconds.
     """
-    # Modules call clock.now_us() by its module, so that replacing it here reaches all of them.
-    real, fake = clock.now_us, FakeClock(at)
-    clock.now_us = fake
+    # Modules call both functions by their module, so that replacing one here reaches all of them.
+    real, fake = clock.monotonic_ns, FakeClock(at)
+    clock.monotonic_ns = lambda: fake.at * 1000
     try:
         yield fake
     finally:
-        clock.now_us = real
+        clock.monotonic_ns = real
 
 
 @contextmanager

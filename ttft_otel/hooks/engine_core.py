@@ -29,13 +29,11 @@ from ttft_otel.hooks import (
     wrap,
 )
 
-_known_cores: set[type[Any]] = set()  # those that have the utility methods
-
 
 def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
     """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced."""
     headers = request.trace_headers
-    return clock.now_us() if headers and names.CARRIER in headers else None
+    return clock.monotonic_ns() // 1000 if headers and names.CARRIER in headers else None
 
 
 def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,18 +51,14 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
     held_steps.follow_request(request.request_id, timeline)
     # A deque, because this is the input thread, and the main thread takes requests out of it.
     waiting.arrived.append([request, 0])
-    if type(core) not in _known_cores:
-        _add_queries(type(core))
 
 
-def _add_queries(core: type[Any]) -> None:
-    """Once per process: vLLM looks the method of a utility call up by its name on the engine core."""
-    _known_cores.add(core)
-    if not hasattr(core, ABORTED_QUERY):
-        setattr(core, ABORTED_QUERY, answer_aborted)
-        setattr(core, KEPT_BLOCKS_QUERY, kv.answer_kept_blocks)
-        setattr(core, KEPT_ITEMS_QUERY, ec_kept.answer_kept_items)
-        setattr(core, ENCODER_QUERY, encoder_runs.answer_encoder_run)
+def add_queries(core: type[Any]) -> None:
+    """Add the utility methods to the class `core`: vLLM looks them up by their names on the engine core."""
+    setattr(core, ABORTED_QUERY, answer_aborted)
+    setattr(core, KEPT_BLOCKS_QUERY, kv.answer_kept_blocks)
+    setattr(core, KEPT_ITEMS_QUERY, ec_kept.answer_kept_items)
+    setattr(core, ENCODER_QUERY, encoder_runs.answer_encoder_run)
 
 
 def answer_aborted(core: Any, request_id: str) -> str:
@@ -75,4 +69,6 @@ def answer_aborted(core: Any, request_id: str) -> str:
     return scheduler.aborted_timelines.pop(request_id[-scheduler.MAX_ID_CHARS :], "")
 
 
-HOOKS: Final = {"engine.input": wrap.Hook(before=stamp_engine_input, after=attach_timeline)}
+HOOKS: Final = {
+    "engine.input": wrap.Hook(before=stamp_engine_input, after=attach_timeline, extend=add_queries)
+}

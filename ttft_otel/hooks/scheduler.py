@@ -59,7 +59,7 @@ def record_schedule(_: None, output: Any, scheduler: Any, *args: Any) -> None:
                 awaiting_first_token[data.req_id] = timeline
         if not (awaiting_first_token or arrived or waiting_requests):
             return
-    now = clock.now_us()  # one time for all requests of the step
+    now = clock.monotonic_ns() // 1000  # one time for all requests of the step
     preempted = getattr(output, "preempted_req_ids", None)
     if awaiting_first_token:
         _record_scheduled(scheduler, output, preempted, now)
@@ -142,14 +142,17 @@ def _record_chunk(
             arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
         elif waiting_requests:
             waiting.end_wait(timeline, request_id, now)
-        timeline.cached, timeline.high = start, end
+        timeline.high = end
+        if start:
+            timeline.cached = start
         timeline.prompt = request.num_prompt_tokens
         timeline.rank = facts.rank
         if facts.has_kv_connector:
             timeline.wait_lost = kv.close_block_wait(timeline, request_id, facts.block_size)
         if getattr(request, "mm_features", None):
             _open_items(timeline, facts, request, start)
-        timeline.encoder_first = request_id in encoding
+        if request_id in encoding:
+            timeline.encoder_first = True
     else:
         # After a preemption tokens below the highest computed one are computed again.
         if start < timeline.high:
@@ -188,7 +191,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
         runs = getattr(model_runner_output, "_ttft_runs", None)
         if runs and record[0] == clock.get_boot_number():  # else by another host's clock
             encoder_runs.note_runs(runs)
-    now = clock.now_us()
+    now = clock.monotonic_ns() // 1000
     follows = False
     if followed or unmarked:
         follows = True

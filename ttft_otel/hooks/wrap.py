@@ -33,6 +33,7 @@ class Hook:
     runs_after_error: `after` also runs when vLLM's function raised (with result None).
     watches: what makes it run although `ready` is empty, NEW_REQUESTS or MARKED_STEPS; "": nothing does.
     replace: for frontend.app only; the caller gets `replace(result)` instead of the result.
+    extend: called once with the class whose method is patched, to which it adds methods of ours.
     """
 
     before: AnyCall | None = None
@@ -41,6 +42,7 @@ class Hook:
     runs_after_error: bool = False
     watches: str = ""
     replace: AnyCall | None = None
+    extend: Callable[[type[Any]], None] | None = None
 
 
 @dataclass(slots=True)
@@ -134,6 +136,8 @@ def patch_attribute(target: PatchTarget, owner: Any, name: str, hook: Hook) -> N
         target, owner, name, raw, _restore_kind(raw, _build_wrapper(target.name, call, hook)), hook
     )
     setattr(owner, name, patch.wrapper)
+    if hook.extend is not None:
+        hook.extend(owner)
     installed_patches.setdefault(target.name, []).append(patch)
     missing_targets.pop(target.name, None)
 
