@@ -58,6 +58,7 @@ RATIO_GOALS: Final = {
     ("paced", "untraced", "rust"): 1.0,
     ("paced", "traced", "rust"): 1.0,
     ("stream", "traced P/D", "traced"): 1.6,
+    ("stream", "traced P/D, D's token", "traced"): 1.6,
     ("paced", "traced P/D", "traced"): 1.6,
     ("plain", "traced", "untraced"): None,
     ("stream", "traced", "untraced"): None,
@@ -95,11 +96,14 @@ def list_subjects(backend: str) -> list[RouterSubject]:
         env = {"TTFT_OTEL": on, "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
         command = (*ROUTER_COMMAND, "--backend", backend, "--port", str(port))
         router_list.append(RouterSubject(name, command, port, env))
-    port = find_free_port()
-    # The instance is P and D at once: two legs, without the work of two servers.
-    pair = (*ROUTER_COMMAND, "--prefill", backend, "--decode", backend, "--port", str(port))
-    env = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
-    router_list.append(RouterSubject("traced P/D", pair, port, env, ("stream", "paced")))
+    # P's token at once, which is the default, and the first token when D has it.
+    for name, mode in (("traced P/D", "strip"), ("traced P/D, D's token", "off")):
+        port = find_free_port()
+        # The instance is P and D at once: two legs, without the work of two servers.
+        pair = ("--prefill", backend, "--decode", backend, "--first-token", mode)
+        env = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
+        disaggregated = (*ROUTER_COMMAND, *pair, "--port", str(port))
+        router_list.append(RouterSubject(name, disaggregated, port, env, ("stream", "paced")))
     if program := install_rust_router():
         port = find_free_port()
         # Without a port of its own it would take the default one for its metrics.
