@@ -108,6 +108,22 @@ def test_others() -> None:
     assert told is not None and told.stages == {"receive": 1000}
 
 
+@pytest.mark.parametrize("text", ["receive;dur=1000.000", "receive;dur=1000", "receive;dur=1e3"])
+def test_numbers_of_any_spelling(text: str) -> None:
+    """A duration is a number, however it is written."""
+    told = timing.parse_server_timing(f"{text}, ttft;dur=1000")
+
+    assert told == timing.ServerTiming({"receive": 1_000_000}, 0, 1_000_000)
+
+
+def test_long_times_are_exact() -> None:
+    """The largest number of milliseconds that is read, with three decimals."""
+    parts = {"receive": 999_999_999_999_998, "prefill.queue": 1}
+    text = timing.format_server_timing(parts, 0, 999_999_999_999_999)
+
+    assert timing.parse_server_timing(text) == timing.ServerTiming(parts, 0, 999_999_999_999_999)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -116,7 +132,11 @@ def test_others() -> None:
         "receive;dur=1.000",
         "receive;dur=1.000, ttft;dur=2.000",
         "receive;dur=-1.000, ttft;dur=-1.000",
-        "receive;dur=1e3, ttft;dur=1000",
+        "receive;dur=1e3, ttft;dur=1001",
+        "receive;dur=1e13, ttft;dur=1e13",
+        "receive;dur=Infinity, ttft;dur=Infinity",
+        'receive";dur=1.000, ttft;dur=1.000',
+        "\udc80;dur=1.000, receive;dur=1.000, ttft;dur=2.000",
         "receive;dur=nan, ttft;dur=nan",
         "receive;dur=1, ttft;dur=1" + " " * timing.MAX_HEADER_CHARS,
     ],
@@ -126,7 +146,9 @@ def test_refused(text: str) -> None:
     assert timing.parse_server_timing(text) is None
 
 
-@pytest.mark.parametrize("unit", ["a", "a;", "a ", "a;dur", "a;dur=", " ", ";", '"'])
+@pytest.mark.parametrize(
+    "unit", ["a", "a;", "a ", "a;dur", "a;dur=", "a;dur=1.1", "1.1", " ", ";", '"']
+)
 def test_text_of_others_is_read_in_linear_time(unit: str) -> None:
     """Eight times as long a text that does not match takes about eight times as long, not 64 times."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ MAX_HEADER_CHARS: Final = 8192  # longer headers are ignored
 _TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 # An entry begins where a token begins: a search that tried each of its characters would be quadratic.
 _ENTRY: Final = re.compile(
-    rf"(?<!{_TOKEN})({_TOKEN}+)\s*;\s*dur\s*=\s*\"?(\d{{1,12}}(?:\.\d+)?)\"?"
+    rf"(?<!{_TOKEN})({_TOKEN}+)\s*;\s*dur\s*=\s*\"?(\d{{1,12}}(?:\.\d+)?)(?![\w.])\"?"
 )
 # Counts stand in `desc`, because Server-Timing has no other place for a value that is not a duration.
 _DESCRIPTION: Final = ';desc="'  # in all of the following
@@ -28,10 +28,12 @@ _EC: Final = re.compile(
     r'items=(\d{1,9}) remote=(\d{1,9}) local=(\d{1,9}) recomputed=(\d{1,9}) bytes=(\d{1,15})"',
     re.ASCII,
 )
-
-
 _CLOCK_MARK: Final = f', {names.TIMING_CLOCK};desc="'
 _CLOCK: Final = re.compile(rf'({"|".join(names.CLOCK_WORDS)}) error=(\d{{1,9}})"', re.ASCII)
+# Milliseconds, of as many digits as _ENTRY takes: their microseconds are exact in a double.
+_lengths_decoder: Final = msgspec.json.Decoder(
+    dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]
+)
 
 
 class TokenCounts(NamedTuple):
@@ -206,20 +208,16 @@ def _read_ec(counts: list[int]) -> EncoderCacheCounts | None:
 
 
 def _parse_own_format(text: str) -> dict[str, int]:
-    """Fast path for what format_server_timing() writes, four times as fast as the regular expression.
+    """Fast path for what format_server_timing() writes: with other separators it is a JSON object.
 
-    {} for any other spelling, which the regular expression then reads.
+    A quarter of the regular expression's time. {} for any other spelling, which that reads then.
     """
-    values: dict[str, int] = {}
-    for entry in text.split(", "):
-        name, _, value = entry.partition(";dur=")
-        whole, point, thousandths = value.partition(".")
-        digits = whole + thousandths  # "1.234" ms -> "1234" us
-        # isascii() as well: isdigit() and int() take digits of other scripts.
-        if len(thousandths) != 3 or len(digits) > 15 or not (digits.isascii() and digits.isdigit()):
-            return {}
-        values[name] = int(digits)
-    return values
+    document = '{"' + text.replace(";dur=", '":').replace(", ", ',"') + "}"
+    try:
+        lengths_ms = _lengths_decoder.decode(document)
+    except (msgspec.DecodeError, UnicodeEncodeError):  # bytes that are no text are surrogates here
+        return {}
+    return {name: round(ms * 1000) for name, ms in lengths_ms.items()}
 
 
 def _format_entry(name: str, value: int) -> str:
