@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns an Exchange into Records for the exporter and into the reports of /ttft_report."""
+"""Turns an Exchange into Records for the exporter; exchange_reporter.py asks."""
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 from ttft_otel import clock, names, stages
 from ttft_otel.breakdown import Breakdown
@@ -18,9 +17,7 @@ from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.timeline import Attempt, RequestTimeline, partition_timeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
 from ttft_otel.stages import ENCODE
-from ttft_otel.ttft_report import StageSums, build_ttft_report
 
-MAX_REPORTS: Final = 10_000  # requests kept for /ttft_report, about 2 KB each
 MAX_CLIENT_STRING_CHARS: Final = 256  # characters of a string the client chose
 MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the best ones
 _EGRESS: Final = "router.egress"
@@ -250,52 +247,3 @@ def _build_calls(exchange: Exchange, ended_us: int) -> Iterable[Call]:
             attributes,
             attempt.error,
         )
-
-
-ReportFinder = Callable[[str], Awaitable[dict[str, Any] | None]]
-
-
-class RecentReports:
-    """Breakdowns of the latest `max_reports` requests, by request ID."""
-
-    def __init__(self, max_reports: int = MAX_REPORTS) -> None:
-        self.max_reports = max_reports
-        self.ask_elsewhere: ReportFinder | None = None  # of other workers, with --workers
-        self._reports: OrderedDict[str, tuple[dict[str, StageSums], StageSums]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._reports)
-
-    def add_report(self, request_id: str, timeline: RequestTimeline, breakdown: Breakdown) -> None:
-        """Keep the breakdown of `request_id`: of each leg on the critical path, and of the whole."""
-        legs: dict[str, StageSums] = {}
-        for attempt in (chain[-1] for chain in timeline.critical_path if chain):
-            if attempt.server_timing is not None:
-                server_timing = attempt.server_timing
-                legs[attempt.leg] = StageSums(
-                    stages=server_timing.stages,
-                    unattributed=server_timing.unattributed,
-                    ttft=server_timing.ttft,
-                )
-        totals = StageSums(
-            stages=breakdown.stages,
-            unattributed=breakdown.unattributed,
-            ttft=breakdown.end - breakdown.start,
-        )
-        self._reports[request_id] = (legs, totals)
-        # An ID that is used again is the newest: assignment alone would leave it in its old place.
-        self._reports.move_to_end(request_id)
-        while len(self._reports) > self.max_reports:
-            self._reports.popitem(last=False)
-
-    def get_report(self, request_id: str) -> dict[str, Any] | None:
-        """The /ttft_report of `request_id`; None if it is unknown or no longer kept."""
-        report = self._reports.get(request_id)
-        return None if report is None else build_ttft_report(request_id, *report)
-
-    async def find_report(self, request_id: str) -> dict[str, Any] | None:
-        """The same, of whichever worker of this router has it."""
-        report = self.get_report(request_id)
-        if report is None and self.ask_elsewhere is not None:
-            return await self.ask_elsewhere(request_id)
-        return report

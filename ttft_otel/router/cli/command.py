@@ -30,7 +30,7 @@ from ttft_otel.router.control import app as control
 from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.records import MAX_REPORTS, RecentReports
+from ttft_otel.router.recent_reports import MAX_REPORTS, RecentReports
 from ttft_otel.router.upstream import health_monitor, instance_pool, retry
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 

@@ -32,7 +32,7 @@ from ttft_otel.router.proxy.body_budget import BodyBudget
 from ttft_otel.router.proxy.client_request import DisconnectWatch, read_body
 from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
-from ttft_otel.router.records import RecentReports
+from ttft_otel.router.recent_reports import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import RequestTimeline
 from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend

@@ -13,7 +13,8 @@ from ttft_otel import clock
 from ttft_otel.breakdown import Breakdown
 from ttft_otel.guard import Guard
 from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.records import RecentReports, encode_known_parts
+from ttft_otel.router.recent_reports import RecentReports
+from ttft_otel.router.records import encode_known_parts
 from ttft_otel.router.timeline import partition_timeline
 
 
