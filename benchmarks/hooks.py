@@ -36,7 +36,7 @@ from benchmarks.figures import (
 )
 from benchmarks.sdk_exporter import build_exported_spans
 from benchmarks.waiting_steps import run_waiting_steps
-from ttft_otel import handoff, meter, roles
+from ttft_otel import handoff, roles
 from ttft_otel.asgi import TracingMiddleware
 from ttft_otel.endpoints import CHAT_PATH
 from ttft_otel.settings import Settings
@@ -217,7 +217,6 @@ def measure_case(case: HookCase, rounds: int = ROUNDS) -> dict[str, Figure]:
 def measure_hook_figures(rounds: int = ROUNDS) -> dict[str, Figure]:
     """All figures of all cases."""
     handoff.get_sender = DiscardingSink  # type: ignore[assignment]
-    meter.count_sent()
     roles.identity.role = "mono"
     figures: dict[str, Figure] = {}
     for case in list_cases():

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
-from ttft_otel import guard, handoff, meter, recorder
+from ttft_otel import guard, handoff, recorder
 from ttft_otel.asgi import TracingMiddleware
 from ttft_otel.settings import get_settings
 
@@ -33,7 +33,6 @@ async def answer_request(scope: Any, receive: Any, send: Any) -> None:
     if scope["method"] == "POST":
         for _ in range(losses):
             handoff.get_sender().send(b"no record")
-            meter.count_sent()
         for _ in range(errors):
             guard.record_error("a place", ValueError())
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from ttft_otel import guard, meter, names, recorder
+from ttft_otel import guard, handoff, meter, names, recorder, testing
 from ttft_otel.asgi import TracingMiddleware
 from ttft_otel.context import start_context
 from ttft_otel.request_trace import RequestTrace
@@ -17,21 +18,29 @@ def read_value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
-def test_records() -> None:
-    """Records sent and dropped are counted, drops with their reason."""
-    sent = read_value(f"{names.METRIC_RECORDS}_total")
-    lost = read_value(f"{names.METRIC_DROPPED}_total", reason="handoff")
-    meter.count_sent()
-    meter.count_dropped("handoff")
+def make_trace() -> RequestTrace:
+    """A sampled trace."""
+    return RequestTrace(1, start_context("", "", Settings()), timing_requested=False)
 
-    assert read_value(f"{names.METRIC_RECORDS}_total") == sent + 1
+
+def test_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records sent are the sender's own count, drops are counted with their reason."""
+    TracingMiddleware(object(), Settings(), print, print)  # type: ignore[arg-type] # never called
+    sender = testing.MemorySender()
+    monkeypatch.setattr(handoff, "_process_sender", sender)
+    monkeypatch.setattr(meter._collectors[0], "counts", handoff.get_counts)
+    lost = read_value(f"{names.METRIC_DROPPED}_total", reason="handoff")
+    for sender.full in (False, False, True):
+        recorder.send_record(make_trace(), sender)
+
+    assert read_value(f"{names.METRIC_RECORDS}_total") == 2
     assert read_value(f"{names.METRIC_DROPPED}_total", reason="handoff") == lost + 1
 
 
 def test_pending(no_state_left: None) -> None:
     """How many requests wait for their first token is read at the scrape."""
     TracingMiddleware(object(), Settings(), print, print)  # type: ignore[arg-type] # never called
-    trace = RequestTrace(1, start_context("", "", Settings()), timing_requested=False)
+    trace = make_trace()
     recorder.register_engine_request(trace, "a")
     recorder.register_engine_request(trace, "b")
 

@@ -81,12 +81,12 @@ def test_sums_of_all_servers(tmp_path: Path) -> None:
 
 
 def test_all_before_the_first_request(tmp_path: Path) -> None:
-    """Losses are there at 0 from the start, so that a first loss is an increase."""
+    """Records and losses are there at 0 from the start, so that a first loss is an increase."""
     with start_server(tmp_path, (0, 0, 0)) as url:
         found = wait_for_samples(
             url,
-            {(names.METRIC_PENDING, ""): 0.0}
+            {(names.METRIC_PENDING, ""): 0.0, (f"{names.METRIC_RECORDS}_total", ""): 0.0}
             | {(f"{names.METRIC_LOST}_total", reason): 0.0 for reason in meter.LOSS_REASONS},
         )
-    assert len(found) == 1 + len(meter.LOSS_REASONS)
+    assert len(found) == 2 + len(meter.LOSS_REASONS)
     assert not any(found.values())

@@ -67,12 +67,13 @@ def start_context(traceparent: str, tracestate: str, settings: Settings) -> Trac
 
 def new_span_id() -> str:
     """A random span ID: 16 lower-case hex digits."""
-    return _random.randbytes(8).hex()  # half the time of a formatted number
+    # A third of the time of a formatted number, and two thirds of that of randbytes().
+    return _random.getrandbits(64).to_bytes(8, "little").hex()
 
 
 def new_trace_id() -> str:
     """A random trace ID: 32 lower-case hex digits."""
-    return _random.randbytes(16).hex()
+    return _random.getrandbits(128).to_bytes(16, "little").hex()
 
 
 def _parse_traceparent(text: str) -> tuple[str, str, int] | None:

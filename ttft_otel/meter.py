@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics on vLLM's existing /metrics: records, losses, failed hooks, pending requests.
 
-recorder.py counts here; the router shows the same losses by make_lost_metric(). Uses the
+recorder.py counts drops here; the router shows the same losses by make_lost_metric(). Uses the
 prometheus_client of the host process and its default registry.
 """
 
@@ -22,30 +22,22 @@ CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
 
 # Keys of handoff.get_counts() that are losses: in records, `failed` in spans, `merged` in labels of values.
 LOSS_REASONS: Final = ("lost", "overflowed", "foreign", "failed", "merged")
+RECORDS_HELP: Final = "Records handed to the exporter."
 PENDING_HELP: Final = "Traced engine requests without a first token yet."
 ERRORS_HELP: Final = "Errors of the tracing itself, caught."
 LOST_HELP: Final = "Telemetry lost on its way out."
 # Set where several API servers share one /metrics (--api-server-count), or by a chart.
 ENV_SHARED_METRICS: Final = "PROMETHEUS_MULTIPROC_DIR"
+SENT_RECORDS: Final = "sent"  # key of handoff.get_counts()
 PUBLISH_PAUSE_S: Final = 1.0  # seconds between two writes of what is not counted when it happens
 _collectors: Final[list[Collector]] = []
 _publishers: Final[list[SharedPublisher]] = []
 
 
 @functools.lru_cache(maxsize=1)
-def _get_records_counter() -> Counter:
-    # Made at the first use: importing this module registers nothing with Prometheus.
-    return Counter(names.METRIC_RECORDS, "Records handed to the exporter.")
-
-
-@functools.lru_cache(maxsize=1)
 def _get_dropped_counter() -> Counter:
+    # Made at the first use: importing this module registers nothing with Prometheus.
     return Counter(names.METRIC_DROPPED, "Records or requests that tracing lost.", ["reason"])
-
-
-def count_sent() -> None:
-    """Count one record that was sent to the exporter."""
-    _get_records_counter().inc()
 
 
 def count_dropped(reason: str) -> None:
@@ -64,7 +56,11 @@ class _LiveCollector(Collector):
         self.counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Requests without a first token, errors of our hooks by place, and lost records."""
+        """Requests without a first token, errors of our hooks by place, records sent and lost."""
+        counts = self.counts()
+        yield CounterMetricFamily(
+            names.METRIC_RECORDS, RECORDS_HELP, value=counts.get(SENT_RECORDS, 0)
+        )
         yield GaugeMetricFamily(
             names.METRIC_PENDING,
             PENDING_HELP,
@@ -75,7 +71,7 @@ class _LiveCollector(Collector):
         for place, number in list(guard.error_counts.items()):
             errors.add_metric([place], number)
         yield errors
-        yield make_lost_metric(names.METRIC_LOST, self.counts())
+        yield make_lost_metric(names.METRIC_LOST, counts)
 
 
 def make_lost_metric(
@@ -104,22 +100,23 @@ class SharedPublisher:
         self._pending = Gauge(names.METRIC_PENDING, PENDING_HELP, multiprocess_mode="livesum")
         self._errors = Counter(names.METRIC_ERRORS, ERRORS_HELP, ["place"])
         self._lost = Counter(names.METRIC_LOST, LOST_HELP, ["reason"])
-        self._published: dict[tuple[Counter, str], int] = {}
+        self._records = Counter(names.METRIC_RECORDS, RECORDS_HELP)
+        self._published: dict[Counter, int] = {}
 
     def publish(self) -> None:
         """Write the values of this moment; about 10 us."""
         self._pending.set(len(self.awaiting))
         for place, number in list(guard.error_counts.items()):
-            self._raise_counter(self._errors, place, number)
+            self._raise_counter(self._errors.labels(place), number)
         counts = self.counts()
+        self._raise_counter(self._records, counts.get(SENT_RECORDS, 0))
         for reason in LOSS_REASONS:
-            self._raise_counter(self._lost, reason, counts.get(reason, 0))
+            self._raise_counter(self._lost.labels(reason), counts.get(reason, 0))
 
-    def _raise_counter(self, counter: Counter, label: str, number: int) -> None:
+    def _raise_counter(self, counter: Counter, number: int) -> None:
         # By the difference: a counter of a file cannot be set. max(): a new sender counts from 0.
-        before = self._published.get((counter, label), 0)
-        counter.labels(label).inc(max(0, number - before))
-        self._published[counter, label] = number
+        counter.inc(max(0, number - self._published.get(counter, 0)))
+        self._published[counter] = number
 
 
 def register_collector(awaiting: Sized, counts: CountsReader) -> None:

@@ -18,7 +18,7 @@ Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
 
 
-class HeldBy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class HeldBy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """A request whose work held the engine while another one waited.
 
     us, tokens: of its work in that time. kind: one of stages.HOLDING_KINDS. request_id: the engine's.
@@ -33,7 +33,7 @@ class HeldBy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     span_id: str = ""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """One span below `ttft`: a stage (or a piece of one), a part of a stage, or a sibling.
 
     kind: "stage" carries `ttft.stage`, "part" `ttft.part`, "reason" one of its own attributes that
@@ -50,7 +50,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     held_by: tuple[HeldBy, ...] = ()
 
 
-class Ttft(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Ttft(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """The `ttft` (or `encode`) span: its stages and their remainder add up to end - start, exactly.
 
     stages: full stage name -> microseconds, in partition order; without "unattributed".
@@ -71,7 +71,7 @@ class Ttft(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     died: str = ""
 
 
-class Server(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Server(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """The HTTP server span, start 0; status 0 when no response was started."""
 
     name: str
@@ -81,7 +81,7 @@ class Server(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     error: str = ""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """A client span of the router: one HTTP call to a leg; its id travelled in `traceparent`."""
 
     span_id: str
@@ -94,7 +94,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     error: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one HTTP request left behind, or the half of it that is known now.
 
     A stream sends its `ttft` half when the first token is out (a later crash cannot lose it) and its

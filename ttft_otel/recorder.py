@@ -268,11 +268,8 @@ def send_record(
 
 
 def _send_bytes(data: bytes, sender: RecordSink) -> None:
-    if not data:  # nothing is to count
-        return
-    if sender.send(data):
-        meter.count_sent()
-    else:
+    # Without bytes there is nothing to count.
+    if data and not sender.send(data):
         meter.count_dropped("handoff")
 
 
