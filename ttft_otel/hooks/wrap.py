@@ -136,10 +136,10 @@ def patch_attribute(target: PatchTarget, owner: Any, name: str, hook: Hook) -> N
         target, owner, name, raw, _restore_kind(raw, _build_wrapper(target.name, call, hook)), hook
     )
     setattr(owner, name, patch.wrapper)
-    if hook.extend is not None:
-        hook.extend(owner)
     installed_patches.setdefault(target.name, []).append(patch)
     missing_targets.pop(target.name, None)
+    if hook.extend is not None:
+        hook.extend(owner)
 
 
 def _restore_kind(raw: Any, wrapper: AnyCall) -> Any:
