@@ -30,6 +30,7 @@ import uvloop
 
 from benchmarks import bare_transport, router_latency
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from lab import session_processes
 from lab.free_ports import find_free_port
 from lab.tiny_models import get_cache_root
 from lab.vllm_releases import run_uv
@@ -63,6 +64,10 @@ RATIO_GOALS: Final = {
     ("plain", "traced", "untraced"): None,
     ("stream", "traced", "untraced"): None,
 }
+# An exporter has work left after the load; it is done when it takes less CPU time in such a pause.
+SETTLE_S: Final = 0.2
+IDLE_CPU_S: Final = 0.002
+MAX_SETTLE_S: Final = 5.0
 # Dropping records would be a cheap way to look fast.
 MAX_RECORDS_DROPPED: Final = 0.0
 
@@ -200,7 +205,20 @@ def measure_cases(rounds: int, requests: int, routers: Sequence[RouterSubject]) 
                     router.cpu_us_by_case[case].append(
                         (read_process_cpu_s(router.pid) - before) / count * 1e6
                     )
+                wait_for_exporter(router.pid)
     print_progress("\r" + " " * 60 + "\r")
+
+
+def wait_for_exporter(pid: int) -> None:
+    """Wait until the exporter of the process `pid`, if it has one, is done: the next one would pay for it."""
+    exporters = session_processes.find_exporters([pid])
+    until, before_s = time.monotonic() + MAX_SETTLE_S, 0.0
+    while exporters and time.monotonic() < until:
+        spent_s = sum(map(read_process_cpu_s, exporters))
+        if spent_s - before_s < IDLE_CPU_S:
+            return
+        before_s = spent_s
+        time.sleep(SETTLE_S)
 
 
 def build_chat_body(case: str) -> bytes:
