@@ -15,6 +15,7 @@ from ttft_otel.router.disagg.stream_splice import (
     DONE_EVENT,
     PrefillToken,
     StreamSplicer,
+    parse_kv_params,
     parse_prefill_answer,
     render_first_events,
     render_stream_error,
@@ -330,3 +331,25 @@ def test_a_stream_that_breaks_says_why() -> None:
     out = render_stream_error(b'{"error": {"message": "no", "code": 400}}', "x")
     assert out == b'data: {"error":{"message":"no","code":400}}\n\n' + DONE_EVENT
     assert b'"message":"gone"' in render_stream_error(b"<html>", "gone")
+
+
+@pytest.mark.parametrize(
+    ("data", "params"),
+    [
+        (
+            b'{"id": 1, "kv_transfer_params": {"remote_host": "p"}, "choices": 5}',
+            {"remote_host": "p"},
+        ),
+        (b'{"kv_transfer_params": {}}', None),
+        (b'{"kv_transfer_params": null}', None),
+        (b'{"kv_transfer_params": [1]}', None),
+        (b'{"choices": []}', None),
+        (b"[]", None),
+        (b"", None),
+        (b'{"kv_transfer_params": {"a": "\xff"}}', None),
+        (b'{"kv_transfer_params": ' + b"[" * 100_000, None),
+    ],
+)
+def test_kv_params_of_any_answer(data: bytes, params: dict[str, Any] | None) -> None:
+    """Where the blocks are is taken from whatever has it, and nothing else fails the request."""
+    assert parse_kv_params(data) == params

@@ -249,7 +249,7 @@ async def read_whole_answer(
         with AnswerReading(response, attempts[-1]):
             # Mostly it came with its head, and what is here cannot be late.
             if response.is_complete:
-                data = await response.read()
+                data = response.read_nowait()
             else:
                 # All of it has to come within --first-byte-timeout: it is one token.
                 with FirstByteWait(attempts[-1]):

@@ -23,6 +23,7 @@ from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP, HeaderList
 from ttft_otel.router.upstream import http_headers
 from ttft_otel.router.upstream.capabilities import CapabilityCache
+from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.stages import DECODE, PREFILL
@@ -64,17 +65,10 @@ class PrefillDecodeFlow:
             self.capabilities.refresh_stale(
                 (*self.upstream.pool.get(PREFILL), *self.upstream.pool.get(DECODE))
             )
-        first_token, response_headers, attempt = await self._run_prefill(job)
+        answer, data, attempt = await self._run_prefill(job)
         try:
-            # Not the form of a vLLM server: D answers the whole request.
+            first_token = self._take_first_token(job, data)
             if first_token is None:
-                plan.turn_off("answer")
-            elif plan.mode != MODE_OFF and (
-                reason := first_token.explain_refusal(plan)
-                or self._explain_too_long(plan, first_token)
-            ):
-                plan.turn_off(reason)
-            if first_token is None or plan.mode == MODE_OFF:
                 exchange.record_first_token_mode(plan.mode, plan.reason)
                 await self.decode_leg.serve_full_answer(job)
                 return
@@ -84,9 +78,8 @@ class PrefillDecodeFlow:
             exchange.record_first_token_mode(plan.mode, plan.reason)
             # From here on the client has a stream, whatever becomes of D.
             exchange.record_answer(is_streaming=True)
-            await client_stream.send_first_chunk(
-                200, response_headers, stream_splice.render_first_events(first_token, plan), True
-            )
+            events = stream_splice.render_first_events(first_token, plan)
+            await client_stream.send_first_chunk(200, _build_stream_headers(answer), events, True)
             # P's token was the last one: nothing is left for D.
             if first_token.finish_reason == "stop":
                 await client_stream.send_end()
@@ -99,26 +92,39 @@ class PrefillDecodeFlow:
 
     async def _run_prefill(
         self, job: DisaggregatedRequest
-    ) -> tuple[PrefillToken | None, HeaderList, Attempt]:
-        """P's answer, whole: it is one token. Raises UpstreamRefused, UpstreamUnavailable."""
+    ) -> tuple[InstanceAnswer, bytes, Attempt]:
+        """P's answer and its whole body: it is one token. Raises UpstreamRefused, UpstreamUnavailable."""
         request = replace(job.request, leg=PREFILL, body=job.plan.build_prefill_body())
         attempts = job.exchange.add_attempts()
         response, data = await decode_leg.read_whole_answer(
             self.upstream, request, job.exchange, attempts
         )
-        response_headers = http_headers.filter_response_headers(response.raw_headers)
         # Mostly an error in the request, which D would find, too.
         if response.status >= 400:
-            raise UpstreamRefused(response.status, response_headers, data)
-        first_token = stream_splice.parse_prefill_answer(data, job.plan.is_chat)
-        job.held_kv_params = first_token.kv_params if first_token else None
-        # Length and type were those of P's JSON.
-        kept_headers = [
-            header
-            for header in response_headers
-            if header[0] not in (b"content-type", b"content-length")
-        ]
-        return first_token, [*kept_headers, _EVENT_STREAM_HEADER], attempts[-1]
+            headers = http_headers.filter_response_headers(response.raw_headers)
+            raise UpstreamRefused(response.status, headers, data)
+        return response, data, attempts[-1]
+
+    def _take_first_token(self, job: DisaggregatedRequest, data: bytes) -> PrefillToken | None:
+        """P's token from the body of its answer, if it goes to the client; None if D answers everything.
+
+        Also takes where P keeps the KV blocks.
+        """
+        plan = job.plan
+        if plan.mode == MODE_OFF:
+            job.held_kv_params = stream_splice.parse_kv_params(data)
+            return None
+        first_token = stream_splice.parse_prefill_answer(data, plan.is_chat)
+        # Not the form of a vLLM server.
+        if first_token is None:
+            plan.turn_off("answer")
+            return None
+        job.held_kv_params = first_token.kv_params
+        reason = first_token.explain_refusal(plan) or self._explain_too_long(plan, first_token)
+        if reason:
+            plan.turn_off(reason)
+            return None
+        return first_token
 
     def _explain_too_long(self, plan: LegPlan, first_token: PrefillToken) -> str:
         """Reason if prompt and requested tokens exceed D's context, which P cannot check; else ""."""
@@ -153,6 +159,17 @@ class PrefillDecodeFlow:
                 plan.mode = MODE_CONTINUE
                 return prompt_tokens % prefill_capabilities.block_size == 0
         return False
+
+
+def _build_stream_headers(answer: InstanceAnswer) -> HeaderList:
+    """The headers of the client's stream, from those of P's `answer`."""
+    # Length and type were those of P's JSON.
+    headers = [
+        header
+        for header in http_headers.filter_response_headers(answer.raw_headers)
+        if header[0] not in (b"content-type", b"content-length")
+    ]
+    return [*headers, _EVENT_STREAM_HEADER]
 
 
 def _explain_cache_mismatch(

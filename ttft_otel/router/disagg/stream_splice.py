@@ -16,6 +16,9 @@ from ttft_otel.router.types import MODE_STRIP
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # stands for an incomplete UTF-8 character
 _decode_json: Final = msgspec.json.Decoder().decode
+_fields_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_params_decoder: Final = msgspec.json.Decoder(dict[str, Any] | None)
+_NULL_JSON: Final = msgspec.Raw(b"null")
 _encoder: Final = msgspec.json.Encoder()
 _encode_json: Final = _encoder.encode
 # raised when a response has another form than vLLM's
@@ -86,6 +89,15 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
             fingerprint=answer.get("system_fingerprint"),
         )
     except (*_SHAPE_ERRORS, RecursionError):
+        return None
+
+
+def parse_kv_params(data: bytes) -> dict[str, Any] | None:
+    """Where P keeps the KV blocks, from its response `data`; None if it does not say."""
+    try:
+        params = _fields_decoder.decode(data).get("kv_transfer_params", _NULL_JSON)
+        return _params_decoder.decode(params) or None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
