@@ -61,10 +61,12 @@ STREAM_HEAD: Final = build_response_head("text/event-stream; charset=utf-8", Non
 STREAM_START: Final = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(FIRST_EVENT), FIRST_EVENT)
 # Built once: the instance must cost less than what is measured in front of it.
 STREAM_RESPONSE: Final = STREAM_START + EVENT_CHUNK * (EVENTS_PER_STREAM - 1) + DONE_CHUNK
+FIRST_TOKEN: Final = STREAM_START + EVENT_CHUNK
+LATER_TOKENS: Final = STREAM_RESPONSE.removeprefix(FIRST_TOKEN)
 
 
 class InstantInstance(asyncio.Protocol):
-    """Answers each request at once: plain, 16 events in one write, or a token every 5 ms.
+    """Answers each request at once: plain, 16 events in one write or in two, or a token every 5 ms.
 
     is_stamped: events of the paced stream say when they left.
     """
@@ -88,6 +90,10 @@ class InstantInstance(asyncio.Protocol):
             self.transport.write(HEALTH_RESPONSE)
         elif b'"stream":true' not in body:  # of P, too
             self.transport.write(PLAIN_RESPONSE)
+        elif b'"apart"' in body:
+            self.transport.write(FIRST_TOKEN)
+            loop = asyncio.get_running_loop()
+            loop.call_later(TOKEN_INTERVAL_S, self.transport.write, LATER_TOKENS)
         elif b'"paced"' in body or b'"stamped"' in body:
             self.transport.write(STREAM_START)
             self.is_stamped = b'"stamped"' in body

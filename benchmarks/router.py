@@ -3,9 +3,9 @@
 
 Beside it, in the same rounds: `vllm-router` (Rust, from PyPI, in an environment of its own in the
 user's cache) and a bare FastAPI proxy. 16 connections in a closed loop against an instance that
-answers at once (bare_transport.py): plain answers, streams of 16 events, streams of 200 tokens 5 ms apart.
-Goals are for ratios of the same rounds, to the FastAPI proxy and to `vllm-router`. --latency: what each
-router adds to the times of first and later tokens instead (router_latency.py).
+answers at once (bare_transport.py): plain answers, streams of 16 events (in one write; in two, the first token
+5 ms before the others) and of 200 tokens 5 ms apart. Goals are for ratios of the same rounds. --latency: what
+each router adds to the times of first and later tokens instead (router_latency.py).
 
     python -m benchmarks.router [--rounds 8] [--requests 4000] [--latency] [--json FILE]
 """
@@ -37,6 +37,7 @@ from lab.vllm_releases import run_uv
 
 CONNECTIONS: Final = 16
 BENCHMARKS_FOLDER: Final = Path(__file__).parent
+CASES_BY_TWO: Final = ("stream", "apart", "paced")  # of prefill and decode instances
 RUST_ROUTER_PACKAGE: Final = "vllm-router==0.1.17"
 ROUTER_COMMAND: Final = (
     sys.executable,
@@ -47,6 +48,7 @@ CHAT_MESSAGES: Final = [{"role": "user", "content": "How long until the first to
 EVENTS_BY_CASE: Final = {
     "plain": 0,
     "stream": bare_transport.EVENTS_PER_STREAM - 1,
+    "apart": bare_transport.EVENTS_PER_STREAM - 1,
     "paced": bare_transport.TOKENS_PER_STREAM - 1,
 }  # with words
 # (case, router, reference) -> at most so many times the reference's CPU time of the same round.
@@ -60,6 +62,8 @@ RATIO_GOALS: Final = {
     ("paced", "traced", "rust"): 1.0,
     ("stream", "traced P/D", "traced"): 1.6,
     ("stream", "traced P/D, D's token", "traced"): 1.6,
+    ("apart", "traced P/D", "traced"): 1.6,
+    ("apart", "traced P/D, D's token", "traced"): 1.6,
     ("paced", "traced P/D", "traced"): 1.6,
     ("plain", "traced", "untraced"): None,
     ("stream", "traced", "untraced"): None,
@@ -108,7 +112,7 @@ def list_subjects(backend: str) -> list[RouterSubject]:
         pair = ("--prefill", backend, "--decode", backend, "--first-token", mode)
         env = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": backend}
         disaggregated = (*ROUTER_COMMAND, *pair, "--port", str(port))
-        router_list.append(RouterSubject(name, disaggregated, port, env, ("stream", "paced")))
+        router_list.append(RouterSubject(name, disaggregated, port, env, CASES_BY_TWO))
     if program := install_rust_router():
         port = find_free_port()
         # Without a port of its own it would take the default one for its metrics.
