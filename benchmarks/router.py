@@ -3,8 +3,8 @@
 
 Beside it, in the same rounds: `vllm-router` (Rust, from PyPI, in an environment of its own in the
 user's cache) and a bare FastAPI proxy. 16 connections in a closed loop against an instance that
-answers at once (bare_transport.py): plain answers, streams of 16 events (in one write; in two, the first token
-5 ms before the others) and of 200 tokens 5 ms apart. Goals are for ratios of the same rounds. --latency: what
+answers at once (bare_transport.py): plain answers, streams of 16 events (in one write, or the first token
+5 ms earlier) and of 200 tokens 5 ms apart. Goals are for ratios of the same rounds. --latency: what
 each router adds to the times of first and later tokens instead (router_latency.py).
 
     python -m benchmarks.router [--rounds 8] [--requests 4000] [--latency] [--json FILE]
