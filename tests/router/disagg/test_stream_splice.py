@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from ttft_otel.router.disagg.request_plan import LegPlan
@@ -103,6 +104,18 @@ def test_the_duplicate_goes_the_rest_stays() -> None:
     assert splice_chunks(
         joint, [build_event("Hel", chat=False), build_event("lo", chat=False), DONE_EVENT]
     ) == (build_event("lo", chat=False) + DONE_EVENT)
+
+
+def test_compact_events_as_vllm_writes_them() -> None:
+    """The role's event is dropped as it came; a text that reads like it is a text."""
+    lookalike = '"delta":{"role":"assistant","content":""}'
+    events = [ROLE_EVENT, build_event("Hel"), build_event(lookalike), END_EVENT]
+    compact = [b"data: " + msgspec.json.encode(json.loads(event[6:])) + b"\n\n" for event in events]
+    for first in (compact[:2], compact[1:2]):  # also of a D that says no role
+        texts, splicer = splice_stripped("Hel", [*first, *compact[2:], DONE_EVENT])
+        assert texts == [lookalike, "", "[DONE]"] and not splicer.has_mismatch
+    # Nothing was sent of the answer: the text is D's first token, and not P's.
+    assert splice_stripped("Hel", compact[2:3])[1].has_mismatch
 
 
 @pytest.mark.parametrize(

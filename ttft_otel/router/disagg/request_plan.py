@@ -179,7 +179,8 @@ def _plan_parsed(
         return LegPlan((PREFILL,), reason="max_tokens")
     if mode != MODE_OFF:
         _choose_mode(plan, is_streamed, has_media)
-    if plan.mode != MODE_OFF and plan.seed is None and _decode_field(fields, "temperature") != 0:
+    is_greedy = "temperature" in fields and _decode_field(fields, "temperature") == 0
+    if plan.mode != MODE_OFF and plan.seed is None and not is_greedy:
         plan.seed = random.getrandbits(63)
     return plan
 

@@ -14,6 +14,8 @@ from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.types import MODE_STRIP
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
+# How vLLM's stream of a chat begins; in a text the quotes would be escaped.
+_ROLE_DELTA: Final = b'"delta":{"role":"assistant","content":""}'
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # stands for an incomplete UTF-8 character
 _decode_json: Final = msgspec.json.Decoder().decode
 _fields_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -200,6 +202,9 @@ class StreamSplicer:
         return rest
 
     def _rewrite_event(self, event: bytes) -> bytes:
+        if self.awaits_role and _ROLE_DELTA in event:  # which the client has from P
+            self.awaits_role = False
+            return b""
         has_usage = self.plan.mode != MODE_STRIP and b'"usage":{' in event
         # Texts of a long answer are not parsed: only what may have to change is.
         if event.startswith(b"data: {") and (has_usage or not self.is_settled):
@@ -209,9 +214,8 @@ class StreamSplicer:
                     return b""
                 event = _render_event(chunk)[:-2]
             except _SHAPE_ERRORS:
-                self.is_settled = (
-                    True  # no event of vLLM's: it goes on as it came, as does the rest
-                )
+                # No event of vLLM's: it goes on as it came, as does the rest.
+                self.is_settled = True
         # Bytes are replaced in settled events too: all of them name D's id.
         for old, new in self._replacements:
             event = event.replace(old, new)
@@ -241,9 +245,8 @@ class StreamSplicer:
             return True
         text, is_last = holder.get(name), choice.get("finish_reason") is not None
         if not isinstance(text, str):
-            self.is_settled = self.has_mismatch = (
-                True  # D's parser took the token for something else
-            )
+            # D's parser took the token for something else.
+            self.is_settled = self.has_mismatch = True
             return True
         holder[name] = self._strip_sent_text(text, is_last)
         self.is_settled = is_last or not self.pending_text
