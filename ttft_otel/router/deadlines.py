@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Final, Generic, Protocol, TypeVar
 
 _EARLY_S: Final = 0.001  # an event loop's timer may fire that much early
@@ -23,14 +24,16 @@ WaiterType = TypeVar("WaiterType", bound=Waiter)
 
 
 class DeadlineQueue(Generic[WaiterType]):
-    """Calls `time_out()` of each waiter that was watched for `timeout_s` seconds.
+    """Calls `end`, by default its `time_out()`, with each waiter that was watched for `timeout_s` seconds.
 
     One timer serves all waiters, because a timer for each would cost every request more than all the
     rest of its bookkeeping.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(
+        self, timeout_s: float, end: Callable[[WaiterType], None] = methodcaller("time_out")
+    ) -> None:
+        self.timeout_s, self._end = timeout_s, end
         # Dicts keep the order of insertion, and all wait equally long: the first one is due first.
         self._watched_since_s: dict[WaiterType, float] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
@@ -62,7 +65,7 @@ class DeadlineQueue(Generic[WaiterType]):
                 break
             overdue.append(waiter)
         for waiter in overdue:
-            # Two loops: time_out() may watch or forget waiters of this very queue.
+            # Two loops: `end` may watch or forget waiters of this very queue.
             self.forget(waiter)
         for waiter in overdue:
-            waiter.time_out()
+            self._end(waiter)

@@ -232,6 +232,23 @@ def test_a_connection_without_another_request_is_closed(monkeypatch: pytest.Monk
     fake_instances.run_with_timeout(run_scenario)
 
 
+def test_a_silent_client_that_was_answered_early_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was refused before its body came, and sends none of it, keeps no connection for longer."""
+
+    async def run_scenario() -> None:
+        async with run_limited(keys=["k"]) as (router, _), connect(router) as client:
+            await client.send(encode_post(b"", "transfer-encoding: chunked"))
+            assert (await client.read_answer())[0] == 401
+            since_s = time.monotonic()
+            assert await client.read_rest() == b""
+            assert 0.2 < time.monotonic() - since_s < 4, (
+                "neither five seconds nor those of lingering"
+            )
+
+    monkeypatch.setattr(front_door, "IDLE_S", 0.4)
+    fake_instances.run_with_timeout(run_scenario)
+
+
 def test_too_many_connections() -> None:
     """Connections beyond the limit get 503 until others close; those far beyond it get no answer."""
 

@@ -209,11 +209,11 @@ class ClientConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
+        self.front_door.idle_clients.watch(self)
         if self.refusal is not None:
             self._send_refusal(self.refusal)
-        else:
-            door = self.front_door
-            (door.lingering if self.phase == _BODY else door.idle_clients).watch(self)
+        elif self.phase == _BODY:
+            self.front_door.lingering.watch(self)
 
     def _unset_keepalive_if_required(self) -> None:
         """A request begins, or none will."""

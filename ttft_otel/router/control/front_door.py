@@ -7,6 +7,7 @@ uvicorn_server.py makes one per server.
 from __future__ import annotations
 
 from collections import Counter
+from operator import methodcaller
 from typing import Final
 
 import httptools
@@ -38,7 +39,10 @@ class FrontDoor:
         self.awaited_heads: DeadlineQueue[Waiter] = DeadlineQueue(limits.head_timeout)
         # Time for a client to read its refusal while it still sends a body.
         self.lingering: DeadlineQueue[Waiter] = DeadlineQueue(MAX_LINGER_S)
-        self.idle_clients: DeadlineQueue[Waiter] = DeadlineQueue(IDLE_S)
+        self.idle_clients: DeadlineQueue[Waiter] = DeadlineQueue(
+            IDLE_S,
+            methodcaller("timeout_keep_alive_handler"),  # uvicorn's, of HttpToolsProtocol
+        )
 
     def forget(self, connection: Waiter) -> None:
         """The connection is lost: nothing is waited for."""
