@@ -118,6 +118,15 @@ def test_compact_events_as_vllm_writes_them() -> None:
     assert splice_stripped("Hel", compact[2:3])[1].has_mismatch
 
 
+def test_usage_right_after_the_role_has_ps_id() -> None:
+    """Of an answer without a text all events have one ID, too."""
+    role = build_event("", role="assistant").replace(b"cmpl-1", b"cmpl-2")
+    usage = b'data: {"id":"cmpl-2","created":100,"choices":[],"usage":{}}\n\n'
+    for first in (role, b"data: " + msgspec.json.encode(json.loads(role[6:])) + b"\n\n"):
+        splicer = StreamSplicer(build_token(), LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True))
+        assert splice_chunks(splicer, [first, usage]) == usage.replace(b"cmpl-2", b"cmpl-1")
+
+
 @pytest.mark.parametrize(
     ("chunks", "left"),
     [

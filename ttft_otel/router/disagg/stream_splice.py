@@ -18,9 +18,6 @@ DONE_EVENT: Final = b"data: [DONE]\n\n"
 _ROLE_DELTA: Final = b'"delta":{"role":"assistant","content":""}'
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # stands for an incomplete UTF-8 character
 _decode_json: Final = msgspec.json.Decoder().decode
-_fields_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_params_decoder: Final = msgspec.json.Decoder(dict[str, Any] | None)
-_NULL_JSON: Final = msgspec.Raw(b"null")
 _encoder: Final = msgspec.json.Encoder()
 _encode_json: Final = _encoder.encode
 # raised when a response has another form than vLLM's
@@ -97,10 +94,10 @@ def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
 def parse_kv_params(data: bytes) -> dict[str, Any] | None:
     """Where P keeps the KV blocks, from its response `data`; None if it does not say."""
     try:
-        params = _fields_decoder.decode(data).get("kv_transfer_params", _NULL_JSON)
-        return _params_decoder.decode(params) or None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        params = _decode_json(data).get("kv_transfer_params")
+    except (*_SHAPE_ERRORS, RecursionError):
         return None
+    return params if params and isinstance(params, dict) else None
 
 
 def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
@@ -226,12 +223,13 @@ class StreamSplicer:
         if self.is_settled:
             self._correct_usage(chunk)
             return True
+        # Before the choices: the role's event may have been the only one before usage alone.
+        self._align_identity(chunk)
         choices = chunk.get("choices")
         if not choices:
             self.is_settled = True  # an error, or usage alone
             self._correct_usage(chunk)
             return True
-        self._align_identity(chunk)
         choice = choices[0]
         holder, name = (choice["delta"], "content") if self.plan.is_chat else (choice, "text")
         if self.awaits_role and "role" in holder:
