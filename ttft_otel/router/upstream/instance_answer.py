@@ -7,20 +7,12 @@ It is read by one task at a time, or pushed: then each part goes on as it comes,
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from ttft_otel.router.types import HeaderList
 
 MAX_UNREAD_BYTES: Final = 131_072  # held for a slow reader; beyond it the instance is not read
-MAX_MEDIA_TYPES: Final = 64  # servers have few of them, for one answer after another
-
-
-@functools.lru_cache(MAX_MEDIA_TYPES)
-def _parse_media_type(value: bytes) -> str:
-    """The media type without parameters, in lower case."""
-    return value.decode("utf-8", "surrogateescape").partition(";")[0].strip().lower()
 
 
 class AnswerSource(Protocol):
@@ -86,9 +78,7 @@ class InstanceAnswer:
     @property
     def content_type(self) -> str:
         """The media type without parameters, in lower case; "" if there is none."""
-        return _parse_media_type(
-            b",".join([value for name, value in self.raw_headers if name == b"content-type"])
-        )
+        return ",".join(self.list_values(b"content-type")).partition(";")[0].strip().lower()
 
     @property
     def content_length(self) -> int:
