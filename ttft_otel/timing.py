@@ -210,7 +210,7 @@ def _read_ec(counts: list[int]) -> EncoderCacheCounts | None:
 def _parse_own_format(text: str) -> dict[str, int]:
     """Fast path for what format_server_timing() writes: with other separators it is a JSON object.
 
-    A quarter of the regular expression's time. {} for any other spelling, which that reads then.
+    Half of the regular expression's time. {} for any other spelling, which that reads then.
     """
     document = '{"' + text.replace(";dur=", '":').replace(", ", ',"') + "}"
     try:
