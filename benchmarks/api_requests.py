@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from benchmarks.fake_vllm import REQUESTS_PER_ROUND
 from ttft_otel import carrier, clock, names
-from ttft_otel.carrier import EngineTimeline
 from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import api_server
 
 

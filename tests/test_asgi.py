@@ -19,6 +19,7 @@ from hooks.server import (
 )
 
 from ttft_otel import asgi, carrier, kept_spans, meter, names, recorder, testing, timing
+from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.record import Piece, Record
 from ttft_otel.roles import identity
 from ttft_otel.settings import Settings
@@ -186,7 +187,7 @@ async def cancel_in_queue(client: FakeClient) -> None:
 
 def test_disconnect(client: FakeClient, records: testing.MemorySender) -> None:
     """A caller that gives up in the queue: the engine core is asked where the request was."""
-    gone = carrier.EngineTimeline(added=1_000_230)
+    gone = EngineTimeline(added=1_000_230)
     client.server.aborted_answer = carrier.encode_timeline(gone)
 
     asyncio.run(cancel_in_queue(client))
@@ -360,7 +361,7 @@ def test_ended_before_it_was_scheduled(
 ) -> None:
     """A KV load that fails, or a pause: the output brings no marks, and the engine core is asked."""
     client.server.plan = plan
-    moving = carrier.EngineTimeline(added=1_000_230, moving=1_000_250)
+    moving = EngineTimeline(added=1_000_230, details=EngineDetails(moving=1_000_250))
     client.server.aborted_answer = carrier.encode_timeline(moving)
     asyncio.run(client.call_server())
     (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]

@@ -15,15 +15,16 @@ from ttft_otel.breakdown import (
     LOST_FORWARD,
     Marks,
 )
+from ttft_otel.engine_timeline import MAX_STEPS, EngineTimeline
 
 BOOT = clock.get_boot_number()
 
 
-def make_timeline() -> carrier.EngineTimeline:
+def make_timeline() -> EngineTimeline:
     """A request with a wait and two steps."""
-    made = carrier.EngineTimeline(added=100, scheduled=900, entered=5000)
-    made.encoder_first = True
-    made.waits += (CODE_EC_TRANSFER, 200, 300)
+    made = EngineTimeline(added=100, scheduled=900, entered=5000)
+    made.open_details().encoder_first = True
+    made.open_details().waits += (CODE_EC_TRANSFER, 200, 300)
     made.add_step((BOOT, 0, 0, CODE_ENCODER, 1000, 1500, CODE_FORWARD, 1600, 2000))
     made.add_step((BOOT, 4000, 4, CODE_FORWARD, 3000, 3900))
     made.prompt, made.own_tokens, made.rank = 77, 70, 2
@@ -72,7 +73,7 @@ def test_lost_step() -> None:
 def test_unknown_stage() -> None:
     """A wait of a stage that this version does not know is left out."""
     made, marks = make_timeline(), Marks(1)
-    made.waits += (99, 400, 500)
+    made.open_details().waits += (99, 400, 500)
     carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
     assert marks.waits == [("ec.transfer", 200, 300)]
@@ -86,26 +87,26 @@ def test_plain_header() -> None:
     text = carrier.encode_timeline(made)
 
     assert text.isascii() and text.isprintable()
-    assert len(made.steps) == carrier.MAX_STEPS and made.truncated
+    assert len(made.steps) == MAX_STEPS and made.read_details().truncated
 
 
 def test_media() -> None:
     """Media items come back as they were; a list too short to be one is refused."""
     made = make_timeline()
-    made.media = [1, 2, 64, 0, 12, 19]
+    made.open_details().media = [1, 2, 64, 0, 12, 19]
     found = carrier.decode_timeline(carrier.encode_timeline(made), Marks(1))
 
-    assert found is not None and found.media == made.media
+    assert found is not None and found.details == made.details
     assert names.EC_ITEMS not in carrier.list_timeline_attributes(found)
     assert carrier.list_timeline_attributes(found)[names.OWN_ITEMS] == 1
-    made.media = [1, 2]
+    made.open_details().media = [1, 2]
     assert carrier.decode_timeline(carrier.encode_timeline(made), Marks(1)) is None
 
 
 def test_still_asking() -> None:
     """A request that ends while a connector says "not yet" tells since when."""
     made, marks = make_timeline(), Marks(1)
-    made.asked = 400
+    made.open_details().asked = 400
     carrier.decode_timeline(carrier.encode_timeline(made), marks)
 
     assert marks.asking == 400
@@ -141,7 +142,7 @@ def test_clock_entry() -> None:
     first = (boot, 0, 0, 10, 100, 200, carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 17)
     second = (boot, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, clock.CLOCK_DEVICE, 23)
     marks = Marks(1)
-    text = carrier.encode_timeline(carrier.EngineTimeline(steps=[first, second]))
+    text = carrier.encode_timeline(EngineTimeline(steps=[first, second]))
     timeline = carrier.decode_timeline(text, marks)
     assert timeline is not None
     attributes = carrier.list_timeline_attributes(timeline)
@@ -156,7 +157,7 @@ def test_clock_of_a_later_version() -> None:
     marks = Marks(1)
     record = (5, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, len(names.CLOCK_WORDS), 23)
     timeline = carrier.decode_timeline(
-        carrier.encode_timeline(carrier.EngineTimeline(steps=[record])), marks
+        carrier.encode_timeline(EngineTimeline(steps=[record])), marks
     )
 
     assert marks.foreign and marks.steps[0].pairs == [(10, 300, 390)]
@@ -168,7 +169,7 @@ def test_clock_lengths() -> None:
     marks = Marks(1)
     flags = carrier.ENCODER_UNFINISHED
     record = (clock.get_boot_number(), 0, flags, carrier.CODE_CLOCK, clock.CLOCK_LENGTHS, 0)
-    text = carrier.encode_timeline(carrier.EngineTimeline(steps=[record]))
+    text = carrier.encode_timeline(EngineTimeline(steps=[record]))
     timeline = carrier.decode_timeline(text, marks)
     assert timeline is not None
     attributes = carrier.list_timeline_attributes(timeline)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ttft_otel import carrier, clock, clock_offsets, kept_spans, names, recorder, testing
 from ttft_otel.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
 from ttft_otel.context import start_context
+from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.request_trace import RequestTrace
 from ttft_otel.settings import Settings
 
@@ -92,14 +93,14 @@ def trace_request(
     trace = RequestTrace(api.read(begin), start_context("", "", Settings(on=True)), True)
     trace.render, trace.assign_times = api.read(at["render"]), {"e": api.read(at["assign"])}
     recorder.register_engine_request(trace, "e")
-    timeline = carrier.EngineTimeline(
+    timeline = EngineTimeline(
         added=core.read(at["added"]),
         scheduled=core.read(at["scheduled"]),
         entered=core.read(at["entered"]),
-        encoder_first=True,
         complete=True,
-        waits=[CODE_EC_TRANSFER, core.read(at["asked"]), core.read(at["available"])],
     )
+    waits = [CODE_EC_TRANSFER, core.read(at["asked"]), core.read(at["available"])]
+    timeline.details = EngineDetails(encoder_first=True, waits=waits)
     intervals = (
         *(CODE_ENCODER, worker.read(at["encoder"]), worker.read(at["encoded"])),
         *(CODE_FORWARD, worker.read(at["forward"]), worker.read(at["computed"])),

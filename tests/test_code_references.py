@@ -131,5 +131,5 @@ def test_missing_functions() -> None:
     ]
     assert list_missing_functions("`clock.py` `start_context()`") == ["start_context"]
     assert list_missing_functions("`start_context()`") == ["start_context"]
-    assert list_missing_members("`carrier.TIMELINE_VERSION`, `breakdown.Marks`") == []
+    assert list_missing_members("`engine_timeline.TIMELINE_VERSION`, `breakdown.Marks`") == []
     assert list_missing_members("`carrier.AGE_LIMIT`, `other.thing`") == ["carrier.AGE_LIMIT"]

@@ -14,6 +14,7 @@ import pytest
 
 from ttft_otel import carrier, names, recorder, testing
 from ttft_otel.context import start_context
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.exporter.measured_series import BoundedSeries
 from ttft_otel.exporter.series_registry import METRIC_KINDS
 from ttft_otel.metric_labels import BUCKET_BOUNDS_S, METRIC_LABELS
@@ -38,7 +39,7 @@ def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
     trace = RequestTrace(1000, start_context("", "", Settings(on=True)), False)
     trace.path, trace.method, trace.route = "/v1/chat/completions", "POST", "/v1/chat/completions"
     trace.server, trace.streamed, trace.status = ("10.1.2.3", 8000), streamed, 200
-    timeline = carrier.EngineTimeline()
+    timeline = EngineTimeline()
     timeline.prompt, timeline.cached = 100, 64
     recorder.register_engine_request(trace, "e")
     marks = carrier.encode_timeline(timeline)

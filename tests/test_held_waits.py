@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_wait_reasons import PIECES, QUEUE
-from ttft_otel import carrier, names
+from ttft_otel import names
 from ttft_otel.breakdown import Breakdown
 from ttft_otel.context import start_context
+from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.held_waits import SEGMENT_SIZE, divide_held, halve_segments, split_length
 from ttft_otel.record import HeldBy, Ttft
 from ttft_otel.record_parts import make_ttft
@@ -83,7 +84,9 @@ def test_split(length: int, weights: list[int]) -> None:
 
 def make_record_part(holders: list[tuple[int, int, int, str, str]], lost: bool = False) -> Ttft:
     trace = RequestTrace(0, start_context("", "", Settings(on=True)), False)
-    trace.timeline = carrier.EngineTimeline(held=SEGMENTS, holders=holders, holders_lost=lost)
+    trace.timeline = EngineTimeline(
+        held=SEGMENTS, details=EngineDetails(holders=holders, holders_lost=lost)
+    )
     held = divide_held(PIECES, SEGMENTS)
     cut = Breakdown(0, 600, PIECES, {QUEUE: 300}, 0, 0, [], held)
     return make_ttft(trace, cut)

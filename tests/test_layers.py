@@ -23,7 +23,16 @@ WORDS = (
 )
 SHAPE = ("record",)
 HOT = (
-    *("context", "carrier", "clock_offsets", "media_items", "request_trace", "roles", "recorder"),
+    *(
+        "context",
+        "engine_timeline",
+        "carrier",
+        "clock_offsets",
+        "media_items",
+        "request_trace",
+        "roles",
+        "recorder",
+    ),
     *("record_parts", "measurement", "trace_measurement", "kept_spans", "handoff", "meter", "asgi"),
 )
 PURE = (

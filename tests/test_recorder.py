@@ -9,6 +9,7 @@ import pytest
 
 from ttft_otel import carrier, measurement, names, recorder, testing, timing
 from ttft_otel.context import start_context
+from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
 from ttft_otel.record import RECORD_VERSION
 from ttft_otel.request_trace import RequestTrace
@@ -205,7 +206,9 @@ def make_closed_trace(media: list[int], **headers: str) -> RequestTrace:
     made = recorder.begin_trace(given, ON)
     assert made is not None
     recorder.register_engine_request(made, "e")
-    timeline = carrier.EngineTimeline(added=made.arrive + 5, media=media, complete=True)
+    timeline = EngineTimeline(
+        added=made.arrive + 5, details=EngineDetails(media=media), complete=True
+    )
     recorder.record_first_output(
         "e", carrier.encode_timeline(timeline), made.arrive + 900, made.arrive + 1000
     )
@@ -276,7 +279,7 @@ def test_header_counts_tokens() -> None:
     """Server-Timing says how long the prompt was and how much of it was cached; without marks nothing."""
     made = make_trace(asked=True)
     recorder.register_engine_request(made, "e")
-    timeline = carrier.EngineTimeline(prompt=4096, cached=512, own_tokens=3584, step_tokens=3600)
+    timeline = EngineTimeline(prompt=4096, cached=512, own_tokens=3584, step_tokens=3600)
     recorder.record_first_output("e", carrier.encode_timeline(timeline), 2000, 2100)
     recorder.close_ttft(made, 2200)
     told = timing.parse_server_timing(recorder.format_timing_header(made, 2200))

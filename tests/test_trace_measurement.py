@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from ttft_otel import breakdown, measurement, names, recorder, stages, testing, trace_measurement
-from ttft_otel.carrier import EngineTimeline
 from ttft_otel.context import TraceContext
+from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.measurement import Measurement
 from ttft_otel.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
 from ttft_otel.request_trace import EngineRequest, RequestTrace
@@ -44,7 +44,9 @@ def make_trace(chance: random.Random, sampled: bool) -> RequestTrace:
     trace.is_background = chance.random() < 0.1
     trace.is_beam_search = chance.random() < 0.1
     trace.end = 5000 + chance.randrange(1000)
-    trace.timeline = EngineTimeline(complete=True, media=chance.choice(MEDIA))
+    trace.timeline = EngineTimeline(
+        complete=True, details=EngineDetails(media=chance.choice(MEDIA))
+    )
     for number in range(chance.choice([0, 1, 1, 1, 2])):
         engine = EngineRequest(1100, "", 0, 1800, chance.choice([0, 2000 + number, 4000]))
         engine.output_tokens = chance.choice([-1, 0, 1, 7])

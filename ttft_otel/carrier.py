@@ -14,12 +14,11 @@ import msgspec
 
 from ttft_otel import clock, media_items, names
 from ttft_otel.breakdown import LOST_FORWARD, EngineStep, Marks
+from ttft_otel.engine_timeline import TIMELINE_VERSION, EngineTimeline
 from ttft_otel.record import Attributes
 from ttft_otel.stages import STAGES_BY_CODE
 from ttft_otel.timing import ClockNote
 
-# Hosts of one data-parallel deployment may have different releases of this package.
-TIMELINE_VERSION: Final = 7
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
 # tells which clock placed its intervals. Without it they are the host's times.
 CODE_CLOCK: Final = 0
@@ -32,83 +31,11 @@ KEPT_BLOCKS_QUERY: Final = "ttft_otel_sent"
 KEPT_ITEMS_QUERY: Final = "ttft_otel_fetched"
 ENCODER_QUERY: Final = "ttft_otel_encoded"  # ... or for how long the encoder ran
 PENDING_ANSWER: Final = "pending"  # to ENCODER_QUERY while it runs: ask again
-KEPT_BLOCKS_BIT: Final = 1  # bits of EngineTimeline.kept
+KEPT_BLOCKS_BIT: Final = 1  # bits of EngineDetails.kept
 KEPT_ITEMS_BIT: Final = 2
 ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
-# Span attributes of the numbers in EngineTimeline.blocks, in their order.
+# Span attributes of the numbers in EngineDetails.blocks, in their order.
 KV_ATTRIBUTES: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)
-# Steps kept per request. Of a prompt with more chunks the first ones and the last one stay, so that
-# the time between them becomes unattributed.
-MAX_STEPS: Final = 512
-
-
-class EngineTimeline(msgspec.Struct, array_like=True, gc=False):
-    """One engine request between the engine core's input and its first output.
-
-    Times are microseconds of CLOCK_MONOTONIC; 0 is a time that was not (or is not yet) reached.
-    boot: clock.get_boot_number() of the engine core; set when it is serialized.
-    added: it reached the engine core. scheduled: its first chunk was scheduled. entered: the output
-        of its latest step entered the scheduler.
-    encoder_first: its first step ran the encoder. wait_lost: it may have waited for a connector
-        whose hook is missing. truncated: steps were dropped (MAX_STEPS). complete: its whole prompt is
-        scheduled. sent: it was serialized.
-    chunks, cached, preempted, recomputed: prefill chunks, cached tokens at the start, preemptions,
-        tokens computed again. own_tokens, step_tokens: its tokens, and all tokens, in its steps.
-    asked: since when an encoder-cache connector has been answering "not yet".
-    looking, moving: since when a KV connector has been looking for blocks, or transferring them.
-    blocks: tokens, blocks, bytes and microseconds of that transfer (0: unknown).
-    kept: what this instance keeps of it for another instance (KEPT_*_BIT), ENCODER_RUN_BIT.
-    high: largest number of computed tokens so far; below it, tokens are recomputed.
-    media: its media items and where their encodings came from (media_items.py); empty without any.
-    waits: stage code, start, end, repeated.
-    reasons: since when, and why (position in stages.WAIT_REASONS), repeated: in the queue and in stalls.
-    held: what ran meanwhile, as held_waits.divide_held() takes it. holders: whose work held the queue
-        longest: microseconds, tokens, kind (position in stages.HOLDING_KINDS), request ID, traceparent
-        ("" without). holders_lost: a larger one may be missing.
-    steps: worker records (boot, sampled, lost, code, start, end, code, ...); one tuple is shared by
-        all requests of a step. A last entry of code CODE_CLOCK tells which clock placed the others.
-    """
-
-    version: int = TIMELINE_VERSION
-    boot: int = 0
-    added: int = 0
-    scheduled: int = 0
-    entered: int = 0
-    encoder_first: bool = False
-    wait_lost: bool = False
-    truncated: bool = False
-    holders_lost: bool = False
-    complete: bool = False
-    sent: bool = False
-    chunks: int = 0
-    cached: int = 0
-    preempted: int = 0
-    recomputed: int = 0
-    own_tokens: int = 0
-    step_tokens: int = 0
-    prompt: int = 0
-    rank: int = -1
-    asked: int = 0
-    looking: int = 0
-    moving: int = 0
-    high: int = 0
-    kept: int = 0
-    blocks: list[int] = []
-    media: list[int] = []
-    waits: list[int] = []
-    reasons: list[int] = []
-    held: list[int] = []
-    holders: list[tuple[int, int, int, str, str]] = []
-    steps: list[tuple[int, ...]] = []
-
-    def add_step(self, record: tuple[int, ...] | None) -> None:
-        """Add the worker's record of one step; None makes the step's time unattributed."""
-        if len(self.steps) >= MAX_STEPS:
-            # Drop the step before: the latest one holds the first token's sampling.
-            self.steps.pop()
-            self.truncated = True
-        # Also without a record: a step that is left out would make a stall of its time.
-        self.steps.append(record or ())
 
 
 class CoreAnswer(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -202,15 +129,16 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         timeline = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    if timeline.version != TIMELINE_VERSION or 0 < len(timeline.media) < media_items.HEADER_LENGTH:
+    details = timeline.read_details()
+    if timeline.version != TIMELINE_VERSION or 0 < len(details.media) < media_items.HEADER_LENGTH:
         return None
-    for place in range(0, len(timeline.waits) - 2, 3):
-        code, start, end = timeline.waits[place : place + 3]
+    for place in range(0, len(details.waits) - 2, 3):
+        code, start, end = details.waits[place : place + 3]
         # A code of a later version is left out; its time then stays with the queue.
         if code in STAGES_BY_CODE:
             marks.waits.append((STAGES_BY_CODE[code].name, start, end))
-    if timeline.reasons:
-        marks.reasons = list(zip(timeline.reasons[::2], timeline.reasons[1::2], strict=False))
+    if details.reasons:
+        marks.reasons = list(zip(details.reasons[::2], details.reasons[1::2], strict=False))
     marks.held = timeline.held
     for record in timeline.steps:
         if _has_one_interval(record, timeline.boot):
@@ -221,9 +149,9 @@ def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
         marks.foreign |= _decode_clock(record)[0] == clock.CLOCK_LENGTHS
         marks.steps.append(_decode_step(record))
     marks.added, marks.scheduled = timeline.added, timeline.scheduled
-    marks.encoder_first, marks.entered = timeline.encoder_first, timeline.entered
-    marks.moving, marks.asking = timeline.looking or timeline.moving, timeline.asked
-    marks.queue_lost, marks.truncated = timeline.wait_lost, timeline.truncated
+    marks.encoder_first, marks.entered = details.encoder_first, timeline.entered
+    marks.moving, marks.asking = details.looking or details.moving, details.asked
+    marks.queue_lost, marks.truncated = details.wait_lost, details.truncated
     return timeline
 
 
@@ -232,6 +160,7 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
 
     clock_error: of the engine core's clock against ours, in us; a mark can have the device's too.
     """
+    details = timeline.read_details()
     attributes: Attributes = {
         names.INPUT_TOKENS: timeline.prompt,
         names.CACHED_TOKENS: timeline.cached,
@@ -239,16 +168,16 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
         names.CHUNKS: timeline.chunks,
         names.OWN_TOKENS: timeline.own_tokens,
         names.STEP_TOKENS: timeline.step_tokens,
-        names.PREEMPTIONS: timeline.preempted,
-        names.RECOMPUTED_TOKENS: timeline.recomputed,
+        names.PREEMPTIONS: details.preempted,
+        names.RECOMPUTED_TOKENS: details.recomputed,
     }
-    if timeline.media:
-        attributes[names.OWN_ITEMS] = timeline.media[media_items.INDEX_OWN]
-        attributes[names.STEP_ITEMS] = timeline.media[media_items.INDEX_STEP]
-    if timeline.blocks:
-        values = zip(KV_ATTRIBUTES, timeline.blocks, strict=False)
+    if details.media:
+        attributes[names.OWN_ITEMS] = details.media[media_items.INDEX_OWN]
+        attributes[names.STEP_ITEMS] = details.media[media_items.INDEX_STEP]
+    if details.blocks:
+        values = zip(KV_ATTRIBUTES, details.blocks, strict=False)
         attributes |= {name: value for name, value in values if value}
-    if timeline.truncated:
+    if details.truncated:
         attributes[names.TRUNCATED] = True
     if clock_error:
         attributes[names.CLOCK_ERROR_US] = clock_error

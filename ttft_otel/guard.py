@@ -86,7 +86,7 @@ def wrap_call(
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not ready:
-            return host(*args, **kwargs)
+            return host(*args, **kwargs) if kwargs else host(*args)
         token = None
         try:
             token = before(*args, **kwargs) if kwargs else before(*args)
@@ -195,7 +195,7 @@ def wrap_call_finally(
     @functools.wraps(host)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not ready:
-            return host(*args, **kwargs)
+            return host(*args, **kwargs) if kwargs else host(*args)
         token = result = None
         try:
             token = before(*args, **kwargs) if kwargs else before(*args)

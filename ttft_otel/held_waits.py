@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divide the time of queues and stalls among the kinds of work that held the engine meanwhile. Pure.
 
-The engine core tells what ran when, in segments (hooks/held_steps.py, carrier.EngineTimeline.held);
+The engine core tells what ran when, in segments (hooks/held_steps.py, EngineTimeline.held);
 breakdown.py passes its pieces, and record_parts.py makes attributes of the result.
 """
 

@@ -31,7 +31,7 @@ def list_queries(trace: RequestTrace) -> list[str]:
     Encodings are fetched only after an encoder's answer; a router's leg header may say that this
     request was not an encoder's.
     """
-    kept_bits = trace.timeline.kept if trace.timeline is not None else 0
+    kept_bits = trace.timeline.read_details().kept if trace.timeline is not None else 0
     # Metrics count nothing of what comes after the answer.
     if not kept_bits or not trace.context.sampled:
         return []

@@ -8,6 +8,7 @@ from typing import Final
 from ttft_otel import breakdown, carrier, media_items, names, stages
 from ttft_otel.context import SAMPLED_FLAG, new_span_id
 from ttft_otel.endpoints import OPERATION_BY_PATH
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.held_waits import HeldPiece
 from ttft_otel.record import Attributes, HeldBy, Piece, Server, Ttft
 from ttft_otel.request_trace import RequestTrace
@@ -35,9 +36,10 @@ _REASON_ATTRIBUTES: Final = {
 def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
     """Count the trace's media items by the source of their encodings; None without media items."""
     timeline = trace.timeline
-    if timeline is None or not timeline.media:
+    media = timeline.read_details().media if timeline is not None else ()
+    if timeline is None or not media:
         return None
-    counts = media_items.count_items(timeline.media, timeline.complete, trace.encoded_before)
+    counts = media_items.count_items(media, timeline.complete, trace.encoded_before)
     consumer = identity.takes_encodings and resolve_role(trace) != "encode"
     return counts if consumer else counts._replace(remote=None, recomputed=None)
 
@@ -134,7 +136,7 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     """The `ttft` half of the record of `trace`, whose breakdown is `cut`."""
     base = trace.arrive
     timeline = trace.timeline
-    holders = list_holders(timeline) if timeline is not None and timeline.holders else ()
+    holders = list_holders(timeline) if timeline is not None else ()
     attributes = _list_ttft_attributes(trace)
     pieces = _make_stage_pieces(cut, holders, attributes)
     for name, low, high in trace.parts[:MAX_PARTS]:
@@ -159,10 +161,10 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
     )
 
 
-def list_holders(timeline: carrier.EngineTimeline) -> tuple[HeldBy, ...]:
+def list_holders(timeline: EngineTimeline) -> tuple[HeldBy, ...]:
     """The largest holders of the request's wait; one that is not sampled has no IDs of a span."""
     found = []
-    for us, tokens, code, request_id, parent in timeline.holders:
+    for us, tokens, code, request_id, parent in timeline.read_details().holders:
         # A kind of a later version has no name here.
         if 0 <= code < len(stages.HOLDING_KIND_NAMES):
             kind, ids = stages.HOLDING_KIND_NAMES[code], parse_traceparent(parent)
@@ -251,11 +253,12 @@ def _list_ttft_attributes(trace: RequestTrace) -> Attributes:
         return {names.STREAMING: trace.streamed}
     attributes = carrier.list_timeline_attributes(timeline, trace.clock_error)
     attributes[names.STREAMING] = trace.streamed
-    if timeline.blocks and identity.kv_connector:
+    details = timeline.read_details()
+    if details.blocks and identity.kv_connector:
         attributes[names.KV_CONNECTOR] = identity.kv_connector
-    if timeline.holders_lost and timeline.holders:
+    if details.holders_lost and details.holders:
         attributes[names.HELD_BY_TRUNCATED] = True
-    if timeline.media:
+    if details.media:
         attributes |= media_items.list_item_attributes(
             count_trace_items(trace), identity.ec_connector
         )

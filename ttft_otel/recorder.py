@@ -25,6 +25,7 @@ from ttft_otel import (
     stages,
     timing,
 )
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
 from ttft_otel.request_trace import EngineRequest, RequestTrace
 from ttft_otel.roles import is_outermost, resolve_role
@@ -209,7 +210,7 @@ def format_timing_header(trace: RequestTrace, now: int) -> str:
     return timing.format_server_timing(cut.stages, cut.unattributed, total, rest, tokens, ec, note)
 
 
-def _make_token_counts(timeline: carrier.EngineTimeline | None) -> timing.TokenCounts | None:
+def _make_token_counts(timeline: EngineTimeline | None) -> timing.TokenCounts | None:
     if timeline is None or not timeline.own_tokens:
         return None
     return timing.TokenCounts(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 
 from ttft_otel.breakdown import Breakdown
-from ttft_otel.carrier import EngineTimeline
 from ttft_otel.context import TraceContext
+from ttft_otel.engine_timeline import EngineTimeline
 
 
 class EngineRequest(msgspec.Struct, eq=False, gc=False):

@@ -34,7 +34,7 @@ class Stage:
     kind: "host" is Python overhead, "work" computation, "move" data transfer, "wait" queueing.
     process: where it is measured: API server, engine core, worker.
     roles: the server roles that can have it.
-    code: its number in carrier.EngineTimeline; codes of removed stages are not used again.
+    code: its number in EngineTimeline.steps and EngineDetails.waits; those of removed stages are not reused.
     says: the sentence that pages and dashboards show.
     """
 
@@ -150,7 +150,7 @@ STAGE_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "output": ("collect", "transport", "detokenize"),
 }
 
-# Why a scheduling step left a waiting request out, in the order of carrier.EngineTimeline's codes. Only
+# Why a scheduling step left a waiting request out, in the order of EngineDetails.reasons. Only
 # append: a code is a position. Time in a queue, and between chunks, is divided among them.
 WAIT_REASONS: Final[dict[str, str]] = {
     "in_step": "It came while a step ran; the first step after that decides.",
@@ -167,7 +167,7 @@ WAIT_REASONS: Final[dict[str, str]] = {
     "other": "None of these, or this release of vLLM does not tell.",
 }
 WAIT_REASON_NAMES: Final[tuple[str, ...]] = tuple(WAIT_REASONS)
-# What the engine worked on while a request waited, in the order of carrier.EngineTimeline's segments. Only
+# What the engine worked on while a request waited, in the order of EngineTimeline.held. Only
 # append. Time in a queue, and between chunks, is divided among them, too.
 HOLDING_KINDS: Final[dict[str, str]] = {
     "prefill": "Prompts of other requests.",

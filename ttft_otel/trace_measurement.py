@@ -111,7 +111,7 @@ def _list_waits(cut: Breakdown) -> tuple[Waits, Waits]:
 
 
 def _count_recomputed(trace: RequestTrace) -> int:
-    if trace.timeline is None or not trace.timeline.media or not identity.ec_connector:
+    if trace.timeline is None or not identity.ec_connector:
         return NOT_MEASURED
     counts = record_parts.count_trace_items(trace)
     return NOT_MEASURED if counts is None or counts.recomputed is None else counts.recomputed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divide the time of queues and stalls among the reasons for which the scheduler left a request out. Pure.
 
-The engine core tells when which reason began (carrier.EngineTimeline.reasons); breakdown.py passes its
+The engine core tells when which reason began (EngineDetails.reasons); breakdown.py passes its
 pieces, and record_parts.py makes spans and attributes of the result.
 """
 

@@ -20,7 +20,7 @@ from vllm.distributed.ec_transfer.ec_connector.cpu.session import ProducerSessio
 from vllm.v1.outputs import ECConnectorOutput
 
 from ttft_otel import names
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import ec_connectors
 from ttft_otel.testing import FakeClock
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ttft_otel import names
 from ttft_otel.breakdown import Marks
-from ttft_otel.carrier import EngineTimeline, decode_timeline
+from ttft_otel.carrier import decode_timeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import engine_core, held_steps, scheduler, waiting, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.testing import FakeClock

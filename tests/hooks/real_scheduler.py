@@ -31,7 +31,7 @@ from lab import tiny_models
 from ttft_otel import breakdown, carrier, names
 from ttft_otel import clock as clocks
 from ttft_otel.breakdown import CODE_FORWARD, Breakdown, Marks
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import engine_core, scheduler, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.testing import FakeClock

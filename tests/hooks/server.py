@@ -16,6 +16,7 @@ from typing import Any
 
 from ttft_otel import breakdown, carrier, clock, names
 from ttft_otel.asgi import TracingMiddleware
+from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.hooks import api_server
 from ttft_otel.settings import Settings
 from ttft_otel.testing import FakeClock
@@ -51,7 +52,7 @@ class ServerPlan:
     fail: str = ""
     count: int = 1
     marks: bool = True
-    kept: int = 0  # bits of EngineTimeline.kept
+    kept: int = 0  # bits of EngineDetails.kept
     media: list[int] = field(default_factory=list)
     ends: str = ""  # the engine's only output ends it with this reason and no token
     refused: int = 200  # the status after that, where it is one
@@ -259,14 +260,14 @@ class FakeApiServer:
                 new_token_ids=[] if self.plan.ends else [7],
             )
         begin = left + 20 + 30 + 40
-        timeline = carrier.EngineTimeline(added=left + 20, scheduled=left + 50, entered=begin + 550)
-        timeline.prompt, timeline.chunks, timeline.kept = 12, 1, self.plan.kept
-        timeline.media, timeline.complete = self.plan.media, True
+        timeline = EngineTimeline(added=left + 20, scheduled=left + 50, entered=begin + 550)
+        timeline.prompt, timeline.chunks, timeline.complete = 12, 1, True
+        timeline.details = EngineDetails(kept=self.plan.kept, media=self.plan.media)
         timeline.add_step(
             (clock.get_boot_number(), begin + 506, 0, breakdown.CODE_FORWARD, begin, begin + 500)
         )
         if self.plan.ends and self.plan.ends != "stop":  # it waited for an encoding that never came
-            timeline = carrier.EngineTimeline(added=left + 20, asked=left + 50)
+            timeline = EngineTimeline(added=left + 20, details=EngineDetails(asked=left + 50))
         headers = {names.CARRIER: carrier.encode_timeline(timeline)}
         return SimpleNamespace(
             request_id=name,

@@ -17,6 +17,7 @@ import pytest
 
 from ttft_otel import breakdown, carrier, clock, clock_offsets, names, recorder
 from ttft_otel.context import start_context
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import device
 from ttft_otel.request_trace import RequestTrace
 from ttft_otel.settings import Settings
@@ -101,7 +102,7 @@ def see_request(
     trace = RequestTrace(assign - 3_000, start_context("", "", Settings(on=True)), True)
     trace.render, trace.assign_times = assign - 2_500, {"e": assign}
     recorder.register_engine_request(trace, "e")
-    timeline = carrier.EngineTimeline(
+    timeline = EngineTimeline(
         added=core.read(added),
         scheduled=core.read(scheduled),
         entered=core.read(entered),

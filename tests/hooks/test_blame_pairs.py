@@ -72,7 +72,9 @@ def compare(
     changed = {name: wait - without[name] for name, wait in waits.items()}
     blamed = {
         name: sum(
-            us for us, _, _, other, _ in driver.timelines[name].holders if "injected" in other
+            us
+            for us, _, _, other, _ in driver.timelines[name].read_details().holders
+            if "injected" in other
         )
         for name in waits
     }

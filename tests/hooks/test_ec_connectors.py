@@ -11,7 +11,7 @@ import pytest
 
 from ttft_otel import testing
 from ttft_otel.breakdown import CODE_EC_TRANSFER, LOST_SAVE
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import ec_connectors, model_runners, wrap
 from ttft_otel.hooks.device import HostClock
 
@@ -37,7 +37,7 @@ def test_wait(connector: Any, clock: testing.FakeClock) -> None:
     connector.ensure_cache_available(request, 0)
     connector.ensure_cache_available(request, 0)
 
-    assert timeline.waits == [CODE_EC_TRANSFER, 1_000_000, 1_000_300]
+    assert timeline.read_details().waits == [CODE_EC_TRANSFER, 1_000_000, 1_000_300]
 
 
 def test_no_wait(connector: Any) -> None:
@@ -46,7 +46,7 @@ def test_no_wait(connector: Any) -> None:
     connector.available = True
     connector.ensure_cache_available(SimpleNamespace(_ttft=timeline), 0)
 
-    assert not timeline.waits
+    assert not timeline.read_details().waits
 
 
 def test_untraced(connector: Any) -> None:
@@ -146,7 +146,7 @@ def test_scheduled_already(connector: Any, clock: testing.FakeClock) -> None:
     timeline = EngineTimeline(scheduled=5)
     connector.ensure_cache_available(SimpleNamespace(_ttft=timeline), 0)
 
-    assert not timeline.asked and not timeline.media
+    assert timeline.details is None
 
 
 def test_older_class(nothing_patched: None) -> None:

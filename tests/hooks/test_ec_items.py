@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ttft_otel import media_items, testing
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import ec_connectors, ec_fields, ec_items, scheduler
 from ttft_otel.media_items import ItemCounts
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 def count_items_of(timeline: EngineTimeline, encoded_before: bool = False) -> ItemCounts:
     """The sources of a timeline's media items."""
-    return media_items.count_items(timeline.media, timeline.complete, encoded_before)
+    return media_items.count_items(timeline.read_details().media, timeline.complete, encoded_before)
 
 
 def test_fetched(pair: InstancePair) -> None:
@@ -36,7 +36,7 @@ def test_fetched(pair: InstancePair) -> None:
     timeline = pair.consume_items("b", ("cat",), pair.encode_items("a", "cat"))
 
     assert count_items_of(timeline) == ItemCounts(1, 1, 1, 0, 0, pair.size)
-    (stage, start, end) = timeline.waits
+    (stage, start, end) = timeline.read_details().waits
     assert (stage, end - start) == (8, 1000)
 
 
@@ -50,7 +50,7 @@ def test_fetched_before(pair: InstancePair) -> None:
 
     for timeline in (on_device, in_region):
         assert count_items_of(timeline) == ItemCounts(1, 1, 0, 1, 0, 0)
-        assert not timeline.waits
+        assert not timeline.read_details().waits
 
 
 def test_fetched_for_another(pair: InstancePair) -> None:
@@ -60,7 +60,7 @@ def test_fetched_for_another(pair: InstancePair) -> None:
     first = pair.consume_items("c", ("cat",), params)
 
     assert count_items_of(first) == ItemCounts(1, 1, 1, 0, 0, 0)
-    assert len(first.waits) == 3
+    assert len(first.read_details().waits) == 3
 
 
 def test_equal_items(pair: InstancePair) -> None:
@@ -88,7 +88,7 @@ def test_lost_on_the_way(pair: InstancePair) -> None:
     timeline = pair.consume_items("b", ("cat",), params)
 
     assert count_items_of(timeline) == ItemCounts(1, 0, 0, 0, 1, 0)
-    assert timeline.waits
+    assert timeline.read_details().waits
 
 
 @pytest.mark.parametrize("change", [{"size_bytes": 7}, {"shape": [1, 1]}, {"size_bytes": None}])
@@ -170,7 +170,7 @@ def test_encoder(pair: InstancePair) -> None:
     timeline = pair.encoder.finish_request("b")
 
     assert count_items_of(timeline)[:4] == (2, 1, 0, 1)
-    assert timeline.media[media_items.INDEX_OWN] == 1
+    assert timeline.read_details().media[media_items.INDEX_OWN] == 1
 
 
 def test_aborted(pair: InstancePair) -> None:
@@ -319,7 +319,7 @@ def test_mooncake(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     again = ask_mooncake(core, pushed, "again", clock)
 
     assert count_items_of(late) == ItemCounts(1, 1, 1, 0, 0, 64)
-    assert late.waits and not again.waits
+    assert late.read_details().waits and not again.read_details().waits
     assert count_items_of(again) == ItemCounts(1, 1, 0, 1, 0, 0)
 
 
@@ -339,7 +339,7 @@ def test_mooncake_early(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     timeline = ask_mooncake(core, pushed, "early", clock)
 
     assert count_items_of(timeline) == ItemCounts(1, 1, 1, 0, 0, 64)
-    assert timeline.media[media_items.HEADER_LENGTH] & media_items.BIT_ANNOUNCED
+    assert timeline.read_details().media[media_items.HEADER_LENGTH] & media_items.BIT_ANNOUNCED
 
 
 def test_nobody_saw(core: FakeEngineCore) -> None:
@@ -364,4 +364,4 @@ def test_hostile_params() -> None:
     vllm_request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": odd})
     assert ec_fields.find_item_bytes(None, vllm_request, "b") == 0
     ec_items.open_items(timeline, vllm_request, None)
-    assert timeline.media == [0, 0, 0, media_items.SOURCES_UNKNOWN, 0]
+    assert timeline.read_details().media == [0, 0, 0, media_items.SOURCES_UNKNOWN, 0]

@@ -38,7 +38,7 @@ def encode_and_keep(pair: InstancePair, name: str, *items: str) -> Any:
     """A request on the encoder, whose answer says that its encodings are kept."""
     pair.encoder.add_request(name, items)
     timeline = pair.encoder.finish_request(name)
-    assert timeline.kept == KEPT_ITEMS_BIT
+    assert timeline.read_details().kept == KEPT_ITEMS_BIT
     return pair.encoder.core.announced[name]
 
 
@@ -139,7 +139,7 @@ def test_fetched_before(pair: InstancePair) -> None:
     pair.consume_items("b", ("cat",), encode_and_keep(pair, "a", "cat"))
     pair.encoder.run_step()
     pair.encoder.add_request("again", ("cat",))
-    assert not pair.encoder.finish_request("again").kept
+    assert not pair.encoder.finish_request("again").read_details().kept
     cache = pair.encoder.connector.connector_scheduler._cache
     cache._entries_free_list.pop("cat")
     cache._free_blocks.extend(cache._entries.pop("cat").block_ids)
@@ -183,7 +183,10 @@ def test_no_encoder(pair: InstancePair, clock: testing.FakeClock) -> None:
     both.add_request("b", ("dog",)).kv_transfer_params = {"do_remote_decode": True}
     headers = both.run_step()
 
-    assert {name: decode_headers(headers[name])[1].kept for name in headers} == {"a": 0, "b": 0}
+    assert {name: decode_headers(headers[name])[1].read_details().kept for name in headers} == {
+        "a": 0,
+        "b": 0,
+    }
     assert both.core.announced["a"]["cat"]["peer_host"]
     both.connector.shutdown()
 
@@ -195,7 +198,7 @@ def test_unseen(pair: InstancePair) -> None:
     timeline = pair.encoder.finish_request("a")
     wrap.switch()
 
-    assert not timeline.kept and not ec_kept.leases
+    assert not timeline.read_details().kept and not ec_kept.leases
 
 
 def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:

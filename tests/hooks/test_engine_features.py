@@ -67,7 +67,7 @@ def test_a_kv_load_that_fails_and_is_recomputed(
     marks, timeline = decode_headers(headers["r"])
     cut = breakdown.partition_marks(marks, clock.at)
 
-    assert timeline.chunks == 1 and not timeline.moving
+    assert timeline.chunks == 1 and not timeline.read_details().moving
     assert cut.stages["prefill.compute"] == 700
     core.free("r")
 
@@ -112,9 +112,13 @@ def test_priority_scheduling_preempts(core: FakeEngineCore) -> None:
     urgent = core.update(step, first=("urgent",), record=(BOOT, 0, 0))
     late = core.update(core.schedule((), {"late": 20}), first=("late",), record=(BOOT, 0, 0))
 
-    assert decode_headers(urgent["urgent"])[1].preempted == 0
+    assert decode_headers(urgent["urgent"])[1].read_details().preempted == 0
     _, timeline = decode_headers(late["late"])
-    assert (timeline.preempted, timeline.recomputed, timeline.chunks) == (1, 10, 2)
+    assert (
+        timeline.read_details().preempted,
+        timeline.read_details().recomputed,
+        timeline.chunks,
+    ) == (1, 10, 2)
     for name in ("late", "urgent"):
         core.free(name)
 

@@ -37,7 +37,7 @@ def read_holders(driver: Any, name: str) -> list[tuple[int, int, str, str]]:
     driver.read(name)
     return [
         (us, tokens, HOLDING_KIND_NAMES[kind], request_id)
-        for us, tokens, kind, request_id, _ in driver.timelines[name].holders
+        for us, tokens, kind, request_id, _ in driver.timelines[name].read_details().holders
     ]
 
 
@@ -119,7 +119,7 @@ def test_traced_holder(drive: MakeDriver) -> None:
     driver.add("waiter")
     driver.run_until_answered("waiter")
     driver.read("waiter")
-    parents = {each[3]: each[4] for each in driver.timelines["waiter"].holders}
+    parents = {each[3]: each[4] for each in driver.timelines["waiter"].read_details().holders}
 
     assert parents == {"traced": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "untraced": ""}
 
@@ -142,7 +142,7 @@ def test_aborted(drive: MakeDriver) -> None:
 
     assert timeline is not None
     assert timeline.held[1::5] == [10_000, 2_500] and timeline.held[3::5] == [10_000, 2_500]
-    assert timeline.holders[0][:4] == (12_500, 2, 1, "first")
+    assert timeline.read_details().holders[0][:4] == (12_500, 2, 1, "first")
     assert not held_steps.unanswered and not held_steps._log.times
 
 
@@ -167,7 +167,7 @@ def test_many_holders(drive: MakeDriver) -> None:
     check_blame(driver, "last")
     driver.read("last")
 
-    assert not driver.timelines["last"].holders_lost
+    assert not driver.timelines["last"].read_details().holders_lost
 
 
 def test_memory(core: FakeEngineCore) -> None:
@@ -212,17 +212,17 @@ def check_blame(driver: Any, name: str) -> None:
     assert [(piece.stage, piece.start, piece.end) for piece in cut.held] == [
         each for each in cut.pieces if each[0] in waiting_stages
     ]
-    if driver.timelines[name].holders_lost:
+    if driver.timelines[name].read_details().holders_lost:
         shares = blame_reference.sum_shares(driver.steps, marks.added, marks.scheduled)
         for us, _, kind, request_id in read_holders(driver, name):
             if kind != "decode":
                 assert abs(us - shares[request_id, kind]) <= 2
         return
-    told = [each[0] for each in driver.timelines[name].holders]
+    told = [each[0] for each in driver.timelines[name].read_details().holders]
     expected = blame_reference.list_holders(driver.steps, name, marks.added, marks.scheduled)
     expected = [us for us in expected if us >= 2][: holders.MAX_NAMED]
     for us, right in zip(told, expected, strict=False):
-        assert abs(us - right) <= 2, (name, driver.timelines[name].holders, expected)
+        assert abs(us - right) <= 2, (name, driver.timelines[name].read_details().holders, expected)
     assert len(told) >= len(expected)
 
 

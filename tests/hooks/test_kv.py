@@ -167,7 +167,7 @@ def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
         kv_core.update(kv_core.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"]
     )
 
-    assert not timeline.waits
+    assert not timeline.read_details().waits
     assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
 
 
@@ -261,7 +261,9 @@ def end_request(core: Any, name: str, block_ids: Any) -> None:
     step = core.schedule((name,), {name: 0})
     core.connector.keeps = True
     core.connector.request_finished(core.requests[name], block_ids)
-    assert decode_headers(core.update(step, finish=(name,), record=STEP)[name])[1].kept
+    assert (
+        decode_headers(core.update(step, finish=(name,), record=STEP)[name])[1].read_details().kept
+    )
 
 
 def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
@@ -298,7 +300,7 @@ def test_not_kept(kv_core: Any) -> None:
     kv_core.connector.request_finished(kv_core.requests["a"], [1])
 
     assert kv.answer_kept_blocks(kv_core, "a") == "" and not kv.tracked_blocks
-    assert not finish_first_chunk(kv_core, "a")[1].kept
+    assert not finish_first_chunk(kv_core, "a")[1].read_details().kept
 
 
 def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_preempted(drive: MakeDriver) -> None:
     driver.run_until_answered("waiter")
     cut, _ = driver.read("waiter")
 
-    assert driver.timelines["waiter"].preempted
+    assert driver.timelines["waiter"].read_details().preempted
     assert driver.sum_reasons("waiter", STALL_STAGE).get("kv_blocks", 0) >= (
         0.95 * cut.stages[STALL_STAGE]
     )

@@ -46,7 +46,7 @@ def test_encoder_unfinished(core: FakeEngineCore) -> None:
     record = (*STEP[:2], carrier.ENCODER_UNFINISHED, *STEP[3:])
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=record)
 
-    assert decode_headers(out["a"])[1].kept == carrier.ENCODER_RUN_BIT
+    assert decode_headers(out["a"])[1].read_details().kept == carrier.ENCODER_RUN_BIT
 
 
 @pytest.mark.parametrize(("boot", "is_told"), [(0, True), (1, False)])
@@ -120,7 +120,7 @@ def test_chunks(core: FakeEngineCore) -> None:
     marks, counts = decode_headers(out["a"])
     assert len(marks.steps) == counts.chunks == 3
     assert counts.own_tokens == counts.step_tokens == 30
-    assert counts.recomputed == 0
+    assert counts.read_details().recomputed == 0
 
 
 def test_async_order(core: FakeEngineCore) -> None:
@@ -146,7 +146,15 @@ def test_encoder(core: FakeEngineCore, clock: testing.FakeClock) -> None:
 
     marks, counts = decode_headers(out["a"])
     assert marks.encoder_first
-    assert counts.media == [2, 3, 0, SOURCES_UNKNOWN, SOURCE_ENCODED, SOURCE_ENCODED, SOURCE_UNSEEN]
+    assert counts.read_details().media == [
+        2,
+        3,
+        0,
+        SOURCES_UNKNOWN,
+        SOURCE_ENCODED,
+        SOURCE_ENCODED,
+        SOURCE_UNSEEN,
+    ]
     assert (counts.own_tokens, counts.step_tokens) == (4, 8)
 
 
@@ -156,7 +164,7 @@ def test_encode_only(core: FakeEngineCore) -> None:
     step = core.schedule(("a",), {}, encode={"a": [0]})
     out = core.update(step, finish=("a",), record=STEP)
 
-    assert decode_headers(out["a"])[1].media[INDEX_OWN] == 1
+    assert decode_headers(out["a"])[1].read_details().media[INDEX_OWN] == 1
 
 
 def test_cached(core: FakeEngineCore) -> None:
@@ -166,7 +174,7 @@ def test_cached(core: FakeEngineCore) -> None:
     out = core.update(core.schedule(("a",), {"a": 4}), first=("a",), record=STEP)
 
     counts = decode_headers(out["a"])[1]
-    assert (counts.cached, counts.own_tokens, counts.recomputed) == (6, 4, 0)
+    assert (counts.cached, counts.own_tokens, counts.read_details().recomputed) == (6, 4, 0)
 
 
 def test_preempted_and_resumed(core: FakeEngineCore) -> None:
@@ -178,7 +186,11 @@ def test_preempted_and_resumed(core: FakeEngineCore) -> None:
     out = core.update(step, first=("a",), record=STEP)
 
     counts = decode_headers(out["a"])[1]
-    assert (counts.preempted, counts.recomputed, counts.chunks) == (1, 10, 2)
+    assert (counts.read_details().preempted, counts.read_details().recomputed, counts.chunks) == (
+        1,
+        10,
+        2,
+    )
 
 
 def test_finished_in_update(core: FakeEngineCore) -> None:

@@ -49,14 +49,15 @@ def record_ec_wait(
     if timeline is None or timeline.scheduled:
         return
     # Before the wait is judged: what the connector holds at its first answer is not this request's.
-    if not timeline.media and getattr(request, "mm_features", None):
+    details = timeline.open_details()
+    if not details.media and getattr(request, "mm_features", None):
         ec_items.open_items(timeline, request, connector, available)
     # From the first "not yet" on: later ones must not move the start of the wait.
     if not available:
-        timeline.asked = timeline.asked or clock.now_us()
-    elif timeline.asked:
-        timeline.waits += (breakdown.CODE_EC_TRANSFER, timeline.asked, clock.now_us())
-        timeline.asked = 0
+        details.asked = details.asked or clock.now_us()
+    elif details.asked:
+        details.waits += (breakdown.CODE_EC_TRANSFER, details.asked, clock.now_us())
+        details.asked = 0
 
 
 def stamp_move_start(*args: Any, **kwargs: Any) -> int:

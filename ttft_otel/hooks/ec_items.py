@@ -2,7 +2,7 @@
 """Engine core: find out for each media item of a request where its encoding came from.
 
 scheduler.py opens the list and passes the items that a step encodes; ec_connectors.py calls in when a
-connector is first asked, and wraps its methods. The result is EngineTimeline.media (layout in
+connector is first asked, and wraps its methods. The result is EngineDetails.media (layout in
 media_items.py), which is empty for a request without media items.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ttft_otel import media_items
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import ec_fields, wrap
 from ttft_otel.media_items import (
     BIT_ANNOUNCED,
@@ -40,7 +40,7 @@ def open_items(
     features = request.mm_features
     # One list of integers, not objects: it travels in the timeline's JSON.
     media = [0] * (HEADER_LENGTH + len(features))
-    timeline.media = media
+    timeline.open_details().media = media
     # `added` is 0 where the hook at the engine core's input is missing: the timeline was then created
     # after schedule(), too late for this request's first allocations.
     if connector is None or not (wrap.is_active("transfer.place") and timeline.added):
@@ -84,7 +84,7 @@ def _mark_held(
 
 def is_named(timeline: EngineTimeline) -> bool:
     """Whether ec_transfer_params name an item of this request: an encoder has worked for it."""
-    return any(code & BIT_ANNOUNCED for code in timeline.media[HEADER_LENGTH:])
+    return any(code & BIT_ANNOUNCED for code in timeline.read_details().media[HEADER_LENGTH:])
 
 
 def skip_cached(timeline: EngineTimeline, features: Any, computed: int) -> None:
@@ -92,12 +92,13 @@ def skip_cached(timeline: EngineTimeline, features: Any, computed: int) -> None:
 
     computed: number of prompt tokens computed before the first chunk.
     """
+    media = timeline.open_details().media
     for at, feature in enumerate(features, HEADER_LENGTH):
         position = feature.mm_position
         # All of its tokens: an item that is cached in part is encoded again as a whole.
         is_covered = position.offset + position.length <= computed
-        if is_covered and not timeline.media[at] & SOURCE_MASK:
-            timeline.media[at] |= SOURCE_SKIPPED
+        if is_covered and not media[at] & SOURCE_MASK:
+            media[at] |= SOURCE_SKIPPED
 
 
 def note_allocated(
@@ -107,7 +108,7 @@ def note_allocated(
     timeline = getattr(request, "_ttft", None)
     if timeline is None or timeline.sent:
         return
-    media = timeline.media or open_items(timeline, request, connector)
+    media = timeline.read_details().media or open_items(timeline, request, connector)
     # After a preemption space is allocated again; where the item came from first stays.
     if not media[HEADER_LENGTH + index] & SOURCE_MASK:
         media[HEADER_LENGTH + index] |= SOURCE_ALLOCATED
@@ -126,7 +127,7 @@ def settle_items(
         loaded by the connector. step_items: items of all requests that the step encodes.
     The first source of an item stays, unless it is encoded here later, for example after a preemption.
     """
-    media = timeline.media
+    media = timeline.open_details().media
     media[media_items.INDEX_OWN] += len(encoded)
     media[media_items.INDEX_STEP] += step_items
     for index in encoded:

@@ -110,7 +110,7 @@ def record_announced(
         fetched_hashes.pop(name, None)  # saved again: this copy has not been fetched
     unfetched = {name for name in sizes if name not in fetched_hashes}
     if unfetched:
-        timeline.kept |= KEPT_ITEMS_BIT
+        timeline.open_details().kept |= KEPT_ITEMS_BIT
         _add_lease(
             EncodingLease(
                 request.request_id,

@@ -16,8 +16,8 @@ from ttft_otel.carrier import (
     ENCODER_QUERY,
     KEPT_BLOCKS_QUERY,
     KEPT_ITEMS_QUERY,
-    EngineTimeline,
 )
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import (
     ec_kept,
     encoder_runs,
@@ -45,12 +45,11 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
     except AttributeError:
         is_paused = False
     if is_paused:  # an engine core runs no step then that could tell
-        timeline.reasons += (added, queue_reasons.PAUSED)
+        timeline.open_details().reasons += (added, queue_reasons.PAUSED)
     # Of a request that is freed its own headers may be gone.
     request._ttft_parent = request.trace_headers.get(names.TRACEPARENT, "")
-    held_steps.follow_request(request.request_id, timeline)
     # A deque, because this is the input thread, and the main thread takes requests out of it.
-    waiting.arrived.append([request, 0])
+    waiting.arrived.append(held_steps.follow_request(request, timeline))
 
 
 def add_queries(core: type[Any]) -> None:

@@ -2,9 +2,9 @@
 """Record which work the engine did while traced requests waited: kinds of work, and the largest requests.
 
 engine_core.py calls follow_request() for arrivals, scheduler.py reports schedule(), steps' ends and waits'
-ends. Results go into EngineTimeline.held and .holders. Running sums are kept for all waiting requests
-together: what one request waited for is the difference between two of them, so the cost of a step does not
-depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
+ends. Results go into EngineTimeline.held and EngineDetails.holders. Running sums are kept for all waiting
+requests together: what one request waited for is the difference between two of them, so the cost of a step
+does not depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from ttft_otel import clock
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.held_waits import MAX_SEGMENTS, SEGMENT_SIZE, halve_segments, split_length
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.step_log import HeldRequest, StepLog
@@ -33,13 +33,14 @@ _log = StepLog()
 _NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def follow_request(request_id: str, timeline: EngineTimeline) -> None:
+def follow_request(request: Any, timeline: EngineTimeline) -> HeldRequest:
     """In the input thread: a traced request has arrived."""
-    held = None
-    if len(unanswered) < MAX_FOLLOWED:
-        held = HeldRequest(request_id, timeline, timeline.added)
+    held = HeldRequest(request, request.request_id, timeline, timeline.added)
+    is_followed = len(unanswered) < MAX_FOLLOWED
+    if is_followed:
         unmarked.append(held)
-    unanswered[request_id] = held
+    unanswered[held.request_id] = held if is_followed else None
+    return held
 
 
 def note_schedule(scheduler: Any, output: Any, now: int) -> None:
@@ -76,9 +77,8 @@ def end_wait(
     if held is None or held.ended:
         return
     held.ended = now
-    # The usual case: it came to an engine without a step, and one step takes all of it.
     if timeline.complete and not (_log.edge or facts.overlaps):
-        if unmarked and unmarked[0] is held:
+        if unmarked and unmarked[0] is held:  # it came to an idle engine: one step takes all of it
             unmarked.popleft()
             timeline.held = [timeline.added]
             held.last = now
@@ -170,8 +170,7 @@ def _settle_taken(work: StepWork) -> bool:
 def _end_turnaround(work: StepWork, now: int) -> None:
     """Up to the begin of `work` no step ran: this time is that of the step before."""
     begin, before = min(work.scheduled, now), _log.latest
-    gap = begin - _log.edge
-    if gap <= 0:
+    if (gap := begin - _log.edge) <= 0:
         return
     if before is None or not before.total or work.resumed:
         _log.add_edge(begin)
@@ -201,10 +200,12 @@ def _name_holders(held: HeldRequest, scheduler: Any, work: StepWork, elapsed: in
         return
     running = getattr(scheduler, "running", ())
     found = _log.holders.list_holders(held.start, held.request_id, running, work, elapsed)
-    held.timeline.holders = found
     # A pipeline has several batches: who decodes is in one of them, and its share is too large here.
     is_pipeline = vllm_fields.get_facts(scheduler).is_pipeline
-    held.timeline.holders_lost = is_pipeline or _log.holders.is_truncated(held.start)
+    lost = is_pipeline or _log.holders.is_truncated(held.start)
+    if found or lost:
+        details = held.timeline.open_details()
+        details.holders, details.holders_lost = found, lost
     held.start = None  # so that its holders can be freed
 
 
@@ -287,8 +288,7 @@ def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
 
 
 def _forget_arrival(held: HeldRequest) -> None:
-    # The input thread may append meanwhile.
-    for _ in range(len(unmarked)):
+    for _ in range(len(unmarked)):  # the input thread may append meanwhile
         if (each := unmarked.popleft()) is not held:
             unmarked.append(each)
 

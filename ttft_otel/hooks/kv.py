@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ttft_otel import breakdown, clock
-from ttft_otel.carrier import KEPT_BLOCKS_BIT, EngineTimeline, KeptBlocks
+from ttft_otel.carrier import KEPT_BLOCKS_BIT, KeptBlocks
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import model_runners, wrap
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 
@@ -58,18 +59,19 @@ def record_match(_: None, match: Any, connector: Any, request: Any, *args: Any, 
     if timeline is None or timeline.scheduled:
         return  # after a preemption further waits belong to `prefill.stall`
     count, loads_later = match
+    details = timeline.open_details()
     if count is None:
-        timeline.looking = timeline.looking or clock.now_us()
+        details.looking = details.looking or clock.now_us()
         return
-    if timeline.looking:
-        timeline.waits += (breakdown.CODE_KV_TRANSFER, timeline.looking, clock.now_us())
-        timeline.looking = 0
-    if timeline.moving:  # its blocks could not be allocated; this is another attempt
+    if details.looking:
+        details.waits += (breakdown.CODE_KV_TRANSFER, details.looking, clock.now_us())
+        details.looking = 0
+    if details.moving:  # its blocks could not be allocated; this is another attempt
         tracked_blocks.pop(request.request_id, None)
-        timeline.moving = 0
-    timeline.blocks = [count, 0, 0, 0] if count else []
+        details.moving = 0
+    details.blocks = [count, 0, 0, 0] if count else []
     if count and loads_later:
-        timeline.moving = clock.now_us()
+        details.moving = clock.now_us()
         _track_request(request.request_id, timeline)
 
 
@@ -87,13 +89,14 @@ def close_block_wait(timeline: EngineTimeline, request_id: str, block_size: int)
     block_size: tokens per block, 0 when unknown.
     True when the request may have waited for blocks without a hook that noticed it.
     """
-    if timeline.blocks and block_size:
-        timeline.blocks[1] = -(-timeline.blocks[0] // block_size)  # tokens / block size, rounded up
+    details = timeline.read_details()
+    if details.blocks and block_size:
+        details.blocks[1] = -(-details.blocks[0] // block_size)  # tokens / block size, rounded up
     lost = bool(timeline.cached) and not wrap.is_active("kv.match")
-    if timeline.moving:
+    if details.moving:
         # Loaded inside the step after all, or the hook that sees arrivals is missing.
         tracked_blocks.pop(request_id, None)
-        timeline.moving = 0
+        details.moving = 0
         lost = lost or not wrap.is_active("kv.arrive")
     return lost
 
@@ -103,11 +106,11 @@ def record_arrivals(scheduler: Any, kv_connector_output: Any) -> None:
     received_ids = kv_connector_output.finished_recving
     for request_id in received_ids or ():
         timeline = tracked_blocks.pop(request_id, None)
-        if isinstance(timeline, EngineTimeline) and timeline.moving:
-            timeline.waits += (breakdown.CODE_KV_TRANSFER, timeline.moving, clock.now_us())
-            timeline.moving = 0
-            if len(received_ids) == 1 and timeline.blocks:  # the connector's figures are per step
-                timeline.blocks[2:] = read_transfer_stats(kv_connector_output)
+        if isinstance(timeline, EngineTimeline) and (details := timeline.read_details()).moving:
+            details.waits += (breakdown.CODE_KV_TRANSFER, details.moving, clock.now_us())
+            details.moving = 0
+            if len(received_ids) == 1 and details.blocks:  # the connector's figures are per step
+                details.blocks[2:] = read_transfer_stats(kv_connector_output)
     for request_id in kv_connector_output.finished_sending or ():
         lease = tracked_blocks.pop(request_id, None)
         if isinstance(lease, BlockLease):
@@ -143,7 +146,7 @@ def record_kept_blocks(
         return
     # With hybrid KV cache groups there is one list per group; the longest one counts.
     groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
-    timeline.kept |= KEPT_BLOCKS_BIT
+    timeline.open_details().kept |= KEPT_BLOCKS_BIT
     _track_request(
         request.request_id, BlockLease(request.num_computed_tokens, max(map(len, groups)))
     )

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import Any, Final
 
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.stages import WAIT_REASON_NAMES
 
@@ -121,9 +121,10 @@ def find_own_reason(scheduler: Any, request: Any, timeline: EngineTimeline, skip
         return GRAMMAR if pending else NO_REASON
     if own != NO_REASON or not skipped:
         return own
-    if timeline.asked:
+    details = timeline.read_details()
+    if details.asked:
         return REMOTE_EC
-    if timeline.looking:
+    if details.looking:
         return REMOTE_KV
     if getattr(request, "lora_request", None) is not None:
         return LORA
@@ -140,7 +141,7 @@ def find_stall_reason(scheduler: Any, output: Any, request: Any, timeline: Engin
     if status == "PREEMPTED":
         preempted = getattr(output, "preempted_req_ids", None)
         return find_common_reason(scheduler, facts, output, preempted)
-    if timeline.asked:
+    if timeline.read_details().asked:
         return REMOTE_EC
     if facts.max_tokens and output.total_num_scheduled_tokens >= facts.max_tokens:
         return TOKEN_BUDGET

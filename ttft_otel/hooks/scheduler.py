@@ -12,9 +12,8 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from ttft_otel import carrier, clock, names
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import (
-    ec_items,
     encoder_runs,
     held_steps,
     kv,
@@ -24,7 +23,7 @@ from ttft_otel.hooks import (
     wrap,
 )
 from ttft_otel.hooks.held_steps import followed, unanswered, unmarked
-from ttft_otel.hooks.vllm_fields import SchedulerFacts
+from ttft_otel.hooks.prefill_chunks import record_chunk
 from ttft_otel.hooks.waiting import arrived, waiting_requests
 
 log = logging.getLogger("ttft_otel")
@@ -79,13 +78,18 @@ def _record_scheduled(scheduler: Any, output: Any, preempted: Any, now: int) -> 
     encoding = output.scheduled_encoder_inputs
     if preempted:
         _record_preemptions(preempted)
-    facts = vllm_fields.get_facts(scheduler)
+    try:
+        facts = scheduler._ttft  # as get_facts(), without a call
+    except AttributeError:
+        facts = vllm_fields.get_facts(scheduler)
     held = False
     for request_id, timeline in awaiting_first_token.items():
-        if request_id in tokens or request_id in encoding:
+        own_tokens = tokens.get(request_id)
+        if own_tokens is not None or request_id in encoding:
             held = True
             if not timeline.complete:
-                _record_chunk(timeline, facts, scheduler.requests[request_id], output, now)
+                request = scheduler.requests[request_id]
+                record_chunk(timeline, facts, request, own_tokens or 0, output, now)
         if not timeline.complete:
             request = scheduler.requests.get(request_id)
             if request is not None:
@@ -121,62 +125,9 @@ def _record_preemptions(ids: Any) -> None:
     for request_id in ids:
         timeline = awaiting_first_token.get(request_id)
         if timeline is not None:
-            timeline.preempted += 1
+            timeline.open_details().preempted += 1
             timeline.complete = False  # its prompt has to be scheduled again
             held_steps.follow_again(request_id)
-
-
-def _record_chunk(
-    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, output: Any, now: int
-) -> None:
-    """Count one prefill chunk of one request; its times come from the worker."""
-    request_id = request.request_id
-    own_tokens = output.num_scheduled_tokens.get(request_id, 0)
-    end = request.num_computed_tokens
-    start = end - own_tokens
-    encoding = output.scheduled_encoder_inputs
-    is_first = not timeline.scheduled
-    if is_first:  # the end of the queue; tokens before `start` were cached
-        timeline.scheduled = now
-        if arrived and arrived[0][0] is request:
-            arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
-        elif waiting_requests:
-            waiting.end_wait(timeline, request_id, now)
-        timeline.high = end
-        if start:
-            timeline.cached = start
-        timeline.prompt = request.num_prompt_tokens
-        timeline.rank = facts.rank
-        if facts.has_kv_connector:
-            timeline.wait_lost = kv.close_block_wait(timeline, request_id, facts.block_size)
-        if getattr(request, "mm_features", None):
-            _open_items(timeline, facts, request, start)
-        if request_id in encoding:
-            timeline.encoder_first = True
-    else:
-        # After a preemption tokens below the highest computed one are computed again.
-        if start < timeline.high:
-            timeline.recomputed += min(end, timeline.high) - start
-        if end > timeline.high:
-            timeline.high = end
-    timeline.chunks += 1
-    timeline.own_tokens += own_tokens
-    timeline.step_tokens += output.total_num_scheduled_tokens
-    if timeline.media:
-        own_items, step_items = encoding.get(request_id, ()), sum(map(len, encoding.values()))
-        ec_items.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
-    timeline.complete = end >= request.num_tokens
-    if is_first:
-        held_steps.end_wait(facts, timeline, request_id, now)
-
-
-def _open_items(timeline: EngineTimeline, facts: SchedulerFacts, request: Any, start: int) -> None:
-    """The media items of a request whose first chunk begins at `start`."""
-    if not timeline.media:
-        ec_items.open_items(timeline, request, facts.ec_connector)
-    if start:
-        ec_items.skip_cached(timeline, request.mm_features, start)
-    timeline.wait_lost |= facts.ec_may_wait and not wrap.is_active("transfer.wait")
 
 
 def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
@@ -187,7 +138,8 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     record = getattr(model_runner_output, "_ttft", None)
     unfinished = False
     if record:
-        unfinished = bool(record[2] & carrier.ENCODER_UNFINISHED)
+        if record[2]:
+            unfinished = bool(record[2] & carrier.ENCODER_UNFINISHED)
         runs = getattr(model_runner_output, "_ttft_runs", None)
         if runs and record[0] == clock.get_boot_number():  # else by another host's clock
             encoder_runs.note_runs(runs)
@@ -211,7 +163,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
             else:  # most prompts have one
                 timeline.steps.append(record or ())
             if unfinished:
-                timeline.kept |= carrier.ENCODER_RUN_BIT
+                timeline.open_details().kept |= carrier.ENCODER_RUN_BIT
                 encoder_runs.expect_run(request_id)
             timeline.entered = now
             held = True
@@ -266,7 +218,7 @@ def record_freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Non
     waiting.end_wait(timeline, request.request_id, clock.now_us())
     # A request that was never scheduled is not in there yet.
     awaiting_first_token.setdefault(request.request_id, timeline)
-    if timeline.moving:
+    if timeline.read_details().moving:
         kv.tracked_blocks.pop(request.request_id, None)
     if _in_update[0]:
         # Its only output may still be created in this call of update_from_output().

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ttft_otel import clock
-from ttft_otel.carrier import EngineTimeline
+from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import held_steps
 from ttft_otel.hooks.queue_reasons import (
     NO_REASON,
@@ -25,6 +25,7 @@ from ttft_otel.hooks.queue_reasons import (
     find_common_reason,
     find_own_reason,
 )
+from ttft_otel.hooks.step_log import HeldRequest
 from ttft_otel.hooks.vllm_fields import get_facts
 from ttft_otel.wait_reasons import gather_reasons
 
@@ -51,8 +52,8 @@ class WaitingRequest:
         self.overtaker = ""
 
 
-# Filled by the engine core's input thread, emptied by its main thread: [request, steps without it].
-arrived: deque[list[Any]] = deque(maxlen=MAX_WAITING)
+# Filled by the engine core's input thread, emptied by its main thread.
+arrived: deque[HeldRequest] = deque(maxlen=MAX_WAITING)
 waiting_requests: dict[str, WaitingRequest] = {}
 _blocked: dict[str, WaitingRequest] = {}  # those of them that have a reason of their own
 _times: list[int] = []  # when the queue's reason changed, while anybody waits
@@ -97,12 +98,12 @@ def _take_arrivals(known: Any) -> Sequence[Any]:
     joined = []
     for _ in range(len(arrived)):
         entry = arrived.popleft()
-        request = entry[0]
+        request = entry.request
         if known.get(request.request_id) is request:
             if not request._ttft.scheduled:
                 joined.append(request)
-        elif entry[1] < MAX_MISSES:  # it came after this step's inputs had been read
-            entry[1] += 1
+        elif entry.misses < MAX_MISSES:  # it came after this step's inputs had been read
+            entry.misses += 1
             arrived.append(entry)
         else:
             held_steps.drop_request(None, request.request_id, clock.now_us())
@@ -113,7 +114,7 @@ def _join_queue(request: Any, now: int) -> None:
     if len(waiting_requests) < MAX_WAITING:
         waiting_requests[request.request_id] = WaitingRequest(request, now)
     else:
-        request._ttft.reasons += (now, OTHER)
+        request._ttft.open_details().reasons += (now, OTHER)
 
 
 def _note_change(reason: int, now: int) -> None:
@@ -176,7 +177,7 @@ def _change_own_reason(entry: WaitingRequest, reason: int, now: int) -> None:
         _blocked.pop(entry.request.request_id, None)
     else:
         entry.since = 0
-        entry.request._ttft.reasons += (now, reason)
+        entry.request._ttft.open_details().reasons += (now, reason)
         _blocked[entry.request.request_id] = entry
 
 
@@ -186,7 +187,7 @@ def _copy_shared(entry: WaitingRequest, now: int) -> None:
         return
     # The change before `since`: its reason still held when this request joined.
     first = max(0, bisect_right(_times, entry.since) - 1)
-    reasons = entry.request._ttft.reasons
+    reasons = entry.request._ttft.open_details().reasons
     reasons += (entry.since, _codes[first])
     for index in range(first + 1, len(_times)):
         if _times[index] < now:
@@ -202,23 +203,25 @@ def end_wait(timeline: EngineTimeline, request_id: str, now: int) -> None:
         return
     _blocked.pop(request_id, None)
     _copy_shared(entry, now)
-    reasons = timeline.reasons
+    reasons = timeline.read_details().reasons
     if len(reasons) > 2 * MAX_OWN_CHANGES:
         shortened = _shorten_changes(reasons[::2], reasons[1::2], MAX_OWN_CHANGES // 2)
-        timeline.reasons = [value for pair in zip(*shortened, strict=True) for value in pair]
+        timeline.open_details().reasons = [
+            value for pair in zip(*shortened, strict=True) for value in pair
+        ]
 
 
 def _drop_arrival(request_id: str) -> None:
     """Of a request that ended before any step saw it; the input thread may append meanwhile."""
     for _ in range(len(arrived)):
         entry = arrived.popleft()
-        if entry[0].request_id != request_id:
+        if entry.request_id != request_id:
             arrived.append(entry)
 
 
 def note_stall(timeline: EngineTimeline, reason: int, now: int) -> None:
     """Between a prompt's chunks: from `now` on, `reason` keeps the rest of it waiting."""
-    reasons = timeline.reasons
+    reasons = timeline.open_details().reasons
     # What is over the limit stays with the last reason: the sum is kept.
     if (not reasons or reasons[-1] != reason) and len(reasons) < 4 * MAX_OWN_CHANGES:
         reasons += (now, reason)
