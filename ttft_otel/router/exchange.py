@@ -16,7 +16,8 @@ import msgspec
 from ttft_otel import clock, names
 from ttft_otel.context import TraceContext
 from ttft_otel.endpoints import RESPONSES_PATH
-from ttft_otel.router.timeline import Attempt, RequestTimeline, find_failed_stage
+from ttft_otel.router.stage_partition import find_failed_stage
+from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import HeaderList
 
 CLIENT_DISCONNECTED: Final = names.ERROR_DISCONNECTED

@@ -14,7 +14,8 @@ from ttft_otel.endpoints import find_route
 from ttft_otel.measurement import encode_for_exporter
 from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.timeline import Attempt, RequestTimeline, partition_timeline
+from ttft_otel.router.stage_partition import place_stages
+from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
 from ttft_otel.stages import ENCODE
 
@@ -23,7 +24,7 @@ MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the b
 _EGRESS: Final = "router.egress"
 _ROUTE: Final = "router.route"
 _NO_ATTRIBUTES: Final[Attributes] = {}  # shared, since Records are not modified
-_name_handover_attribute: Final = functools.lru_cache(256)(names.name_handover_attribute)
+_UNATTRIBUTED_TOTAL: Final = names.name_handover_attribute(stages.UNATTRIBUTED)
 
 
 def encode_known_parts(
@@ -169,25 +170,26 @@ def _build_handover_pieces(exchange: Exchange) -> tuple[Piece, ...]:
     timeline, arrived_us = exchange.handover_timeline, exchange.timeline.arrived_us
     if timeline is None or not timeline.ended_us:
         return ()
-    breakdown = partition_timeline(timeline)
-    # In the mode strip, D generates P's token first: the last piece is a step of D, not the router's.
-    egress_name = names.FIRST_DECODE if exchange.first_token_outcome[0] == MODE_STRIP else _EGRESS
-    totals: Attributes = {
-        _name_handover_attribute(egress_name if name == _EGRESS else name): length
-        for name, length in breakdown.stages.items()
-    }
-    totals[_name_handover_attribute(stages.UNATTRIBUTED)] = breakdown.unattributed
-    totals[names.HANDOVER_TOTAL_US] = breakdown.end - breakdown.start
-    steps = [
-        Piece(
-            "late", names.HANDOVER, breakdown.start - arrived_us, breakdown.end - arrived_us, totals
-        )
-    ]
-    for stage, low, high in breakdown.pieces:
-        name = egress_name if stage == _EGRESS else stage
-        attributes: Attributes = {names.HANDOVER_STAGE: name}
+    cursor = place_stages(timeline)
+    is_strip = exchange.first_token_outcome[0] == MODE_STRIP
+    start, end = timeline.arrived_us - arrived_us, cursor.position - arrived_us
+    totals: Attributes = {names.HANDOVER_TOTAL_US: end - start}
+    steps = [Piece("late", names.HANDOVER, start, end, totals)]
+    for stage, low, high in cursor.pieces:
+        name, total_name, attributes = _name_handover_step(stage, is_strip)
+        # A stage may have several pieces.
+        totals[total_name] = totals.get(total_name, 0) + high - low  # type: ignore[operator]
         steps.append(Piece("step", name, low - arrived_us, high - arrived_us, attributes))
+    totals.setdefault(_UNATTRIBUTED_TOTAL, 0)
     return tuple(steps)
+
+
+@functools.lru_cache(256)
+def _name_handover_step(stage: str, is_strip: bool) -> tuple[str, str, Attributes]:
+    """Names of a step of the wait and of its total, and its attributes."""
+    # In the mode strip, D generates P's token first: the last piece is a step of D, not the router's.
+    name = names.FIRST_DECODE if is_strip and stage == _EGRESS else stage
+    return name, names.name_handover_attribute(name), {names.HANDOVER_STAGE: name}
 
 
 def _map_servers(timeline: RequestTimeline) -> dict[str, Attributes]:

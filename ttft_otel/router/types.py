@@ -73,9 +73,16 @@ class Instance:
     was_probed: bool = False
     models: frozenset[str] | None = None
     model_cards: tuple[dict[str, Any], ...] = ()  # `data` of its /v1/models
+    max_model_len: int = 0  # the smallest context of these models, in tokens; 0 if unknown
     attempt_results: Counter[str] = field(default_factory=Counter)
     # Media items encoded again although an encoder had encoded them (recomputed_media.py).
     recomputed_items: int = 0
+
+    def record_model_cards(self, model_cards: tuple[dict[str, Any], ...]) -> None:
+        """Record what it lists, `data` of its /v1/models."""
+        lengths = [card.get("max_model_len") for card in model_cards]
+        self.model_cards = model_cards
+        self.max_model_len = min([each for each in lengths if isinstance(each, int)], default=0)
 
     @property
     def all_in_flight(self) -> int:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS, LegPlan, derive_seed, plan_legs
@@ -14,6 +15,7 @@ from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP
 
 BOTH_LEGS = ("prefill", "decode")
 KV_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]]}
+RAW_PARAMS = Raw(json.dumps(KV_PARAMS).encode())
 
 
 def plan_chat(
@@ -157,7 +159,7 @@ def test_prefill_is_asked_for_one_token() -> None:
 def test_decode_gets_the_clients_request_and_prefills_parameters() -> None:
     """Nothing but the parameters is added, byte for byte; without parameters nothing at all."""
     made = plan_chat(MODE_OFF, temperature=0.70)
-    body = json.loads(made.build_decode_body(KV_PARAMS))
+    body = json.loads(made.build_decode_body(RAW_PARAMS))
     assert body.pop("kv_transfer_params") == KV_PARAMS
     assert body == {
         "model": "tiny",
@@ -186,7 +188,7 @@ def test_seeds() -> None:
 def test_continue_derives_another_seed() -> None:
     """D's seed follows from P's and is not it: with the same one D would repeat P's draw."""
     made = plan_chat(MODE_CONTINUE, seed=5)
-    follows = json.loads(made.build_continue_body([1, 2, 3], KV_PARAMS))["seed"]
+    follows = json.loads(made.build_continue_body([1, 2, 3], RAW_PARAMS))["seed"]
     assert follows == derive_seed(5) != 5
     assert len({derive_seed(seed) for seed in range(1000)}) == 1000
     assert all(0 <= derive_seed(seed) < 1 << 63 for seed in (-(1 << 63), -1, (1 << 63) - 1))
@@ -194,7 +196,7 @@ def test_continue_derives_another_seed() -> None:
 
 def test_continue_asks_for_the_rest() -> None:
     """One token fewer, and the prompt as ids: in a completion's prompt, in a chat's parameters."""
-    body = json.loads(plan_completion(MODE_CONTINUE).build_continue_body([1, 2, 3], KV_PARAMS))
+    body = json.loads(plan_completion(MODE_CONTINUE).build_continue_body([1, 2, 3], RAW_PARAMS))
     assert (body["prompt"], body["max_tokens"]) == ([1, 2, 3], 15)
     assert body["kv_transfer_params"] == KV_PARAMS
     assert "kv_transfer_params" not in json.loads(
@@ -202,7 +204,7 @@ def test_continue_asks_for_the_rest() -> None:
     )
 
     made = plan_chat(MODE_CONTINUE, max_completion_tokens=9, max_tokens=7, min_tokens=4)
-    body = json.loads(made.build_continue_body([1, 2, 3], KV_PARAMS))
+    body = json.loads(made.build_continue_body([1, 2, 3], RAW_PARAMS))
     assert (body["max_completion_tokens"], body["min_tokens"]) == (8, 3)
     assert body["kv_transfer_params"] == {**KV_PARAMS, "prompt_token_ids": [1, 2, 3]}
     assert body["messages"] == [{"role": "user", "content": "x"}]
@@ -214,7 +216,7 @@ def test_continue_asks_for_the_rest() -> None:
 def test_load_is_the_prompt_alone() -> None:
     """D's first request at a whole number of blocks: P's parameters, one token, no stream."""
     body = json.loads(
-        plan_chat(MODE_CONTINUE, max_tokens=9, min_tokens=2).build_load_body(KV_PARAMS)
+        plan_chat(MODE_CONTINUE, max_tokens=9, min_tokens=2).build_load_body(RAW_PARAMS)
     )
     assert (body["max_tokens"], body["stream"]) == (1, False)
     assert body["kv_transfer_params"] == KV_PARAMS and "min_tokens" not in body

@@ -4,46 +4,21 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.router.disagg.prefill_answers import BOTH_LEGS, USAGE, build_token
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import (
     DONE_EVENT,
-    PrefillToken,
     StreamSplicer,
-    parse_kv_params,
-    parse_prefill_answer,
     render_first_events,
     render_stream_error,
 )
 from ttft_otel.router.types import MODE_CONTINUE, MODE_STRIP
-
-BOTH_LEGS = ("prefill", "decode")
-USAGE = {"prompt_tokens": 10, "total_tokens": 11, "completion_tokens": 1}
-
-
-def build_prefill_answer(
-    text: str = "Hel", finish: str = "length", chat: bool = True, **more: Any
-) -> bytes:
-    """P's plain answer of one token."""
-    own = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    choice = {"index": 0, **own, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-    top = {"id": "cmpl-1", "created": 100, "model": "tiny", "choices": [choice], "usage": USAGE}
-    return json.dumps({**top, **more}).encode()
-
-
-def build_token(*args: Any, **more: Any) -> PrefillToken:
-    """P's token."""
-    prefill_token = parse_prefill_answer(
-        build_prefill_answer(*args, **more), more.get("chat", True)
-    )
-    assert prefill_token is not None
-    return prefill_token
 
 
 def build_event(
@@ -269,68 +244,6 @@ def test_an_answer_that_ends_on_p_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (build_token("ok"), ""),
-        (build_token(""), "character"),
-        (build_token("h\ufffd"), "character"),
-        (build_token("", "stop"), ""),
-        (build_token("x", "error"), "finish_reason"),
-        (build_token("a\n"), "stop"),
-        (build_token("aST"), "stop"),
-        (build_token("STOPPED"), ""),
-        (
-            build_token("x", usage={"completion_tokens_details": {"reasoning_tokens": 0}}),
-            "reasoning",
-        ),
-    ],
-)
-def test_some_tokens_are_not_handed_out(given: PrefillToken, reason: str) -> None:
-    """Half a character, the possible start of a stop string, and what a parser may have split."""
-    assert (
-        given.explain_refusal(
-            LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("\n\n", "STOP"))
-        )
-        == reason
-    )
-
-
-def test_a_long_stop_string_is_not_cut_into_pieces() -> None:
-    """Only the ends of P's token are compared: twenty times the length costs about twenty times as much."""
-
-    def measure_s(length: int) -> float:
-        plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("x" * length,))
-        token, seconds = build_token("Hel"), []
-        for _ in range(5):
-            began_s = time.perf_counter()
-            assert token.explain_refusal(plan) == ""
-            seconds.append(time.perf_counter() - began_s)
-        return min(seconds)
-
-    # a slice for each length would take four hundred times as long
-    assert measure_s(200_000) < 100 * measure_s(10_000)
-    plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True, stop_strings=("lo" + "x" * 200_000,))
-    assert build_token("Hello").explain_refusal(plan) == "stop"
-
-
-def test_what_is_no_answer_of_one_token_is_none() -> None:
-    """Another shape of answer is not guessed at."""
-    for data in (b"", b"[]", b"{}", b'{"choices": [{}, {}]}', b'{"choices": [{"message": 3}]}'):
-        assert (
-            parse_prefill_answer(data, True) is None and parse_prefill_answer(data, False) is None
-        )
-
-
-def test_transfer_parameters_and_ids_are_read() -> None:
-    """Where chat and completions put them; none is None."""
-    found = parse_prefill_answer(
-        build_prefill_answer(kv_transfer_params={"a": 1}, prompt_token_ids=[1, 2]), True
-    )
-    assert found is not None and (found.kv_params, found.prompt_token_ids) == ({"a": 1}, [1, 2])
-    assert build_token().kv_params is None
-
-
-@pytest.mark.parametrize(
     "strange",
     [
         b"{oops",
@@ -355,23 +268,21 @@ def test_a_stream_that_breaks_says_why() -> None:
     assert b'"message":"gone"' in render_stream_error(b"<html>", "gone")
 
 
-@pytest.mark.parametrize(
-    ("data", "params"),
-    [
-        (
-            b'{"id": 1, "kv_transfer_params": {"remote_host": "p"}, "choices": 5}',
-            {"remote_host": "p"},
-        ),
-        (b'{"kv_transfer_params": {}}', None),
-        (b'{"kv_transfer_params": null}', None),
-        (b'{"kv_transfer_params": [1]}', None),
-        (b'{"choices": []}', None),
-        (b"[]", None),
-        (b"", None),
-        (b'{"kv_transfer_params": {"a": "\xff"}}', None),
-        (b'{"kv_transfer_params": ' + b"[" * 100_000, None),
-    ],
-)
-def test_kv_params_of_any_answer(data: bytes, params: dict[str, Any] | None) -> None:
-    """Where the blocks are is taken from whatever has it, and nothing else fails the request."""
-    assert parse_kv_params(data) == params
+def test_the_token_in_the_clients_bytes() -> None:
+    """D repeats P's event: it is dropped unparsed, once, and only while nothing of it is missing."""
+    plan = LegPlan(BOTH_LEGS, MODE_STRIP, is_chat=True)
+    sent = render_first_events(build_token(), plan)
+    role, token = (event + b"\n\n" for event in sent.split(b"\n\n")[:2])
+    for first in ([role, token], [token], [role + token]):
+        joint = StreamSplicer(build_token(), plan, sent)
+        # D may say the same word again: that one is the answer's.
+        assert splice_chunks(joint, [*first, token, DONE_EVENT]) == token + DONE_EVENT
+        assert not joint.has_mismatch
+    # After a part of the text these bytes are other words.
+    parted = StreamSplicer(build_token(), plan, sent)
+    assert list_texts(splice_chunks(parted, [build_event("H"), token, DONE_EVENT])) == ["[DONE]"]
+    assert parted.has_mismatch
+    # Another second: an event of D's own, whose time the client must not see.
+    later = token.replace(b'"created":100', b'"created":101')
+    joint = StreamSplicer(build_token(), plan, sent)
+    assert splice_chunks(joint, [role, later, later]) == token

@@ -251,10 +251,8 @@ class Registrations:
                 backend.state,
                 backend.was_probed,
             )
-            registration.instance.models, registration.instance.model_cards = (
-                backend.models,
-                backend.model_cards,
-            )
+            registration.instance.models = backend.models
+            registration.instance.record_model_cards(backend.model_cards)
             if backend in set(self.pool):
                 self.pool.remove_instance(backend)
                 self.pool.add_instance(registration.instance)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
+from msgspec import Raw
 from msgspec.structs import replace
 
 from ttft_otel.router import types
@@ -14,7 +14,7 @@ from ttft_otel.router.disagg import stream_splice
 from ttft_otel.router.disagg.ec_params import splice_params
 from ttft_otel.router.disagg.kv_release import KvReleases
 from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.disagg.stream_splice import PrefillToken, StreamSplicer
+from ttft_otel.router.disagg.stream_splice import StreamSplicer
 from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.exchange import ClientWriter, Exchange
 from ttft_otel.router.timeline import Attempt, RequestTimeline
@@ -30,17 +30,18 @@ from ttft_otel.router.upstream.upstream_client import (
 )
 from ttft_otel.stages import DECODE
 
-KvParams = dict[str, Any] | None
-
 
 class DisaggregatedRequest(msgspec.Struct):
-    """One request on its way through P and D; `held_kv_params` names KV blocks that P still keeps."""
+    """One request on its way through P and D.
+
+    request: P's, of which D's are made. held_kv_params: names KV blocks that P still keeps.
+    """
 
     plan: LegPlan
     request: types.RoutingRequest
     exchange: Exchange
     client_stream: ClientWriter
-    held_kv_params: KvParams = None
+    held_kv_params: Raw | None = None
 
 
 class DecodeLeg:
@@ -60,19 +61,19 @@ class DecodeLeg:
         await relay_response(response, attempts[-1], job.client_stream)
 
     async def continue_generation(
-        self, job: DisaggregatedRequest, first_token: PrefillToken, fills_blocks: bool
+        self, job: DisaggregatedRequest, splicer: StreamSplicer, fills_blocks: bool
     ) -> None:
-        """Relay D's stream after `first_token`, which the client has, and end the client's.
+        """Relay D's stream after P's token, which the client has, and end the client's.
 
         fills_blocks: the prompt has no partial KV block.
         """
-        exchange, plan = job.exchange, job.plan
+        exchange, plan, first_token = job.exchange, job.plan, splicer.first_token
         handover_timeline = exchange.begin_handover()
         # Whole blocks are fetched by a request of their own, and are D's cached prefix afterwards.
         loaded_instance = await self._load_blocks(job, handover_timeline) if fills_blocks else None
         attempts = exchange.add_attempts(handover_timeline)
 
-        def build_body(kv_params: KvParams) -> bytes:
+        def build_body(kv_params: Raw | None) -> bytes:
             return plan.build_continue_body(
                 [*first_token.prompt_token_ids, *first_token.token_ids],
                 None if fills_blocks else kv_params,
@@ -101,7 +102,6 @@ class DecodeLeg:
         if not fills_blocks:
             job.held_kv_params = None
         try:
-            splicer = StreamSplicer(first_token, plan)
             last_part, ends_wait = await self._relay_spliced(response, attempts[-1], splicer, job)
         except UPSTREAM_ERRORS as error:
             # Some of D's answer is out: it is cut, which no client takes for its end.
@@ -123,7 +123,7 @@ class DecodeLeg:
     async def _send_decode(
         self,
         job: DisaggregatedRequest,
-        make_body: Callable[[KvParams], bytes],
+        make_body: Callable[[Raw | None], bytes],
         attempts: list[Attempt],
         only_instance: types.Instance | None = None,
     ) -> InstanceAnswer:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import msgspec
+from msgspec import Raw
 
 from ttft_otel import context, names
 from ttft_otel.endpoints import COMPLETIONS_PATH
@@ -36,7 +37,7 @@ class KvReleases:
         self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start_release(self, kv_params: dict[str, Any], client_headers: Mapping[str, str]) -> None:
+    def start_release(self, kv_params: Raw, client_headers: Mapping[str, str]) -> None:
         """Release the blocks that `kv_params` name; `client_headers` give the authorization for D."""
         pool = self._upstream.pool
         # an instance whose breaker is open can still refuse, and there may be no other
@@ -54,7 +55,7 @@ class KvReleases:
             await asyncio.wait(self._tasks, timeout=SHUTDOWN_WAIT_S)
 
     async def _send_refused_request(
-        self, instance: Instance, kv_params: dict[str, Any], client_headers: Mapping[str, str]
+        self, instance: Instance, kv_params: Raw, client_headers: Mapping[str, str]
     ) -> None:
         fields = {
             "model": UNKNOWN_MODEL,

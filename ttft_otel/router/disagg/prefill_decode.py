@@ -12,11 +12,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from ttft_otel.router import types
-from ttft_otel.router.disagg import decode_leg, stream_splice
+from ttft_otel.router.disagg import decode_leg, prefill_answer, stream_splice
 from ttft_otel.router.disagg.decode_leg import DecodeLeg, DisaggregatedRequest
 from ttft_otel.router.disagg.kv_release import KvReleases
+from ttft_otel.router.disagg.prefill_answer import PrefillToken
 from ttft_otel.router.disagg.request_plan import LegPlan
-from ttft_otel.router.disagg.stream_splice import PrefillToken
+from ttft_otel.router.disagg.stream_splice import StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused
 from ttft_otel.router.exchange import ClientWriter, Exchange
 from ttft_otel.router.timeline import Attempt
@@ -57,9 +58,10 @@ class PrefillDecodeFlow:
         """Serve `request`, which is as for a single server, by the legs of `plan`."""
         # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
         leg_headers = http_headers.build_buffered_headers(request.headers)
-        job = DisaggregatedRequest(
-            plan, replace(request, headers=leg_headers), exchange, client_stream
+        prefill_request = replace(
+            request, leg=PREFILL, headers=leg_headers, body=plan.build_prefill_body()
         )
+        job = DisaggregatedRequest(plan, prefill_request, exchange, client_stream)
         if plan.mode == MODE_CONTINUE:
             # Asked while P computes, as the answers are needed when P's token is here.
             self.capabilities.refresh_stale(
@@ -84,7 +86,8 @@ class PrefillDecodeFlow:
             if first_token.finish_reason == "stop":
                 await client_stream.send_end()
             else:
-                await self.decode_leg.continue_generation(job, first_token, fills_blocks)
+                splicer = StreamSplicer(first_token, plan, events)
+                await self.decode_leg.continue_generation(job, splicer, fills_blocks)
         finally:
             # Also when the client has left: P would keep the blocks until its time-out.
             if job.held_kv_params:
@@ -94,10 +97,9 @@ class PrefillDecodeFlow:
         self, job: DisaggregatedRequest
     ) -> tuple[InstanceAnswer, bytes, Attempt]:
         """P's answer and its whole body: it is one token. Raises UpstreamRefused, UpstreamUnavailable."""
-        request = replace(job.request, leg=PREFILL, body=job.plan.build_prefill_body())
         attempts = job.exchange.add_attempts()
         response, data = await decode_leg.read_whole_answer(
-            self.upstream, request, job.exchange, attempts
+            self.upstream, job.request, job.exchange, attempts
         )
         # Mostly an error in the request, which D would find, too.
         if response.status >= 400:
@@ -112,9 +114,9 @@ class PrefillDecodeFlow:
         """
         plan = job.plan
         if plan.mode == MODE_OFF:
-            job.held_kv_params = stream_splice.parse_kv_params(data)
+            job.held_kv_params = prefill_answer.parse_kv_params(data)
             return None
-        first_token = stream_splice.parse_prefill_answer(data, plan.is_chat)
+        first_token = prefill_answer.parse_prefill_answer(data, plan.is_chat)
         # Not the form of a vLLM server.
         if first_token is None:
             plan.turn_off("answer")
@@ -208,10 +210,4 @@ def _explain_no_room(instances: tuple[types.Instance, ...], prompt_tokens: int) 
 def _find_max_model_len(instances: tuple[types.Instance, ...]) -> int:
     """The smallest context length of the instances, in tokens; 0 if unknown."""
     # The smallest, as any of them may be chosen.
-    lengths = [
-        length
-        for each in instances
-        for card in each.model_cards
-        if isinstance(length := card.get("max_model_len"), int)
-    ]
-    return min(lengths, default=0)
+    return min([each.max_model_len for each in instances if each.max_model_len], default=0)

@@ -10,94 +10,18 @@ from typing import Any, Final
 
 import msgspec
 
+from ttft_otel.router.disagg.prefill_answer import PrefillToken
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.types import MODE_STRIP
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 # How vLLM's stream of a chat begins; in a text the quotes would be escaped.
 _ROLE_DELTA: Final = b'"delta":{"role":"assistant","content":""}'
-REPLACEMENT_CHARACTER: Final = "\ufffd"  # stands for an incomplete UTF-8 character
 _decode_json: Final = msgspec.json.Decoder().decode
 _encoder: Final = msgspec.json.Encoder()
 _encode_json: Final = _encoder.encode
 # raised when a response has another form than vLLM's
 _SHAPE_ERRORS: Final = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
-
-
-class PrefillToken(msgspec.Struct):
-    """P's response with one token, not streamed."""
-
-    id: str
-    model: str
-    created: int
-    text: str
-    finish_reason: str
-    stop_reason: int | str | None
-    role: str = "assistant"
-    is_parsed: bool = False  # a parser may have split it into reasoning and the like
-    usage: dict[str, Any] = {}
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
-    kv_params: dict[str, Any] | None = None
-    fingerprint: str | None = None
-
-    def explain_refusal(self, plan: LegPlan) -> str:
-        """Reason why it cannot be sent to the client before D's stream, or ""."""
-        if self.is_parsed:
-            return "reasoning"
-        if self.finish_reason not in ("length", "stop"):
-            return "finish_reason"
-        if self.finish_reason == "length":
-            # A character may take several tokens: the first one's text is not final then.
-            if not self.text or self.text.endswith(REPLACEMENT_CHARACTER):
-                return "character"
-            # A server holds back what may become a stop string, which would be cut off.
-            if plan.stop_strings and _may_begin_stop(self.text, plan.stop_strings):
-                return "stop"
-        return ""
-
-
-def parse_prefill_answer(data: bytes, is_chat: bool) -> PrefillToken | None:
-    """Parse P's response `data`; None if it is not a vLLM response with one choice."""
-    try:
-        answer = _decode_json(data)
-        # Exactly one: unpacking raises ValueError for any other number.
-        (choice,) = answer["choices"]
-        message = choice["message"] if is_chat else {}
-        usage = answer.get("usage") or {}
-        text = message.get("content") if is_chat else choice["text"]
-        # A chat's answer has the prompt's ids beside its choices, a completion in the choice.
-        token_ids, prompt_holder = choice.get("token_ids") or [], answer if is_chat else choice
-        return PrefillToken(
-            id=answer["id"],
-            model=answer["model"],
-            created=answer["created"],
-            text=text or "",
-            finish_reason=choice.get("finish_reason") or "",
-            stop_reason=choice.get("stop_reason"),
-            role=message.get("role", "assistant"),
-            is_parsed=bool(
-                message.get("reasoning")
-                or message.get("tool_calls")
-                or usage.get("completion_tokens_details")
-            ),
-            usage=usage,
-            token_ids=token_ids,
-            prompt_token_ids=prompt_holder.get("prompt_token_ids") or [],
-            kv_params=answer.get("kv_transfer_params") or None,
-            fingerprint=answer.get("system_fingerprint"),
-        )
-    except (*_SHAPE_ERRORS, RecursionError):
-        return None
-
-
-def parse_kv_params(data: bytes) -> dict[str, Any] | None:
-    """Where P keeps the KV blocks, from its response `data`; None if it does not say."""
-    try:
-        params = _decode_json(data).get("kv_transfer_params")
-    except (*_SHAPE_ERRORS, RecursionError):
-        return None
-    return params if params and isinstance(params, dict) else None
 
 
 def render_first_events(first_token: PrefillToken, plan: LegPlan) -> bytes:
@@ -160,10 +84,15 @@ def render_stream_error(body: bytes, message: str, status: int = 502) -> bytes:
 
 
 class StreamSplicer:
-    """Rewrites D's stream for a client that already has P's token."""
+    """Rewrites D's stream for a client that already has P's token.
 
-    def __init__(self, first_token: PrefillToken, plan: LegPlan) -> None:
+    sent_events: what it has of `first_token`, by render_first_events(); b"" compares texts alone.
+    """
+
+    def __init__(self, first_token: PrefillToken, plan: LegPlan, sent_events: bytes = b"") -> None:
         self.first_token, self.plan = first_token, plan
+        is_repeated = plan.mode == MODE_STRIP and sent_events
+        self._sent_event = sent_events[:-2].rpartition(b"\n\n")[2] if is_repeated else None
         self.pending_text = (
             first_token.text if plan.mode == MODE_STRIP else ""
         )  # of P's text, what D will say again
@@ -201,6 +130,10 @@ class StreamSplicer:
     def _rewrite_event(self, event: bytes) -> bytes:
         if self.awaits_role and _ROLE_DELTA in event:  # which the client has from P
             self.awaits_role = False
+            return b""
+        # In the very bytes that the client has, as most do within the second in which P was asked.
+        if event == self._sent_event and self.pending_text is self.first_token.text:
+            self.pending_text, self.is_settled = "", True
             return b""
         has_usage = self.plan.mode != MODE_STRIP and b'"usage":{' in event
         # Texts of a long answer are not parsed: only what may have to change is.
@@ -282,16 +215,6 @@ class StreamSplicer:
         usage["completion_tokens"] += 1
         if details := self.first_token.usage.get("prompt_tokens_details"):
             usage["prompt_tokens_details"] = details
-
-
-def _may_begin_stop(text: str, stop_strings: tuple[str, ...]) -> bool:
-    """Whether `text` ends with a proper prefix of a stop string.
-
-    The ends of `text`, which is one token, are compared, not the prefixes of a stop string: a client
-    chooses how long that one is.
-    """
-    endings = tuple(text[start:] for start in range(len(text)))
-    return any(stop[:-1].startswith(endings) for stop in stop_strings)
 
 
 def _render_event(chunk: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ from ttft_otel.guard import Guard
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.recent_reports import RecentReports
 from ttft_otel.router.records import encode_known_parts
-from ttft_otel.router.timeline import partition_timeline
+from ttft_otel.router.stage_partition import partition_timeline
 
 
 class ExchangeReporter:

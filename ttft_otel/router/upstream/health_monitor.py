@@ -152,7 +152,7 @@ class HealthMonitor:
         if models != instance.models:
             instance.models = models
             self.pool.reset_candidates()
-        instance.model_cards = model_cards
+        instance.record_model_cards(model_cards)
         return status
 
     async def _fetch_models(
