@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.explain.sample_windows import CASES, make_case
-from ttft_otel.explain.cause_findings import FIGURES, Finding, divide_difference
+from ttft_otel.explain.cause_findings import FIGURES, Finding, build_finding, divide_difference
 from ttft_otel.explain.cause_rules import RULES, describe_source, find_rule
 from ttft_otel.explain.late_requests import split_window
 from ttft_otel.explain.rule_shape import CauseRule
@@ -74,3 +74,12 @@ def test_settings_and_sources(rule: CauseRule) -> None:
         else page.startswith("https://docs.vllm.ai/")
     )
     assert rule.price and rule.sentence.endswith(".")
+
+
+def test_a_wait_without_reasons_is_unknown() -> None:
+    """The router's spans came first: that usual requests have a reason says nothing of this one."""
+    compared = split_window(make_case("in_step"), slo_us=300_000)
+    for reasons in ((("in_step", -0.001),), (("in_step", 0.0), ("priority", -0.1)), ()):
+        finding = build_finding("prefill.queue", reasons, (), compared)
+        rule = find_rule(finding)
+        assert rule is not None and rule.name == "unknown_wait", reasons

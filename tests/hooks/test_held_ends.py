@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import held_steps, waiting
+from ttft_otel.hooks import held_steps, scheduler, waiting
 
 from .fakes import FakeEngineCore, make_request
 from .test_held_steps import MakeDriver
@@ -102,3 +105,22 @@ def test_long_ids(core: FakeEngineCore) -> None:
     assert sum(map(len, kept)) <= 1 << 20
     core.free("waiter")
     assert_nothing_kept()
+
+
+class VllmRequest(SimpleNamespace):
+    """One that a weak reference can point to."""
+
+    __hash__ = object.__hash__
+
+
+def test_requests_are_not_kept(core: FakeEngineCore) -> None:
+    """Where nobody tells of a request's end, what we keep of it is small: not its prompt, nor its images."""
+    core.add(VllmRequest(**vars(make_request("a"))))
+    core.schedule(("a",), {"a": 4})
+    gone = weakref.ref(core.requests["a"])
+    scheduler.awaiting_first_token.clear()
+    assert held_steps.unanswered
+    del core.requests["a"]
+    gc.collect()
+
+    assert gone() is None

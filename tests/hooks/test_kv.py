@@ -153,6 +153,15 @@ def test_found_here_meanwhile(kv_core: Any, clock: testing.FakeClock) -> None:
     assert not marks.waits and not marks.queue_lost
 
 
+def test_found_nowhere(kv_core: Any) -> None:
+    """A prompt that no other instance has is written as one without a connector."""
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (0, False))
+    _, timeline = finish_first_chunk(kv_core, "a")
+
+    assert timeline.details is None
+
+
 def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
     """What a preempted request finds when it comes back changes nothing that was told before."""
     mine = make_request("a", 40)

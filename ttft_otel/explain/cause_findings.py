@@ -225,7 +225,8 @@ def build_finding(
     compared: ComparedRequests,
 ) -> Finding:
     """What the rules are asked about."""
-    reason, reason_share = reasons[0] if reasons else ("", 0.0)
+    # Without any of the difference: the late ones tell none, as while their server's spans are on the way.
+    reason, reason_share = reasons[0] if reasons and reasons[0][1] > 0 else ("", 0.0)
     instance, instance_share, its_requests = instances[0] if instances else ("", 0.0, 1.0)
     # An instance with nearly all of the traffic has nearly every difference: that says nothing.
     is_one = instance_share >= MAIN_SHARE and its_requests < MAIN_SHARE

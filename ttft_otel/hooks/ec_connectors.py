@@ -49,9 +49,11 @@ def record_ec_wait(
     if timeline is None or timeline.scheduled:
         return
     # Before the wait is judged: what the connector holds at its first answer is not this request's.
-    details = timeline.open_details()
-    if not details.media and getattr(request, "mm_features", None):
+    if not timeline.read_details().media and getattr(request, "mm_features", None):
         ec_items.open_items(timeline, request, connector, available)
+    elif timeline.details is None and available:
+        return
+    details = timeline.open_details()
     # From the first "not yet" on: later ones must not move the start of the wait.
     if not available:
         details.asked = details.asked or clock.now_us()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine core: find out for each media item of a request where its encoding came from.
 
-scheduler.py opens the list and passes the items that a step encodes; ec_connectors.py calls in when a
+prefill_chunks.py opens the list and passes the items that a step encodes; ec_connectors.py calls in when a
 connector is first asked, and wraps its methods. The result is EngineDetails.media (layout in
 media_items.py), which is empty for a request without media items.
 """

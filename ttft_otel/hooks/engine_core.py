@@ -49,7 +49,7 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
     # Of a request that is freed its own headers may be gone.
     request._ttft_parent = request.trace_headers.get(names.TRACEPARENT, "")
     # A deque, because this is the input thread, and the main thread takes requests out of it.
-    waiting.arrived.append(held_steps.follow_request(request, timeline))
+    waiting.arrived.append(held_steps.follow_request(request.request_id, timeline))
 
 
 def add_queries(core: type[Any]) -> None:

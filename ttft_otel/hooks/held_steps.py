@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record which work the engine did while traced requests waited: kinds of work, and the largest requests.
 
-engine_core.py calls follow_request() for arrivals, scheduler.py reports schedule(), steps' ends and waits'
-ends. Results go into EngineTimeline.held and EngineDetails.holders. Running sums are kept for all waiting
-requests together: what one request waited for is the difference between two of them, so the cost of a step
-does not depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
+engine_core.py reports arrivals, scheduler.py schedule() and steps' ends, prefill_chunks.py waits' ends.
+Results go into EngineTimeline.held and EngineDetails.holders. Running sums are kept for all waiting requests
+together: what one request waited for is the difference between two of them, so the cost of a step does not
+depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _log = StepLog()
 _NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def follow_request(request: Any, timeline: EngineTimeline) -> HeldRequest:
+def follow_request(request_id: str, timeline: EngineTimeline) -> HeldRequest:
     """In the input thread: a traced request has arrived."""
-    held = HeldRequest(request, request.request_id, timeline, timeline.added)
+    held = HeldRequest(request_id, timeline, timeline.added)
     is_followed = len(unanswered) < MAX_FOLLOWED
     if is_followed:
         unmarked.append(held)
-    unanswered[held.request_id] = held if is_followed else None
+    unanswered[request_id] = held if is_followed else None
     return held
 
 

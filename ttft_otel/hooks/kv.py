@@ -59,6 +59,8 @@ def record_match(_: None, match: Any, connector: Any, request: Any, *args: Any, 
     if timeline is None or timeline.scheduled:
         return  # after a preemption further waits belong to `prefill.stall`
     count, loads_later = match
+    if timeline.details is None and count == 0:
+        return  # nothing to fetch, and it has not waited
     details = timeline.open_details()
     if count is None:
         details.looking = details.looking or clock.now_us()

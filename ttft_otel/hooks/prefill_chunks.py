@@ -40,7 +40,7 @@ def record_chunk(
         return
     timeline.scheduled = now
     request_id = request.request_id
-    if arrived and arrived[0].request is request:
+    if arrived and arrived[0].timeline is timeline:
         arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
     elif waiting_requests:
         waiting.end_wait(timeline, request_id, now)

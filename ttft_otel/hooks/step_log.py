@@ -24,13 +24,12 @@ Sums = tuple[int, int, int]  # microseconds of PREFILL, DECODE, ENCODER
 class HeldRequest(msgspec.Struct, eq=False, gc=False):
     """A traced request that waits for its first step, or between its prompt's chunks.
 
-    request: vLLM's. misses: steps since its arrival in which the scheduler did not know it (waiting.py).
+    misses: steps since its arrival in which the scheduler did not know it (waiting.py).
     since: the time from which other requests' work counts as holding it. ended: when its first step was
     scheduled, 0 before. last, sums: the time up to which `timeline.held` is written, and the log's sums then;
     0 while it waits. own: the latest step that computed a part of it.
     """
 
-    request: Any
     request_id: str
     timeline: EngineTimeline
     since: int

@@ -98,15 +98,17 @@ def _take_arrivals(known: Any) -> Sequence[Any]:
     joined = []
     for _ in range(len(arrived)):
         entry = arrived.popleft()
-        request = entry.request
-        if known.get(request.request_id) is request:
-            if not request._ttft.scheduled:
-                joined.append(request)
+        if entry.timeline.scheduled:
+            continue
+        # Not by its ID alone, which another one may have by now.
+        request = known.get(entry.request_id)
+        if getattr(request, "_ttft", None) is entry.timeline:
+            joined.append(request)
         elif entry.misses < MAX_MISSES:  # it came after this step's inputs had been read
             entry.misses += 1
             arrived.append(entry)
         else:
-            held_steps.drop_request(None, request.request_id, clock.now_us())
+            held_steps.drop_request(None, entry.request_id, clock.now_us())
     return joined
 
 

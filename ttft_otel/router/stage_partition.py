@@ -101,11 +101,14 @@ def _place_leg_stages(
         hop_us = 0
     cursor.close_stage(f"router.hop.{leg}", cursor.position + hop_us)
     lengths, pieces, position = server_timing.stages, cursor.pieces, cursor.position
-    # As close_stage() would, in half the time: none is missing, negative, or as its neighbour.
+    # As close_stage() would, in half the time: none is missing or negative.
     for name, full_name in _order_stages(leg, tuple(lengths)):
         mark = min(position + lengths[name], stop_us)
         if mark > position:
-            pieces.append((full_name, position, mark))
+            if pieces and pieces[-1][0] == full_name:  # of an attempt before, without a hop between
+                pieces[-1] = (full_name, pieces[-1][1], mark)
+            else:
+                pieces.append((full_name, position, mark))
             position = mark
     cursor.position = position
     cursor.close_stage(UNATTRIBUTED, stop_us)

@@ -82,7 +82,8 @@ class Instance:
         """Record what it lists, `data` of its /v1/models."""
         lengths = [card.get("max_model_len") for card in model_cards]
         self.model_cards = model_cards
-        self.max_model_len = min([each for each in lengths if isinstance(each, int)], default=0)
+        known = [each for each in lengths if isinstance(each, int) and each > 0]
+        self.max_model_len = min(known, default=0)
 
     @property
     def all_in_flight(self) -> int:

@@ -286,3 +286,7 @@ def test_the_token_in_the_clients_bytes() -> None:
     later = token.replace(b'"created":100', b'"created":101')
     joint = StreamSplicer(build_token(), plan, sent)
     assert splice_chunks(joint, [role, later, later]) == token
+    # Settled by what came before: these bytes are D's, whatever they say.
+    joint = StreamSplicer(build_token(), plan, sent)
+    usage = b'data: {"id":"cmpl-2","created":100,"choices":[],"usage":{}}\n\n'
+    assert splice_chunks(joint, [usage, token]) == usage.replace(b"cmpl-2", b"cmpl-1") + token

@@ -34,11 +34,13 @@ from ttft_otel.stages import DECODE
 class DisaggregatedRequest(msgspec.Struct):
     """One request on its way through P and D.
 
-    request: P's, of which D's are made. held_kv_params: names KV blocks that P still keeps.
+    request: as for a single server. leg_headers: its headers for bodies of our own. held_kv_params: names
+    KV blocks that P still keeps.
     """
 
     plan: LegPlan
     request: types.RoutingRequest
+    leg_headers: dict[str, str]
     exchange: Exchange
     client_stream: ClientWriter
     held_kv_params: Raw | None = None
@@ -135,6 +137,7 @@ class DecodeLeg:
         request = replace(
             job.request,
             leg=DECODE,
+            headers=job.leg_headers,
             body=make_body(job.held_kv_params),
             # Blocks are fetched once: P frees them afterwards.
             single_use=bool(job.held_kv_params),
@@ -189,6 +192,7 @@ class DecodeLeg:
         request = replace(
             job.request,
             leg=DECODE,
+            headers=job.leg_headers,
             body=job.plan.build_load_body(job.held_kv_params),
             # An ID of its own, by which D's logs tell the two requests apart.
             request_id=f"{job.request.request_id}-load",

@@ -140,7 +140,7 @@ def parse_kv_params(data: bytes) -> Raw | None:
 
 def _take_params(answer: _BlocksAnswer) -> Raw | None:
     params = bytes(answer.kv_transfer_params)
-    # D refuses what is no UTF-8, which a decoder of raw JSON does not look at.
+    # D refuses what is no UTF-8, which a decoder of raw JSON does not look at (nor at how large numbers are).
     if params[:1] != b"{" or not params[1:-1].strip() or not _is_utf8(params):
         return None
     return Raw(params)  # a copy: the other one would keep all of P's answer

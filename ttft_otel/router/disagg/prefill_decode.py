@@ -58,10 +58,7 @@ class PrefillDecodeFlow:
         """Serve `request`, which is as for a single server, by the legs of `plan`."""
         # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
         leg_headers = http_headers.build_buffered_headers(request.headers)
-        prefill_request = replace(
-            request, leg=PREFILL, headers=leg_headers, body=plan.build_prefill_body()
-        )
-        job = DisaggregatedRequest(plan, prefill_request, exchange, client_stream)
+        job = DisaggregatedRequest(plan, request, leg_headers, exchange, client_stream)
         if plan.mode == MODE_CONTINUE:
             # Asked while P computes, as the answers are needed when P's token is here.
             self.capabilities.refresh_stale(
@@ -97,9 +94,13 @@ class PrefillDecodeFlow:
         self, job: DisaggregatedRequest
     ) -> tuple[InstanceAnswer, bytes, Attempt]:
         """P's answer and its whole body: it is one token. Raises UpstreamRefused, UpstreamUnavailable."""
+        # Not kept: its body may be as large as the client's, and D's answer long.
+        request = replace(
+            job.request, leg=PREFILL, headers=job.leg_headers, body=job.plan.build_prefill_body()
+        )
         attempts = job.exchange.add_attempts()
         response, data = await decode_leg.read_whole_answer(
-            self.upstream, job.request, job.exchange, attempts
+            self.upstream, request, job.exchange, attempts
         )
         # Mostly an error in the request, which D would find, too.
         if response.status >= 400:
@@ -117,8 +118,9 @@ class PrefillDecodeFlow:
             job.held_kv_params = prefill_answer.parse_kv_params(data)
             return None
         first_token = prefill_answer.parse_prefill_answer(data, plan.is_chat)
-        # Not the form of a vLLM server.
+        # Not the form of a vLLM server, of which D may have the blocks all the same.
         if first_token is None:
+            job.held_kv_params = prefill_answer.parse_kv_params(data)
             plan.turn_off("answer")
             return None
         job.held_kv_params = first_token.kv_params

@@ -132,7 +132,11 @@ class StreamSplicer:
             self.awaits_role = False
             return b""
         # In the very bytes that the client has, as most do within the second in which P was asked.
-        if event == self._sent_event and self.pending_text is self.first_token.text:
+        if (
+            event == self._sent_event
+            and not self.is_settled
+            and self.pending_text is self.first_token.text
+        ):
             self.pending_text, self.is_settled = "", True
             return b""
         has_usage = self.plan.mode != MODE_STRIP and b'"usage":{' in event
