@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from ttft_otel import names
 from ttft_otel.hooks.step_work import DECODE, ENCODER, PREFILL, StepWork
 
 MAX_HOLDERS: Final = 64  # prompts and media items that are kept
@@ -113,7 +114,7 @@ class HolderLog:
         self.closing = ()
 
     def _add_holder(self, key: tuple[str, int], request: Any) -> Holder:
-        parent = getattr(request, "_ttft_parent", "")
+        parent = _find_traceparent(request)
         holder = self.open[key] = Holder(key[0], parent, key[1], self.next_number)
         self.next_number += 1
         self.holders.append(holder)
@@ -206,7 +207,7 @@ class HolderLog:
             or request.num_computed_tokens >= request.num_prompt_tokens
         )
         if has_decoded and start[0] < self.decoded:
-            parent = getattr(request, "_ttft_parent", "")
+            parent = _find_traceparent(request)
             self.ended.append((shown_id, parent, *start, self.decoded, self.decode_steps))
             self.just_ended += 1
 
@@ -269,7 +270,7 @@ class HolderLog:
             ):
                 continue
             decoded, steps = self.started.get(request.request_id, (0, 0))
-            parent = getattr(request, "_ttft_parent", "")
+            parent = _find_traceparent(request)
             held = now - max(decoded, start.decoded)
             tokens = steps_now - max(steps, start.decode_steps)
             found.append((held, tokens, DECODE, request.request_id[:MAX_ID_CHARS], parent))
@@ -279,6 +280,11 @@ class HolderLog:
         """Whether a holder of the wait may be missing."""
         is_full = len(self.ended) == MAX_ENDED
         return self.lost_number > start.number or (is_full and self.ended[0][4] > start.decoded)
+
+
+def _find_traceparent(request: Any) -> str:
+    headers = getattr(request, "_ttft_headers", None)
+    return headers.get(names.TRACEPARENT, "") if headers else ""
 
 
 def share_decode(work: StepWork, length: int, total: int) -> int:

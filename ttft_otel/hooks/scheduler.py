@@ -195,7 +195,9 @@ def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> di
     """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
     carried = {names.CARRIER: carrier.encode_timeline(timeline)}
     remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
-    if vllm_fields.get_facts(scheduler).vllm_traces:
+    # A step that has scheduled it has made the facts.
+    facts = scheduler._ttft if timeline.scheduled else vllm_fields.get_facts(scheduler)
+    if facts.vllm_traces:
         remaining = {**(output.trace_headers or {})}
         remaining.pop(names.CARRIER, None)
         carried |= remaining
