@@ -36,7 +36,8 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "hooks/": ("hooks",),
     "hot": (
         *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
-        *("clock_offsets", "media_items", "roles", "measurement", "trace_measurement"),
+        *("engine_timeline", "clock_offsets", "media_items", "roles"),
+        *("measurement", "trace_measurement"),
         *("handoff", "meter"),
     ),
     "pure": (
