@@ -36,8 +36,7 @@ _REASON_ATTRIBUTES: Final = {
 def count_trace_items(trace: RequestTrace) -> media_items.ItemCounts | None:
     """Count the trace's media items by the source of their encodings; None without media items."""
     timeline = trace.timeline
-    media = timeline.read_details().media if timeline is not None else ()
-    if timeline is None or not media:
+    if timeline is None or not (media := timeline.read_details().media):
         return None
     counts = media_items.count_items(media, timeline.complete, trace.encoded_before)
     consumer = identity.takes_encodings and resolve_role(trace) != "encode"

@@ -45,6 +45,7 @@ class PairModel:
     stuck: float = 0.0  # seconds before D takes P's blocks
     held_requests: set[str] = field(default_factory=set)
     is_dead: bool = False
+    is_foreign: bool = False  # P's answers are not of vLLM's form
 
 
 class PairServer(fake_instances.FakeInstance):
@@ -103,6 +104,8 @@ class PairServer(fake_instances.FakeInstance):
             "usage": self._build_usage(len(texts)),
             "kv_transfer_params": None,
         }
+        if model.is_foreign:
+            answer["created"] = "now"
         if keep:
             key = f"{self._build_id(request)}-p"
             model.held_requests.add(key)

@@ -225,7 +225,7 @@ def build_finding(
     compared: ComparedRequests,
 ) -> Finding:
     """What the rules are asked about."""
-    # Without any of the difference: the late ones tell none, as while their server's spans are on the way.
+    # Late requests may tell no reason, for example while their server's spans are still on the way.
     reason, reason_share = reasons[0] if reasons and reasons[0][1] > 0 else ("", 0.0)
     instance, instance_share, its_requests = instances[0] if instances else ("", 0.0, 1.0)
     # An instance with nearly all of the traffic has nearly every difference: that says nothing.

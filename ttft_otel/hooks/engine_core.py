@@ -46,7 +46,7 @@ def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: An
         is_paused = False
     if is_paused:  # an engine core runs no step then that could tell
         timeline.open_details().reasons += (added, queue_reasons.PAUSED)
-    # Its own go with the first output; holders.py may ask for its traceparent later.
+    # scheduler.py replaces its trace_headers at the first output; holders.py reads the traceparent here.
     request._ttft_headers = request.trace_headers
     # A deque, because this is the input thread, and the main thread takes requests out of it.
     waiting.arrived.append(held_steps.follow_request(request.request_id, timeline))

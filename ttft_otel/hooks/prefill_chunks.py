@@ -25,21 +25,11 @@ def record_chunk(
 
     own_tokens: of this request in the step `output`, which was scheduled at `now` (us).
     """
-    end = request.num_computed_tokens
     if timeline.scheduled:
-        # After a preemption tokens below the highest computed one are computed again.
-        if (start := end - own_tokens) < timeline.high:
-            timeline.open_details().recomputed += min(end, timeline.high) - start
-        if end > timeline.high:
-            timeline.high = end
-        timeline.chunks += 1
-        timeline.own_tokens += own_tokens
-        timeline.step_tokens += output.total_num_scheduled_tokens
-        _settle_items(timeline, facts, request, output)
-        timeline.complete = end >= request.num_tokens
+        _record_later_chunk(timeline, facts, request, own_tokens, output)
         return
     timeline.scheduled = now
-    request_id = request.request_id
+    end, request_id = request.num_computed_tokens, request.request_id
     if arrived and arrived[0].timeline is timeline:
         arrived.popleft()  # taken by its first step: nothing to follow, which is most of them
     elif waiting_requests:
@@ -61,6 +51,22 @@ def record_chunk(
         timeline.open_details().encoder_first = True
     timeline.complete = end >= request.num_tokens
     held_steps.end_wait(facts, timeline, request_id, now)
+
+
+def _record_later_chunk(
+    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, own_tokens: int, output: Any
+) -> None:
+    end = request.num_computed_tokens
+    # After a preemption tokens below the highest computed one are computed again.
+    if (start := end - own_tokens) < timeline.high:
+        timeline.open_details().recomputed += min(end, timeline.high) - start
+    if end > timeline.high:
+        timeline.high = end
+    timeline.chunks += 1
+    timeline.own_tokens += own_tokens
+    timeline.step_tokens += output.total_num_scheduled_tokens
+    _settle_items(timeline, facts, request, output)
+    timeline.complete = end >= request.num_tokens
 
 
 def _open_items(timeline: EngineTimeline, facts: SchedulerFacts, request: Any) -> None:

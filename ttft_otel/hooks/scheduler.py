@@ -138,8 +138,7 @@ def record_step(scheduler: Any, scheduler_output: Any, model_runner_output: Any)
     record = getattr(model_runner_output, "_ttft", None)
     unfinished = False
     if record:
-        if record[2]:
-            unfinished = bool(record[2] & carrier.ENCODER_UNFINISHED)
+        unfinished = record[2] & carrier.ENCODER_UNFINISHED
         runs = getattr(model_runner_output, "_ttft_runs", None)
         if runs and record[0] == clock.get_boot_number():  # else by another host's clock
             encoder_runs.note_runs(runs)
@@ -195,7 +194,7 @@ def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> di
     """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
     carried = {names.CARRIER: carrier.encode_timeline(timeline)}
     remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
-    # A step that has scheduled it has made the facts.
+    # They are on the scheduler since its first chunk was scheduled.
     facts = scheduler._ttft if timeline.scheduled else vllm_fields.get_facts(scheduler)
     if facts.vllm_traces:
         remaining = {**(output.trace_headers or {})}

@@ -71,6 +71,19 @@ def test_plain_answers_are_decodes(mode: str) -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
+def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
+    """D answers from the first token on, and fetches the blocks that P keeps all the same."""
+
+    async def run_scenario() -> None:
+        async with fake_pair.run_fleet("strip", is_foreign=True) as fleet:
+            await fleet.send_request()
+            (asked,) = fleet.decode.received
+            assert asked.json["kv_transfer_params"]["remote_host"] == "10.0.0.1"
+            assert await fleet.wait_until_freed()
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
 def test_what_prefill_and_decode_are_asked() -> None:
     """P: one token, its blocks kept, the same id and seed. D: what P returned, unchanged."""
 

@@ -52,7 +52,7 @@ class PrefillToken(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """Of a chat."""
+    """The message of a chat's choice."""
 
     content: str | None = None
     role: str = "assistant"
@@ -61,7 +61,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """With the token."""
+    """The only choice, with P's token."""
 
     message: _Message | None = None
     text: str | None | UnsetType = UNSET  # of a completion

@@ -118,7 +118,7 @@ class PrefillDecodeFlow:
             job.held_kv_params = prefill_answer.parse_kv_params(data)
             return None
         first_token = prefill_answer.parse_prefill_answer(data, plan.is_chat)
-        # Not the form of a vLLM server, of which D may have the blocks all the same.
+        # Not vLLM's form: D answers all of it, with the blocks if the answer names them.
         if first_token is None:
             job.held_kv_params = prefill_answer.parse_kv_params(data)
             plan.turn_off("answer")

@@ -131,7 +131,7 @@ class StreamSplicer:
         if self.awaits_role and _ROLE_DELTA in event:  # which the client has from P
             self.awaits_role = False
             return b""
-        # In the very bytes that the client has, as most do within the second in which P was asked.
+        # Byte for byte P's event, which the client has: mostly, as `created` counts whole seconds.
         if (
             event == self._sent_event
             and not self.is_settled
