@@ -42,7 +42,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "pure": (
         *("breakdown", "intervals", "byte_budget", "wait_reasons", "held_waits"),
-        *("failed_stage", "timing", "ttft_report", "palette"),
+        *("failed_stage", "leg_partition", "timing", "ttft_report", "palette"),
     ),
     "shape": ("record",),
     "words": (

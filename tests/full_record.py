@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import msgspec
 
-from ttft_otel.record import RECORD_VERSION, Call, HeldBy, Piece, Record, Server, Ttft
+from ttft_otel.record import (
+    RECORD_VERSION,
+    Call,
+    Handover,
+    HandoverCall,
+    HeldBy,
+    Piece,
+    Record,
+    Server,
+    Ttft,
+)
 
 FULL_RECORD = Record(
     version=RECORD_VERSION,
@@ -50,6 +60,9 @@ FULL_RECORD = Record(
     server=Server("POST /v1/completions", 20, 500, {"http.route": "/v1/completions"}, "Died"),
     calls=(Call("00f067aa0ba902b9", "POST", "encode", 1, 2, 200, {"ttft.attempt": 1}, "Late"),),
     late=(Piece("late", "decode", 10, 20),),
+    handover=Handover(
+        10, 20, True, (HandoverCall("decode", 11, 19, 30, True, 15, "ttft;dur=0.005"),)
+    ),
 )
 # What a Record may leave out.
 OPTIONAL_FIELDS = {
@@ -59,6 +72,7 @@ OPTIONAL_FIELDS = {
     "server": None,
     "calls": (),
     "late": (),
+    "handover": None,
 }
 
 

@@ -43,6 +43,7 @@ PURE = (
         "wait_reasons",
         "held_waits",
         "failed_stage",
+        "leg_partition",
         "timing",
     ),
     *("ttft_report", "palette"),

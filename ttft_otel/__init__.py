@@ -11,8 +11,8 @@ hot path      context carrier clock_offsets          runs per request inside vLL
               record_parts measurement recorder kept_spans
               asgi meter handoff
 pure          breakdown byte_budget wait_reasons     marks -> stages; Server-Timing; JSON report; colours
-              held_waits failed_stage timing
-              ttft_report palette
+              held_waits failed_stage leg_partition
+              timing ttft_report palette
 vLLM          hooks/                                 the only package that knows vLLM and torch
 spans         exporter/                              child process: records -> OTLP
 HTTP          router/ report/                        in front of the servers; receiver and pages for spans

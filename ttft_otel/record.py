@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 # Arrays have no names: a field that is added, removed or moved needs another number.
-RECORD_VERSION: Final = 4
+RECORD_VERSION: Final = 5
 # What OTLP's AnyValue can hold, as far as our attributes need it.
 Value: TypeAlias = str | int | float | bool | tuple[str | int, ...]
 Attributes: TypeAlias = dict[str, Value]
@@ -94,6 +94,33 @@ class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=
     error: str = ""
 
 
+class HandoverCall(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """A call to the decode leg after the client had its first token; fields as of leg_partition.LegTimes.
+
+    server_timing: the header as the instance sent it, "" for none.
+    """
+
+    leg: str
+    sent_us: int
+    first_byte_us: int
+    ended_us: int
+    is_lost: bool = False
+    resumed_us: int = 0
+    server_timing: str = ""
+
+
+class Handover(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """The wait between a prefill instance's token, which the client has, and the decode instance's next one.
+
+    is_token_repeated: the decode instance generates the first token, too, before the next one.
+    """
+
+    start: int
+    end: int
+    is_token_repeated: bool
+    calls: tuple[HandoverCall, ...]
+
+
 class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one HTTP request left behind, or the half of it that is known now.
 
@@ -123,6 +150,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
     server: Server | None = None
     calls: tuple[Call, ...] = ()
     late: tuple[Piece, ...] = ()
+    handover: Handover | None = None  # the exporter makes pieces of it, like those of `late`
 
 
 class RecordDecodeError(ValueError):

@@ -130,6 +130,11 @@ def reports_no_token(text: str) -> bool:
     )
 
 
+def may_count_media(text: str) -> bool:
+    """Whether the header `text` may have EncoderCacheCounts; it need not be parsed if not."""
+    return _EC_MARK in text
+
+
 def parse_server_timing(text: str) -> ServerTiming | None:
     """Parse a header written by format_server_timing(); entries of other origin are ignored.
 

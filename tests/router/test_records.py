@@ -10,7 +10,19 @@ import pytest
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
 from ttft_otel import measurement, names
-from ttft_otel.record import Record, Ttft
+from ttft_otel.context import NO_CONTEXT
+from ttft_otel.record import (
+    Handover,
+    HandoverCall,
+    Record,
+    Ttft,
+    decode_record,
+    encode_record,
+)
+from ttft_otel.router.exchange import Exchange
+from ttft_otel.router.records import build_record
+from ttft_otel.router.timeline import Attempt, RequestTimeline
+from ttft_otel.router.types import parse_instance_url
 from ttft_otel.settings import Settings
 
 MAX_ERROR_US = 15_000  # microseconds: everything is in one loop; and what the loop itself was late
@@ -59,6 +71,35 @@ def test_a_stream_tells_twice() -> None:
             assert call.end - call.start > 400_000
 
     fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("ttft;dur=0.100", "ttft;dur=0.100"),
+        # As a header's bytes that are no text are read, which msgpack cannot encode.
+        ("ttft;dur=0.100, x;desc=\udcff\xe9", "ttft;dur=0.100, x;desc=??"),
+        ("ttft;dur=0.100, " * 1000, ""),
+    ],
+)
+def test_any_timing_of_a_decode_instance_can_be_told(said: str, kept: str) -> None:
+    """The record has the header's text, whatever its bytes are, and none that is too long to be read."""
+    exchange = Exchange(NO_CONTEXT, "r", "/", "/", "http", "chat", True, RequestTimeline(1000))
+    exchange.timeline.ended_us = 2000
+    attempts = exchange.add_attempts(exchange.begin_handover())
+    attempt = Attempt(
+        "decode", "/", parse_instance_url("http://h:1", "decode"), "", 2100, first_byte_us=2900
+    )
+    attempt.record_server_timing(said)
+    attempts.append(attempt)
+    assert exchange.handover_timeline is not None
+    exchange.handover_timeline.ended_us = 3000
+
+    record = decode_record(encode_record(build_record(exchange, None, 4000)))
+
+    assert record.handover == Handover(
+        1000, 2000, False, (HandoverCall("decode", 1100, 1900, 0, server_timing=kept),)
+    )
 
 
 def test_delays_show_in_their_stages() -> None:

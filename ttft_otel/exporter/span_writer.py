@@ -18,6 +18,7 @@ from opentelemetry.trace import TraceState
 from ttft_otel import names
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter.attribute_writer import CONSTANT_TYPES, MAX_CACHED_PARTS, write_attributes
+from ttft_otel.exporter.handover_pieces import count_handover_pieces, cut_handover
 from ttft_otel.exporter.holder_links import write_holders
 from ttft_otel.exporter.record_attributes import (
     list_identity_attributes,
@@ -55,7 +56,8 @@ def count_spans(record: Record) -> int:
     if not record.flags & SAMPLED_FLAG:
         return 0
     below = 1 + len(record.ttft.pieces) if record.ttft else 0
-    return (record.server is not None) + len(record.calls) + below + len(record.late)
+    after = len(record.late) + (count_handover_pieces(record.handover) if record.handover else 0)
+    return (record.server is not None) + len(record.calls) + below + after
 
 
 def write_spans(record: Record, spans: SpanList, detail: str = "full") -> None:
@@ -190,7 +192,8 @@ class _SpanWriter:
         """Spans after the first token: children of the server span, a `step` of the span before it."""
         above = self.server_id
         shared = _Shared(self.shared_attributes)
-        for piece in self.record.late:
+        handover = self.record.handover
+        for piece in (*self.record.late, *(cut_handover(handover) if handover else ())):
             if piece.kind not in self.kinds:
                 continue
             parent_id = above if piece.kind == "step" else self.server_id

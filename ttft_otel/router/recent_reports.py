@@ -31,8 +31,7 @@ class RecentReports:
         """Keep the breakdown of `request_id`: of each leg on the critical path, and of the whole."""
         legs: dict[str, StageSums] = {}
         for attempt in (chain[-1] for chain in timeline.critical_path if chain):
-            if attempt.server_timing is not None:
-                server_timing = attempt.server_timing
+            if (server_timing := attempt.read_server_timing()) is not None:
                 legs[attempt.leg] = StageSums(
                     stages=server_timing.stages,
                     unattributed=server_timing.unattributed,

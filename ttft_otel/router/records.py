@@ -12,19 +12,27 @@ from ttft_otel.breakdown import Breakdown
 from ttft_otel.context import new_span_id
 from ttft_otel.endpoints import find_route
 from ttft_otel.measurement import encode_for_exporter
-from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.record import (
+    RECORD_VERSION,
+    Attributes,
+    Call,
+    Handover,
+    HandoverCall,
+    Piece,
+    Record,
+    Server,
+    Ttft,
+)
 from ttft_otel.router.exchange import Exchange
-from ttft_otel.router.stage_partition import place_stages
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
 from ttft_otel.stages import ENCODE
+from ttft_otel.timing import MAX_HEADER_CHARS
 
 MAX_CLIENT_STRING_CHARS: Final = 256  # characters of a string the client chose
 MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the best ones
-_EGRESS: Final = "router.egress"
 _ROUTE: Final = "router.route"
 _NO_ATTRIBUTES: Final[Attributes] = {}  # shared, since Records are not modified
-_UNATTRIBUTED_TOTAL: Final = names.name_handover_attribute(stages.UNATTRIBUTED)
 
 
 def encode_known_parts(
@@ -57,7 +65,7 @@ def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int 
         ttft=None if breakdown is None else _build_ttft(exchange, breakdown),
         server=_build_server(exchange, ended_us - arrived_us) if ended_us else None,
         calls=tuple(_build_calls(exchange, ended_us)) if ended_us else (),
-        late=_build_handover_pieces(exchange) if ended_us else (),
+        handover=_build_handover(exchange) if ended_us else None,
     )
 
 
@@ -165,31 +173,39 @@ def _describe_decision(attempt: Attempt, decision: Decision) -> Attributes:
     return attributes
 
 
-def _build_handover_pieces(exchange: Exchange) -> tuple[Piece, ...]:
-    """Pieces of the wait between P's token and D's next one, partitioned like a TTFT; the total first."""
+def _build_handover(exchange: Exchange) -> Handover | None:
+    """The wait between P's token and D's next one; None without one, or if it has no end."""
     timeline, arrived_us = exchange.handover_timeline, exchange.timeline.arrived_us
     if timeline is None or not timeline.ended_us:
-        return ()
-    cursor = place_stages(timeline)
-    is_strip = exchange.first_token_outcome[0] == MODE_STRIP
-    start, end = timeline.arrived_us - arrived_us, cursor.position - arrived_us
-    totals: Attributes = {names.HANDOVER_TOTAL_US: end - start}
-    steps = [Piece("late", names.HANDOVER, start, end, totals)]
-    for stage, low, high in cursor.pieces:
-        name, total_name, attributes = _name_handover_step(stage, is_strip)
-        # A stage may have several pieces.
-        totals[total_name] = totals.get(total_name, 0) + high - low  # type: ignore[operator]
-        steps.append(Piece("step", name, low - arrived_us, high - arrived_us, attributes))
-    totals.setdefault(_UNATTRIBUTED_TOTAL, 0)
-    return tuple(steps)
+        return None
+    return Handover(
+        timeline.arrived_us - arrived_us,
+        timeline.ended_us - arrived_us,
+        exchange.first_token_outcome[0] == MODE_STRIP,
+        tuple(
+            [
+                HandoverCall(
+                    each.leg,
+                    each.sent_us - arrived_us,
+                    each.first_byte_us and each.first_byte_us - arrived_us,
+                    each.ended_us and each.ended_us - arrived_us,
+                    each.is_lost,
+                    each.resumed_us and each.resumed_us - arrived_us,
+                    _clean_timing(each.timing_header),
+                )
+                for chain in timeline.critical_path
+                for each in chain
+            ]
+        ),
+    )
 
 
-@functools.lru_cache(256)
-def _name_handover_step(stage: str, is_strip: bool) -> tuple[str, str, Attributes]:
-    """Names of a step of the wait and of its total, and its attributes."""
-    # In the mode strip, D generates P's token first: the last piece is a step of D, not the router's.
-    name = names.FIRST_DECODE if is_strip and stage == _EGRESS else stage
-    return name, names.name_handover_attribute(name), {names.HANDOVER_STAGE: name}
+def _clean_timing(header: str) -> str:
+    """A Server-Timing header as a Record can hold it; "" for one that nobody would parse."""
+    if len(header) > MAX_HEADER_CHARS:
+        return ""
+    # Bytes that are no text are lone surrogates here, and no entry of ours has any such character.
+    return header if header.isascii() else header.encode("ascii", "replace").decode()
 
 
 def _map_servers(timeline: RequestTimeline) -> dict[str, Attributes]:

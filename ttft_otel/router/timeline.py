@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from ttft_otel import clock, names
-from ttft_otel.timing import ServerTiming
+from ttft_otel.timing import ServerTiming, parse_server_timing
 
 if TYPE_CHECKING:
     from ttft_otel.router.types import AttemptBooking, Decision, Instance
@@ -71,7 +71,8 @@ class Attempt(msgspec.Struct, eq=False):
     resumed_us: int = 0
     is_overdue: bool = False  # its answer had not begun in time
     waiting_task: asyncio.Task[Any] | None = None  # while it waits for the first byte
-    server_timing: ServerTiming | None = None
+    timing_header: str = ""  # Server-Timing as the instance sent it
+    server_timing: ServerTiming | None = None  # of the header, once somebody has asked
 
     def record_sent(self, is_new_connection: bool) -> None:
         """Record that its connection is requested, or that it is sent on an open one."""
@@ -115,9 +116,15 @@ class Attempt(msgspec.Struct, eq=False):
         if self.observer is not None:
             self.observer.record_begun(self)
 
-    def record_server_timing(self, server_timing: ServerTiming | None) -> None:
-        """Record the `server_timing` that the instance reported."""
-        self.server_timing = server_timing
+    def record_server_timing(self, header: str) -> None:
+        """Record what the instance said in Server-Timing, "" for nothing."""
+        self.timing_header, self.server_timing = header, None
+
+    def read_server_timing(self) -> ServerTiming | None:
+        """The parsed header, None for none that is ours; not before somebody asks, as of D nobody may."""
+        if self.server_timing is None and self.timing_header:
+            self.server_timing = parse_server_timing(self.timing_header)
+        return self.server_timing
 
     def record_failure(self, error: str, is_instance_failure: bool = True) -> None:
         """Record that the response broke off; `error` is the exception class."""

@@ -14,6 +14,7 @@ import pytest
 
 from router import fake_instances, fake_pair
 from ttft_otel import clock, names
+from ttft_otel.exporter.handover_pieces import cut_handover
 from ttft_otel.record import Ttft
 
 CHAT, COMPLETIONS = fake_pair.CHAT_PATH, "/v1/completions"
@@ -202,7 +203,8 @@ def test_the_handover_is_told() -> None:
             async with fake_pair.run_fleet(mode, late=0.1) as fleet:
                 await fleet.send_request()
                 ttft, record = await wait_for_ttft(fleet.router)
-                whole, *steps = record.late
+                assert record.handover is not None
+                whole, *steps = cut_handover(record.handover)
                 assert (whole.name, whole.start) == (names.HANDOVER, ttft.end)
                 found = dict(whole.attributes)
                 total = found.pop(names.HANDOVER_TOTAL_US)
@@ -244,7 +246,7 @@ def test_an_answer_that_ends_on_prefill_ends_there() -> None:
                     "ttft-otel-nobody"
                 ]
                 ttft, record = await wait_for_ttft(fleet.router)
-                assert ttft.attributes[names.FIRST_TOKEN] == mode and record.late == ()
+                assert ttft.attributes[names.FIRST_TOKEN] == mode and record.handover is None
 
     fake_instances.run_with_timeout(run_scenario)
 

@@ -11,7 +11,7 @@ from ttft_otel import names, testing
 from ttft_otel.router.disagg.recomputed_media import LOG_INTERVAL_US, RecomputedMediaLog
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.timing import EncoderCacheCounts, ServerTiming
+from ttft_otel.timing import EncoderCacheCounts, format_server_timing
 
 METRIC_NAME = f"{names.METRIC_RECOMPUTED_ITEMS}_total"
 INSTANCES = [
@@ -23,7 +23,8 @@ def build_attempt(number: int, recomputed: int) -> Attempt:
     """A request that is over, at one of the servers."""
     items = EncoderCacheCounts(4, 4 - recomputed, 0, recomputed, 1000)
     path, instance = "/v1/chat/completions", INSTANCES[number]
-    return Attempt(instance.leg, path, instance, "", 0, server_timing=ServerTiming(ec=items))
+    said = format_server_timing({}, 0, 0, ec=items)
+    return Attempt(instance.leg, path, instance, "", 0, timing_header=said)
 
 
 def test_one_line_a_minute(clock: testing.FakeClock, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,9 +53,12 @@ def test_those_that_say_nothing_count_nothing() -> None:
     """Servers that do not report the number, or no timings, count as no item and cause no error."""
     items = RecomputedMediaLog()
     silent, plain = build_attempt(0, 1), build_attempt(0, 1)
-    silent.server_timing, plain.server_timing = None, ServerTiming()
+    cut_off = build_attempt(0, 1)
+    silent.record_server_timing("")
+    plain.record_server_timing("ttft;dur=0.000")
+    cut_off.record_server_timing(cut_off.timing_header[:-2])
     before = INSTANCES[0].recomputed_items
-    for each in (silent, plain):
+    for each in (silent, plain, cut_off):
         items.record_attempt(each)
     assert INSTANCES[0].recomputed_items == before
 

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from typing import Final
 
-from ttft_otel import clock
+from ttft_otel import clock, timing
 from ttft_otel.router.timeline import Attempt
 
 LOG_INTERVAL_US: Final = 60_000_000  # microseconds: at most one line in that time
@@ -30,10 +30,13 @@ class RecomputedMediaLog:
 
     def record_attempt(self, attempt: Attempt) -> None:
         """Count items that the instance of `attempt` encoded again; usually none."""
-        ec = attempt.server_timing.ec if attempt.server_timing is not None else None
         # Instances that are not traced, or have no encoder cache, report nothing.
-        if ec is None or not ec.recomputed:
+        if not timing.may_count_media(attempt.timing_header):
             return
+        server_timing = attempt.read_server_timing()
+        if server_timing is None or server_timing.ec is None or not server_timing.ec.recomputed:
+            return
+        ec = server_timing.ec
         instance = attempt.instance
         instance.recomputed_items += ec.recomputed
         self._items_by_url[instance.url] += ec.recomputed

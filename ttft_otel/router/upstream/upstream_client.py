@@ -278,9 +278,9 @@ class UpstreamClient:
 
 
 def record_server_timing(attempt: Attempt, response: InstanceAnswer) -> None:
-    """Parse Server-Timing of `response`, after the first chunk: not counted in `router.hop`."""
+    """Record Server-Timing of `response`, after the first chunk: not counted in `router.hop`."""
     header_value = ", ".join(response.list_values(_SERVER_TIMING))
-    attempt.record_server_timing(timing.parse_server_timing(header_value))
+    attempt.record_server_timing(header_value)
     if timing.reports_no_token(header_value) and not attempt.error:
         attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)
     if attempt.booking is not None and not attempt.error:
@@ -289,7 +289,7 @@ def record_server_timing(attempt: Attempt, response: InstanceAnswer) -> None:
             attempt.leg in INTERMEDIATE_ROLES or response.content_type == "text/event-stream"
         )
         attempt.booking.record_first_token(
-            attempt.first_byte_us, attempt.server_timing, is_streaming
+            attempt.first_byte_us, attempt.read_server_timing(), is_streaming
         )
 
 
