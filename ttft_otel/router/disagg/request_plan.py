@@ -209,7 +209,7 @@ def _read_limits(plan: LegPlan) -> str:
         return reason
     if not plan.is_chat and not _is_single_prompt(fields.get("prompt", _NULL_JSON)):
         return "prompt"
-    if _is_requested(fields, "echo") and _is_requested(fields, "logprobs"):
+    if "echo" in fields and _is_requested(fields, "echo") and _is_requested(fields, "logprobs"):
         return "echo"
     max_tokens = plan.max_tokens
     if max_tokens is None:
