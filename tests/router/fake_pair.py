@@ -26,7 +26,8 @@ class PairModel:
 
     length: tokens of every prompt. held_requests: requests whose blocks P still holds. nixl: whether P
     returns kv_transfer_params. finish: P's finish reason. first: D's first token, if it differs from P's.
-    slow: seconds of prefill in P. late: seconds before D responds. merged: tokens in D's first event.
+    slow: seconds of prefill in P. late: seconds before D responds. gap: after each of its events. merged:
+    tokens in D's first event.
     """
 
     tokens: Sequence[str] = ANSWER_TOKENS
@@ -36,6 +37,7 @@ class PairModel:
     first: str = ""
     slow: float = 0.02
     late: float = 0.0
+    gap: float = 0.01
     merged: int = 1
     created: int = 100
     block: int = BLOCK_TOKENS
@@ -142,7 +144,7 @@ class PairServer(fake_instances.FakeInstance):
             await write_event(
                 response, top | {"choices": [{"index": 0, **delta, "finish_reason": end}]}
             )
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self.model.gap)
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = self._build_usage(len(texts), known_tokens)
             await write_event(response, top | {"choices": [], "usage": usage})

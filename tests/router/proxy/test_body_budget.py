@@ -85,7 +85,7 @@ def test_bodies_together() -> None:
             while not one.received:
                 await asyncio.sleep(0.01)
             held = router.app.endpoint.body_budget.held_bytes
-            assert held > 50 * KILO, "held until the request is over"
+            assert held > 50 * KILO, "held until an instance answers"
             small = await clients.enter_async_context(send_half_body(router, 10 * KILO))
             await wait_for_bytes(router, held + 10 * KILO)
             large = await clients.enter_async_context(send_half_body(router, 30 * KILO))
@@ -106,7 +106,7 @@ def test_bodies_together() -> None:
 
 
 def test_whole_bodies_fill_the_budget() -> None:
-    """When bodies of requests in service fill the budget, the next body is refused until they end."""
+    """When bodies of requests that nobody answers yet fill the budget, the next body is refused."""
 
     async def run_scenario() -> None:
         plan = InstancePlan(stages_ms={"prefill.compute": 500})
@@ -118,6 +118,25 @@ def test_whole_bodies_fill_the_budget() -> None:
             assert (await router.post_body("/v1/chat/completions", long))[0] == 503
             assert (await first)[0] == 200
             assert (await router.post_body("/v1/chat/completions", long))[0] == 200
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_answers_under_way_leave_the_budget_free() -> None:
+    """While long answers are generated, other requests' bodies have all of the budget."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan(gap_s=1.0)
+        async with run_limited(plan, max_bodies=64 * KILO) as (router, one):
+            long = b'{"model": "tiny", "stream": true%b}' % (b" " * 60 * KILO)
+            url = f"{router.url}/v1/chat/completions"
+            json_type = {"Content-Type": "application/json"}
+            async with contextlib.AsyncExitStack() as clients:
+                for _ in range(4):
+                    posting = router.client.post(url, data=long, headers=json_type)
+                    answer = await clients.enter_async_context(posting)
+                    assert answer.status == 200 and await answer.content.readany()
+                assert len(one.received) == 4 and not answer.content.at_eof()
 
     fake_instances.run_with_timeout(run_scenario)
 

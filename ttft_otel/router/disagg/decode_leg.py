@@ -34,16 +34,23 @@ from ttft_otel.stages import DECODE
 class DisaggregatedRequest(msgspec.Struct):
     """One request on its way through P and D.
 
-    request: as for a single server. leg_headers: its headers for bodies of our own. held_kv_params: names
-    KV blocks that P still keeps.
+    request: as for a single server. on_sent: called when no instance gets the client's body any more.
+    leg_headers: its headers for bodies of our own. held_kv_params: names KV blocks that P still keeps.
     """
 
     plan: LegPlan
     request: types.RoutingRequest
-    leg_headers: dict[str, str]
     exchange: Exchange
     client_stream: ClientWriter
+    on_sent: Callable[[], None]
+    leg_headers: dict[str, str] = {}
     held_kv_params: Raw | None = None
+
+    def drop_bodies(self) -> None:
+        """D answers, which may take minutes: nothing is sent any more, and what was kept for it can go."""
+        self.request = replace(self.request, body=b"")
+        self.plan.fields, self.plan.media_references = {}, None
+        self.on_sent()
 
 
 class DecodeLeg:
@@ -57,6 +64,7 @@ class DecodeLeg:
         """Relay D's whole response; D generates the first token again."""
         attempts = job.exchange.add_attempts()
         response = await self._send_decode(job, job.plan.build_decode_body, attempts)
+        job.drop_bodies()
         # D fetches the blocks now; after a refusal they are still held, and have to be released.
         if response.status < 400:
             job.held_kv_params = None
@@ -89,6 +97,8 @@ class DecodeLeg:
         except UpstreamUnavailable as error:
             await self._send_failure(job, error)
             return
+        job.drop_bodies()
+        first_token.drop_prompt()
         if response.status >= 400:
             exchange.record_failure(str(response.status))
             try:

@@ -35,6 +35,10 @@ class PrefillToken(msgspec.Struct):
     kv_params: Raw | None = None  # where P keeps the KV blocks, a JSON object
     fingerprint: str | None = None
 
+    def drop_prompt(self) -> None:
+        """Forget the prompt's token ids, which D has got: there may be 100 000 of them."""
+        self.prompt_token_ids = []
+
     def explain_refusal(self, plan: LegPlan) -> str:
         """Reason why it cannot be sent to the client before D's stream, or ""."""
         if self.is_parsed:

@@ -19,7 +19,6 @@ from ttft_otel.router.disagg.prefill_answer import PrefillToken
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.disagg.stream_splice import StreamSplicer
 from ttft_otel.router.errors import UpstreamRefused
-from ttft_otel.router.exchange import ClientWriter, Exchange
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP, HeaderList
 from ttft_otel.router.upstream import http_headers
@@ -48,17 +47,11 @@ class PrefillDecodeFlow:
         )
         self.decode_leg = DecodeLeg(upstream, self.releases)
 
-    async def serve_request(
-        self,
-        plan: LegPlan,
-        request: types.RoutingRequest,
-        exchange: Exchange,
-        client_stream: ClientWriter,
-    ) -> None:
-        """Serve `request`, which is as for a single server, by the legs of `plan`."""
+    async def serve_request(self, job: DisaggregatedRequest) -> None:
+        """Serve the request of `job` by the legs of its plan."""
+        plan, exchange, client_stream = job.plan, job.exchange, job.client_stream
         # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
-        leg_headers = http_headers.build_buffered_headers(request.headers)
-        job = DisaggregatedRequest(plan, request, leg_headers, exchange, client_stream)
+        job.leg_headers = http_headers.build_buffered_headers(job.request.headers)
         if plan.mode == MODE_CONTINUE:
             # Asked while P computes, as the answers are needed when P's token is here.
             self.capabilities.refresh_stale(
@@ -67,6 +60,7 @@ class PrefillDecodeFlow:
         answer, data, attempt = await self._run_prefill(job)
         try:
             first_token = self._take_first_token(job, data)
+            del data  # as long as the prompt, where it has its token ids
             if first_token is None:
                 exchange.record_first_token_mode(plan.mode, plan.reason)
                 await self.decode_leg.serve_full_answer(job)
@@ -88,7 +82,7 @@ class PrefillDecodeFlow:
         finally:
             # Also when the client has left: P would keep the blocks until its time-out.
             if job.held_kv_params:
-                self.releases.start_release(job.held_kv_params, leg_headers)
+                self.releases.start_release(job.held_kv_params, job.leg_headers)
 
     async def _run_prefill(
         self, job: DisaggregatedRequest

@@ -86,6 +86,6 @@ class BodyBudget:
         self._arriving.forget(body)
 
     def release_body(self, body: ClientBody) -> None:
-        """The request is over. Idempotent."""
+        """No instance gets it any more, or its request is over. Idempotent."""
         self._bytes.release(body)
         body.error = None  # its frames hold the body

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from ttft_otel.endpoints import OPERATION_BY_PATH
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.body_parser import BodyParser
+from ttft_otel.router.disagg.decode_leg import DisaggregatedRequest
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encode_once import omit_media
 from ttft_otel.router.disagg.encoders import add_ec_params, select_critical_attempts
@@ -28,7 +30,7 @@ from ttft_otel.router.exchange import CLIENT_DISCONNECTED, Exchange
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.admission import AdmissionGate
-from ttft_otel.router.proxy.body_budget import BodyBudget
+from ttft_otel.router.proxy.body_budget import BodyBudget, ClientBody
 from ttft_otel.router.proxy.client_request import DisconnectWatch, read_body
 from ttft_otel.router.proxy.client_stream import AnswerOutput, ClientStream, find_output
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
@@ -100,7 +102,12 @@ class ProxyEndpoint:
                 # The body is here: from now on receive() can only say that the client left.
                 output = find_output(scope)
                 disconnect_watch = DisconnectWatch(exchange, task, receive, output)
-                await self._serve_request(scope, client_headers, body_bytes, exchange, send, output)
+                serving = self._serve_request(
+                    scope, client_headers, body_bytes, client_body, exchange, send, output
+                )
+                # From here on only the legs hold it, and these no longer than they may need it.
+                del body_bytes
+                await serving
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
                 exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
@@ -161,10 +168,47 @@ class ProxyEndpoint:
         scope: AsgiScope,
         client_headers: http_headers.ClientHeaders,
         body_bytes: bytes,
+        client_body: ClientBody,
         exchange: Exchange,
         send: AsgiSend,
         output: AnswerOutput | None,
     ) -> None:
+        preparing = self._prepare_request(scope, client_headers, body_bytes, exchange)
+        del body_bytes
+        leg_plan, request = await preparing
+        wants_timing = client_headers.get(names.ASK) == "1"
+        client_stream = ClientStream(exchange, send, wants_timing, self.reporter, output)
+        if leg_plan is not None:
+            if len(leg_plan.legs) > 1:
+                job = DisaggregatedRequest(
+                    leg_plan,
+                    request,
+                    exchange,
+                    client_stream,
+                    partial(self.body_budget.release_body, client_body),
+                )
+                del leg_plan, request
+                await self.prefill_decode.serve_request(job)
+                return
+            exchange.record_first_token_mode(leg_plan.mode, leg_plan.reason)
+        attempts = exchange.add_attempts()
+        response = await self.upstream.send_request(request, exchange.trace_context, attempts)
+        # An answer may last for minutes, and no instance gets the body any more.
+        del leg_plan, request
+        self.body_budget.release_body(client_body)
+        await relay_response(response, attempts[-1], client_stream)
+
+    async def _prepare_request(
+        self,
+        scope: AsgiScope,
+        client_headers: http_headers.ClientHeaders,
+        body_bytes: bytes,
+        exchange: Exchange,
+    ) -> tuple[request_plan.LegPlan | None, types.RoutingRequest]:
+        """The plan of its legs where there is one, and the request for the first of them.
+
+        Its media are encoded by then. Raises RouterError for what no instance gets.
+        """
         parsed_body = await self.body_parser.parse(
             body_bytes, exchange.path if self._has_media_legs(exchange.path) else ""
         )
@@ -206,21 +250,7 @@ class ProxyEndpoint:
                 )
                 exchange.record_encode_once(reason)
             request = add_ec_params(request, leg_plan, transfer_params.to_json())
-        client_stream = ClientStream(
-            exchange,
-            send,
-            client_headers.get(names.ASK) == "1",
-            self.reporter,
-            output,
-        )
-        if leg_plan is not None:
-            if len(leg_plan.legs) > 1:
-                await self.prefill_decode.serve_request(leg_plan, request, exchange, client_stream)
-                return
-            exchange.record_first_token_mode(leg_plan.mode, leg_plan.reason)
-        attempts = exchange.add_attempts()
-        response = await self.upstream.send_request(request, exchange.trace_context, attempts)
-        await relay_response(response, attempts[-1], client_stream)
+        return leg_plan, request
 
     def _build_routing_request(
         self,

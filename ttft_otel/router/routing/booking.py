@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from ttft_otel import clock
 from ttft_otel.endpoints import RESPONSES_PATH
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
@@ -56,12 +58,9 @@ class Booking:
         span_id: str,
         now_us: int,
     ) -> None:
-        self.state, self.request, self.cached_tokens, self.sent_us = (
-            state,
-            request,
-            decision.cached_tokens,
-            now_us,
-        )
+        # It lasts as long as the answer: without what only the instance gets, which may be long.
+        self.request = replace(request, headers={}, body=b"", media_item=b"", body_frame=None)
+        self.state, self.cached_tokens, self.sent_us = state, decision.cached_tokens, now_us
         self.key = (request.leg, span_id)  # not the request ID: clients choose it and may repeat it
         self.url = decision.instance.url
         # Before record_sent() below, which adds this request's own entry.

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Once an instance answers, nothing holds the request's body any more: answers may take minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import aiohttp
+import pytest
+
+from router import fake_instances, fake_pair
+from router.fake_instances import InstancePlan, RunningRouter
+from ttft_otel.router.proxy import endpoint
+from ttft_otel.router.routing.routing_service import RoutingService
+from ttft_otel.router.types import RoutingRequest
+from ttft_otel.router.upstream.instance_pool import InstancePool
+
+REQUEST_ID = "watched"
+CHAT = fake_pair.CHAT_PATH
+LONG_GAP_S = 2.0
+POLICIES = ["round_robin", "qps"]  # the second one keeps books of the requests under way
+
+
+class WatchedBytes(bytes):
+    """A body that tells when nobody refers to it any more."""
+
+    drop_count: ClassVar[int] = 0
+
+    def __del__(self) -> None:
+        type(self).drop_count += 1
+
+
+@pytest.fixture(autouse=True)
+def watch_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the bodies that are gone."""
+    read_body = endpoint.read_body
+
+    async def read_watched_body(*args: Any) -> bytes | None:
+        return WatchedBytes(await read_body(*args) or b"")
+
+    monkeypatch.setattr(endpoint, "read_body", read_watched_body)
+    monkeypatch.setattr(WatchedBytes, "drop_count", 0)
+
+
+def build_routing_factory(policy: str) -> Callable[[InstancePool], RoutingService]:
+    """A routing service with `policy` on every leg."""
+    return lambda pool: RoutingService(pool, policy, others_policy=policy, encoders_policy=policy)
+
+
+def list_held_requests() -> list[RoutingRequest]:
+    """Requests to legs that still have a body, or an item in place of one."""
+    requests = [each for each in gc.get_objects() if isinstance(each, RoutingRequest)]
+    return [
+        each
+        for each in requests
+        if each.request_id.startswith(REQUEST_ID) and (each.body or each.media_item)
+    ]
+
+
+async def wait_until_dropped(router: RunningRouter) -> None:
+    """Until the body is gone. Raises TimeoutError when it stays."""
+    budget = router.app.endpoint.body_budget
+    async with asyncio.timeout(LONG_GAP_S / 2):
+        while not WatchedBytes.drop_count or budget.held_bytes or list_held_requests():
+            await asyncio.sleep(0.01)
+
+
+async def check_dropped(router: RunningRouter, body: dict[str, Any], mark: bytes) -> None:
+    """The body is held until an instance answers, and gone when `mark` of the answer has come."""
+    async with router.client.post(
+        f"{router.url}{CHAT}", json=body, headers={"X-Request-Id": REQUEST_ID}
+    ) as response:
+        received = b""
+        while mark not in received:
+            received += await response.content.readany()
+        await wait_until_dropped(router)
+        assert not response.content.at_eof(), "the answer goes on"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("has_encoder", [False, True], ids=["alone", "with an encoder"])
+def test_dropped_by_a_single_leg(policy: str, has_encoder: bool) -> None:
+    """The body, and the media that encoders got."""
+
+    async def run_scenario() -> None:
+        async with fake_instances.run_routed_instances(
+            [InstancePlan(gap_s=LONG_GAP_S)],
+            [InstancePlan({"encoder.compute": 5})] if has_encoder else [],
+            routing=build_routing_factory(policy),
+        ) as (router, *_):
+            await check_dropped(router, fake_instances.build_chat("a", "b"), b'{"n": 1}')
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["off", "strip", "continue"])
+def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
+    """The client's body when D answers, and P's and D's with it."""
+
+    async def run_scenario() -> None:
+        model = fake_pair.PairModel(gap=LONG_GAP_S)
+        async with fake_pair.run_disaggregated(
+            model, first_token=mode, routing=build_routing_factory(policy)
+        ) as (router, *_):
+            body = fake_instances.build_chat() | {"max_tokens": 4}
+            # In `continue` D says the second token first, else after its first pause.
+            await check_dropped(router, body, b"Hel" if mode == "off" else b"lo")
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_held_while_nobody_answers(policy: str) -> None:
+    """Another instance may still have to get it; the watching of these tests sees that."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan({"prefill.compute": 500})
+        async with fake_instances.run_routed_instances(
+            [plan], routing=build_routing_factory(policy)
+        ) as (router, one):
+            body = json.dumps(fake_instances.build_chat()).encode()
+            asking = asyncio.create_task(
+                router.post_body(CHAT, body, **{"X-Request-Id": REQUEST_ID})
+            )
+            while not one.received:
+                await asyncio.sleep(0.01)
+            assert router.app.endpoint.body_budget.held_bytes == len(body)
+            assert list_held_requests() and not WatchedBytes.drop_count
+            assert (await asking)[0] == 200
+            await wait_until_dropped(router)
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_dropped_when_the_client_leaves() -> None:
+    """A client that leaves before the answer takes its body along."""
+
+    async def run_scenario() -> None:
+        plan = InstancePlan({"prefill.compute": 5000})
+        async with fake_instances.run_routed_instances([plan]) as (router, _):
+            with pytest.raises(TimeoutError):
+                async with router.client.post(
+                    f"{router.url}{CHAT}",
+                    json=fake_instances.build_chat(),
+                    headers={"X-Request-Id": REQUEST_ID},
+                    timeout=aiohttp.ClientTimeout(total=0.2),
+                ):
+                    pass
+            await wait_until_dropped(router)
+
+    fake_instances.run_with_timeout(run_scenario)
