@@ -35,7 +35,16 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
     "exporter/": ("exporter",),
     "hooks/": ("hooks",),
     "hot": (
-        *("asgi", "recorder", "record_parts", "request_trace", "kept_spans", "context", "carrier"),
+        *(
+            "asgi",
+            "first_chunk",
+            "recorder",
+            "record_parts",
+            "request_trace",
+            "kept_spans",
+            "context",
+            "carrier",
+        ),
         *("engine_timeline", "clock_offsets", "media_items", "roles"),
         *("measurement", "trace_measurement"),
         *("handoff", "meter"),

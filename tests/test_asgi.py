@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,17 @@ from hooks.server import (
     hang_in_queue,
 )
 
-from ttft_otel import asgi, carrier, kept_spans, meter, names, recorder, testing, timing
+from ttft_otel import (
+    asgi,
+    carrier,
+    first_chunk,
+    kept_spans,
+    meter,
+    names,
+    recorder,
+    testing,
+    timing,
+)
 from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.record import Piece, Record
 from ttft_otel.roles import identity
@@ -129,13 +140,42 @@ def test_early_events(client: FakeClient, asked: bool) -> None:
 
 def test_hold_limit(client: FakeClient) -> None:
     """A server that says much before its first token is not held back for ever; no header then."""
-    chunk = b": " + b"x" * (asgi.MAX_HELD_BYTES // 2)
+    chunk = b": " + b"x" * (first_chunk.MAX_HELD_BYTES // 2)
     client.server.plan = ServerPlan(early=(chunk, chunk, chunk))
     asyncio.run(client.call_server(**TIMING_HEADERS))
 
     assert len(client.messages) == 6
     assert client.messages[2][0] == 210
     assert client.get_header() == ""
+
+
+def test_later_chunks_cost_no_call(client: FakeClient) -> None:
+    """After the first chunk the application's `send` is the server's own: no frame of ours for each token."""
+    frames: list[str] = []
+
+    async def call_server() -> None:
+        sent: list[str] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message["type"])
+
+        async def app(_scope: Any, _receive: Any, forward: Any) -> None:
+            assert forward is not send, "it is traced"
+            await forward({"type": "http.response.start", "status": 200, "headers": []})
+            await forward({"type": "http.response.body", "body": b"{", "more_body": True})
+            sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_filename))
+            try:
+                await forward({"type": "http.response.body", "body": b"}", "more_body": False})
+            finally:
+                sys.setprofile(None)
+
+        middleware = asgi.TracingMiddleware(app, Settings(), print, print)  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await middleware(scope, None, send)  # type: ignore[arg-type]
+        assert sent == ["http.response.start", *["http.response.body"] * 2]
+
+    asyncio.run(call_server())
+    assert frames and not [each for each in frames if each == first_chunk.__file__]
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503])

@@ -33,7 +33,16 @@ HOT = (
         "roles",
         "recorder",
     ),
-    *("record_parts", "measurement", "trace_measurement", "kept_spans", "handoff", "meter", "asgi"),
+    *(
+        "record_parts",
+        "measurement",
+        "trace_measurement",
+        "kept_spans",
+        "handoff",
+        "meter",
+        "first_chunk",
+        "asgi",
+    ),
 )
 PURE = (
     *(

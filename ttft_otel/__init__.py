@@ -9,7 +9,7 @@ record        record                                 the data that crosses the p
 hot path      context carrier clock_offsets          runs per request inside vLLM and the router
               media_items request_trace roles
               record_parts measurement recorder kept_spans
-              asgi meter handoff
+              first_chunk asgi meter handoff
 pure          breakdown byte_budget wait_reasons     marks -> stages; Server-Timing; JSON report; colours
               held_waits failed_stage leg_partition
               timing ttft_report palette

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Final
 
 from ttft_otel import names
@@ -25,7 +26,10 @@ MAX_RUNNING: Final = 8  # running requests that are looked at for decoding ones
 MAX_NAMED: Final = 3  # holders that a waiting request names
 MAX_ID_CHARS: Final = 256  # of a request ID, which clients choose
 SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
+_NOTHING: Final = (0, 0)
+_FIRST: Final = itemgetter(0)
 _NEVER: Final = 1 << 80  # a sum that is not reached: it has not begun to decode
+HolderShare = tuple[int, int, int, str, str]  # microseconds, tokens, kind, request ID, traceparent
 
 
 class Holder:
@@ -57,10 +61,6 @@ class WaitStart:
         self.decoded = decoded
         self.decode_steps = decode_steps
         self.partial = partial
-
-
-# (microseconds, tokens, kind, request ID, traceparent)
-HolderShare = tuple[int, int, int, str, str]
 
 
 class HolderLog:
@@ -232,28 +232,25 @@ class HolderLog:
     ) -> list[HolderShare]:
         """Holders of a wait that ended `elapsed` microseconds after the begin of a step; largest first."""
         shares = share_parts(work, elapsed)
-        found: list[HolderShare] = []
-
-        def add(holder: Holder, held: int, tokens: int) -> None:
-            share, more = shares.get(holder, (0, 0))
-            held, tokens = holder.held + share - held, holder.tokens + more - tokens
-            found.append((held, tokens, holder.kind, holder.request_id, holder.parent))
-
-        for each in start.partial:
-            add(*each)
+        parts = [*start.partial]
         for holder in reversed(self.holders):
             if holder.number < start.number:
                 break
-            add(holder, 0, 0)
-        found += self._list_decoders(start, running, work, elapsed)
+            parts.append((holder, 0, 0))
+        found: list[HolderShare] = []
+        for holder, held, tokens in parts:
+            share, more = shares.get(holder, _NOTHING)
+            held, tokens = holder.held + share - held, holder.tokens + more - tokens
+            found.append((held, tokens, holder.kind, holder.request_id, holder.parent))
+        found += self._list_decoders(start, own_id, running, work, elapsed)
         # Below zero: of one that has not begun to decode.
         shown_id = own_id[:MAX_ID_CHARS]
         found = [each for each in found if each[0] >> SCALE > 0 and each[3] != shown_id]
-        found.sort(key=lambda each: each[0], reverse=True)
+        found.sort(key=_FIRST, reverse=True)
         return [(each[0] >> SCALE, *each[1:]) for each in found[:MAX_NAMED]]
 
     def _list_decoders(
-        self, start: WaitStart, running: Iterable[Any], work: StepWork, elapsed: int
+        self, start: WaitStart, own_id: str, running: Iterable[Any], work: StepWork, elapsed: int
     ) -> list[HolderShare]:
         found: list[HolderShare] = []
         for request_id, parent, decoded, steps, until, last in reversed(self.ended):
@@ -263,17 +260,19 @@ class HolderLog:
             found.append((held, last - max(steps, start.decode_steps), DECODE, request_id, parent))
         now = self.decoded + share_decode(work, elapsed, work.total)
         steps_now = self.decode_steps + (elapsed > 0 and work.decoders > 0)
-        # In the order in which they came: no later one has decoded for longer.
-        for request in islice(running, MAX_RUNNING):
-            if request.num_computed_tokens < request.num_prompt_tokens or any(
-                each == request.request_id for _, each in work.chunks
-            ):
-                continue
-            decoded, steps = self.started.get(request.request_id, (0, 0))
-            parent = _find_traceparent(request)
+        others = {own_id, *[request_id for _, request_id in work.chunks]}
+        # In the order in which they came: hardly a later one has decoded for longer.
+        decoding = [
+            (self.started.get(each.request_id, _NOTHING), each)
+            for each in islice(running, MAX_RUNNING)
+            if each.num_computed_tokens >= each.num_prompt_tokens and each.request_id not in others
+        ]
+        decoding.sort(key=_FIRST)
+        for (decoded, steps), request in decoding[:MAX_NAMED]:
             held = now - max(decoded, start.decoded)
             tokens = steps_now - max(steps, start.decode_steps)
-            found.append((held, tokens, DECODE, request.request_id[:MAX_ID_CHARS], parent))
+            shown_id = request.request_id[:MAX_ID_CHARS]
+            found.append((held, tokens, DECODE, shown_id, _find_traceparent(request)))
         return found
 
     def is_truncated(self, start: WaitStart) -> bool:
