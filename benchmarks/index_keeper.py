@@ -29,7 +29,7 @@ from benchmarks.figures import (
     divide_rounds,
     report_figures,
 )
-from benchmarks.router import read_process_cpu_s
+from benchmarks.process_cpu import read_process_cpu_s
 from ttft_otel.router.routing.prefixes.keeper_channel import KeeperChannel
 from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource
 from ttft_otel.router.routing.prefixes.reported_index import ReportedIndex

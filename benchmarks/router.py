@@ -30,6 +30,7 @@ import uvloop
 
 from benchmarks import bare_transport, router_latency
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes
 from lab.free_ports import find_free_port
 from lab.tiny_models import get_cache_root
@@ -181,11 +182,6 @@ def is_answering(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def read_process_cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used, to the nanosecond; /proc's stat counts 10 ms."""
-    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
 
 
 def measure_cases(rounds: int, requests: int, routers: Sequence[RouterSubject]) -> None:

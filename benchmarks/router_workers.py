@@ -27,13 +27,13 @@ import uvloop
 
 from benchmarks import bare_transport
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
+from benchmarks.process_cpu import read_process_cpu_s
 from benchmarks.router import (
     BENCHMARKS_FOLDER,
     CONNECTIONS,
     EVENTS_BY_CASE,
     ROUTER_COMMAND,
     build_chat_body,
-    read_process_cpu_s,
     run_process,
 )
 from lab.free_ports import find_free_port

@@ -4,8 +4,8 @@
 Four servers of the tiny text model, loaded in turn, every second round in reverse; figures are
 ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). Two of them
 have tracing off: what "again" is to "off" is what two equal servers differ by here, and no ratio beside it
-tells less than that. CPU time is that of the server's processes; that of the exporter process and the
-receiver stands beside it. Needs about 15 GB of memory.
+tells less than that. CPU time is that of the server's processes, all together and how much more it is in
+each (the API server is `python`); that of the exporter process and the receiver stands beside it. Needs about 15 GB of memory.
 
 With --apart the exporter process and the receiver have the last core for themselves, and servers and clients
 the others: what is left is what tracing costs inside the server. vLLM's own exporter is a thread of the
@@ -25,7 +25,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -177,6 +177,9 @@ def compute_serving_figures(
         if figure in OWN_GOALS:
             to_own = divide_rounds(ratios["on"], ratios["own"])
             add_ratios(f"on_{figure}_to_own", to_own, OWN_GOALS[figure])
+    for name, mode in modes.items():
+        if mode.base:
+            figures |= compare_processes(name, results[name], results[mode.base])
     for name, rounds in results.items():
         figures[f"{name}_requests_per_s"] = build_figure([result.throughput for result in rounds])
         for key, figure in (("itl_p99_us", "itl_p99"), ("itl_median_us", "itl_median")):
@@ -187,6 +190,26 @@ def compute_serving_figures(
             figures[f"{name}_{key}"] = build_figure(
                 [getattr(result, key) for result in rounds], digits=1
             )
+    return figures
+
+
+def compare_processes(
+    name: str, rounds: Sequence[LoadResult], base_rounds: Sequence[LoadResult]
+) -> dict[str, Figure]:
+    """How much more CPU time a request takes in each of the server's processes than in the base's rounds,
+    in us: intervals, as single rounds differ by much more.
+    """
+    figures = {}
+    # Of a process that is not in every round (a worker that was replaced) nothing can be said.
+    common = set.intersection(*(set(each.process_us) for each in (*rounds, *base_rounds)))
+    for process in sorted(common):
+        more = [
+            one.process_us[process] - other.process_us[process]
+            for one, other in zip(rounds, base_rounds, strict=True)
+        ]
+        interval = estimate_median(more, CONFIDENCE)
+        bounds = [interval.low, interval.median, interval.high]
+        figures[f"{name}_more_cpu_us_in_{process}"] = build_figure(bounds, digits=1)
     return figures
 
 

@@ -10,11 +10,12 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes, ttft_client
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedRequest, TimedResponse
@@ -28,7 +29,8 @@ EXPORT_WAIT_S: Final = 2.0
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """One round on one server: requests per second, p99 and median inter-token latency in us, and the
-    CPU time of a request in us, in the server's processes and in those that take its spans.
+    CPU time of a request in us, in the server's processes, in those that take its spans, and in each of
+    the server's processes by its name.
     """
 
     throughput: float
@@ -36,15 +38,16 @@ class LoadResult:
     itl_median: float
     cpu_us: float
     outside_us: float
+    process_us: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_cpu_us(pids: Iterable[int]) -> float:
-    """CPU time so far of these processes."""
-    ticks = 0
+def read_cpu_us(pids: Iterable[int]) -> dict[str, float]:
+    """CPU time so far of these processes, by their names as the kernel shows them."""
+    found: dict[str, float] = {}
     for pid in pids:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8")
-        ticks += sum(int(each) for each in text.rpartition(")")[2].split()[11:13])
-    return ticks / os.sysconf("SC_CLK_TCK") * 1e6
+        name = Path(f"/proc/{pid}/comm").read_text("utf-8").strip()
+        found[name] = found.get(name, 0.0) + read_process_cpu_s(pid) * 1e6
+    return found
 
 
 def list_exporters(server: LocalServer) -> list[int]:
@@ -90,7 +93,7 @@ def run_load(
             with lock:
                 answers.append(answer)
 
-    began_us, outside_us = read_cpu_us(inside), read_cpu_us(outside)
+    began_us, outside_us = read_cpu_us(inside), sum(read_cpu_us(outside).values())
     started = time.monotonic()
     threads = [threading.Thread(target=run_client) for _ in range(CONCURRENT_CLIENTS)]
     for thread in threads:
@@ -98,9 +101,10 @@ def run_load(
     for thread in threads:
         thread.join()
     elapsed_s = time.monotonic() - started
-    cpu_us = read_cpu_us(inside) - began_us
+    ended_us = read_cpu_us(inside)
+    process_us = {name: (us - began_us[name]) / len(answers) for name, us in ended_us.items()}
     time.sleep(EXPORT_WAIT_S)  # the last spans leave in batches
-    outside_us = read_cpu_us(outside) - outside_us
+    outside_us = sum(read_cpu_us(outside).values()) - outside_us
     # The first event has the role and no token: the gap behind it is no time between tokens.
     gaps = sorted(
         later.at_us - earlier.at_us
@@ -115,6 +119,7 @@ def run_load(
         # A client that is short of CPU reads several events at once, whose gaps are 0.
         max(1.0, gaps[int(len(gaps) * 0.99)]),
         max(1.0, statistics.median(gaps)),
-        cpu_us / len(answers),
+        sum(process_us.values()),
         outside_us / len(answers),
+        process_us,
     )

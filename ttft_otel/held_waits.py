@@ -7,6 +7,7 @@ breakdown.py passes its pieces, and record_parts.py makes attributes of the resu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -65,7 +66,7 @@ def divide_held(pieces: Iterable[tuple[str, int, int]], segments: Sequence[int])
 def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, ...]:
     if len(segments) < SEGMENT_SIZE:  # nothing ran
         return (*_NOTHING, end - start)
-    sums = [0] * SEGMENT_SIZE
+    sums = list(_NOTHING)
     position = segments[0]
     for index in range(1, len(segments) - SEGMENT_SIZE + 1, SEGMENT_SIZE):
         length = segments[index]
@@ -73,11 +74,10 @@ def _divide_piece(start: int, end: int, segments: Sequence[int]) -> tuple[int, .
         if high > low:
             kinds = segments[index + 1 : index + SEGMENT_SIZE]
             # Evenly within a segment: at its ends, which are those of steps, this is exact.
-            for kind, share in enumerate(split_length(high - low, kinds, length)):
-                sums[kind] += share
+            shares = kinds if high - low == length else split_length(high - low, kinds, length)
+            sums = [*map(operator.add, sums, shares)]
         position += length
-    sums[-1] = end - start - sum(sums)
-    return tuple(sums)
+    return (*sums, end - start - sum(sums))
 
 
 def halve_segments(segments: list[int]) -> None:

@@ -15,7 +15,15 @@ from operator import itemgetter
 from typing import Any, Final
 
 from ttft_otel import names
-from ttft_otel.hooks.step_work import DECODE, ENCODER, PREFILL, StepWork
+from ttft_otel.hooks.step_work import (
+    DECODE,
+    ENCODER,
+    PREFILL,
+    SCALE,
+    StepWork,
+    share_decode,
+    share_parts,
+)
 
 MAX_HOLDERS: Final = 64  # prompts and media items that are kept
 MAX_OPEN: Final = 32  # incomplete ones among them
@@ -25,7 +33,6 @@ MAX_STARTED: Final = 2048  # requests whose first decode step is known
 MAX_RUNNING: Final = 8  # running requests that are looked at for decoding ones
 MAX_NAMED: Final = 3  # holders that a waiting request names
 MAX_ID_CHARS: Final = 256  # of a request ID, which clients choose
-SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
 _NOTHING: Final = (0, 0)
 _FIRST: Final = itemgetter(0)
 _NEVER: Final = 1 << 80  # a sum that is not reached: it has not begun to decode
@@ -237,17 +244,22 @@ class HolderLog:
             if holder.number < start.number:
                 break
             parts.append((holder, 0, 0))
-        found: list[HolderShare] = []
-        for holder, held, tokens in parts:
-            share, more = shares.get(holder, _NOTHING)
-            held, tokens = holder.held + share - held, holder.tokens + more - tokens
-            found.append((held, tokens, holder.kind, holder.request_id, holder.parent))
-        found += self._list_decoders(start, own_id, running, work, elapsed)
-        # Below zero: of one that has not begun to decode.
         shown_id = own_id[:MAX_ID_CHARS]
-        found = [each for each in found if each[0] >> SCALE > 0 and each[3] != shown_id]
+        ranked = [
+            (holder.held + shares.get(holder, _NOTHING)[0] - held, tokens, holder)
+            for holder, held, tokens in parts
+            if holder.request_id != shown_id
+        ]
+        ranked.sort(key=_FIRST, reverse=True)
+        found: list[HolderShare] = []
+        for held, tokens, holder in ranked[:MAX_NAMED]:
+            tokens = holder.tokens + shares.get(holder, _NOTHING)[1] - tokens
+            found.append((held, tokens, holder.kind, holder.request_id, holder.parent))
+        decoders = self._list_decoders(start, own_id, running, work, elapsed)
+        found += [each for each in decoders if each[3] != shown_id]
         found.sort(key=_FIRST, reverse=True)
-        return [(each[0] >> SCALE, *each[1:]) for each in found[:MAX_NAMED]]
+        # Below zero: of one that has not begun to decode.
+        return [(us, *each[1:]) for each in found[:MAX_NAMED] if (us := each[0] >> SCALE) > 0]
 
     def _list_decoders(
         self, start: WaitStart, own_id: str, running: Iterable[Any], work: StepWork, elapsed: int
@@ -284,16 +296,3 @@ class HolderLog:
 def _find_traceparent(request: Any) -> str:
     headers = getattr(request, "_ttft_headers", None)
     return headers.get(names.TRACEPARENT, "") if headers else ""
-
-
-def share_decode(work: StepWork, length: int, total: int) -> int:
-    """What each request that decodes has of `length` microseconds of the step (<< SCALE)."""
-    return (length << SCALE) * work.decode // (total * work.decoders) if work.decode else 0
-
-
-def share_parts(work: StepWork, length: int) -> dict[Holder, tuple[int, int]]:
-    """What each part has of `length` microseconds of the step (<< SCALE), and its tokens."""
-    if not length:
-        return {}
-    total = work.total
-    return {holder: ((length << SCALE) * tokens // total, tokens) for holder, tokens in work.parts}

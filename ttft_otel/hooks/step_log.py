@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks.holders import SCALE, HolderLog, WaitStart
-from ttft_otel.hooks.step_work import StepWork
+from ttft_otel.hooks.holders import HolderLog, WaitStart
+from ttft_otel.hooks.step_work import SCALE, StepWork
 
 MAX_EDGES: Final = 512  # ends of steps that are kept; of older ones every second is forgotten
 MAX_IN_FLIGHT: Final = 8  # scheduled steps that have not ended

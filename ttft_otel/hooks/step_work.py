@@ -19,6 +19,7 @@ from ttft_otel.stages import HOLDING_KIND_NAMES
 PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
 MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find prompts
 MAX_NAMED: Final = 8  # requests of each kind that are named
+SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
 
 
 class StepWork(msgspec.Struct, eq=False, gc=False):
@@ -121,3 +122,16 @@ def take_out_own(segments: list[int], request_id: str, work: StepWork | None) ->
         own = min(length * weight // work.total, segments[place])
         segments[place] -= own
         segments[-1] += own
+
+
+def share_decode(work: StepWork, length: int, total: int) -> int:
+    """What each request that decodes has of `length` microseconds of the step (<< SCALE)."""
+    return (length << SCALE) * work.decode // (total * work.decoders) if work.decode else 0
+
+
+def share_parts(work: StepWork, length: int) -> dict[Any, tuple[int, int]]:
+    """What each part has of `length` microseconds of the step (<< SCALE), and its tokens."""
+    if not length:
+        return {}
+    total = work.total
+    return {holder: ((length << SCALE) * tokens // total, tokens) for holder, tokens in work.parts}
