@@ -5,7 +5,8 @@ Four servers of the tiny text model, loaded in turn, every second round in rever
 ratios within a round: median, spread, and a 95 % interval of the median (from six rounds on). Two of them
 have tracing off: what "again" is to "off" is what two equal servers differ by here, and no ratio beside it
 tells less than that. CPU time is that of the server's processes, all together and how much more it is in
-each (the API server is `python`); that of the exporter process and the receiver stands beside it. Needs about 15 GB of memory.
+each (the API server is `python`); that of the exporter process and the receiver stands beside it. Needs
+about 15 GB of memory.
 
 With --apart the exporter process and the receiver have the last core for themselves, and servers and clients
 the others: what is left is what tracing costs inside the server. vLLM's own exporter is a thread of the

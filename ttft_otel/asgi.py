@@ -88,8 +88,8 @@ class TracingMiddleware:
             raise
         finally:
             with _GUARD_END:
-                self._end_trace(scope, trace, error)
                 sender.stop_observing()  # also of one without a chunk: it and its `send` know each other
+                self._end_trace(scope, trace, error)
 
     def _publish_counts(self) -> None:
         """Write metrics that other processes show, now and every PUBLISH_PAUSE_S, on the event loop."""

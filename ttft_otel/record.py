@@ -126,7 +126,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
 
     A stream sends its `ttft` half when the first token is out (a later crash cannot lose it) and its
     `server` half at its end; everything else sends both at once. `attributes` go on both spans. `late`
-    are spans below the server span of what came after the first token, each followed by its steps.
+    are spans below the server span of what came after the first token, each followed by its steps; of
+    `handover` the exporter makes such spans.
     trace_id 32, span_id (the server span's) and parent_id 16 lower-case hex digits, parent "" if none.
     flags: W3C trace flags. start_ns: Unix time of the ASGI call. service: used when the operator
     named none. rank: data-parallel rank, -1 unknown.
@@ -150,7 +151,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
     server: Server | None = None
     calls: tuple[Call, ...] = ()
     late: tuple[Piece, ...] = ()
-    handover: Handover | None = None  # the exporter makes pieces of it, like those of `late`
+    handover: Handover | None = None
 
 
 class RecordDecodeError(ValueError):

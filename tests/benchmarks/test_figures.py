@@ -68,6 +68,20 @@ def build_serving_figures(p99: float = 1000.0, speed: float = 1.0) -> dict[str, 
     )
 
 
+def test_more_cpu_time_by_process() -> None:
+    """What a request takes more than in the base's round, in each process that both rounds have."""
+    base, more = (
+        LoadResult(20.0, 1.0, 1.0, 900.0, 80.0, {"python": api_us, "worker": 500.0, name: 1.0})
+        for api_us, name in ((300.0, "left"), (340.0, "came"))
+    )
+    figures = serving.compare_processes("on", [more] * 7, [base] * 7)
+
+    assert {name: figure["value"] for name, figure in figures.items()} == {
+        "on_more_cpu_us_in_python": 40.0,
+        "on_more_cpu_us_in_worker": 0.0,
+    }
+
+
 def build_decision_figures(decision_us: float = 90.0, speed: float = 1.0) -> dict[str, Figure]:
     """Figures of the fleet that has a goal."""
     costs = {"lookup": 34.0, "decision": decision_us, "decision, trapezoid": 62.0, "accounts": 45.0}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut the wait between a prefill instance's token and the decode instance's next one into stages.
 
-A router's Record has its times; the spans are written in span_writer.py. Done here and not in the router, as
-nobody there asks for them: it would be 8 % of what such a request costs it.
+A router's Record has its times; the spans are written in span_writer.py. Done here and not in the router,
+where nobody asks for them: they would be 8 % of the interpreter's steps for such a request.
 """
 
 from __future__ import annotations

@@ -273,18 +273,18 @@ class HolderLog:
         now = self.decoded + share_decode(work, elapsed, work.total)
         steps_now = self.decode_steps + (elapsed > 0 and work.decoders > 0)
         others = {own_id, *[request_id for _, request_id in work.chunks]}
-        # In the order in which they came: hardly a later one has decoded for longer.
+        # In the order in which they came: hardly one beyond these has decoded for longer.
         decoding = [
-            (self.started.get(each.request_id, _NOTHING), each)
+            (max(self.started.get(each.request_id, _NOTHING)[0], start.decoded), each)
             for each in islice(running, MAX_RUNNING)
             if each.num_computed_tokens >= each.num_prompt_tokens and each.request_id not in others
         ]
         decoding.sort(key=_FIRST)
-        for (decoded, steps), request in decoding[:MAX_NAMED]:
-            held = now - max(decoded, start.decoded)
+        for since, request in decoding[:MAX_NAMED]:
+            steps = self.started.get(request.request_id, _NOTHING)[1]
             tokens = steps_now - max(steps, start.decode_steps)
             shown_id = request.request_id[:MAX_ID_CHARS]
-            found.append((held, tokens, DECODE, shown_id, _find_traceparent(request)))
+            found.append((now - since, tokens, DECODE, shown_id, _find_traceparent(request)))
         return found
 
     def is_truncated(self, start: WaitStart) -> bool:

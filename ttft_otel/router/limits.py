@@ -46,7 +46,7 @@ class RouterLimits:
     body_timeout: float = declare_limit(
         60.0, "Seconds for a request body to arrive.", "408", minimum=0.1
     )
-    # Sixteen bodies of the largest size; each is held until an instance answers.
+    # Sixteen bodies of the largest size; each is held until the instance that answers the client does.
     max_bodies: int = declare_limit(
         1_073_741_824,
         "Bytes of all request bodies together that the router holds.",

@@ -9,6 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ttft_otel import clock, names
 from ttft_otel.timing import ServerTiming, parse_server_timing
@@ -72,7 +73,7 @@ class Attempt(msgspec.Struct, eq=False):
     is_overdue: bool = False  # its answer had not begun in time
     waiting_task: asyncio.Task[Any] | None = None  # while it waits for the first byte
     timing_header: str = ""  # Server-Timing as the instance sent it
-    server_timing: ServerTiming | None = None  # of the header, once somebody has asked
+    server_timing: ServerTiming | None | UnsetType = UNSET  # of the header, once somebody has asked
 
     def record_sent(self, is_new_connection: bool) -> None:
         """Record that its connection is requested, or that it is sent on an open one."""
@@ -118,11 +119,11 @@ class Attempt(msgspec.Struct, eq=False):
 
     def record_server_timing(self, header: str) -> None:
         """Record what the instance said in Server-Timing, "" for nothing."""
-        self.timing_header, self.server_timing = header, None
+        self.timing_header, self.server_timing = header, UNSET
 
     def read_server_timing(self) -> ServerTiming | None:
-        """The parsed header, None for none that is ours; not before somebody asks, as of D nobody may."""
-        if self.server_timing is None and self.timing_header:
+        """The header, parsed at the first call; None for none that is ours."""
+        if self.server_timing is UNSET:
             self.server_timing = parse_server_timing(self.timing_header)
         return self.server_timing
 

@@ -49,7 +49,7 @@ class DisaggregatedRequest(msgspec.Struct):
     def drop_bodies(self) -> None:
         """D answers, which may take minutes: nothing is sent any more, and what was kept for it can go."""
         self.request = replace(self.request, body=b"")
-        self.plan.fields, self.plan.media_references = {}, None
+        self.plan.fields, self.plan.media_references, self.plan.ec_params = {}, None, b""
         self.on_sent()
 
 
