@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import json
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -71,11 +72,12 @@ async def wait_until_dropped(router: RunningRouter) -> None:
 
 async def check_dropped(router: RunningRouter, body: dict[str, Any], mark: bytes) -> None:
     """The body is held until an instance answers, and gone when `mark` of the answer has come."""
-    async with router.client.post(
-        f"{router.url}{CHAT}", json=body, headers={"X-Request-Id": REQUEST_ID}
-    ) as response:
+    headers = {"Content-Type": "application/json", "X-Request-Id": REQUEST_ID}
+    data = io.BytesIO(json.dumps(body).encode())
+    async with router.client.post(f"{router.url}{CHAT}", data=data, headers=headers) as response:
         received = b""
         while mark not in received:
+            assert response.status == 200 and not response.content.at_eof()
             received += await response.content.readany()
         await wait_until_dropped(router)
         assert not response.content.at_eof(), "the answer goes on"
@@ -110,6 +112,19 @@ def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
             body = fake_instances.build_chat() | {"max_tokens": 4}
             # In `continue` D says the second token first, else after its first pause.
             await check_dropped(router, body, b"Hel" if mode == "off" else b"lo")
+
+    fake_instances.run_with_timeout(run_scenario)
+
+
+def test_dropped_by_the_thread_that_parses_heavy_bodies() -> None:
+    """Its last call must not keep the body that it was for."""
+
+    async def run_scenario() -> None:
+        model = fake_pair.PairModel(gap=LONG_GAP_S)
+        async with fake_pair.run_disaggregated(model, first_token="strip") as (router, *_):
+            heavy = {"max_tokens": 4, "lists": [[]] * 30_000}
+            await check_dropped(router, fake_instances.build_chat() | heavy, b"lo")
+            assert router.app.endpoint.body_parser._thread._threads, "it was heavy enough"
 
     fake_instances.run_with_timeout(run_scenario)
 
