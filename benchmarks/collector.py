@@ -19,6 +19,7 @@ from typing import Final
 
 from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
 from benchmarks.otlp_bodies import OtlpBody, build_otlp_bodies
+from benchmarks.process_cpu import read_process_cpu_s
 from lab import free_ports
 from lab.local_servers import LocalServer as Process
 from lab.server_commands import HOST, ServerCommand
@@ -29,8 +30,6 @@ WARMUP_SPANS: Final = 40_000  # spans before the clock starts
 ROUNDS: Final = 3
 # Scrubbing, sums and metrics together may cost as much again as forwarding alone.
 MAX_TIMES_PASSING_ON: Final = 2.0
-# The unit of the CPU times in /proc/<pid>/stat.
-CLOCK_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 # It listens where Tempo and Prometheus would, under the path of Prometheus' OTLP receiver.
 SINK_CONFIG: Final = """yaml:
 receivers:
@@ -54,13 +53,6 @@ service:
     traces/outermost: {receivers: [otlp/none]}
 receivers: {otlp/none: {protocols: {grpc: {endpoint: "127.0.0.1:0"}}}}
 """
-
-
-def read_cpu_seconds(pid: int) -> float:
-    """CPU seconds used by a process so far."""
-    # Fields 14 and 15, user and system time, counted from behind the name, which may hold spaces.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
 
 def post_spans(port: int, requests: list[OtlpBody], spans: int, turn: int) -> int:
@@ -97,12 +89,12 @@ def measure_cpu_per_span(
         post_spans(port, requests, WARMUP_SPANS, 0)
         cpu_us_per_span = []
         for number in range(1, ROUNDS + 1):
-            before = read_cpu_seconds(server.pid)
+            before = read_process_cpu_s(server.pid)
             # Far apart, so that no round meets the trace ids of an earlier one.
             taken = post_spans(port, requests, spans, number * 1_000_000)
             # Queues flush after a second (collector/config.yaml): their work belongs to this round.
             time.sleep(1.5)  # what is still in its queues
-            cpu_us_per_span.append((read_cpu_seconds(server.pid) - before) / taken * 1e6)
+            cpu_us_per_span.append((read_process_cpu_s(server.pid) - before) / taken * 1e6)
         return cpu_us_per_span
     finally:
         server.stop()

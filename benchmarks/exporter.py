@@ -34,6 +34,7 @@ from benchmarks.figures import (
     divide_rounds,
     report_figures,
 )
+from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes
 from ttft_otel import handoff, names
 from ttft_otel.exporter.request_metrics import MAX_PENDING_ROWS
@@ -73,11 +74,6 @@ class ExporterCosts:
         self.cpu_us.append(cpu_s / requests * 1e6)
         self.spans_per_core_s.append(requests * SPANS_PER_REQUEST / cpu_s)
         self.memory_mb.append(read_peak_memory_mb(pid))
-
-
-def read_cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process, to the nanosecond: its CPU clock (clock_getcpuclockid(3))."""
-    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
 
 
 def read_peak_memory_mb(pid: int) -> float:
@@ -162,11 +158,11 @@ def measure_ours(
         # The first record starts the process; its CPU time so far is what a start costs.
         spans = send_requests(sender, requests[:1], 0)
         pid = find_exporter(os.getpid())
-        start_cpu_s = read_cpu_s(pid)
+        start_cpu_s = read_process_cpu_s(pid)
         spans = send_requests(sender, requests[:WARM_UP_REQUESTS], spans)
-        before_s = read_cpu_s(pid)
+        before_s = read_process_cpu_s(pid)
         send_requests(sender, requests, spans)
-        costs.add_round(pid, start_cpu_s, read_cpu_s(pid) - before_s, len(requests))
+        costs.add_round(pid, start_cpu_s, read_process_cpu_s(pid) - before_s, len(requests))
     finally:
         sender.close(MAX_WAIT_S)
 
@@ -180,13 +176,13 @@ def measure_counting(
     try:
         spans = send_requests(sender, requests[:WARM_UP_REQUESTS], 0)
         pid = find_exporter(os.getpid())
-        before_s = read_cpu_s(pid)
+        before_s = read_process_cpu_s(pid)
         send_requests(sender, requests, spans)
-        costs.sampled_us.append((read_cpu_s(pid) - before_s) / len(requests) * 1e6)
+        costs.sampled_us.append((read_process_cpu_s(pid) - before_s) / len(requests) * 1e6)
         counted = send_measurements(sender, unsampled, WARM_UP_REQUESTS)
-        before_s = read_cpu_s(pid)
+        before_s = read_process_cpu_s(pid)
         counted = send_measurements(sender, unsampled, UNSAMPLED_REQUESTS) - counted
-        costs.unsampled_us.append((read_cpu_s(pid) - before_s) / counted * 1e6)
+        costs.unsampled_us.append((read_process_cpu_s(pid) - before_s) / counted * 1e6)
     finally:
         sender.close(MAX_WAIT_S)
 
@@ -219,7 +215,7 @@ def run_sdk_command(process: subprocess.Popen[str], command: str) -> float:
     process.stdin.flush()
     # The answer comes when all of it is exported: CPU time is read after that.
     process.stdout.readline()
-    return read_cpu_s(process.pid)
+    return read_process_cpu_s(process.pid)
 
 
 def build_protocol_figures(name: str, ours: ExporterCosts, sdk: ExporterCosts) -> dict[str, Figure]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of another process, for benchmarks that compare what processes use."""
+"""Read the CPU time of another process from the kernel; benchmarks compare what processes use."""
 
 from __future__ import annotations
 
@@ -7,5 +7,8 @@ import time
 
 
 def read_process_cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used, to the nanosecond; /proc's stat counts 10 ms."""
+    """Seconds of CPU that all threads of a process have used, to the nanosecond; /proc's stat counts 10 ms.
+
+    Raises OSError for a process that has ended.
+    """
     return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid

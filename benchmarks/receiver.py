@@ -30,7 +30,7 @@ import grpc
 import msgspec
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from benchmarks.exporter import HOST, read_cpu_s, read_peak_memory_mb
+from benchmarks.exporter import HOST, read_peak_memory_mb
 from benchmarks.exporter_records import SPANS_PER_REQUEST, build_request_halves
 from benchmarks.figures import (
     Figure,
@@ -39,6 +39,7 @@ from benchmarks.figures import (
     divide_rounds,
     report_figures,
 )
+from benchmarks.process_cpu import read_process_cpu_s
 from ttft_otel.exporter.export_worker import MAX_BATCH_RECORDS
 from ttft_otel.exporter.resource_cache import ResourceCache
 from ttft_otel.exporter.span_batch import BatchBuilder
@@ -167,18 +168,18 @@ def measure_round(
     requests = max(1, round(rate * seconds))
     flood = build_export_bodies(first, requests)
     paced = build_export_bodies(first + requests, requests)
-    before_s = read_cpu_s(pid)
+    before_s = read_process_cpu_s(pid)
     for body in flood:
         send(body)
-    costs.flood_us.append((read_cpu_s(pid) - before_s) / requests * 1e6)
+    costs.flood_us.append((read_process_cpu_s(pid) - before_s) / requests * 1e6)
     costs.protobuf_us.append(measure_protobuf_us(flood, requests))
     time.sleep(1.0)  # what is left to remove after the flood is not the pause's cost
-    before_s = read_cpu_s(pid)
+    before_s = read_process_cpu_s(pid)
     time.sleep(2.0)
-    costs.idle_us_per_s.append((read_cpu_s(pid) - before_s) / 2.0 * 1e6)
-    before_s = read_cpu_s(pid)
+    costs.idle_us_per_s.append((read_process_cpu_s(pid) - before_s) / 2.0 * 1e6)
+    before_s = read_process_cpu_s(pid)
     send_paced(send, paced, seconds)
-    costs.paced_us.append((read_cpu_s(pid) - before_s) / requests * 1e6)
+    costs.paced_us.append((read_process_cpu_s(pid) - before_s) / requests * 1e6)
     costs.memory_mb.append(read_peak_memory_mb(pid))
     return first + 2 * requests
 

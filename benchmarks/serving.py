@@ -157,10 +157,7 @@ def compute_serving_figures(
 
     def add_ratios(key: str, ratios: list[float], goal: float | None) -> list[float]:
         figures[key] = build_figure(ratios, goal, at_least="throughput" in key, digits=4)
-        interval = estimate_median(ratios, CONFIDENCE)
-        figures[f"{key}_interval"] = build_figure(
-            [interval.low, interval.median, interval.high], digits=4
-        )
+        figures[f"{key}_interval"] = build_interval(ratios, digits=4)
         return ratios
 
     def divide_modes(name: str, figure: str) -> list[float]:
@@ -208,10 +205,14 @@ def compare_processes(
             one.process_us[process] - other.process_us[process]
             for one, other in zip(rounds, base_rounds, strict=True)
         ]
-        interval = estimate_median(more, CONFIDENCE)
-        bounds = [interval.low, interval.median, interval.high]
-        figures[f"{name}_more_cpu_us_in_{process}"] = build_figure(bounds, digits=1)
+        figures[f"{name}_more_cpu_us_in_{process}"] = build_interval(more, digits=1)
     return figures
+
+
+def build_interval(values: Sequence[float], digits: int) -> Figure:
+    """The median of `values`, one a round, with the bounds of its interval as its spread."""
+    interval = estimate_median(values, CONFIDENCE)
+    return build_figure([interval.low, interval.median, interval.high], digits=digits)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,16 +29,19 @@ EXPORT_WAIT_S: Final = 2.0
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """One round on one server: requests per second, p99 and median inter-token latency in us, and the
-    CPU time of a request in us, in the server's processes, in those that take its spans, and in each of
-    the server's processes by its name.
+    CPU time of a request in us: in processes that take its spans, and in each of the server's by its name.
     """
 
     throughput: float
     itl_p99: float
     itl_median: float
-    cpu_us: float
     outside_us: float
-    process_us: Mapping[str, float] = field(default_factory=dict)
+    process_us: Mapping[str, float]
+
+    @property
+    def cpu_us(self) -> float:
+        """Of all of the server's processes."""
+        return sum(self.process_us.values())
 
 
 def read_cpu_us(pids: Iterable[int]) -> dict[str, float]:
@@ -119,7 +122,6 @@ def run_load(
         # A client that is short of CPU reads several events at once, whose gaps are 0.
         max(1.0, gaps[int(len(gaps) * 0.99)]),
         max(1.0, statistics.median(gaps)),
-        sum(process_us.values()),
         outside_us / len(answers),
         process_us,
     )

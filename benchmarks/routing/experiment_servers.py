@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.process_cpu import read_process_cpu_s
 from lab import free_ports, local_deployment, server_commands, session_processes, tiny_models
 from lab.local_servers import LocalServer, ProgressCallback, run_servers
 from lab.server_commands import ServerCommand
@@ -151,7 +152,5 @@ def _build_policy_router_command(
 
 def _read_process_cpu_s(pid: int) -> float:
     with contextlib.suppress(OSError):  # it has ended since it was found
-        # Fields 14 and 15 of the line, user and system time; the name before may hold spaces.
-        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
+        return read_process_cpu_s(pid)
     return 0.0

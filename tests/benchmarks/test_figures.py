@@ -61,7 +61,13 @@ def build_serving_figures(p99: float = 1000.0, speed: float = 1.0) -> dict[str, 
     return serving.compute_serving_figures(
         serving.MODES,
         {
-            name: [LoadResult(count * speed, *(us / speed for us in (last, 500.0, 900.0, 80.0)))]
+            name: [
+                LoadResult(
+                    count * speed,
+                    *(us / speed for us in (last, 500.0, 80.0)),
+                    {"python": 900.0 / speed},
+                )
+            ]
             * 3
             for name, (count, last) in throughputs_p99s.items()
         },
@@ -71,7 +77,7 @@ def build_serving_figures(p99: float = 1000.0, speed: float = 1.0) -> dict[str, 
 def test_more_cpu_time_by_process() -> None:
     """What a request takes more than in the base's round, in each process that both rounds have."""
     base, more = (
-        LoadResult(20.0, 1.0, 1.0, 900.0, 80.0, {"python": api_us, "worker": 500.0, name: 1.0})
+        LoadResult(20.0, 1.0, 1.0, 80.0, {"python": api_us, "worker": 500.0, name: 1.0})
         for api_us, name in ((300.0, "left"), (340.0, "came"))
     )
     figures = serving.compare_processes("on", [more] * 7, [base] * 7)
