@@ -40,8 +40,10 @@ def watch_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the bodies that are gone."""
     read_body = endpoint.read_body
 
-    async def read_watched_body(*args: Any) -> bytes | None:
-        return WatchedBytes(await read_body(*args) or b"")
+    async def read_watched_body(*args: Any) -> bool:
+        is_here, client_body = await read_body(*args), args[3]
+        client_body.data = WatchedBytes(client_body.data)
+        return is_here
 
     monkeypatch.setattr(endpoint, "read_body", read_watched_body)
     monkeypatch.setattr(WatchedBytes, "drop_count", 0)

@@ -17,15 +17,21 @@ RETRY_AFTER_S: Final = 1
 class ClientBody:
     """The body of one request, which the task `reader` reads.
 
-    error: why the reader was cancelled, None unless that was done here.
+    data: all of it, once it is here; b"" again when it was taken. error: why the reader was cancelled, None
+    unless that was done here.
     """
 
-    __slots__ = ("error", "held_bytes", "_reader")
+    __slots__ = ("data", "error", "held_bytes", "_reader")
 
     def __init__(self, reader: asyncio.Task[Any] | None) -> None:
-        self.held_bytes = 0
+        self.data, self.held_bytes = b"", 0
         self.error: RequestRejected | None = None
         self._reader = reader
+
+    def take_data(self) -> bytes:
+        """All of it, for the only one who holds it from here on: it may be large, and the answer long."""
+        data, self.data = self.data, b""
+        return data
 
     def time_out(self) -> None:
         """End the reading: the body did not arrive in time."""

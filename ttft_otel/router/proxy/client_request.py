@@ -22,10 +22,10 @@ async def read_body(
     budget: BodyBudget,
     client_body: ClientBody,
     exchange: Exchange,
-) -> bytes | None:
-    """Read the request body; None if the client disconnected first. Raises RequestRejected.
+) -> bool:
+    """Read the request body into `client_body`; False if the client disconnected first.
 
-    client_body: what `budget` knows of it.
+    budget: counts its bytes. Raises RequestRejected.
     """
     content_length = client_headers.get("content-length")
     chunks: list[bytes] = []
@@ -37,17 +37,19 @@ async def read_body(
             message = await receive()
             if message["type"] == "http.disconnect":
                 exchange.record_failure(CLIENT_DISCONNECTED)
-                return None
+                return False
             chunk = message.get("body", b"")
             budget.add_bytes(client_body, len(chunk))
             chunks.append(chunk)
             if not message.get("more_body", False):
                 if len(chunks) == 1:
-                    return chunks[0]
-                if client_body.held_bytes > MAX_JOINED_BYTES:
+                    client_body.data = chunks[0]
+                elif client_body.held_bytes > MAX_JOINED_BYTES:
                     # in a thread, which lets go of the interpreter while it copies
-                    return await asyncio.to_thread(b"".join, chunks)
-                return b"".join(chunks)
+                    client_body.data = await asyncio.to_thread(b"".join, chunks)
+                else:
+                    client_body.data = b"".join(chunks)
+                return True
     except asyncio.CancelledError:
         # By the budget or its timer, which leave an error; otherwise the server is being stopped.
         if client_body.error is None:

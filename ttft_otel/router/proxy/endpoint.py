@@ -95,19 +95,13 @@ class ProxyEndpoint:
             self.admission.admit_request(scope, client_headers, bool(exchange.operation))
             task = asyncio.current_task()
             client_body = self.body_budget.begin_body(task)
-            body_bytes = await read_body(
-                receive, client_headers, self.body_budget, client_body, exchange
-            )
-            if body_bytes is not None:
+            if await read_body(receive, client_headers, self.body_budget, client_body, exchange):
                 # The body is here: from now on receive() can only say that the client left.
                 output = find_output(scope)
                 disconnect_watch = DisconnectWatch(exchange, task, receive, output)
-                serving = self._serve_request(
-                    scope, client_headers, body_bytes, client_body, exchange, send, output
+                await self._serve_request(
+                    scope, client_headers, client_body, exchange, send, output
                 )
-                # From here on only the legs hold it, and these no longer than they may need it.
-                del body_bytes
-                await serving
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
                 exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
@@ -167,15 +161,14 @@ class ProxyEndpoint:
         self,
         scope: AsgiScope,
         client_headers: http_headers.ClientHeaders,
-        body_bytes: bytes,
         client_body: ClientBody,
         exchange: Exchange,
         send: AsgiSend,
         output: AnswerOutput | None,
     ) -> None:
-        preparing = self._prepare_request(scope, client_headers, body_bytes, exchange)
-        del body_bytes
-        leg_plan, request = await preparing
+        leg_plan, request = await self._prepare_request(
+            scope, client_headers, client_body.take_data(), exchange
+        )
         wants_timing = client_headers.get(names.ASK) == "1"
         client_stream = ClientStream(exchange, send, wants_timing, self.reporter, output)
         if leg_plan is not None:
