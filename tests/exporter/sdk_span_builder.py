@@ -17,7 +17,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from ttft_otel import __version__, names
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter import record_attributes
-from ttft_otel.exporter.handover_pieces import cut_handover
+from ttft_otel.exporter.handover_pieces import list_late_pieces
 from ttft_otel.record import Attributes, HeldBy, Piece, Record
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
@@ -170,8 +170,7 @@ class _SpanTree:
     def build_late_spans(self) -> Iterator[ReadableSpan]:
         """Spans after the first token: children of the server span, a `step` of the span before it."""
         above = self.server_context
-        handover = self.record.handover
-        for piece in (*self.record.late, *(cut_handover(handover) if handover else ())):
+        for piece in list_late_pieces(self.record):
             piece_context = self.make_context(_new_span_id())
             parent = above if piece.kind == "step" else self.server_context
             above = above if piece.kind == "step" else piece_context

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from full_record import change_full_record
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ttft_otel import names
-from ttft_otel.exporter.handover_pieces import count_handover_pieces, cut_handover
+from ttft_otel.exporter.handover_pieces import (
+    count_late_pieces,
+    cut_handover,
+    list_late_pieces,
+)
 from ttft_otel.record import Handover, HandoverCall
 from ttft_otel.timing import format_server_timing
 
@@ -73,7 +78,9 @@ def test_steps_add_up(
 
     whole, *steps = cut_handover(handover)
 
-    assert len(steps) + 1 <= count_handover_pieces(handover)
+    record = change_full_record(late=(), handover=handover)
+    assert list_late_pieces(record) == [whole, *steps]
+    assert len(steps) + 1 <= count_late_pieces(record)
     found = dict(whole.attributes)
     total = found.pop(names.HANDOVER_TOTAL_US)
     assert total == whole.end - whole.start == sum(each.end - each.start for each in steps)

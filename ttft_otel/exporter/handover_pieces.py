@@ -13,13 +13,23 @@ from typing import Final
 from ttft_otel import names, stages
 from ttft_otel.intervals import PartitionCursor
 from ttft_otel.leg_partition import place_leg
-from ttft_otel.record import Attributes, Handover, Piece
+from ttft_otel.record import Attributes, Handover, Piece, Record
 from ttft_otel.timing import parse_server_timing
 
 MAX_KEPT_NAMES: Final = 256
 _EGRESS: Final = "router.egress"
 _PIECES_BESIDE_STAGES: Final = 3  # of a call: routing, hop or back-off, and what is unattributed
 _UNATTRIBUTED_TOTAL: Final = names.name_handover_attribute(stages.UNATTRIBUTED)
+
+
+def list_late_pieces(record: Record) -> list[Piece]:
+    """Pieces of what came after the first token of `record`: those that it has, and those of its handover."""
+    return [*record.late, *(cut_handover(record.handover) if record.handover else ())]
+
+
+def count_late_pieces(record: Record) -> int:
+    """How many list_late_pieces() gives, the most; without parsing anything."""
+    return len(record.late) + (_count_handover_pieces(record.handover) if record.handover else 0)
 
 
 def cut_handover(handover: Handover) -> list[Piece]:
@@ -42,8 +52,7 @@ def cut_handover(handover: Handover) -> list[Piece]:
     return pieces
 
 
-def count_handover_pieces(handover: Handover) -> int:
-    """How many pieces cut_handover() makes, the most; without parsing anything."""
+def _count_handover_pieces(handover: Handover) -> int:
     entries = sum(call.server_timing.count(";") for call in handover.calls)
     # The whole and the egress besides.
     return 2 + entries + _PIECES_BESIDE_STAGES * len(handover.calls)

@@ -18,7 +18,7 @@ from opentelemetry.trace import TraceState
 from ttft_otel import names
 from ttft_otel.context import SAMPLED_FLAG
 from ttft_otel.exporter.attribute_writer import CONSTANT_TYPES, MAX_CACHED_PARTS, write_attributes
-from ttft_otel.exporter.handover_pieces import count_handover_pieces, cut_handover
+from ttft_otel.exporter.handover_pieces import count_late_pieces, list_late_pieces
 from ttft_otel.exporter.holder_links import write_holders
 from ttft_otel.exporter.record_attributes import (
     list_identity_attributes,
@@ -56,8 +56,7 @@ def count_spans(record: Record) -> int:
     if not record.flags & SAMPLED_FLAG:
         return 0
     below = 1 + len(record.ttft.pieces) if record.ttft else 0
-    after = len(record.late) + (count_handover_pieces(record.handover) if record.handover else 0)
-    return (record.server is not None) + len(record.calls) + below + after
+    return (record.server is not None) + len(record.calls) + below + count_late_pieces(record)
 
 
 def write_spans(record: Record, spans: SpanList, detail: str = "full") -> None:
@@ -192,8 +191,7 @@ class _SpanWriter:
         """Spans after the first token: children of the server span, a `step` of the span before it."""
         above = self.server_id
         shared = _Shared(self.shared_attributes)
-        handover = self.record.handover
-        for piece in (*self.record.late, *(cut_handover(handover) if handover else ())):
+        for piece in list_late_pieces(self.record):
             if piece.kind not in self.kinds:
                 continue
             parent_id = above if piece.kind == "step" else self.server_id

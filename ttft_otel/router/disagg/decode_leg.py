@@ -19,7 +19,7 @@ from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.exchange import ClientWriter, Exchange
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import MODE_STRIP
-from ttft_otel.router.upstream import retry
+from ttft_otel.router.upstream import http_headers, retry
 from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailable_error
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait, read_first_chunk
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
@@ -35,7 +35,7 @@ class DisaggregatedRequest(msgspec.Struct):
     """One request on its way through P and D.
 
     request: as for a single server. on_sent: called when no instance gets the client's body any more.
-    leg_headers: its headers for bodies of our own. held_kv_params: names KV blocks that P still keeps.
+    leg_headers: of both legs' requests. held_kv_params: names KV blocks that P still keeps.
     """
 
     plan: LegPlan
@@ -45,6 +45,10 @@ class DisaggregatedRequest(msgspec.Struct):
     on_sent: Callable[[], None]
     leg_headers: dict[str, str] = {}
     held_kv_params: Raw | None = None
+
+    def __post_init__(self) -> None:
+        # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
+        self.leg_headers = http_headers.build_buffered_headers(self.request.headers)
 
     def drop_bodies(self) -> None:
         """D answers, which may take minutes: nothing is sent any more, and what was kept for it can go."""

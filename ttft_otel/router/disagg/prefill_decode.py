@@ -50,8 +50,6 @@ class PrefillDecodeFlow:
     async def serve_request(self, job: DisaggregatedRequest) -> None:
         """Serve the request of `job` by the legs of its plan."""
         plan, exchange, client_stream = job.plan, job.exchange, job.client_stream
-        # Both legs get bodies of our own, and P's answer is parsed here: nothing is compressed.
-        job.leg_headers = http_headers.build_buffered_headers(job.request.headers)
         if plan.mode == MODE_CONTINUE:
             # Asked while P computes, as the answers are needed when P's token is here.
             self.capabilities.refresh_stale(
