@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
-from ttft_otel import cli
 from ttft_otel.bench.request_factory import UNIVERSAL_TOKEN_IDS
+from ttft_otel.commands import main as cli
 
 SPARE_ANSWER_TOKENS = 4  # tokens of an answer: enough for a second event, too few to matter
 BOOTSTRAP_DRAWS = 2000

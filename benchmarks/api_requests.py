@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from benchmarks.fake_vllm import REQUESTS_PER_ROUND
-from ttft_otel import carrier, clock, names
-from ttft_otel.endpoints import CHAT_PATH
-from ttft_otel.engine_timeline import EngineTimeline
 from ttft_otel.hooks import api_server
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import CHAT_PATH
+from ttft_otel.tracing import carrier, clock
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 
 async def serve_one_chunk(scope: Any, receive: Any, send: Any) -> None:

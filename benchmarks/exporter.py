@@ -36,9 +36,10 @@ from benchmarks.figures import (
 )
 from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes
-from ttft_otel import handoff, names
-from ttft_otel.exporter.request_metrics import MAX_PENDING_ROWS
-from ttft_otel.settings import Settings
+from ttft_otel.exporter.metrics.request_metrics import MAX_PENDING_ROWS
+from ttft_otel.model import names
+from ttft_otel.tracing import handoff
+from ttft_otel.tracing.settings import Settings
 
 HOST: Final = "127.0.0.1"
 PROTOCOLS: Final = {"http": "http/protobuf", "grpc": "grpc"}

@@ -10,10 +10,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks.otlp_bodies import LAST_STAGES, TEXT_STAGES, build_benchmark_record
-from ttft_otel import names
-from ttft_otel.exporter.span_builder import build_spans
-from ttft_otel.measurement import encode_for_exporter
-from ttft_otel.record import Attributes, Piece, Record, encode_record
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.model import names
+from ttft_otel.model.record import Attributes, Piece, Record, encode_record
+from ttft_otel.tracing.measurement import encode_for_exporter
 
 STAGE_US: Final = 1000
 QUEUE: Final = "prefill.queue"  # says why it waited, and behind what

@@ -11,9 +11,11 @@ from time import monotonic_ns, process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
-from ttft_otel import names
-from ttft_otel.hooks import device, ec_connectors, engine_core, kv, model_runners, scheduler, wrap
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.worker import device, ec_connectors, model_runners
+from ttft_otel.model import names
 
 # Rounds of some milliseconds: process_time_ns() is exact enough, and a round rarely interrupted.
 REQUESTS_PER_ROUND: Final = 400
@@ -129,7 +131,7 @@ def wrap_fake_host() -> type[FakeVllmHost]:
 
     hooks = {
         **scheduler.HOOKS,
-        **engine_core.HOOKS,
+        **request_arrival.HOOKS,
         **model_runners.HOOKS,
         **kv.HOOKS,
         **ec_connectors.HOOKS,

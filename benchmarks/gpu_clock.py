@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
 from benchmarks.gpu_device import CudaGpu, Gpu
-from ttft_otel import clock
-from ttft_otel.hooks import device
+from ttft_otel.hooks.worker import device
+from ttft_otel.tracing import clock
 
 # The best of many: most tries are disturbed by an interrupt or a slow call.
 REFERENCE_TRIES: Final = 300

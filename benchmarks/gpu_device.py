@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ttft_otel import clock
+from ttft_otel.tracing import clock
 
 
 class Gpu(Protocol):

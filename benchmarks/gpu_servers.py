@@ -18,7 +18,7 @@ from lab.guests import join_guest_paths
 from lab.injection import InjectionControl
 from lab.server_commands import HOST, ServerCommand
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel import names
+from ttft_otel.model import names
 
 RUNNERS: Final = {"v1": "0", "v2": "1"}
 COMPILATION: Final = {

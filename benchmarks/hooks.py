@@ -36,10 +36,10 @@ from benchmarks.figures import (
 )
 from benchmarks.sdk_exporter import build_exported_spans
 from benchmarks.waiting_steps import run_waiting_steps
-from ttft_otel import handoff, roles
-from ttft_otel.asgi import TracingMiddleware
-from ttft_otel.endpoints import CHAT_PATH
-from ttft_otel.settings import Settings
+from ttft_otel.model.endpoints import CHAT_PATH
+from ttft_otel.tracing import handoff, roles
+from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.settings import Settings
 
 ROUNDS: Final = 15
 EXPORTED_SPANS: Final = 12  # of a text request: server, ttft and its stages

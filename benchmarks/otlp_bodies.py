@@ -12,10 +12,10 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel import names, stages
-from ttft_otel.endpoints import CHAT_PATH
-from ttft_otel.exporter import span_builder as exporter
-from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.model import names, stages
+from ttft_otel.model.endpoints import CHAT_PATH
+from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
 
 SPANS_PER_BATCH: Final = 512  # spans of one request, as our exporter sends them
 BATCH_COUNT: Final = 24  # different ones, sent in turn with new trace ids

@@ -41,9 +41,9 @@ from benchmarks.figures import (
 )
 from benchmarks.process_cpu import read_process_cpu_s
 from ttft_otel.exporter.export_worker import MAX_BATCH_RECORDS
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.span_batch import BatchBuilder
-from ttft_otel.record import Record
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.span_batch import BatchBuilder
+from ttft_otel.model.record import Record
 
 PROTOCOLS: Final = ("http", "grpc")
 EXPORT_METHOD: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -102,7 +102,14 @@ def run_receiver(database: Path) -> Iterator[tuple[int, int, int]]:
     """Run `ttft-otel serve`; its process ID, HTTP port and gRPC port."""
     words = ["serve", "--http-port", "0", "--grpc-port", "0", "--db", str(database)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ttft_otel.cli", *words, "--keep-requests", str(KEPT_TRACES)],
+        [
+            sys.executable,
+            "-m",
+            "ttft_otel.commands.main",
+            *words,
+            "--keep-requests",
+            str(KEPT_TRACES),
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -43,7 +43,7 @@ RUST_ROUTER_PACKAGE: Final = "vllm-router==0.1.17"
 ROUTER_COMMAND: Final = (
     sys.executable,
     "-c",
-    "from ttft_otel.router.cli.command import command; command()",
+    "from ttft_otel.commands.router.command import command; command()",
 )
 CHAT_MESSAGES: Final = [{"role": "user", "content": "How long until the first token?"}]
 EVENTS_BY_CASE: Final = {

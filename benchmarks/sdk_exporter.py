@@ -26,8 +26,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Status, Tracer, set_span_in_context
 
 from benchmarks.exporter_records import build_request_spans
-from ttft_otel import names
-from ttft_otel.otlp_exporter import build_span_exporter
+from ttft_otel.exporter.otlp_exporter import build_span_exporter
+from ttft_otel.model import names
 
 REQUESTS_PER_FLUSH: Final = 64  # then wait: more than 2,048 spans would be dropped from its queue
 

@@ -34,8 +34,8 @@ from benchmarks.figures import (
     report_figures,
 )
 from benchmarks.hooks import SERVER_SPAN_ATTRIBUTES, SERVER_SPAN_NAME, create_tracer
-from ttft_otel import handoff
-from ttft_otel.settings import Settings
+from ttft_otel.tracing import handoff
+from ttft_otel.tracing.settings import Settings
 
 RECORD_PAUSE_S: Final = 0.006  # 80 streams a second
 MAX_SENDING_RATIO: Final = 0.25  # to a span of the SDK

@@ -36,7 +36,7 @@ from benchmarks.serving_load import CONCURRENT_CLIENTS, LoadResult, list_exporte
 from lab import local_deployment, server_commands, session_processes, tiny_models
 from lab.evidence import estimate_median
 from lab.local_servers import LocalServer, run_servers
-from ttft_otel import names
+from ttft_otel.model import names
 
 # Of each round, to the server without tracing in the same round.
 RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.03, "itl_median": 1.02, "cpu_us": None}

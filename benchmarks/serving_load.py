@@ -19,7 +19,7 @@ from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes, ttft_client
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel import names
+from ttft_otel.model import names
 
 CONCURRENT_CLIENTS: Final = 12
 TOKENS_PER_ANSWER: Final = 48

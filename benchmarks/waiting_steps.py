@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks import fake_vllm
 from benchmarks.fake_vllm import DECODE_BATCH, STEPS_PER_ROUND, FakeVllmHost
-from ttft_otel import names
+from ttft_otel.model import names
 
 WAITING_REQUESTS: Final = 200  # all traced
 

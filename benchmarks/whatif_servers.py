@@ -25,10 +25,10 @@ from lab.server_commands import (
     build_prefill_decode_command,
 )
 from lab.ttft_client import TimedRequest, send_timed_request
-from ttft_otel import names
-from ttft_otel.endpoints import COMPLETIONS_PATH
-from ttft_otel.explain.replay_facts import Recording, read_recording
-from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, open_reader
+from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter, open_reader
 
 RATE_BY_STEP: Final = 0.16  # requests that arrive within a step's sleep, on average
 MAX_SEQS, MAX_TOKENS = 4, 512

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 FOLDER = Path(__file__).parent / "img"
 WIDTH, MARGIN, HEIGHT = 860, 16, 30  # of the picture, beside the strips, of a strip; pixels

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 from ttft_otel.router.limits import RouterLimits
 
 FOLDER = Path(__file__).parent / "reference"

@@ -13,8 +13,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Final
 
-from ttft_otel import names, stages
-from ttft_otel.metric_labels import (
+from ttft_otel.model import names, stages
+from ttft_otel.model.metric_labels import (
     BUCKET_BOUNDS_S,
     MAX_HISTOGRAM_BUCKETS,
     METRIC_LABELS,

@@ -35,8 +35,8 @@ from lab.progress_screen import ProgressScreen
 from lab.server_commands import VllmOptions
 from lab.source_check import SourceError, check_source
 from lab.ttft_client import TimedResponse
-from ttft_otel import names, stages, timing
 from ttft_otel.hooks import target_check
+from ttft_otel.model import names, stages, timing
 
 # Sixteen times the tolerance: what shows elsewhere is told from noise.
 DELAY_MS: Final = 80.0  # injected into one place at a time

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ttft_otel.hooks.targets import TARGETS
-from ttft_otel.stages import UNATTRIBUTED
+from ttft_otel.model.stages import UNATTRIBUTED
 
 StageSample = dict[str, int]
 

@@ -32,9 +32,9 @@ from lab.progress_screen import ProgressScreen
 from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
 from lab.ttft_client import TimedResponse
 from lab.vllm_releases import PROJECT_ROOT
-from ttft_otel.report import report_files, terminal
-from ttft_otel.report.database_reader import DatabaseReader, open_reader
-from ttft_otel.report.report_files import ClientMeasurement
+from ttft_otel.report.show import report_files, terminal
+from ttft_otel.report.show.report_files import ClientMeasurement
+from ttft_otel.report.store.database_reader import DatabaseReader, open_reader
 
 CHUNK_TOKENS: Final = 512  # tokens per engine step: long prompts take several steps
 SPAN_ARRIVAL_TIMEOUT_S: Final = 30.0  # for the last spans to reach the receiver

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel import names
-from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.model import names
 from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
+from ttft_otel.report.store.database_reader import StoredTrace
 
 SERVER_KIND: Final = SPAN_KINDS.index("server")
 ENCODED_TWICE_REMEDY: Final = 'see "Encoded twice" in docs/router.md'

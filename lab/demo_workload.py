@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lab.ttft_client import TimedRequest
-from ttft_otel import names
-from ttft_otel.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 LONG_PROMPT_WORDS: Final = 1300  # three or more chunks of 512 tokens
 WARMUP_SEED_OFFSET: Final = 1_000_000  # seeds of images from here on are the warm-up's

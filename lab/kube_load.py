@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.model.endpoints import CHAT_PATH
 
 PAUSE_S: Final = 0.15  # between two requests of a client
 REQUEST_TIMEOUT_S: Final = 120.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from lab import free_ports, server_commands, tiny_models
 from lab.local_servers import LocalServer, ProgressCallback, run_servers
 from lab.server_commands import ServerCommand, VllmOptions
-from ttft_otel import names
+from ttft_otel.model import names
 
 # The test-only connector whose items can come late.
 WAITING_CONNECTOR_MODULE = "lab.guests.inject.ttft_inject.connector"
@@ -138,7 +138,7 @@ def build_receiver_command(database: Path, port: int = 0) -> ServerCommand:
     port = port or free_ports.find_free_port()
     # The gRPC port is chosen too: the default one may belong to a collector on this machine.
     argv = (
-        *(sys.executable, "-m", "ttft_otel.cli", "serve", "--db", str(database)),
+        *(sys.executable, "-m", "ttft_otel.commands.main", "serve", "--db", str(database)),
         *("--http-port", str(port), "--grpc-port", str(free_ports.find_free_port())),
     )
     return ServerCommand("receiver", argv, {}, port, health_path="/healthz")
@@ -159,7 +159,7 @@ def build_router_command(
     argv = (
         sys.executable,
         "-m",
-        "ttft_otel.cli",
+        "ttft_otel.commands.main",
         "router",
         *flags,
         "--port",

@@ -14,8 +14,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from ttft_otel import palette, stages
-from ttft_otel.report.terminal import remove_controls
+from ttft_otel.model import palette, stages
+from ttft_otel.report.show.terminal import remove_controls
 
 # Wide enough for the table of requests; Rich would assume 80.
 DEFAULT_WIDTH: Final = 144  # columns of output that is not a terminal

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ttft_otel import handoff
+from ttft_otel.tracing import handoff
 
 
 def list_session_pids(leader: int) -> list[int]:

@@ -31,7 +31,7 @@ from lab.response_parser import (
     split_events,
 )
 from ttft_otel.bench import noise_images
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
 # Words of tiny_models.TOKENIZER_CORPUS: one or two tokens each.
 FILLER_WORDS = ("quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog")

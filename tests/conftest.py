@@ -17,10 +17,11 @@ import pytest
 from file_schedule import FileScheduling, rank_file
 from hooks.server import FakeApiServer, FakeClient
 
-from ttft_otel import guard, testing
+from ttft_otel import testing
 from ttft_otel.hooks import wrap
-from ttft_otel.roles import identity
-from ttft_otel.settings import Settings
+from ttft_otel.tracing import guard
+from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.settings import Settings
 
 # With --hypothesis-profile quick, as in scripts/test --quick; by default there are a hundred examples.
 # Tests that need more or fewer take a multiple of `settings.default.max_examples`.

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel import names
+from ttft_otel.model import names
 
 
 @dataclass

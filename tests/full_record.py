@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ttft_otel.record import (
+from ttft_otel.model.record import (
     RECORD_VERSION,
     Call,
     Handover,

@@ -14,9 +14,9 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
-from ttft_otel import guard, handoff, recorder
-from ttft_otel.asgi import TracingMiddleware
-from ttft_otel.settings import get_settings
+from ttft_otel.tracing import guard, handoff, recorder
+from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.settings import get_settings
 
 losses, errors, pending = map(int, sys.argv[1:])
 

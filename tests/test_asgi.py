@@ -19,21 +19,13 @@ from hooks.server import (
     hang_in_queue,
 )
 
-from ttft_otel import (
-    asgi,
-    carrier,
-    first_chunk,
-    kept_spans,
-    meter,
-    names,
-    recorder,
-    testing,
-    timing,
-)
-from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
-from ttft_otel.record import Piece, Record
-from ttft_otel.roles import identity
-from ttft_otel.settings import Settings
+from ttft_otel import testing
+from ttft_otel.model import names, timing
+from ttft_otel.model.record import Piece, Record
+from ttft_otel.tracing import asgi, carrier, first_chunk, kept_spans, meter, recorder
+from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.settings import Settings
 
 TIMING_HEADERS = {"x_ttft_timing": "1"}
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from ttft_otel.breakdown import (
+from ttft_otel.model.breakdown import (
     CODE_EC_TRANSFER,
     CODE_ENCODER,
     CODE_FORWARD,
@@ -23,7 +23,7 @@ from ttft_otel.breakdown import (
     Marks,
     partition_marks,
 )
-from ttft_otel.failed_stage import find_failed_stage
+from ttft_otel.model.failed_stage import find_failed_stage
 
 
 def make_marks(**changes: object) -> Marks:

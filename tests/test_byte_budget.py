@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from ttft_otel.byte_budget import ByteBudget
+from ttft_otel.http.byte_budget import ByteBudget
 
 
 class Body:

@@ -7,15 +7,16 @@ import random
 
 import pytest
 
-from ttft_otel import carrier, clock, names
-from ttft_otel.breakdown import (
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import (
     CODE_EC_TRANSFER,
     CODE_ENCODER,
     CODE_FORWARD,
     LOST_FORWARD,
     Marks,
 )
-from ttft_otel.engine_timeline import MAX_STEPS, EngineTimeline
+from ttft_otel.tracing import carrier, clock
+from ttft_otel.tracing.engine_timeline import MAX_STEPS, EngineTimeline
 
 BOOT = clock.get_boot_number()
 

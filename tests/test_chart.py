@@ -14,7 +14,8 @@ import yaml
 
 from lab import chart
 from lab.kube_tools import run_helm
-from ttft_otel import __version__, names
+from ttft_otel import __version__
+from ttft_otel.model import names
 
 CHECKOUT = Path(__file__).parents[1]
 KUBERNETES = CHECKOUT / "deploy" / "kubernetes"

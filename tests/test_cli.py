@@ -10,13 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ttft_otel import __version__, cli
+from ttft_otel import __version__
+from ttft_otel.commands import main as cli
 
 
 def test_help_is_light() -> None:
     """--help lists every subcommand with examples and imports none of them."""
     code = (
-        "import sys; from ttft_otel.cli import main\n"
+        "import sys; from ttft_otel.commands.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'fastapi', 'grpc', 'uvicorn', 'aiohttp', 'jinja2', 'rich'} & set(sys.modules)\n"
@@ -46,7 +47,7 @@ def test_report_needs_no_extra() -> None:
     """Without the extra `serve` names it, and `report` works all the same."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('fastapi', 'uvicorn', 'jinja2')))\n"
-        "from ttft_otel.cli import main; main(sys.argv[1:])"
+        "from ttft_otel.commands.main import main; main(sys.argv[1:])"
     )
     said = [
         subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)

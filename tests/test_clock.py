@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ttft_otel import clock, testing
+from ttft_otel import testing
+from ttft_otel.tracing import clock
 
 
 def test_now() -> None:
     """Marks are microseconds of the system's monotonic clock, the same in another process."""
-    code = "from ttft_otel import clock; print(clock.now_us(), clock.read_boot_number())"
+    code = "from ttft_otel.tracing import clock; print(clock.now_us(), clock.read_boot_number())"
     before = clock.now_us()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs, boot = map(int, done.stdout.split())

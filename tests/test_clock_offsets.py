@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttft_otel import carrier, clock, clock_offsets, kept_spans, names, recorder, testing
-from ttft_otel.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
-from ttft_otel.context import start_context
-from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.settings import Settings
+from ttft_otel import testing
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
+from ttft_otel.tracing import carrier, clock, clock_offsets, kept_spans, recorder
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
 
 BASE_US = 10**13  # so that no reading is 0, which means that a mark is missing
 TEN_DAYS_US = 864_000_000_000

@@ -9,8 +9,8 @@ import sys
 import pytest
 from opentelemetry.sdk.trace import sampling
 
-from ttft_otel import context
-from ttft_otel.settings import Settings
+from ttft_otel.tracing import context
+from ttft_otel.tracing.settings import Settings
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ON = Settings(on=True)
@@ -100,7 +100,7 @@ def test_ratio_ends(ratio: float, sampled: bool) -> None:
 def test_ids_are_nobody_elses() -> None:
     """Whatever a host seeds, and in a forked child too, ids differ; their form is W3C's."""
     code = (
-        "import os, random; from ttft_otel import context; context.new_span_id(); random.seed(0);"
+        "import os, random; from ttft_otel.tracing import context; context.new_span_id(); random.seed(0);"
         "child = os.fork(); child and os.waitpid(child, 0);"
         "os.write(1, f'{context.new_span_id()} {context.new_trace_id()} '.encode())"
     )

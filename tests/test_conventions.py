@@ -12,15 +12,17 @@ from typing import Any, Final
 
 import pytest
 
-from ttft_otel import carrier, names, recorder, testing
-from ttft_otel.context import start_context
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.exporter.measured_series import BoundedSeries
-from ttft_otel.exporter.series_registry import METRIC_KINDS
-from ttft_otel.metric_labels import BUCKET_BOUNDS_S, METRIC_LABELS
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.roles import identity
-from ttft_otel.settings import Settings
+from ttft_otel import testing
+from ttft_otel.exporter.metrics.measured_series import BoundedSeries
+from ttft_otel.exporter.metrics.series_registry import METRIC_KINDS
+from ttft_otel.model import names
+from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S, METRIC_LABELS
+from ttft_otel.tracing import carrier, recorder
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.settings import Settings
 
 MODEL: Final = json.loads(
     (Path(__file__).parent / "golden" / "genai_conventions.json").read_text("utf-8")

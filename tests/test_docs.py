@@ -12,10 +12,12 @@ from pathlib import Path
 import click
 import pytest
 
-from ttft_otel import cli, names, settings, stages, timing, ttft_report
+from ttft_otel.commands import main as cli
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.command import command as router
+from ttft_otel.model import names, stages, timing, ttft_report
 from ttft_otel.router import errors
-from ttft_otel.router.cli import router_options
-from ttft_otel.router.cli.command import command as router
+from ttft_otel.tracing import settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

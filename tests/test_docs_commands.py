@@ -15,7 +15,7 @@ import pytest
 from lab import compat, demo
 from lab.stack import command as stack
 from tests.test_docs import BLOCK, README, ROOT, list_constants
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 from ttft_otel.hooks import target_check
 
 GUIDES = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]

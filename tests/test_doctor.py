@@ -16,8 +16,10 @@ from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from ttft_otel import doctor, names, settings, timing
+from ttft_otel.commands import doctor
 from ttft_otel.hooks import target_check
+from ttft_otel.model import names, timing
+from ttft_otel.tracing import settings
 
 TIMING = timing.format_server_timing({"receive": 1000, "prefill.compute": 9000}, 100, 10100)
 

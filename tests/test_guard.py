@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from ttft_otel import guard
+from ttft_otel.tracing import guard
 
 
 def raise_error() -> None:

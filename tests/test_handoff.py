@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ttft_otel import handoff, names
-from ttft_otel.handoff import RecordSender
-from ttft_otel.settings import Settings
+from ttft_otel.model import names
+from ttft_otel.tracing import handoff
+from ttft_otel.tracing.handoff import RecordSender
+from ttft_otel.tracing.settings import Settings
 
 # Detaches itself and reads like the exporter, and writes down what it got.
 READER_CODE = """
@@ -200,7 +201,7 @@ def test_endpoint(
 
 FORK_CODE = """
 import os
-from ttft_otel import handoff
+from ttft_otel.tracing import handoff
 ours = handoff.get_sender()
 assert ours.send(b"parent")
 child = os.fork()
@@ -220,7 +221,7 @@ assert ours.sent == 2
 
 def test_fork(reader_log: Path) -> None:
     """A forked child has a sender, a socket and an exporter of its own; the parent's go on."""
-    code = f"from ttft_otel import handoff\nhandoff.EXPORTER_MODULE = 'reader'\n{FORK_CODE}"
+    code = f"from ttft_otel.tracing import handoff\nhandoff.EXPORTER_MODULE = 'reader'\n{FORK_CODE}"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=30)
     assert len(_read_lines(reader_log, "start")) == len(_read_lines(reader_log, "end")) == 3
     assert len(_read_lines(reader_log, "record")) == 4

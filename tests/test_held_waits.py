@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_wait_reasons import PIECES, QUEUE
-from ttft_otel import names
-from ttft_otel.breakdown import Breakdown
-from ttft_otel.context import start_context
-from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
-from ttft_otel.held_waits import SEGMENT_SIZE, divide_held, halve_segments, split_length
-from ttft_otel.record import HeldBy, Ttft
-from ttft_otel.record_parts import make_ttft
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.settings import Settings
-from ttft_otel.stages import STALL_STAGE
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.held_waits import SEGMENT_SIZE, divide_held, halve_segments, split_length
+from ttft_otel.model.record import HeldBy, Ttft
+from ttft_otel.model.stages import STALL_STAGE
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.record_parts import make_ttft
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
 
 # From 50 on: 100 us of prompts, 200 us half prompts and half answers, nothing, own and others.
 SEGMENTS = [50, 100, 100, 0, 0, 0, 200, 100, 100, 0, 0, 140, 0, 0, 0, 0, 120, 60, 0, 0, 60]

@@ -19,7 +19,7 @@ from exporter.conftest import OtlpCollector
 from injected_folder import PYTHON, build_injected_folder, make_host_python
 from test_wheel import run_uv
 
-from ttft_otel import names
+from ttft_otel.model import names
 
 # As vLLM does it in every process, by name; then what a test wants to know.
 LOAD_PLUGIN: Final = """
@@ -44,9 +44,9 @@ print(json.dumps({"found": found, "versions": versions, "path": sys.path}))
 """
 SEND_RECORD: Final = """
 import logging
-from ttft_otel import handoff
-from ttft_otel.doctor import _make_probe_record
-from ttft_otel.record import encode_record
+from ttft_otel.tracing import handoff
+from ttft_otel.commands.doctor import _make_probe_record
+from ttft_otel.model.record import encode_record
 assert handoff.get_sender().send(encode_record(_make_probe_record()))
 handoff.get_sender().close(60)
 counts = handoff.get_counts()

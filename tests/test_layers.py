@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's layers, one way, proved from the imports' syntax trees."""
+"""The package's rooms import one way; proved from the imports' syntax trees."""
 
 from __future__ import annotations
 
@@ -11,69 +11,9 @@ from pathlib import Path
 import pytest
 
 import ttft_otel
-from lab.room_imports import list_imported_names
+from lab.room_imports import PACKAGE_ROOMS, ROUTER_ROOMS, list_imported_names
 
 ROOT = Path(ttft_otel.__file__).parent
-MAX_LINES = 300
-
-# The order of ttft_otel/__init__.py's docstring; a unit is a file or a folder of the package.
-WORDS = (
-    *("stages", "names", "endpoints", "clock", "settings", "guard", "otlp_exporter"),
-    *("child_command", "command_options", "metric_labels"),
-)
-SHAPE = ("record",)
-HOT = (
-    *(
-        "context",
-        "engine_timeline",
-        "carrier",
-        "clock_offsets",
-        "media_items",
-        "request_trace",
-        "roles",
-        "recorder",
-    ),
-    *(
-        "record_parts",
-        "measurement",
-        "trace_measurement",
-        "kept_spans",
-        "handoff",
-        "meter",
-        "first_chunk",
-        "asgi",
-    ),
-)
-PURE = (
-    *(
-        "breakdown",
-        "intervals",
-        "byte_budget",
-        "wait_reasons",
-        "held_waits",
-        "failed_stage",
-        "leg_partition",
-        "timing",
-    ),
-    *("ttft_report", "palette"),
-)
-SIDES = ("hooks", "exporter", "router", "report", "bench")
-ANSWERS = ("explain",)  # reads what the report has stored
-DOORS = (
-    *("plugin", "cli", "doctor", "doctor_clock", "doctor_media", "doctor_metrics", "size"),
-    "testing",
-)
-LEVEL = {
-    unit: level
-    for level, units in enumerate((WORDS, SHAPE, (*HOT, *PURE), SIDES, ANSWERS, DOORS))
-    for unit in units
-}
-# The router's rooms, the ground floor first; a room is a folder of router/, and "" its own files.
-ROOMS = (
-    *("", "upstream", "discovery", "routing", "disagg", "proxy", "control", "workers", "peers"),
-    "cli",
-)
-FORBIDDEN_ROOMS = {("upstream", "routing"), ("disagg", "proxy")}  # rooms that stay apart for ever
 OUTSIDE = ("lab", "benchmarks", "grafana", "tests")  # in no wheel
 FOREIGN = {"vllm", "torch", "transformers"}
 # Tokenizers and chat templates, in a process of their own and without torch.
@@ -93,8 +33,8 @@ BESIDE = [
 ]
 
 
-def unit_of(path: Path) -> str:
-    """The unit that a file belongs to; "" for the package's own __init__."""
+def find_package_room(path: Path) -> str:
+    """The folder or single file directly below the package that `path` is or lies in; "" for its __init__."""
     first = path.relative_to(ROOT).parts[0]
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
@@ -106,35 +46,36 @@ def list_imports(path: Path) -> Iterator[str]:
         yield name
 
 
-def list_units(path: Path) -> set[str]:
-    """The units of this package that a file imports."""
-    names = (name.split(".") for name in list_imports(path))
-    return {
-        parts[1]
-        for parts in names
-        if parts[0] == "ttft_otel" and len(parts) > 1 and parts[1] in LEVEL
-    }
-
-
 @pytest.mark.parametrize("path", NAMED)
 def test_known(path: Path) -> None:
-    """Every file has its place in the layers."""
-    assert unit_of(path) in {*LEVEL, ""}
+    """Every file lies in a room."""
+    assert find_package_room(path) in {*PACKAGE_ROOMS, ""}
 
 
 @pytest.mark.parametrize("path", NAMED)
 def test_one_way(path: Path) -> None:
-    """A file imports from its own layer or below; side folders never meet."""
-    own = unit_of(path)
-    if own == "":
-        return
-    level = LEVEL[own]
+    """A file imports only from its own room and those that its room may use."""
+    own = find_package_room(path)
+    names = (name.split(".") for name in list_imports(path))
+    used = {
+        parts[1]
+        for parts in names
+        if parts[0] == "ttft_otel" and len(parts) > 1 and parts[1] in PACKAGE_ROOMS
+    }
 
-    above = {unit for unit in list_units(path) if LEVEL[unit] > level}
-    beside = {unit for unit in list_units(path) & set(SIDES) if own in SIDES and unit != own}
+    assert used <= {own, *PACKAGE_ROOMS.get(own, ())}, "lab/room_imports.py has the order"
 
-    assert not above
-    assert not beside
+
+def test_order() -> None:
+    """No room may import from one above it, so that there is no circle of rooms."""
+    order = list(PACKAGE_ROOMS)
+
+    assert not [
+        (room, used)
+        for room, below in PACKAGE_ROOMS.items()
+        for used in below
+        if order.index(used) <= order.index(room)
+    ]
 
 
 def find_room(module: str) -> str | None:
@@ -161,13 +102,13 @@ def list_room_arrows() -> set[tuple[str, str]]:
     return arrows
 
 
-def test_rooms() -> None:
+def test_router_rooms() -> None:
     """The router's rooms import downwards only, so that there is no cycle of rooms either."""
+    order = [*ROUTER_ROOMS, ""]
     arrows = list_room_arrows()
 
-    assert {room for arrow in arrows for room in arrow} == set(ROOMS)
-    assert not [arrow for arrow in arrows if ROOMS.index(arrow[0]) < ROOMS.index(arrow[1])]
-    assert not arrows & FORBIDDEN_ROOMS
+    assert {room for arrow in arrows for room in arrow} == set(order)
+    assert not [arrow for arrow in arrows if order.index(arrow[0]) > order.index(arrow[1])]
 
 
 def test_errors_have_one_home() -> None:
@@ -188,27 +129,25 @@ def test_errors_have_one_home() -> None:
     assert not [name for name in list_imports(home) if name.startswith("ttft_otel")]
 
 
-@pytest.mark.parametrize("unit", HOT)
-def test_hot(unit: str) -> None:
-    """What runs inside vLLM per request imports no exporter and no OpenTelemetry."""
-    path = ROOT / f"{unit}.py"
+@pytest.mark.parametrize("room", ["model", "tracing"])
+def test_hot(room: str) -> None:
+    """What runs inside vLLM per request imports no OpenTelemetry."""
+    imported = [name for path in (ROOT / room).rglob("*.py") for name in list_imports(path)]
 
-    assert "exporter" not in list_units(path)
-    assert not [name for name in list_imports(path) if name.startswith("opentelemetry")]
+    assert not [name for name in imported if name.startswith("opentelemetry")]
 
 
-@pytest.mark.parametrize("unit", PURE)
-def test_pure(unit: str) -> None:
-    """Pure files import nothing that reads a clock, a socket or the environment."""
-    forbidden = {*HOT, "clock", "settings", "guard"}
+def test_pure() -> None:
+    """The model reads no clock, no socket and no environment."""
+    imported = {name for path in (ROOT / "model").rglob("*.py") for name in list_imports(path)}
 
-    assert not list_units(ROOT / f"{unit}.py") & forbidden
+    assert not imported & {"time", "socket", "os", "threading", "asyncio"}
 
 
 @pytest.mark.parametrize("path", NAMED)
 def test_foreign(path: Path) -> None:
     """Only hooks/ may import vllm or torch, and besides it the child's two transformers."""
-    if unit_of(path) == "hooks":
+    if find_package_room(path) == "hooks":
         return
     allowed = {"transformers"} if path.relative_to(ROOT) in CHILD else set()
 
@@ -260,10 +199,9 @@ def list_modules() -> frozenset[str]:
 
 @pytest.mark.parametrize("path", [*NAMED, *BESIDE])
 def test_shape(path: Path) -> None:
-    """A file opens with its licence and a sentence, and is short."""
+    """A file opens with its licence and a sentence; its name is made of words."""
     text = path.read_text(encoding="utf-8")
 
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
     assert ast.get_docstring(ast.parse(text))
-    assert text.count("\n") <= MAX_LINES
     assert path.stem.replace("_", "").isalpha(), "words"

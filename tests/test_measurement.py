@@ -7,16 +7,10 @@ import msgspec
 import pytest
 from full_record import make_short_record
 
-from ttft_otel import measurement, names, stages
-from ttft_otel.measurement import MEASUREMENT_VERSION, NOT_MEASURED, MeasurementHead
-from ttft_otel.record import (
-    Piece,
-    Record,
-    RecordDecodeError,
-    Server,
-    Ttft,
-    decode_record,
-)
+from ttft_otel.model import names, stages
+from ttft_otel.model.record import Piece, Record, RecordDecodeError, Server, Ttft, decode_record
+from ttft_otel.tracing import measurement
+from ttft_otel.tracing.measurement import MEASUREMENT_VERSION, NOT_MEASURED, MeasurementHead
 
 PIECES = (
     Piece("stage", "router.receive", 0, 10),

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import media_items, names
-from ttft_otel.media_items import (
+from ttft_otel.model import names
+from ttft_otel.model.timing import EncoderCacheCounts
+from ttft_otel.tracing import media_items
+from ttft_otel.tracing.media_items import (
     BIT_ANNOUNCED,
     BIT_AWAITED,
     BIT_HELD,
@@ -21,7 +23,6 @@ from ttft_otel.media_items import (
     list_item_attributes,
     summarize_items,
 )
-from ttft_otel.timing import EncoderCacheCounts
 
 
 def make_media(*codes: int, unmatched: int = 0, size: int = 0) -> list[int]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from ttft_otel import guard, handoff, meter, names, recorder, testing
-from ttft_otel.asgi import TracingMiddleware
-from ttft_otel.context import start_context
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.settings import Settings
+from ttft_otel import testing
+from ttft_otel.model import names
+from ttft_otel.tracing import guard, handoff, meter, recorder
+from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
 
 
 def read_value(name: str, **labels: str) -> float:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import ttft_otel
-from ttft_otel import names, settings, stages, ttft_report
+from ttft_otel.model import names, stages, ttft_report
+from ttft_otel.tracing import settings
 
 PACKAGE = Path(ttft_otel.__file__).parent
 ROOT = PACKAGE.parent

@@ -12,7 +12,8 @@ import textwrap
 
 import pytest
 
-from ttft_otel import names, plugin
+from ttft_otel import plugin
+from ttft_otel.model import names
 
 # What a process looks like after the plugin was called: modules, patches, threads, sockets.
 PROBE_CODE = """

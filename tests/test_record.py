@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from full_record import FULL_RECORD, change_full_record
 
-from ttft_otel.record import (
+from ttft_otel.model.record import (
     RECORD_VERSION,
     Record,
     RecordDecodeError,

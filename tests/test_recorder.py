@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttft_otel import carrier, measurement, names, recorder, testing, timing
-from ttft_otel.context import start_context
-from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
-from ttft_otel.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
-from ttft_otel.record import RECORD_VERSION
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.roles import identity
-from ttft_otel.settings import Settings
+from ttft_otel import testing
+from ttft_otel.model import names, timing
+from ttft_otel.model.record import RECORD_VERSION
+from ttft_otel.tracing import carrier, measurement, recorder
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.settings import Settings
 
 ON = Settings(on=True)
 UNSAMPLED = (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00")

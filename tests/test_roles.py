@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.context import start_context
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.roles import identity, is_outermost, resolve_role
-from ttft_otel.settings import Settings
-from ttft_otel.stages import ROLES
+from ttft_otel.model.stages import ROLES
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.roles import identity, is_outermost, resolve_role
+from ttft_otel.tracing.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("blank_identity", "no_state_left")
 

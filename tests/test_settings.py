@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import names, settings
+from ttft_otel.model import names
+from ttft_otel.tracing import settings
 
 
 def test_defaults() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ttft_otel import meter, names
+from ttft_otel.model import names
+from ttft_otel.tracing import meter
 
 SERVER = Path(__file__).parent / "shared_metrics_server.py"
 WAIT_S = 120.0  # for exporters to start and to count, on a busy machine; takes 3

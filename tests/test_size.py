@@ -13,10 +13,12 @@ from click.testing import CliRunner
 from opentelemetry.sdk.resources import Resource
 
 from benchmarks import otlp_bodies
-from ttft_otel import cli, names, size, stages
-from ttft_otel.exporter import span_builder
-from ttft_otel.metric_labels import BUCKET_BOUNDS_S
-from ttft_otel.record import Call, Record
+from ttft_otel.commands import main as cli
+from ttft_otel.commands import size
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model import names, stages
+from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S
+from ttft_otel.model.record import Call, Record
 
 LOAD = size.Load(
     "epd", rps=10, instances=4, models=1, routers=1, keep_percent=100.0, retention_days=14

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 
 @pytest.mark.parametrize(

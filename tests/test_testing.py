@@ -6,10 +6,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ttft_otel import handoff, recorder, testing
-from ttft_otel.context import start_context
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.settings import Settings
+from ttft_otel import testing
+from ttft_otel.tracing import handoff, recorder
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
 
 
 def test_captured() -> None:

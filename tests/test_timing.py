@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ttft_otel import stages, timing
+from ttft_otel.model import stages, timing
 
 
 def test_round_trip() -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttft_otel import breakdown, measurement, names, recorder, stages, testing, trace_measurement
-from ttft_otel.context import TraceContext
-from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
-from ttft_otel.measurement import Measurement
-from ttft_otel.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
-from ttft_otel.request_trace import EngineRequest, RequestTrace
-from ttft_otel.roles import identity
+from ttft_otel import testing
+from ttft_otel.model import breakdown, names, stages
+from ttft_otel.tracing import measurement, recorder, trace_measurement
+from ttft_otel.tracing.context import TraceContext
+from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.measurement import Measurement
+from ttft_otel.tracing.media_items import BIT_ANNOUNCED, SOURCE_ENCODED, SOURCE_REMOTE
+from ttft_otel.tracing.request_trace import EngineRequest, RequestTrace
+from ttft_otel.tracing.roles import identity
 
 pytestmark = pytest.mark.usefixtures("blank_identity", "no_state_left")
 MEDIA = ([], [1, 1, 0, 0, SOURCE_ENCODED | BIT_ANNOUNCED], [0, 0, 9, 0, SOURCE_REMOTE])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ttft_otel.ttft_report import StageSums, build_ttft_report
+from ttft_otel.model.ttft_report import StageSums, build_ttft_report
 
 ENCODE: StageSums = {
     "stages": {"encoder.queue": 1500, "encoder.compute": 7000, "ec.transfer": 400},

@@ -6,15 +6,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel import names
-from ttft_otel.breakdown import Breakdown
-from ttft_otel.context import start_context
-from ttft_otel.record import Ttft
-from ttft_otel.record_parts import make_ttft
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.settings import Settings
-from ttft_otel.stages import STALL_STAGE, WAIT_REASON_NAMES, WAIT_REASONS
-from ttft_otel.wait_reasons import MAX_SLICES, ReasonSlice, divide_waits
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.record import Ttft
+from ttft_otel.model.stages import STALL_STAGE, WAIT_REASON_NAMES, WAIT_REASONS
+from ttft_otel.model.wait_reasons import MAX_SLICES, ReasonSlice, divide_waits
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.record_parts import make_ttft
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
 
 KV, TOKENS = WAIT_REASON_NAMES.index("kv_blocks"), WAIT_REASON_NAMES.index("token_budget")
 QUEUE = "prefill.queue"

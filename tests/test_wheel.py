@@ -22,8 +22,8 @@ import pytest
 from router import small_tokenizer
 
 from lab.tiny_models import get_cache_root
-from ttft_otel import cli
 from ttft_otel.bench import noise_images
+from ttft_otel.commands import main as cli
 
 ROOT = Path(__file__).parents[1]
 EXTRAS: Final = ("router", "tokenize", "serve", "bench", "explain")

@@ -11,27 +11,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ttft_otel import clock, handoff, record
-from ttft_otel.record import Record
-from ttft_otel.settings import Settings
+from ttft_otel.model import record
+from ttft_otel.model.record import Record
+from ttft_otel.tracing import clock, handoff
+from ttft_otel.tracing.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 # Name -> module and container with state of unfinished requests; modules are not imported for it.
 STATE_CONTAINERS: Final = {
-    "recorder.awaiting": ("ttft_otel.recorder", "awaiting_traces"),
-    "recorder.unended": ("ttft_otel.recorder", "unended_requests"),
-    "scheduler.running": ("ttft_otel.hooks.scheduler", "awaiting_first_token"),
-    "scheduler.dead": ("ttft_otel.hooks.scheduler", "aborted_timelines"),
-    "waiting.arrived": ("ttft_otel.hooks.waiting", "arrived"),
-    "waiting.queued": ("ttft_otel.hooks.waiting", "waiting_requests"),
-    "kv.moving": ("ttft_otel.hooks.kv", "tracked_blocks"),
-    "kv.gone": ("ttft_otel.hooks.kv", "unasked_answers"),
-    "ec_kept.leases": ("ttft_otel.hooks.ec_kept", "leases"),
-    "ec_kept.answers": ("ttft_otel.hooks.ec_kept", "unasked_answers"),
-    "worker.opened": ("ttft_otel.hooks.model_runners", "open_steps"),
-    "worker.bound": ("ttft_otel.hooks.model_runners", "bound_steps"),
+    "recorder.awaiting": ("ttft_otel.tracing.recorder", "awaiting_traces"),
+    "recorder.unended": ("ttft_otel.tracing.recorder", "unended_requests"),
+    "scheduler.running": ("ttft_otel.hooks.engine_core.scheduler", "awaiting_first_token"),
+    "scheduler.dead": ("ttft_otel.hooks.engine_core.scheduler", "aborted_timelines"),
+    "waiting.arrived": ("ttft_otel.hooks.engine_core.waiting", "arrived"),
+    "waiting.queued": ("ttft_otel.hooks.engine_core.waiting", "waiting_requests"),
+    "kv.moving": ("ttft_otel.hooks.engine_core.kv", "tracked_blocks"),
+    "kv.gone": ("ttft_otel.hooks.engine_core.kv", "unasked_answers"),
+    "ec_kept.leases": ("ttft_otel.hooks.engine_core.ec_kept", "leases"),
+    "ec_kept.answers": ("ttft_otel.hooks.engine_core.ec_kept", "unasked_answers"),
+    "worker.opened": ("ttft_otel.hooks.worker.model_runners", "open_steps"),
+    "worker.bound": ("ttft_otel.hooks.worker.model_runners", "bound_steps"),
 }
 
 
@@ -72,8 +73,8 @@ class MemorySender(handoff.RecordSender):
     def build_spans(self) -> list[ReadableSpan]:
         """The spans that the exporter would build from the records in `kept`."""
         # Imported here because the SDK takes 0.2 s, which tests without spans need not pay.
-        from ttft_otel.exporter import span_builder
-        from ttft_otel.exporter.resource_cache import ResourceCache
+        from ttft_otel.exporter.spans import span_builder
+        from ttft_otel.exporter.spans.resource_cache import ResourceCache
 
         resources = ResourceCache(0)
         return [

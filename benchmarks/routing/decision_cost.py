@@ -25,7 +25,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.figures import Figure, build_figure, report_figures
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router.routing.policies.block_index import BlockHolders
 from ttft_otel.router.routing.policies.least_ttft import LeastTtftPolicy
 from ttft_otel.router.routing.policies.policy_state import PolicyOptions, PolicyState

@@ -19,8 +19,8 @@ from benchmarks.process_cpu import read_process_cpu_s
 from lab import free_ports, local_deployment, server_commands, session_processes, tiny_models
 from lab.local_servers import LocalServer, ProgressCallback, run_servers
 from lab.server_commands import ServerCommand
-from ttft_otel import names
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
 
 # Servers, routers and the load share the processors; the latter two go first, as with one of their own.
 REALTIME_PREFIX: Final = ("chrt", "--rr", "1") if os.geteuid() == 0 and shutil.which("chrt") else ()

@@ -186,7 +186,7 @@ def _run_bench(url: str, flags: Sequence[str]) -> Any:
     """One run of `ttft-otel bench`, as its JSON."""
     with tempfile.TemporaryDirectory(prefix="ttft-otel-") as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, *flags]
+        command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, *flags]
         done = subprocess.run(
             [*REALTIME_PREFIX, *command, "--output", str(out)],
             capture_output=True,

@@ -17,7 +17,7 @@ from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, com
 from benchmarks.routing.oracle_policy import OraclePolicy
 from benchmarks.routing.peer_policies import PEER_POLICIES
 from benchmarks.routing.simulated_instance import SimulatedInstance
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import BlockHolders, RecentBlocks, SentHistory
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND

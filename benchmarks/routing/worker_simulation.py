@@ -21,7 +21,7 @@ from benchmarks.routing.fleet_simulation import (
 )
 from benchmarks.routing.mooncake_traces import TRACE_BLOCK_TOKENS, TraceRow, compute_speedup
 from benchmarks.routing.peer_policies import PEER_POLICIES
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND

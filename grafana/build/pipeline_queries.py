@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from grafana.build import ttft_queries
-from ttft_otel import names
+from ttft_otel.model import names
 
 # prometheus_client appends `_total` to the names of counters; gauges stay as they are.
 RECORDS_TOTAL: Final = f"{names.METRIC_RECORDS}_total"

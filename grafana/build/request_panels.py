@@ -12,7 +12,7 @@ from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.models import common as shapes
 
 from grafana.build import panel_kinds, series_colors, ttft_queries
-from ttft_otel import metric_labels, names
+from ttft_otel.model import metric_labels, names
 
 TTFT_UID: Final = "ttft"
 WHY_PANEL: Final = 35  # the id of the panel "Why?"; tests/stack/test_dashboards.py holds it

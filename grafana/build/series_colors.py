@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from grafana_foundation_sdk.models.dashboard import DynamicConfigValue
 
-from ttft_otel import palette, stages
+from ttft_otel.model import palette, stages
 
 Override = tuple[str, list[DynamicConfigValue]]
 

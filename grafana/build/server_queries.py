@@ -15,7 +15,7 @@ from grafana.build.ttft_queries import (
     format_label,
     histogram_rate,
 )
-from ttft_otel import names
+from ttft_otel.model import names
 
 REASON_METRIC: Final = f"{format_label(names.METRIC_REASON)}_seconds"
 HELD_METRIC: Final = f"{format_label(names.METRIC_HELD)}_seconds"

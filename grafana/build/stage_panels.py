@@ -9,7 +9,7 @@ from typing import Any
 
 from grafana.build import panel_kinds, series_colors, server_queries, ttft_queries
 from grafana.build.ttft_queries import RANGE, RATE
-from ttft_otel import palette
+from ttft_otel.model import palette
 
 
 def add_stages(dashboard_builder: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel import metric_labels, names, palette, stages
+from ttft_otel.model import metric_labels, names, palette, stages
 
 
 def format_label(name: str) -> str:

@@ -18,8 +18,8 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resou
 
 from lab.stack import backend_queries, stack_parts
 from lab.stack.stack_parts import StackAddresses
-from ttft_otel import names, record
-from ttft_otel.exporter import span_builder
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model import names, record
 
 SMOKE_SERVICE: Final = "ttft-smoke"
 # Almost three seconds, above sampling's limit of one; a sum that no other span has by chance.

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from ttft_otel import names, stages
+from ttft_otel.model import names, stages
 from ttft_otel.report.report_server import ListeningPorts, ServeOptions, run_server
 
 JSON_TYPE, PROTOBUF_TYPE = "application/json", "application/x-protobuf"

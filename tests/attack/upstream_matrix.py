@@ -18,11 +18,11 @@ import aiohttp
 from router import fake_instances
 
 from attack.faulty_instance import FAULTS, run_instance
-from ttft_otel import names
+from ttft_otel.model import names
+from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream import retry
-from ttft_otel.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 
 LEGS: Final = (ENCODE, PREFILL, DECODE, PREFILL_DECODE, MONO)
 FORMS: Final = ("stream", "plain")

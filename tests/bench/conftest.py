@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 
 BENCH_SCHEMA = json.loads(
     (Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text(encoding="utf-8")

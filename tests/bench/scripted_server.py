@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from time import monotonic_ns
 from typing import Any
 
-from ttft_otel import timing
 from ttft_otel.bench.kernel_timestamps import TimestampedSocket, keep_timestamps_enabled
+from ttft_otel.model import timing
 
 RESPONSE_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"

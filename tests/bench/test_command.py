@@ -22,8 +22,9 @@ from click.testing import CliRunner
 
 from bench.conftest import RunBench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
-from ttft_otel import cli, names
 from ttft_otel.bench.request_factory import BenchRequest
+from ttft_otel.commands import main as cli
+from ttft_otel.model import names
 
 QUICK_SCRIPT = ServerScript(first_token_ms=[5.0], queue_ms=[2.0], token_count=2, gap_ms=2.0)
 
@@ -424,7 +425,7 @@ def test_progress() -> None:
     told, terminal = os.openpty()
     with run_scripted_server(ServerScript(first_token_ms=[700.0], token_count=1)) as server:
         words = ["--url", server.url, "--concurrency", "1", "--requests", "1"]
-        command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
+        command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", *words]
         env = {**os.environ, "TERM": "xterm"}
         shown = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True, env=env)
         quiet = subprocess.run(command, capture_output=True, text=True)
@@ -452,7 +453,7 @@ def test_interrupt(tmp_path: Path) -> None:
         ServerScript(first_token_ms=[50.0, 20_000.0], token_count=1)
     ) as server:
         words = ["--url", server.url, "--concurrency", "2", "--output", str(output)]
-        command = [sys.executable, "-m", "ttft_otel.cli", "bench", *words]
+        command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             while len(server.fetch_notes()) < 3:
                 time.sleep(0.02)
@@ -472,7 +473,15 @@ def test_interrupt_results(tmp_path: Path) -> None:
     script = ServerScript(first_token_ms=[1.0] * many + [60_000.0] * many, token_count=1)
     with run_scripted_server(script) as server:
         words = ("--concurrency", "8", "--requests", "600", "--input-len", "1", "--json")
-        command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", server.url, *words]
+        command = [
+            sys.executable,
+            "-m",
+            "ttft_otel.commands.main",
+            "bench",
+            "--url",
+            server.url,
+            *words,
+        ]
         command += ["--output", str(output)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             while len(server.fetch_notes()) < many + 8:
@@ -504,7 +513,15 @@ def test_interrupt_making() -> None:
     told, terminal = os.openpty()
     with run_scripted_server(QUICK_SCRIPT) as server:
         words = ("--concurrency", "1", "--requests", "4000", "--input-len", "50000")
-        command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", server.url, *words]
+        command = [
+            sys.executable,
+            "-m",
+            "ttft_otel.commands.main",
+            "bench",
+            "--url",
+            server.url,
+            *words,
+        ]
         env = {**os.environ, "TERM": "xterm"}
         with subprocess.Popen(
             command, stderr=terminal, stdout=subprocess.PIPE, text=True, env=env

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from bench.conftest import RunBench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from bench.test_request_statistics import build_result, build_target_document
-from ttft_otel import cli
 from ttft_otel.bench.comparison import compare_targets, compute_margins, compute_t_quantile
 from ttft_otel.bench.result_document import RESULT_FORMAT
+from ttft_otel.commands import main as cli
 
 
 def build_request_row(queue_ms: float, compute_ms: float) -> dict[str, Any]:

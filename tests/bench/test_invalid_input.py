@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from bench.conftest import RunBench
 from bench.scripted_server import ServerScript, run_scripted_server
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 
 ABSENT_SERVER = ("--url", "http://127.0.0.1:1", "--model", "m")
 TRACE_ROW = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}

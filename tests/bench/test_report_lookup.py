@@ -19,7 +19,7 @@ import pytest
 from bench.conftest import RunBench
 from bench.scripted_server import ServerScript, run_scripted_server
 from lab import free_ports
-from ttft_otel import names
+from ttft_otel.model import names
 
 START_TIMEOUT_S = 120  # a process takes its time to start where others are busy
 
@@ -31,7 +31,7 @@ def run_router_process(backend: str, **env: str) -> Iterator[str]:
     words = ["router", "--backend", backend, "--port", str(port)]
     quiet = {names.ENV_ENDPOINT: "http://127.0.0.1:9", **env}
     with subprocess.Popen(
-        [sys.executable, "-m", "ttft_otel.cli", *words],
+        [sys.executable, "-m", "ttft_otel.commands.main", *words],
         env={**os.environ, **quiet},
         stderr=subprocess.DEVNULL,
     ) as process:

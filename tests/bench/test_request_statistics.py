@@ -18,7 +18,7 @@ from ttft_otel.bench.load_driver import LoadDriver, LoadRun, RequestResult, clas
 from ttft_otel.bench.request_factory import RequestFactory
 from ttft_otel.bench.result_document import build_document
 from ttft_otel.bench.stream_parser import StreamContent
-from ttft_otel.timing import ServerTiming
+from ttft_otel.model.timing import ServerTiming
 
 NS_PER_MS = 1_000_000
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from benchmarks import exporter, sdk_exporter
 from benchmarks.exporter_records import SPANS_PER_REQUEST, build_request_spans
 from benchmarks.process_cpu import read_process_cpu_s
-from ttft_otel import handoff
+from ttft_otel.tracing import handoff
 
 
 def _describe_span(span: ReadableSpan, names_by_id: Mapping[int, str]) -> tuple[object, ...]:

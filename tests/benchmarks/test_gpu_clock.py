@@ -12,8 +12,8 @@ import pytest
 from hooks.accelerator import SimulatedDevice, SimulatedEvent, SimulatedHost, SimulatedStream
 
 from benchmarks import gpu_clock
-from ttft_otel import clock
-from ttft_otel.hooks import device
+from ttft_otel.hooks.worker import device
+from ttft_otel.tracing import clock
 
 GRAPH_US = 10_000
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import receiver
 from benchmarks.exporter_records import SPANS_PER_REQUEST
-from ttft_otel.report import otlp_decoder
+from ttft_otel.report.receive import otlp_decoder
 
 
 def test_bodies() -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.serving import move_to_cores
 from lab.session_processes import find_exporters
-from ttft_otel.handoff import RecordSender
-from ttft_otel.settings import Settings
+from ttft_otel.tracing.handoff import RecordSender
+from ttft_otel.tracing.settings import Settings
 
 
 def wait_for_exporter(sender: RecordSender) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy
 
 from tests.explain.scheduler_truth import STREAM_US, Arrival, Served, run_scheduler
-from ttft_otel import names
-from ttft_otel.explain import what_if
-from ttft_otel.explain.engine_parts import EngineLimits
-from ttft_otel.explain.planned_change import PlannedChange
-from ttft_otel.explain.replay_facts import EngineVisit, Recording, ReplayRequest
-from ttft_otel.explain.what_if_figures import TTFT
+from ttft_otel.explain.whatif import what_if
+from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.model import names
 
 BEFORE_US = 1500  # from the arrival at the server to that at its engine
 SMALL = EngineLimits(4, 512)

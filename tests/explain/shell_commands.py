@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 from click.testing import CliRunner, Result
 
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 
 DOCS = Path(__file__).parents[2] / "docs"
 

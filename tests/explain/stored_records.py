@@ -15,11 +15,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from tests.explain.scheduler_truth import STREAM_US, Arrival, Served, draw_arrivals
-from ttft_otel import names
-from ttft_otel.exporter import span_builder
-from ttft_otel.record import Piece, Record, Server, Ttft
-from ttft_otel.report import otlp_decoder
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model import names
+from ttft_otel.model.record import Piece, Record, Server, Ttft
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store.span_store import SpanStore
 
 BEGIN_S = 1_790_000_000  # Unix seconds of the first request
 BEFORE_US = (

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.explain.sample_windows import CASES, make_case
-from ttft_otel.explain.cause_findings import FIGURES, Finding, build_finding, divide_difference
-from ttft_otel.explain.cause_rules import RULES, describe_source, find_rule
-from ttft_otel.explain.late_requests import split_window
-from ttft_otel.explain.rule_shape import CauseRule
+from ttft_otel.explain.explain.cause_findings import (
+    FIGURES,
+    Finding,
+    build_finding,
+    divide_difference,
+)
+from ttft_otel.explain.explain.cause_rules import RULES, describe_source, find_rule
+from ttft_otel.explain.explain.rule_shape import CauseRule
+from ttft_otel.explain.window.late_requests import split_window
 from ttft_otel.hooks import target_check
-from ttft_otel.stages import STAGE_NAMES, WAIT_REASON_NAMES
+from ttft_otel.model.stages import STAGE_NAMES, WAIT_REASON_NAMES
 
 ROOT = Path(__file__).parents[2]
 

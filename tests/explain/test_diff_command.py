@@ -11,8 +11,8 @@ import pytest
 
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
-from ttft_otel import names
-from ttft_otel.record import Record
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
 
 DIFF = StoreCommand("diff")
 WINDOW_S = 100
@@ -73,7 +73,8 @@ def test_remedies(database: Path, words: list[str], told: str) -> None:
 
 def test_without_numpy(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pip command is named, as for every subcommand."""
-    for module in [name for name in sys.modules if name.startswith("ttft_otel.explain")]:
+    loaded = ("ttft_otel.explain", "ttft_otel.commands.diff")
+    for module in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numpy", None)
     result = DIFF.run(database, "--a", "2h..1h", "--b", "1h..")

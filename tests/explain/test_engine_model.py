@@ -21,8 +21,8 @@ from tests.explain.scheduler_truth import (
     draw_arrivals,
     run_scheduler,
 )
-from ttft_otel.explain.engine_model import EngineModel
-from ttft_otel.explain.engine_parts import EngineLimits, QueuedPrompt, Step, StepLength
+from ttft_otel.explain.whatif.engine_model import EngineModel
+from ttft_otel.explain.whatif.engine_parts import EngineLimits, QueuedPrompt, Step, StepLength
 
 
 class LinearClock:

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
 from tests.fake_tempo import FakeTempo
-from ttft_otel import cli, names
-from ttft_otel.record import Record, Server
+from ttft_otel.commands import main as cli
+from ttft_otel.model import names
+from ttft_otel.model.record import Record, Server
 
 EXPLAIN = StoreCommand("explain")
 COUNT = 200

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 
 from tests.explain.sample_windows import CASES, DELAY_US, Cause, delay_some, make_window
-from ttft_otel.explain.cause_findings import divide_difference
-from ttft_otel.explain.explanation import HIGH, LOW, divide_lateness, explain_requests
-from ttft_otel.explain.explanation_text import list_explanation
-from ttft_otel.explain.late_requests import (
+from ttft_otel.explain.explain.cause_findings import divide_difference
+from ttft_otel.explain.explain.explanation import HIGH, LOW, divide_lateness, explain_requests
+from ttft_otel.explain.explain.explanation_text import list_explanation
+from ttft_otel.explain.window.late_requests import (
     MIN_LIKE,
     MIN_WINDOW,
     NoExplanationError,
     choose_like,
     split_window,
 )
-from ttft_otel.explain.request_evidence import RequestEvidence
+from ttft_otel.explain.window.request_evidence import RequestEvidence
 
 SLO_US = 300_000
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import names
-from ttft_otel.explain.engine_parts import EngineLimits
-from ttft_otel.explain.fleet_model import FleetModel, FleetPlan, PlannedEngine
-from ttft_otel.explain.planned_change import parse_more, parse_rate, parse_share
-from ttft_otel.explain.replay_facts import EngineVisit, ReplayRequest, read_recording
-from ttft_otel.explain.step_fit import StepTimes
-from ttft_otel.explain.what_if import plan_cached
+from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngine
+from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
+from ttft_otel.explain.whatif.replay_facts import EngineVisit, ReplayRequest, read_recording
+from ttft_otel.explain.whatif.step_fit import StepTimes
+from ttft_otel.explain.whatif.what_if import plan_cached
+from ttft_otel.model import names
+from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.request_assembly import assemble_requests
 
 MS = 1000
 ITEM_US, STEP_US = 100 * MS, 20 * MS

@@ -15,11 +15,12 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 from tests.explain.test_explain_command import WINDOW, make_record
-from ttft_otel import cli, names
-from ttft_otel.exporter import span_builder
-from ttft_otel.report import otlp_decoder
+from ttft_otel.commands import main as cli
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model import names
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.store.span_store import SpanStore
 
 # Colour, window title, a C1 introducer, a text direction; CliRunner takes only the first one out.
 CONTROLS = "\x1b[31m\x1b]0;x\x07\x9b31m\u202e"

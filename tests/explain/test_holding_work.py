@@ -12,9 +12,9 @@ import pytest
 from tests.explain.stored_records import build_spans, store_spans
 from tests.explain.test_explain_command import COUNT, EXPLAIN, make_record
 from tests.fake_tempo import FakeTempo
-from ttft_otel import names
-from ttft_otel.explain.holding_work import HoldingRequest, list_holders
-from ttft_otel.record import HeldBy, Record
+from ttft_otel.explain.window.holding_work import HoldingRequest, list_holders
+from ttft_otel.model import names
+from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.report.breakdown_source import SourceChoice, open_source
 from ttft_otel.report.report_types import StoredSpan
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.explain.recorded_window import SMALL, find_truth, predict, record
 from tests.explain.scheduler_truth import draw_arrivals
-from ttft_otel import names
-from ttft_otel.explain.planned_change import PlannedChange
-from ttft_otel.explain.window_check import CannotTellError
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.model import names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

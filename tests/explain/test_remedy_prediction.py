@@ -21,9 +21,10 @@ from tests.explain.stored_records import (
     draw_busy_arrivals,
     store_spans,
 )
-from ttft_otel import cli, names
-from ttft_otel.explain.engine_parts import EngineLimits
-from ttft_otel.record import Attributes, Record
+from ttft_otel.commands import main as cli
+from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.model import names
+from ttft_otel.model.record import Attributes, Record
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/explain.schema.json").read_text("utf-8"))
 LIMITS = EngineLimits(4, 512)

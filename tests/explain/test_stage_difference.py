@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from ttft_otel.explain import change_point
-from ttft_otel.explain.difference_text import list_sentences
-from ttft_otel.explain.request_facts import MEDIA, TEXT, RequestFacts
-from ttft_otel.explain.request_strata import MIN_PER_WINDOW, UNMATCHED, assign_strata
-from ttft_otel.explain.stage_difference import (
+from ttft_otel.explain.diff import change_point
+from ttft_otel.explain.diff.difference_text import list_sentences
+from ttft_otel.explain.diff.stage_difference import (
     MIN_REQUESTS,
     MIX,
     TooFewRequestsError,
     compare_windows,
 )
+from ttft_otel.explain.window.request_facts import MEDIA, TEXT, RequestFacts
+from ttft_otel.explain.window.request_strata import MIN_PER_WINDOW, UNMATCHED, assign_strata
 
 SECOND_NS = 1_000_000_000
 Chance = numpy.random.Generator

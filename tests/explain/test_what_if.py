@@ -25,12 +25,12 @@ from tests.explain.scheduler_truth import (
     draw_arrivals,
     run_scheduler,
 )
-from ttft_otel.explain.engine_parts import EngineLimits, Step
-from ttft_otel.explain.planned_change import PlannedChange
-from ttft_otel.explain.replay_facts import ReplayRequest
-from ttft_otel.explain.step_fit import fit_steps
-from ttft_otel.explain.what_if_figures import TTFT
-from ttft_otel.explain.window_check import CannotTellError
+from ttft_otel.explain.whatif.engine_parts import EngineLimits, Step
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import ReplayRequest
+from ttft_otel.explain.whatif.step_fit import fit_steps
+from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.explain.whatif.window_check import CannotTellError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

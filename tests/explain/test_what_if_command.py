@@ -16,8 +16,8 @@ from tests.explain.stored_records import (
     name_window,
     store_spans,
 )
-from ttft_otel import names
-from ttft_otel.explain.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.model import names
 
 LIMITS = EngineLimits(4, 512)
 WHATIF = StoreCommand("whatif", "--repetitions", "3", "--since", name_window(-1, 600))

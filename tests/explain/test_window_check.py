@@ -11,12 +11,12 @@ import pytest
 
 from tests.explain.recorded_window import SMALL, predict, record
 from tests.explain.scheduler_truth import BASE_US, draw_arrivals
-from ttft_otel import names
-from ttft_otel.explain import window_check
-from ttft_otel.explain.planned_change import PlannedChange
-from ttft_otel.explain.replay_facts import Recording
-from ttft_otel.explain.step_fit import fit_steps
-from ttft_otel.explain.window_check import CannotTellError
+from ttft_otel.explain.whatif import window_check
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.whatif.step_fit import fit_steps
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.model import names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

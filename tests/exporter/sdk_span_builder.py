@@ -14,11 +14,12 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
-from ttft_otel import __version__, names
-from ttft_otel.context import SAMPLED_FLAG
-from ttft_otel.exporter import record_attributes
-from ttft_otel.exporter.handover_pieces import list_late_pieces
-from ttft_otel.record import Attributes, HeldBy, Piece, Record
+from ttft_otel import __version__
+from ttft_otel.exporter.spans import record_attributes
+from ttft_otel.exporter.spans.handover_pieces import list_late_pieces
+from ttft_otel.model import names
+from ttft_otel.model.record import Attributes, HeldBy, Piece, Record
+from ttft_otel.tracing.context import SAMPLED_FLAG
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span

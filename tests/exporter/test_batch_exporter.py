@@ -12,16 +12,16 @@ import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ttft_otel import names
 from ttft_otel.exporter import batch_exporter as module
 from ttft_otel.exporter.batch_exporter import BatchExporter, create_span_exporter
 from ttft_otel.exporter.export_worker import export_records, run_worker
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import RecordQueue
-from ttft_otel.exporter.resource_cache import MAX_SERVICES, ResourceCache
-from ttft_otel.exporter.span_batch import MAX_BATCH_SPANS, BatchBuilder
-from ttft_otel.record import Record, encode_record
-from ttft_otel.settings import Settings, read_settings
+from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
+from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder
+from ttft_otel.model import names
+from ttft_otel.model.record import Record, encode_record
+from ttft_otel.tracing.settings import Settings, read_settings
 
 SPANS_PER_RECORD = 4  # of one sample
 RecordMaker = Callable[..., Record]

@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttft_otel import measurement, names
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.request_metrics import RequestMetrics
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.series_registry import SeriesRegistry
-from ttft_otel.record import Record, Server
+from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
+from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.model import names
+from ttft_otel.model.record import Record, Server
+from ttft_otel.tracing import measurement
 
 RecordMaker = Callable[..., Record]
 IDENTITY = {names.OPERATION: "chat", names.MODEL: "m"}

@@ -12,8 +12,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.metrics.view import ExponentialBucketHistogramAggregation, View
 
-from ttft_otel.exporter.exponential_buckets import MAX_SCALE, US_PER_S, ExponentialBuckets
-from ttft_otel.metric_labels import MAX_HISTOGRAM_BUCKETS
+from ttft_otel.exporter.metrics.exponential_buckets import MAX_SCALE, US_PER_S, ExponentialBuckets
+from ttft_otel.model.metric_labels import MAX_HISTOGRAM_BUCKETS
 
 times_us = st.integers(0, 10**10) | st.sampled_from(
     [1, 15_625, 500_000, 10**6, 2 * 10**6, 64 * 10**6]

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import handoff, names
-from ttft_otel.record import Record, encode_record
-from ttft_otel.settings import Settings
+from ttft_otel.model import names
+from ttft_otel.model.record import Record, encode_record
+from ttft_otel.tracing import handoff
+from ttft_otel.tracing.settings import Settings
 
 RECORDS = 50
 SPANS = 4  # of one sample
@@ -27,7 +28,7 @@ GONE_S = 10.0  # seconds after that in which the exporter must have ended
 
 HOST_CODE = """
 import pathlib, signal, sys, time
-from ttft_otel import handoff
+from ttft_otel.tracing import handoff
 {before}
 data = pathlib.Path(sys.argv[1]).read_bytes()
 sender = handoff.get_sender()
@@ -289,7 +290,7 @@ def test_imports(start_host: Any, eventually: Any, find_exporters: Any, collecto
     ("module", "absent"),
     [
         ("ttft_otel.exporter.export_worker", ("vllm", "torch", "grpc", "numpy")),
-        ("ttft_otel.handoff", ("vllm", "torch", "opentelemetry", "ttft_otel.exporter")),
+        ("ttft_otel.tracing.handoff", ("vllm", "torch", "opentelemetry", "ttft_otel.exporter")),
     ],
 )
 def test_modules(module: str, absent: tuple[str, ...]) -> None:

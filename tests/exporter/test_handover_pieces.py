@@ -7,14 +7,14 @@ from full_record import change_full_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel import names
-from ttft_otel.exporter.handover_pieces import (
+from ttft_otel.exporter.spans.handover_pieces import (
     count_late_pieces,
     cut_handover,
     list_late_pieces,
 )
-from ttft_otel.record import Handover, HandoverCall
-from ttft_otel.timing import format_server_timing
+from ttft_otel.model import names
+from ttft_otel.model.record import Handover, HandoverCall
+from ttft_otel.model.timing import format_server_timing
 
 SAID = format_server_timing({"receive": 100, "kv.transfer": 500}, 80, 680)
 times = st.integers(1, 2000)

@@ -10,17 +10,18 @@ import msgspec
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 
-from ttft_otel import handoff, names
-from ttft_otel.exporter import metric_pusher
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metric_pusher import MetricPusher
-from ttft_otel.exporter.request_metrics import RequestMetrics
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.series_registry import SeriesRegistry
-from ttft_otel.measurement import encode_for_exporter
-from ttft_otel.otlp_exporter import build_metric_exporter
-from ttft_otel.record import Record
-from ttft_otel.settings import Settings
+from ttft_otel.exporter.metrics import metric_pusher
+from ttft_otel.exporter.metrics.metric_pusher import MetricPusher
+from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
+from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
+from ttft_otel.exporter.otlp_exporter import build_metric_exporter
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
+from ttft_otel.tracing import handoff
+from ttft_otel.tracing.measurement import encode_for_exporter
+from ttft_otel.tracing.settings import Settings
 
 RecordMaker = Callable[..., Record]
 EVERY = 10  # one request in so many is sampled

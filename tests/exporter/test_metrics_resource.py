@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import names
-from ttft_otel.exporter.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.model import names
 
 
 def test_instances_of_several_processes_differ(monkeypatch: pytest.MonkeyPatch) -> None:

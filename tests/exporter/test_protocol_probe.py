@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import names
 from ttft_otel.exporter import batch_exporter, protocol_probe
 from ttft_otel.exporter.export_worker import run_worker
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import RecordQueue
-from ttft_otel.record import Record, encode_record
+from ttft_otel.model import names
+from ttft_otel.model.record import Record, encode_record
 
 PATIENCE_S = 20.0  # of a probe on a busy machine; answers come in milliseconds
 

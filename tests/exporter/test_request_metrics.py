@@ -10,14 +10,15 @@ import msgspec
 import pytest
 from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricsData
 
-from ttft_otel import measurement, names
-from ttft_otel.exporter import request_metrics, series_registry
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.request_metrics import RequestMetrics
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.series_registry import MAX_IDLE_NS, SeriesRegistry
-from ttft_otel.metric_labels import METRIC_LABELS, OVERFLOW_LABEL, STATUS_LABEL
-from ttft_otel.record import Piece, Record, Ttft
+from ttft_otel.exporter.metrics import request_metrics, series_registry
+from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
+from ttft_otel.exporter.metrics.series_registry import MAX_IDLE_NS, SeriesRegistry
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.model import names
+from ttft_otel.model.metric_labels import METRIC_LABELS, OVERFLOW_LABEL, STATUS_LABEL
+from ttft_otel.model.record import Piece, Record, Ttft
+from ttft_otel.tracing import measurement
 
 RecordMaker = Callable[..., Record]
 

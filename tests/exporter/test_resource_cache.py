@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ttft_otel.exporter.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
 
 
 def test_operator_resource(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from full_record import make_short_record
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel import names
-from ttft_otel.exporter.attribute_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
-from ttft_otel.exporter.span_builder import build_spans
-from ttft_otel.record import Call, Piece, Record, Server, Ttft
+from ttft_otel.exporter.spans.attribute_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.model import names
+from ttft_otel.model.record import Call, Piece, Record, Server, Ttft
 
 START = 1_700_000_000_000_000_000
 RESOURCE = Resource({"service.name": "test"})

@@ -16,12 +16,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from benchmarks.otlp_bodies import build_request_records
-from ttft_otel import names, stages
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanBatch
-from ttft_otel.exporter.span_builder import build_spans
-from ttft_otel.exporter.span_writer import count_spans
-from ttft_otel.record import (
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanBatch
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.spans.span_writer import count_spans
+from ttft_otel.model import names, stages
+from ttft_otel.model.record import (
     RECORD_VERSION,
     Call,
     Handover,
@@ -32,7 +32,7 @@ from ttft_otel.record import (
     Server,
     Ttft,
 )
-from ttft_otel.settings import DETAILS
+from ttft_otel.tracing.settings import DETAILS
 
 RESOURCES = ResourceCache(4711)
 MAX_US = 10**12

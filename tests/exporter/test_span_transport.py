@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from ttft_otel import names
 from ttft_otel.exporter.batch_exporter import create_span_exporter
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.span_batch import SpanBatch, take_messages
-from ttft_otel.record import Record
-from ttft_otel.settings import read_settings
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.span_batch import SpanBatch, take_messages
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
+from ttft_otel.tracing.settings import read_settings
 
 RESOURCES = ResourceCache(1)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Final
 
-from ttft_otel import breakdown
-from ttft_otel.hooks import ec_connectors, kv
+from ttft_otel.hooks.engine_core import kv
+from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.model import breakdown
 
 from .accelerator import SimulatedDevice, SimulatedEvent, SimulatedStream
 from .runners import wrap_runner_methods

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ttft_otel import breakdown, clock
-from ttft_otel.hooks import device, encoder_runs, model_runners
+from ttft_otel.hooks import encoder_runs
+from ttft_otel.hooks.worker import device, model_runners
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import clock
 
 from .accelerated_runners import (
     AcceleratedEcConnector,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
 
-from ttft_otel import breakdown, carrier
 from ttft_otel.hooks import encoder_runs
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import carrier
 
 from .accelerated_runners import AcceleratedRunner, AsyncRunnerOutput, StepTruth
 from .accelerator import SimulatedHost, SimulatedQueue

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.hooks import ec_kept, encoder_runs, model_runners, scheduler, wrap
+from ttft_otel.hooks import encoder_runs, wrap
+from ttft_otel.hooks.engine_core import ec_kept, scheduler
+from ttft_otel.hooks.worker import model_runners
 
 from .accelerated_runners import wrap_accelerated_classes
 from .fakes import FakeEngineCore, clear_waiting, make_wrapped_core

@@ -19,10 +19,10 @@ from vllm.distributed.ec_transfer.ec_connector.cpu.connector import ECCPUConnect
 from vllm.distributed.ec_transfer.ec_connector.cpu.session import ProducerSession
 from vllm.v1.outputs import ECConnectorOutput
 
-from ttft_otel import names
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks import ec_connectors
+from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.model import names
 from ttft_otel.testing import FakeClock
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 from .fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
 

@@ -6,13 +6,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ttft_otel import names
-from ttft_otel.breakdown import Marks
-from ttft_otel.carrier import decode_timeline
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks import engine_core, held_steps, scheduler, waiting, wrap
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import (
+    held_steps,
+    request_arrival,
+    scheduler,
+    waiting,
+)
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import Marks
 from ttft_otel.testing import FakeClock
+from ttft_otel.tracing.carrier import decode_timeline
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 HEADERS = {names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01", names.CARRIER: "1"}
 WRAPPED_METHODS = {
@@ -152,7 +158,7 @@ def make_wrapped_core(base: type[FakeEngineCore] = FakeEngineCore) -> type[FakeE
     for base_class in reversed(base.__mro__[:-1]):
         members |= vars(base_class)
     kind = type("Core", (base,), members)
-    hooks = {**engine_core.HOOKS, **scheduler.HOOKS}
+    hooks = {**request_arrival.HOOKS, **scheduler.HOOKS}
     for target, name in WRAPPED_METHODS.items():
         wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, hooks[target])
     return kind

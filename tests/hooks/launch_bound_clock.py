@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device clock's first rule, which nothing uses any more: it shows that the simulation sees wrong places.
 
-test_launch_bound_clock.py runs it in place of hooks/device.py's DeviceClock, in the same cases.
+test_launch_bound_clock.py runs it in place of hooks/worker/device.py's DeviceClock, in the same cases.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from ttft_otel import clock
-from ttft_otel.hooks.device import Placement
+from ttft_otel.hooks.worker.device import Placement
+from ttft_otel.tracing import clock
 
 RENEWAL_US: Final = 20_000_000
 RECENT_BOUNDS: Final = 64

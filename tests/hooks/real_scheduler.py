@@ -28,13 +28,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from lab import tiny_models
-from ttft_otel import breakdown, carrier, names
-from ttft_otel import clock as clocks
-from ttft_otel.breakdown import CODE_FORWARD, Breakdown, Marks
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks import engine_core, scheduler, wrap
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import request_arrival, scheduler
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.model import breakdown, names
+from ttft_otel.model.breakdown import CODE_FORWARD, Breakdown, Marks
 from ttft_otel.testing import FakeClock
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 from .fakes import HEADERS
 
@@ -168,9 +170,9 @@ class SchedulerDriver:
             trace_headers=dict(HEADERS) if traced else None,
             **options,
         )
-        added = engine_core.stamp_engine_input(self, request)
+        added = request_arrival.stamp_engine_input(self, request)
         if added is not None:
-            engine_core.attach_timeline(added, (request, 0), self)
+            request_arrival.attach_timeline(added, (request, 0), self)
         return request
 
     def pause(self, length_us: int) -> None:

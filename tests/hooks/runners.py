@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ttft_otel.hooks import ec_connectors, model_runners
+from ttft_otel.hooks.worker import ec_connectors, model_runners
 from ttft_otel.testing import FakeClock
 
 from .wrapping import wrap_methods

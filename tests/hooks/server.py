@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from ttft_otel import breakdown, carrier, clock, names
-from ttft_otel.asgi import TracingMiddleware
-from ttft_otel.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.hooks import api_server
-from ttft_otel.settings import Settings
+from ttft_otel.model import breakdown, names
 from ttft_otel.testing import FakeClock
+from ttft_otel.tracing import carrier, clock
+from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
+from ttft_otel.tracing.settings import Settings
 
 from .wrapping import wrap_methods
 

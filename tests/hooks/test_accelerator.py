@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import clock
-from ttft_otel.hooks import device, model_runners
+from ttft_otel.hooks.worker import device, model_runners
+from ttft_otel.tracing import clock
 
 from .accelerated_runners import StepWork
 from .accelerator import SimulatedDevice, SimulatedHost

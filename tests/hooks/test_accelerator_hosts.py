@@ -15,12 +15,13 @@ from unittest import mock
 
 import pytest
 
-from ttft_otel import breakdown, carrier, clock, clock_offsets, names, recorder
-from ttft_otel.context import start_context
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks import device
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.settings import Settings
+from ttft_otel.hooks.worker import device
+from ttft_otel.model import breakdown, names
+from ttft_otel.tracing import carrier, clock, clock_offsets, recorder
+from ttft_otel.tracing.context import start_context
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.settings import Settings
 
 from .accelerator_cases import CASES, run_case
 from .accelerator_loops import LOOPS, StepOutcome

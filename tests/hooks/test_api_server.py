@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from lab import vllm_releases
-from ttft_otel import handoff, names, recorder, settings, testing
+from ttft_otel import testing
 from ttft_otel.hooks import api_server, target_check, vllm_fields
-from ttft_otel.roles import identity
-from ttft_otel.settings import Settings
+from ttft_otel.model import names
+from ttft_otel.tracing import handoff, recorder, settings
+from ttft_otel.tracing.roles import identity
+from ttft_otel.tracing.settings import Settings
 
 from .server import STAGES_US, FakeClient, ServerPlan
 

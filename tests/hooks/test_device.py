@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import breakdown, carrier, testing
-from ttft_otel import clock as clocks
-from ttft_otel.hooks import device, device_anchor, encoder_runs, model_runners
+from ttft_otel import testing
+from ttft_otel.hooks import encoder_runs
+from ttft_otel.hooks.worker import device, device_anchor, model_runners
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
 
 from .accelerator import SimulatedDevice, SimulatedHost
 from .accelerator_loops import make_step

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import clock as clocks
-from ttft_otel.hooks import device, device_anchor
+from ttft_otel.hooks.worker import device, device_anchor
+from ttft_otel.tracing import clock as clocks
 
 from .accelerator import SimulatedDevice, SimulatedHost
 from .accelerator_cases import CASES, run_case

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.breakdown import CODE_EC_TRANSFER, LOST_SAVE
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks import ec_connectors, model_runners, wrap
-from ttft_otel.hooks.device import HostClock
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.hooks.worker.device import HostClock
+from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_SAVE
+from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 from .runners import FakeEcConnector
 

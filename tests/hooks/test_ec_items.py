@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ttft_otel import media_items, testing
-from ttft_otel.engine_timeline import EngineTimeline
-from ttft_otel.hooks import ec_connectors, ec_fields, ec_items, scheduler
-from ttft_otel.media_items import ItemCounts
+from ttft_otel import testing
+from ttft_otel.hooks import ec_fields
+from ttft_otel.hooks.engine_core import ec_items, scheduler
+from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.tracing import media_items
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+from ttft_otel.tracing.media_items import ItemCounts
 
 from .fakes import FakeEngineCore, decode_headers, make_request, media_item
 

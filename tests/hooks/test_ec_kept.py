@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.carrier import KEPT_ITEMS_BIT, KeptItems, decode_kept_items
-from ttft_otel.hooks import ec_kept, engine_core, scheduler, waiting, wrap
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import ec_kept, request_arrival, scheduler, waiting
+from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_kept_items
 
 from .fakes import decode_headers
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(WITHOUT_VLLM, reason="no vLLM in this environmen
 
 def query_kept(pair: InstancePair, name: str) -> Any:
     """The API server's question, over vLLM's utility channel."""
-    return getattr(pair.encoder.core, engine_core.KEPT_ITEMS_QUERY)(name)
+    return getattr(pair.encoder.core, request_arrival.KEPT_ITEMS_QUERY)(name)
 
 
 def read_kept(pair: InstancePair, name: str) -> KeptItems | None:

@@ -14,9 +14,10 @@ import pytest
 
 from lab.guests import join_guest_paths
 from ttft_otel import testing
-from ttft_otel.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
-from ttft_otel.hooks import ec_connectors, model_runners, wrap
-from ttft_otel.hooks.device import HostClock
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.hooks.worker.device import HostClock
+from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
 
 WITHOUT_VLLM = importlib.util.find_spec("vllm") is None
 pytestmark = pytest.mark.skipif(WITHOUT_VLLM, reason="no vLLM in this environment")

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from ttft_otel import names, testing
-from ttft_otel.hooks import engine_core
+from ttft_otel import testing
+from ttft_otel.hooks.engine_core import request_arrival
+from ttft_otel.model import names
 
 from .fakes import FakeEngineCore, make_request
 
@@ -30,4 +31,4 @@ def test_utility(core: FakeEngineCore) -> None:
     """The engine core answers over its own utility channel; an unknown request is an empty answer."""
     core.preprocess_add_request(make_request("a"))
 
-    assert getattr(core, engine_core.ABORTED_QUERY)("unknown") == ""
+    assert getattr(core, request_arrival.ABORTED_QUERY)("unknown") == ""

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel import breakdown, carrier, failed_stage, testing
-from ttft_otel import clock as clocks
-from ttft_otel.breakdown import CODE_FORWARD, Marks
-from ttft_otel.hooks import engine_core, kv, scheduler
+from ttft_otel import testing
+from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
+from ttft_otel.model import breakdown, failed_stage
+from ttft_otel.model.breakdown import CODE_FORWARD, Marks
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
 
 from .fakes import FakeEngineCore, decode_headers, make_request
 
@@ -51,7 +53,7 @@ def test_a_kv_load_that_fails_where_nobody_else_waits(core: FakeEngineCore) -> N
     headers = core.update(core.schedule(), finish=("r",))
 
     assert find_stage(headers["r"]["ttft-otel"]) == "kv.transfer"
-    assert engine_core.answer_aborted(core, "r") == ""
+    assert request_arrival.answer_aborted(core, "r") == ""
 
 
 def test_a_kv_load_that_fails_and_is_recomputed(
@@ -79,9 +81,9 @@ def test_a_pause_aborts_what_runs_and_what_waits(core: FakeEngineCore) -> None:
     for name in ("running", "waiting"):
         core.free(name)
 
-    assert find_stage(engine_core.answer_aborted(core, "running")) == "prefill.compute"
-    assert find_stage(engine_core.answer_aborted(core, "waiting")) == "prefill.queue"
-    assert engine_core.answer_aborted(core, "running") == ""
+    assert find_stage(request_arrival.answer_aborted(core, "running")) == "prefill.compute"
+    assert find_stage(request_arrival.answer_aborted(core, "waiting")) == "prefill.queue"
+    assert request_arrival.answer_aborted(core, "running") == ""
 
 
 def test_a_pause_that_keeps_is_a_wait(core: FakeEngineCore, clock: testing.FakeClock) -> None:

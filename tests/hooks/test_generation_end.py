@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import clock, names, recorder, testing
+from ttft_otel import testing
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.roles import identity
+from ttft_otel.model import names
+from ttft_otel.tracing import clock, recorder
+from ttft_otel.tracing.roles import identity
 
 from .server import DECODE_US, EGRESS_US, FakeClient, ServerPlan, hang_in_queue
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import held_steps, scheduler, waiting
+from ttft_otel.hooks.engine_core import held_steps, scheduler, waiting
 
 from .fakes import FakeEngineCore, make_request
 from .test_held_steps import MakeDriver

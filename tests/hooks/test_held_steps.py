@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import held_steps, holders, vllm_fields
-from ttft_otel.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.engine_core import held_steps, holders
+from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
 
 from . import blame_reference
 from .fakes import FakeEngineCore, clear_waiting, make_request
@@ -128,9 +129,9 @@ def test_aborted(drive: MakeDriver) -> None:
     """A request that ends while it waits keeps what is known, also of the step that runs."""
     from vllm.v1.request import RequestStatus
 
-    from ttft_otel import carrier
-    from ttft_otel.breakdown import Marks
-    from ttft_otel.hooks import scheduler
+    from ttft_otel.hooks.engine_core import scheduler
+    from ttft_otel.model.breakdown import Marks
+    from ttft_otel.tracing import carrier
 
     driver = drive(max_num_seqs=1)
     driver.queue_behind(20)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from ttft_otel.hooks.holders import HolderLog
-from ttft_otel.hooks.step_work import StepWork, describe_step
+from ttft_otel.hooks.engine_core.holders import HolderLog
+from ttft_otel.hooks.engine_core.step_work import StepWork, describe_step
 
 
 def make_step(tokens: dict[str, int], new: tuple[str, ...] = ()) -> StepWork:

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import carrier, names, testing
-from ttft_otel import clock as clocks
-from ttft_otel.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
-from ttft_otel.carrier import decode_kept_blocks, list_timeline_attributes
-from ttft_otel.hooks import engine_core, kv, model_runners, wrap
+from ttft_otel import testing
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import kv, request_arrival
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.worker import model_runners
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
+from ttft_otel.tracing.carrier import decode_kept_blocks, list_timeline_attributes
 
 from .fakes import FakeEngineCore, decode_headers, make_request
 from .runners import FORWARD_US as FORWARD_US
@@ -248,7 +252,7 @@ def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
     clock.tick(500)
     kv_core.free("a")
 
-    marks, _ = decode_headers({names.CARRIER: engine_core.answer_aborted(kv_core, "a")})
+    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(kv_core, "a")})
     assert marks.moving == began
     kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
 

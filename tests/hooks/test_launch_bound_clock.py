@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import model_runners
+from ttft_otel.hooks.worker import model_runners
 
 from .accelerator_cases import CASES, run_case
 from .accelerator_table import (

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import breakdown, carrier, testing
-from ttft_otel import clock as clocks
-from ttft_otel.hooks import device, model_runners, wrap
+from ttft_otel import testing
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.worker import device, model_runners
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
 
 from .runners import (
     EMPTY,

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.hooks import ec_connectors, held_steps, scheduler, waiting, wrap
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import held_steps, scheduler, waiting
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
-from ttft_otel.wait_reasons import divide_waits
+from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
+from ttft_otel.model.wait_reasons import divide_waits
 
 from .fakes import clear_waiting
 from .scheduler_events import with_any_events

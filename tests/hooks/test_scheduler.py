@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import carrier, names, testing
-from ttft_otel import clock as clocks
-from ttft_otel.hooks import encoder_runs, engine_core, scheduler
-from ttft_otel.media_items import INDEX_OWN, SOURCE_ENCODED, SOURCE_UNSEEN, SOURCES_UNKNOWN
+from ttft_otel import testing
+from ttft_otel.hooks import encoder_runs
+from ttft_otel.hooks.engine_core import request_arrival, scheduler
+from ttft_otel.model import names
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
+from ttft_otel.tracing.media_items import INDEX_OWN, SOURCE_ENCODED, SOURCE_UNSEEN, SOURCES_UNKNOWN
 
 from .fakes import HEADERS, FakeEngineCore, decode_headers, make_request
 
@@ -208,9 +211,9 @@ def test_ended_without_output(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), silent=("a",), record=STEP)
 
     assert "a" not in scheduler.awaiting_first_token
-    marks, _ = decode_headers({names.CARRIER: engine_core.answer_aborted(core, "a")})
+    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(core, "a")})
     assert len(marks.steps) == 1
-    assert engine_core.answer_aborted(core, "a") == ""
+    assert request_arrival.answer_aborted(core, "a") == ""
 
 
 def test_aborted_waiting(core: FakeEngineCore) -> None:
@@ -218,7 +221,7 @@ def test_aborted_waiting(core: FakeEngineCore) -> None:
     add_requests(core, "a")
     core.free("a")
 
-    marks, _ = decode_headers({names.CARRIER: engine_core.answer_aborted(core, "a")})
+    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(core, "a")})
     assert marks.added and not marks.scheduled and not marks.steps
 
 
@@ -228,7 +231,7 @@ def test_aborted_running(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), record=STEP)
     core.free("a")
 
-    marks, counts = decode_headers({names.CARRIER: engine_core.answer_aborted(core, "a")})
+    marks, counts = decode_headers({names.CARRIER: request_arrival.answer_aborted(core, "a")})
     assert marks.scheduled and counts.chunks == 1
 
 
@@ -238,7 +241,7 @@ def test_aborted_after_first(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
     core.free("a")
 
-    assert engine_core.answer_aborted(core, "a") == ""
+    assert request_arrival.answer_aborted(core, "a") == ""
 
 
 def test_update_raised(core: FakeEngineCore) -> None:
@@ -248,7 +251,7 @@ def test_update_raised(core: FakeEngineCore) -> None:
         core.update(core.schedule(("a",), {"a": 10}), record=STEP, fail=True)
     core.free("a")
 
-    assert engine_core.answer_aborted(core, "a")
+    assert request_arrival.answer_aborted(core, "a")
 
 
 def test_no_record(core: FakeEngineCore) -> None:
@@ -289,7 +292,7 @@ def test_bounded_dead(core: FakeEngineCore) -> None:
         core.free(f"r{number}")
 
     assert len(scheduler.aborted_timelines) == scheduler.MAX_ABORTED_REQUESTS
-    assert engine_core.answer_aborted(core, "r0") == ""
+    assert request_arrival.answer_aborted(core, "r0") == ""
 
 
 def test_bounded_chunks(core: FakeEngineCore) -> None:
@@ -314,4 +317,4 @@ def test_long_ids_of_aborted_requests(core: FakeEngineCore) -> None:
 
     assert all(len(each) <= scheduler.MAX_ID_CHARS for each in scheduler.aborted_timelines)
     assert len(scheduler.aborted_timelines) == 2
-    assert all(engine_core.answer_aborted(core, name) for name in long_ids)
+    assert all(request_arrival.answer_aborted(core, name) for name in long_ids)

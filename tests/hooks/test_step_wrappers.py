@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import guard
+from ttft_otel.tracing import guard
 
 MARKED, PLAIN = SimpleNamespace(**{guard.STEP_MARK: True}), SimpleNamespace()
 

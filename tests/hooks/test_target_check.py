@@ -11,12 +11,14 @@ import pytest
 
 from lab import source_check, vllm_releases
 from ttft_otel import hooks
-from ttft_otel.hooks import ec_connectors, ec_fields, ec_kept, kv, target_check, vllm_fields
+from ttft_otel.hooks import ec_fields, target_check, vllm_fields
+from ttft_otel.hooks.engine_core import ec_kept, kv
 from ttft_otel.hooks.install import HOOKS
 from ttft_otel.hooks.targets import ALL_STAGES, TARGETS, TARGETS_BY_NAME, PatchTarget, TargetPlace
 from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
 from ttft_otel.hooks.targets.required_fields import FIELDS
-from ttft_otel.stages import STAGE_NAMES
+from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.model.stages import STAGE_NAMES
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "ledger.json"
 
@@ -115,7 +117,7 @@ def test_fields_read() -> None:
 
     assert list_read_names(Path(vllm_fields.__file__)) - ours <= listed
     assert list_getattr_names(Path(ec_fields.__file__)) - ours <= listed
-    assert listed <= set().union(*map(list_read_names, Path(hooks.__file__).parent.glob("*.py")))
+    assert listed <= set().union(*map(list_read_names, Path(hooks.__file__).parent.rglob("*.py")))
 
 
 def list_getattr_names(path: Path) -> set[str]:

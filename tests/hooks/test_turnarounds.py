@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel.hooks import held_steps
-from ttft_otel.stages import QUEUE_STAGES
+from ttft_otel.hooks.engine_core import held_steps
+from ttft_otel.model.stages import QUEUE_STAGES
 
 from .test_held_steps import MakeDriver, read_holders, sum_held
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ttft_otel import guard
 from ttft_otel.hooks import wrap
 from ttft_otel.hooks.targets import PatchTarget, TargetPlace
+from ttft_otel.tracing import guard
 
 HOST_CODE = """
 class Host:

@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from lab import architecture_picture, room_imports
-from tests import test_layers
 
 
 def test_picture_is_current() -> None:
@@ -17,19 +16,6 @@ def test_picture_is_current() -> None:
     assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
     assert architecture_picture.PICTURE.read_text("utf-8") == drawn, (
         "run: .venv/bin/python -m lab.architecture_picture"
-    )
-
-
-def test_rooms_are_the_layers() -> None:
-    """Every unit of the package is in one room, and rooms stand in the order of the layers."""
-    rooms = room_imports.PACKAGE_ROOMS
-    units = [unit for members in rooms.values() for unit in members]
-    levels = [{test_layers.LEVEL[unit] for unit in members} for members in rooms.values()]
-
-    assert sorted(units) == sorted(test_layers.LEVEL)
-    assert all(len(level) == 1 for level in levels)
-    assert [max(level) for level in levels] == sorted(
-        (max(level) for level in levels), reverse=True
     )
 
 

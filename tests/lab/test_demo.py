@@ -16,10 +16,10 @@ from lab import compat_matrix, demo, demo_verdict, demo_workload, progress_scree
 from lab.demo_verdict import RequestObservation
 from lab.demo_workload import DemoRequest
 from lab.ttft_client import TimedRequest
-from ttft_otel import names
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
-from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store.database_reader import StoredTrace
 
 
 def build_server_spans(

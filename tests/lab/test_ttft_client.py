@@ -14,7 +14,7 @@ import pytest
 
 from lab import response_parser, ttft_client
 from lab.tcp_listener import accept_connections
-from ttft_otel.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"

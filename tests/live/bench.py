@@ -15,7 +15,7 @@ from lab import ttft_client
 from lab.injection import InjectedDelay, InjectionControl
 from lab.local_deployment import LocalDeployment
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel import names, stages, timing
+from ttft_otel.model import names, stages, timing
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
 
 MAX_WAIT_S = 60.0  # for spans of a busy machine; they come within a second

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.live.bench import LiveDeployment, TimedResponse
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 
 # To compare with: 20 are needed, and those that were delayed on purpose must stay below a tenth.
 LIKE = 100

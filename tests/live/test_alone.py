@@ -33,7 +33,8 @@ from tests import injected_folder
 from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown, read_output_tokens
 from tests.live.conftest import DeploymentDeck
 from tests.stack.otlp_sinks import MetricSink
-from ttft_otel import meter, names, stages
+from ttft_otel.model import names, stages
+from ttft_otel.tracing import meter
 
 END_METRICS = (
     *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME, names.METRIC_REASON, names.METRIC_HELD),

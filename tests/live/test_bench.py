@@ -26,7 +26,7 @@ SMALL_PROMPT_FLAGS = ("--input-len", 300, "--output-len", 5)
 
 def run_bench_target(url: str, *words: object) -> Any:
     """The only target of `ttft-otel bench --json`."""
-    command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, "--json"]
+    command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, "--json"]
     done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=240)
     assert done.returncode in (0, 3), (
         done.stderr
@@ -133,7 +133,7 @@ def test_replay(url: str, epd: LiveDeployment, tmp_path: Path) -> None:
 @pytest.mark.untimed
 def test_unknown(url: str) -> None:
     """Token ids beyond the vocabulary are a failure of one kind, in the server's own words."""
-    command = [sys.executable, "-m", "ttft_otel.cli", "bench", "--url", url, "--json"]
+    command = [sys.executable, "-m", "ttft_otel.commands.main", "bench", "--url", url, "--json"]
     words = ["--vocab", "100000", "--concurrency", "1", "--requests", "2"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
 

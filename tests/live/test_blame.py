@@ -16,7 +16,7 @@ from typing import Any
 from lab.evidence import MAX_ROUNDS, MIN_ROUNDS, estimate_median
 from tests.live.bench import LiveDeployment
 from tests.live.test_engine_features import make_parent_header
-from ttft_otel import names, stages
+from ttft_otel.model import names, stages
 
 MAX_ERROR = 0.05
 HEAD_START_S = 0.1  # the other one is at the engine then, and has not ended

@@ -13,8 +13,8 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
 from tests.live.bench import LiveDeployment, read_breakdown
-from ttft_otel import names, stages
-from ttft_otel.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model import names, stages
+from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},

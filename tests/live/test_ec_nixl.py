@@ -18,7 +18,7 @@ from lab.ttft_client import TimedRequest, TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
 from tests.live.test_injected import Injection, Sample, check_stage
-from ttft_otel import names
+from ttft_otel.model import names
 
 # Kind of request -> its pictures, as numbers of new ones; how many of them are new to E.
 KINDS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {

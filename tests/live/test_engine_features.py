@@ -22,7 +22,7 @@ import pytest
 from lab import ttft_client
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.server_plans import ADAPTER_NAME
-from ttft_otel import names, stages, timing
+from ttft_otel.model import names, stages, timing
 
 MAX_WAIT_S = 30.0
 MAX_ARRIVAL_S = 5.0  # of a request at the engine

@@ -27,7 +27,7 @@ from tests.live.test_engine_features import (
 )
 from tests.live.test_queue_reasons import make_grammar
 from tests.live.test_router import run_router_behind_proxies
-from ttft_otel import cli
+from ttft_otel.commands import main as cli
 
 LONG_PROMPTS = 10
 DELAY_MS = 400.0

@@ -15,7 +15,7 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
 from tests.live.bench import LiveDeployment, read_breakdown
-from ttft_otel import names, stages
+from ttft_otel.model import names, stages
 
 pytestmark = pytest.mark.untimed
 

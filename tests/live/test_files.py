@@ -16,7 +16,7 @@ from tests.live.conftest import DeploymentDeck
 from tests.live.test_alone import run_alone
 from tests.live.test_injected import check_stage
 from tests.live.test_targets import BY_FILES, DELAYED, check_loss
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 Sample = dict[str, int]

@@ -20,9 +20,10 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment
-from ttft_otel import clock, names
+from ttft_otel.model import names
+from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
-from ttft_otel.stages import INTERMEDIATE_ROLES
+from ttft_otel.tracing import clock
 
 pytestmark = pytest.mark.full
 

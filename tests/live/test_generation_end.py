@@ -11,8 +11,8 @@ import pytest
 
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown, read_output_tokens
-from ttft_otel import names
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
 pytestmark = pytest.mark.untimed  # bounds are of one exchange with itself
 USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}

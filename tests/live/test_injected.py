@@ -11,7 +11,7 @@ import pytest
 from lab.compat_matrix import PLACES_BY_KIND
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from tests.live.bench import LiveDeployment, medians, read_breakdown
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 DELAY_MS = 80.0
 # The control sleeps, too: after any sleep the caches are cold and another process may hold the core,

@@ -15,7 +15,7 @@ from tests.live.conftest import DeploymentDeck
 from tests.live.test_closing import make_parent_header, make_trace_id
 from tests.live.test_ec_nixl import ask_alone, list_role_attributes, read_items
 from tests.live.test_faults import list_exporters
-from ttft_otel import names, stages
+from ttft_otel.model import names, stages
 
 PATIENCE_S = 3.0
 

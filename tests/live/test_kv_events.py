@@ -23,8 +23,8 @@ from tests.live.bench import LiveDeployment
 from tests.live.server_plans import BLOCK_TOKENS
 from tests.live.test_closing import make_parent_header, make_trace_id
 from tests.live.test_routing import list_attribute_values, read_metric
-from ttft_otel import names
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource

@@ -15,7 +15,7 @@ from lab import ttft_client
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest
 from tests.live.bench import ASK_HEADERS, LiveDeployment, medians, read_breakdown
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 DELAY_MS = 80.0
 CONTROL_MS = 10.0  # see test_injected.py

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.router import media_bodies
-from ttft_otel.endpoints import MESSAGES_PATH, RESPONSES_PATH
+from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.disagg.request_body import parse_body
 
 pytestmark = pytest.mark.untimed

@@ -17,7 +17,7 @@ from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause
 from tests.live.test_alone import run_alone
 from tests.live.test_engine_features import fetch_ttft_span
 from tests.live.test_queue_reasons import MIN_SHARE
-from ttft_otel import names, stages
+from ttft_otel.model import names, stages
 
 EDGE: Final = 504  # pixels: 324 tokens, more than half of the encoder's 512 of a step
 LARGE: Final[dict[str, Any]] = {

@@ -12,8 +12,8 @@ from tests.live.echo_server import EchoServer
 from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
 from tests.live.test_injected import check_stage
 from tests.live.unaccounted_share import check_unaccounted_share
-from ttft_otel import names, stages
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model import names, stages
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
 
 WAIT_PLACE = "kv_wait"
 KINDS: dict[str, dict[str, Any]] = {

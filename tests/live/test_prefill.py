@@ -22,8 +22,8 @@ from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_closing import make_parent_header, make_trace_id
-from ttft_otel import names
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
 MODES = ("off", "strip", "continue")
 BLOCK_TOKENS = 128  # tokens of a KV block on CPU

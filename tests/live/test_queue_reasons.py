@@ -22,7 +22,7 @@ from tests.live.test_engine_features import (
     make_parent_header,
     run_request,
 )
-from ttft_otel import names, stages
+from ttft_otel.model import names, stages
 
 MIN_SHARE = 0.95
 MAX_ATTEMPTS = 6

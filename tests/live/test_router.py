@@ -21,8 +21,8 @@ from tests.live.echo_server import EchoServer, measure_clock
 from tests.live.test_injected import CONTROL_MS, DELAY_MS, MAX_STRAY_MS
 from tests.live.test_routing import READ_PROMPTS_METRIC, read_metric
 from tests.live.unaccounted_share import MAX_SHARE, check_unaccounted_share
-from ttft_otel import names
-from ttft_otel.stages import REPORT_FIELDS
+from ttft_otel.model import names
+from ttft_otel.model.stages import REPORT_FIELDS
 
 WIRE_MS = 0.02 * DELAY_MS + 0.5
 

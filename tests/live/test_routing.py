@@ -16,7 +16,7 @@ from lab import local_deployment
 from lab.local_servers import LocalServer
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_closing import make_parent_header, make_trace_id
-from ttft_otel import names
+from ttft_otel.model import names
 
 BLOCK_TOKENS = 128  # tokens of a KV block on CPU
 WORDS = (100, 400, 1200)

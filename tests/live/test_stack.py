@@ -24,9 +24,9 @@ from lab.stack.go_builds import GoMissingError
 from tests.live.bench import LiveDeployment as Live
 from tests.stack.known_requests import export_spans
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
-from ttft_otel import names
-from ttft_otel.report.database_reader import open_reader
+from ttft_otel.model import names
 from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store.database_reader import open_reader
 
 pytestmark = pytest.mark.untimed
 

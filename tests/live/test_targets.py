@@ -15,8 +15,8 @@ import pytest
 
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from tests.live.bench import LiveDeployment, read_breakdown
-from ttft_otel import stages
 from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME
+from ttft_otel.model import stages
 
 PARTS_TIMES = 3
 DELAY_MS = 60.0

@@ -13,7 +13,7 @@ from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedResponse
 from tests.live.bench import read_breakdown
 from tests.live.echo_server import EchoServer, measure_clock
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 MAX_SHARE = 0.05  # of the router's TTFT, at the median
 MIN_TTFT_US = (

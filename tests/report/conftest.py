@@ -12,7 +12,7 @@ import pytest
 from sample_records import RunningServer
 
 from ttft_otel.report.report_server import ListeningPorts, ServeOptions, run_server
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.store.span_store import SpanStore
 
 
 @pytest.fixture

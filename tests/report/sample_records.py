@@ -15,13 +15,13 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel import names, stages
-from ttft_otel.exporter import span_builder as exporter
-from ttft_otel.record import Attributes, Call, Piece, Record, Server, Ttft
-from ttft_otel.report import otlp_decoder
+from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.model import names, stages
+from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.model.stages import Role
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_server import ListeningPorts
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.stages import Role
 
 ENCODE_US = {
     "receive": 900,

@@ -11,13 +11,13 @@ import pytest
 import sample_records
 from rich.console import Console
 
-from ttft_otel import names
-from ttft_otel.report import pages, terminal
-from ttft_otel.report.clock_errors import NOTABLE_ERROR_US
-from ttft_otel.report.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.model import names
+from ttft_otel.report.assemble.clock_errors import NOTABLE_ERROR_US
+from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.summary import summarize
+from ttft_otel.report.show import pages, terminal
+from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 SENTENCE = "up to 1.9 ms off"
 

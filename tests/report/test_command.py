@@ -20,9 +20,10 @@ from click.testing import CliRunner, Result
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from ttft_otel.cli import main
-from ttft_otel.report import report_files, serve
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.commands import serve
+from ttft_otel.commands.main import main
+from ttft_otel.report.show import report_files
+from ttft_otel.report.store.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
 PUBLIC_SCHEMA = json.loads(
@@ -183,7 +184,7 @@ def test_serve(tmp_path: Path) -> None:
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
     words = ["serve", "--http-port", str(port), "--grpc-port", "0", "--db", str(database)]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from ttft_otel.cli import main; main()", *words],
+        [sys.executable, "-c", "from ttft_otel.commands.main import main; main()", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

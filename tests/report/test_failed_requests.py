@@ -14,8 +14,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace.export import SpanExportResult
 from sample_records import RunningServer
 
-from ttft_otel import names
-from ttft_otel.record import Record
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
 
 # error.type, and how many requests end so within 0.2 ms, and after 9 s; most end at once.
 ENDS = {

@@ -21,7 +21,7 @@ import pytest
 import sample_records
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.store.span_store import SpanStore
 
 ROOM_BYTES = 64 << 10  # left on the disk
 MAX_BATCHES = 400
@@ -71,7 +71,7 @@ def run_disk_server(folder: Path) -> Iterator[DiskServer]:
     database = folder / "spans.db"
     words = ["serve", "--http-port", str(port), "--grpc-port", "-1", "--db", str(database)]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from ttft_otel.cli import main; main()", *words],
+        [sys.executable, "-c", "from ttft_otel.commands.main import main; main()", *words],
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -139,7 +139,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def run_limited(max_bytes: int, *words: str, stdout: Any = subprocess.PIPE) -> tuple[int, str]:
     """Exit status and stderr of `ttft-otel report` whose files may not be longer than `max_bytes`."""
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))"
-    code = f"import resource; {limit}; from ttft_otel.cli import main; main()"
+    code = f"import resource; {limit}; from ttft_otel.commands.main import main; main()"
     done = subprocess.run(
         (sys.executable, "-c", code, "report", *words),
         stdout=stdout, stderr=subprocess.PIPE, text=True,

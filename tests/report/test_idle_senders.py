@@ -17,9 +17,9 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from sample_records import RunningServer
 
-from ttft_otel.report import receiver, waiting_connections
-from ttft_otel.report.body_budget import BodyBudget, BodyBudgetError
-from ttft_otel.report.body_decoding import MAX_BODY_BYTES
+from ttft_otel.report.receive import receiver, waiting_connections
+from ttft_otel.report.receive.body_budget import BodyBudget, BodyBudgetError
+from ttft_otel.report.receive.body_decoding import MAX_BODY_BYTES
 
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 IDLE = 64  # senders; eight were enough to stop the receiver

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from ttft_otel import names
-from ttft_otel.report import database_schema, otlp_decoder, span_chunks
-from ttft_otel.report.span_rows import ChunkInserter
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.model import names
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store import database_schema, span_chunks
+from ttft_otel.report.store.span_rows import ChunkInserter
+from ttft_otel.report.store.span_store import SpanStore
 
 SPANS = 4000
 MAX_LISTING_KIB = 40 << 10
@@ -24,7 +25,7 @@ EMPTY_ATTRIBUTES = (span_chunks.MAX_RAW_BYTES - 200) // 2
 LIST_REQUESTS = """
 import resource, sys
 from pathlib import Path
-from ttft_otel.report.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 
 def list_requests(path):
     with open_reader(Path(path)) as db:

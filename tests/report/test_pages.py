@@ -18,12 +18,13 @@ import sample_records
 from sample_records import RunningServer
 
 from tests.stack.grafana_browser import REMEDY, find_chromium
-from ttft_otel import names
-from ttft_otel.record import Record
-from ttft_otel.report import pages, report_files, request_assembly
-from ttft_otel.report.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
+from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.show import pages, report_files
+from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 ATTACK = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -12,11 +12,11 @@ import pytest
 import sample_records
 from click.testing import CliRunner
 
-from ttft_otel.cli import main
-from ttft_otel.report import perfetto_trace
-from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.commands.main import main
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.show import perfetto_trace
+from ttft_otel.report.store.database_reader import StoredTrace
+from ttft_otel.report.store.span_store import SpanStore
 
 Event = dict[str, Any]
 MS = 1_000_000

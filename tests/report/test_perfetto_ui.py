@@ -23,8 +23,8 @@ from click.testing import CliRunner
 
 from tests.report.test_stored_holders import make_held_records
 from tests.stack.grafana_browser import REMEDY, find_chromium, launch_browser
-from ttft_otel.cli import main
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.commands.main import main
+from ttft_otel.report.store.span_store import SpanStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -30,12 +30,14 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from sample_records import RunningServer
 
-from ttft_otel import guard
-from ttft_otel.report import database_schema, receiver, request_assembly
-from ttft_otel.report.body_decoding import MAX_BODY_BYTES
-from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.otlp_decoder import MAX_EXPORT_SPANS, MAX_JSON_VALUES
-from ttft_otel.report.span_conversion import MAX_ATTRIBUTES
+from ttft_otel.report.assemble import request_assembly
+from ttft_otel.report.receive import receiver
+from ttft_otel.report.receive.body_decoding import MAX_BODY_BYTES
+from ttft_otel.report.receive.otlp_decoder import MAX_EXPORT_SPANS, MAX_JSON_VALUES
+from ttft_otel.report.store import database_schema
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_conversion import MAX_ATTRIBUTES
+from ttft_otel.tracing import guard
 
 PROTOBUF = "application/x-protobuf"
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"

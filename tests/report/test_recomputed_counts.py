@@ -12,17 +12,17 @@ import jsonschema
 import sample_records
 from rich.console import Console
 
-from ttft_otel import names
-from ttft_otel.report import json_answers, pages, report_files, terminal
-from ttft_otel.report.database_reader import RequestFilter, StoredTrace, open_reader
-from ttft_otel.report.recomputed_counts import (
+from ttft_otel.model import names
+from ttft_otel.report.assemble.recomputed_counts import (
     RecomputedCount,
     collect_recomputed,
     describe_recomputed,
 )
+from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request, StoredSpan
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.summary import summarize
+from ttft_otel.report.show import json_answers, pages, report_files, terminal
+from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
 SENTENCE = (

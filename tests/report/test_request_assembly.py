@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import sample_records
 
-from ttft_otel import settings
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.span_batch import SpanBatch
-from ttft_otel.record import Record
-from ttft_otel.report import otlp_decoder, request_assembly, waterfall_rows
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.span_batch import SpanBatch
+from ttft_otel.model.record import Record
+from ttft_otel.model.stages import INTERMEDIATE_ROLES
+from ttft_otel.report.assemble import request_assembly, waterfall_rows
+from ttft_otel.report.assemble.summary import summarize
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request
-from ttft_otel.report.summary import summarize
-from ttft_otel.stages import INTERMEDIATE_ROLES
+from ttft_otel.tracing import settings
 
 NS_PER_MS = 1_000_000
 

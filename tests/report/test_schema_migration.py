@@ -17,10 +17,10 @@ import pytest
 import sample_records
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from ttft_otel.report import database_schema
-from ttft_otel.report.database_reader import RequestFilter, open_reader
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.store import database_schema
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 SCHEMA_1 = """
 CREATE TABLE traces (

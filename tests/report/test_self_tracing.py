@@ -15,8 +15,9 @@ from fastapi import FastAPI
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from sample_records import RunningServer
 
-from ttft_otel.report import database_schema, self_tracing
-from ttft_otel.report.trace_reader import TraceReader
+from ttft_otel.report import self_tracing
+from ttft_otel.report.store import database_schema
+from ttft_otel.report.store.trace_reader import TraceReader
 
 
 def test_off() -> None:

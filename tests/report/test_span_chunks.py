@@ -11,10 +11,11 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from ttft_otel.report import otlp_decoder, span_chunks
-from ttft_otel.report.database_reader import RequestFilter, open_reader
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.report.store import span_chunks
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 
 def read_stored(path: Path, trace_id: str) -> list[StoredSpan]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import sample_records
 
-from ttft_otel.report import database_schema, span_rows
-from ttft_otel.report import span_store as module
-from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.span_store import SpanStore, StoreUnavailableError
+from ttft_otel.report.store import database_schema, span_rows
+from ttft_otel.report.store import span_store as module
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
 
 
 def test_twice(store: SpanStore) -> None:

@@ -15,10 +15,11 @@ import sample_records
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span
 
-from ttft_otel import names
-from ttft_otel.report import database_schema, otlp_decoder, retention, span_store
-from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.model import names
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store import database_schema, retention, span_store
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 MAX_GROWTH = 5  # bytes of the file for each byte received
 EXPORTS = 4

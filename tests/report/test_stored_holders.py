@@ -9,12 +9,13 @@ import msgspec
 import pytest
 import sample_records
 
-from ttft_otel import names
-from ttft_otel.record import HeldBy, Record
-from ttft_otel.report import engine_steps, perfetto_trace
-from ttft_otel.report.database_reader import StoredTrace
+from ttft_otel.model import names
+from ttft_otel.model.record import HeldBy, Record
+from ttft_otel.report.assemble import engine_steps
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.stored_holders import StoredHolder, read_holders
+from ttft_otel.report.show import perfetto_trace
+from ttft_otel.report.store.database_reader import StoredTrace
+from ttft_otel.report.store.stored_holders import StoredHolder, read_holders
 
 START_NS = 10**18
 

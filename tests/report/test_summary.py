@@ -8,10 +8,10 @@ import statistics
 
 import sample_records
 
-from ttft_otel import palette, stages
+from ttft_otel.model import palette, stages
+from ttft_otel.report.assemble.request_assembly import assemble_requests
+from ttft_otel.report.assemble.summary import compute_percentile, summarize
 from ttft_otel.report.report_types import Request
-from ttft_otel.report.request_assembly import assemble_requests
-from ttft_otel.report.summary import compute_percentile, summarize
 
 
 def make_requests(*records: sample_records.Record) -> list[Request]:

@@ -20,15 +20,18 @@ from opentelemetry.sdk.trace import ReadableSpan
 from sample_records import DECODE_US, make_leg_record, make_routed_records, make_spans
 
 from tests.fake_tempo import FakeTempo, TempoFault
-from ttft_otel import cli, names
-from ttft_otel.record import Record
-from ttft_otel.report import otlp_decoder, tempo_source
-from ttft_otel.report.breakdown_source import SourceChoice, open_source, parse_headers
-from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.tempo_access import TempoAccess, TempoError
-from ttft_otel.report.tempo_client import parse_go_duration
-from ttft_otel.report.tempo_source import TempoSource
+from ttft_otel.commands import main as cli
+from ttft_otel.commands.source_options import parse_headers
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
+from ttft_otel.report.breakdown_source import SourceChoice, open_source
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.report.tempo import tempo_source
+from ttft_otel.report.tempo.tempo_access import TempoAccess, TempoError
+from ttft_otel.report.tempo.tempo_client import parse_go_duration
+from ttft_otel.report.tempo.tempo_source import TempoSource
 
 BEGIN_S = int(time.time()) - 3000
 SECRET = "s3cret-value"
@@ -217,7 +220,7 @@ def test_bounded_memory(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> No
     try:
         assert len(source.list_latest(RequestFilter())) == 5
         assert len(source._trunks) == 5
-        monkeypatch.setattr("ttft_otel.report.tempo_client.MAX_TRACE_BYTES", 100)
+        monkeypatch.setattr("ttft_otel.report.tempo.tempo_client.MAX_TRACE_BYTES", 100)
         with pytest.raises(TempoError, match="ask for a shorter window"):
             source.find_trace(next(iter(tempo.traces)))
     finally:

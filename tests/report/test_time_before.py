@@ -23,15 +23,16 @@ from rich.console import Console
 from sample_records import RunningServer
 from test_pages import fetch_page
 
-from ttft_otel import clock, names
-from ttft_otel.record import Record
-from ttft_otel.report import json_answers, report_files, terminal
-from ttft_otel.report.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
+from ttft_otel.model.stages import INTERMEDIATE_ROLES
+from ttft_otel.report.assemble.summary import summarize
+from ttft_otel.report.assemble.time_before import measure_before
 from ttft_otel.report.report_types import Request, StoredSpan, TimeBefore
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.summary import summarize
-from ttft_otel.report.time_before import measure_before
-from ttft_otel.stages import INTERMEDIATE_ROLES
+from ttft_otel.report.show import json_answers, report_files, terminal
+from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
+from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.tracing import clock
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"
 NS_PER_US = 1000

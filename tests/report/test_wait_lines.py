@@ -10,11 +10,11 @@ from pathlib import Path
 import sample_records
 from rich.console import Console
 
-from ttft_otel import names
-from ttft_otel.report import json_answers, pages, terminal
-from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.wait_lines import list_holding_kinds, list_wait_reasons
+from ttft_otel.model import names
+from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
+from ttft_otel.report.show import json_answers, pages, terminal
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
 
 REASONS = {
     "ttft.queue.kv_blocks_us": 9_000,

@@ -14,8 +14,8 @@ from urllib.parse import quote
 import pytest
 from sample_records import RunningServer, make_routed_records, make_stored_spans
 
-from ttft_otel import cli
-from ttft_otel.report.span_store import SpanStore
+from ttft_otel.commands import main as cli
+from ttft_otel.report.store.span_store import SpanStore
 
 ODD_ID = "a/b <script>alert(1)</script>?x"
 

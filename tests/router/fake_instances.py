@@ -17,8 +17,8 @@ from aiohttp import web
 from yarl import URL
 
 from lab.free_ports import find_free_port
-from ttft_otel import clock, names, timing
-from ttft_otel.record import Record, decode_record
+from ttft_otel.model import names, timing
+from ttft_otel.model.record import Record, decode_record
 from ttft_otel.router import types
 from ttft_otel.router.control import app
 from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
@@ -30,7 +30,8 @@ from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-from ttft_otel.settings import Settings
+from ttft_otel.tracing import clock
+from ttft_otel.tracing.settings import Settings
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STREAM_EVENTS = (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")

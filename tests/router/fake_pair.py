@@ -13,7 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from router import fake_instances
-from ttft_otel import clock, timing
+from ttft_otel.model import timing
+from ttft_otel.tracing import clock
 
 BLOCK_TOKENS = 8
 ANSWER_TOKENS = ("Hel", "lo", ", ", "you")  # the generated tokens; token i has the id 100 + i

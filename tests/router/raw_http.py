@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-from ttft_otel import clock
+from ttft_otel.tracing import clock
 
 EVENT_BYTES: Final = b'data: {"choices": [{"index": 0, "delta": {"content": "word"}}]}\n\n'
 DONE_BYTES: Final = b"data: [DONE]\n\n"
@@ -247,7 +247,7 @@ async def run_router_process(
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
-    code = "from ttft_otel.router.cli.command import command; command()"
+    code = "from ttft_otel.commands.router.command import command; command()"
     if max_files is not None:
         limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, {max_files})"
         code = f"import resource; {limit}; {code}"

@@ -16,11 +16,11 @@ import aiohttp
 from yarl import URL
 
 from router import fake_instances
-from ttft_otel.router.cli import router_options
-from ttft_otel.router.cli.command import build_router, command
-from ttft_otel.router.cli.config_reloader import ConfigReloader
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.command import build_router, command
+from ttft_otel.commands.router.config_reloader import ConfigReloader
 from ttft_otel.router.control.registrations import Registrations
-from ttft_otel.settings import Settings
+from ttft_otel.tracing.settings import Settings
 
 REGISTER_TOKEN = "t0ken/:?"  # with characters that a URL has to escape
 PROBE_INTERVAL_S = 0.05  # seconds between two probes

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel import context
 from ttft_otel.router import exchange as exchanges
 from ttft_otel.router.exchange import Exchange, ExchangePhase
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import parse_instance_url
+from ttft_otel.tracing import context
 
 ROUTER = Path(exchanges.__file__).parent
 STEPS = {

@@ -9,9 +9,8 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import measurement, names
-from ttft_otel.context import NO_CONTEXT
-from ttft_otel.record import (
+from ttft_otel.model import names
+from ttft_otel.model.record import (
     Handover,
     HandoverCall,
     Record,
@@ -23,7 +22,9 @@ from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.records import build_record
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.settings import Settings
+from ttft_otel.tracing import measurement
+from ttft_otel.tracing.context import NO_CONTEXT
+from ttft_otel.tracing.settings import Settings
 
 MAX_ERROR_US = 15_000  # microseconds: everything is in one loop; and what the loop itself was late
 

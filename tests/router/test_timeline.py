@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 
-from ttft_otel import stages
+from ttft_otel.model import stages
+from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.disagg.encoders import select_critical_attempts
 from ttft_otel.router.stage_partition import partition_timeline
 from ttft_otel.router.timeline import Attempt, PromptLookup, RequestTimeline
 from ttft_otel.router.types import Instance
-from ttft_otel.timing import ServerTiming
 
 
 def build_attempt(leg: str = "mono", sent: int = 0, first: int = 0, **more: object) -> Attempt:

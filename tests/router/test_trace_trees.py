@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import names
-from ttft_otel.exporter import span_builder
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model import names
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trees.json"
 REQUEST_ID = "golden"

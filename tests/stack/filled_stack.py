@@ -43,8 +43,8 @@ from tests.stack.known_requests import (
     send_rows,
 )
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
-from ttft_otel import names
-from ttft_otel.exporter import span_builder
+from ttft_otel.exporter.spans import span_builder
+from ttft_otel.model import names
 
 SCRAPE_INTERVAL = "5s"  # of the collector's pushes; 15 s where people look
 PORTIONS = 5

@@ -20,10 +20,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from ttft_otel import names, stages
-from ttft_otel.exporter import span_builder as exporter
-from ttft_otel.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
-from ttft_otel.stages import QUEUE_STAGES, UNATTRIBUTED, Role
+from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.model import names, stages
+from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
+from ttft_otel.model.stages import QUEUE_STAGES, UNATTRIBUTED, Role
 
 TOTAL_ROWS: Final = 2000
 SLOW_ROWS: Final = 40  # reach their first token at 1 000 ms or later

@@ -20,9 +20,9 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 
-from ttft_otel import names, stages
-from ttft_otel.exporter import span_builder as exporter
-from ttft_otel.record import RECORD_VERSION, Attributes, Piece, Record, Server, Ttft
+from ttft_otel.exporter.spans import span_builder as exporter
+from ttft_otel.model import names, stages
+from ttft_otel.model.record import RECORD_VERSION, Attributes, Piece, Record, Server, Ttft
 
 span_numbers = itertools.count(1)
 

@@ -25,7 +25,7 @@ from tests.stack.grafana_browser import (
 from tests.stack.known_requests import LEFT_ERRORS, SERVER_ERRORS, KnownTruth
 from tests.stack.running_stack import StackStarter
 from tests.stack.test_panels import BUCKET, is_near
-from ttft_otel import stages
+from ttft_otel.model import stages
 
 ROUNDED = 0.006  # what a number of three digits can hide
 NEWER = {

@@ -23,8 +23,8 @@ from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
-from ttft_otel import metric_labels, names, stages
-from ttft_otel.exporter.span_builder import build_spans
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.model import metric_labels, names, stages
 
 FOLDER = COLLECTOR_CONFIG.parent
 TIER1, TIER2 = FOLDER / "scale-out" / "tier1.yaml", FOLDER / "scale-out" / "tier2.yaml"

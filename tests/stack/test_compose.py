@@ -22,7 +22,7 @@ from lab.stack import docker_compose
 from lab.stack.binaries import StackBinaries
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.test_tools import run_program
-from ttft_otel.router.cli.command import command as router
+from ttft_otel.commands.router.command import command as router
 
 Config = Callable[..., dict[str, Any]]
 

@@ -26,7 +26,8 @@ from grafana.build.all_dashboards import Dashboard as Schema
 from grafana.build.all_dashboards import JSONEncoder, render_dashboards
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.panel_queries import CommittedDashboard, PanelQuery, list_dashboards
-from ttft_otel import cli, names, palette, stages
+from ttft_otel.commands import main as cli
+from ttft_otel.model import names, palette, stages
 
 FOLDER = CHECKOUT / "grafana"
 BOARDS = list_dashboards()

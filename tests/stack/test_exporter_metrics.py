@@ -17,10 +17,11 @@ from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
-from ttft_otel import handoff, names
-from ttft_otel.measurement import encode_for_exporter
-from ttft_otel.record import Record
-from ttft_otel.settings import Settings
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
+from ttft_otel.tracing import handoff
+from ttft_otel.tracing.measurement import encode_for_exporter
+from ttft_otel.tracing.settings import Settings
 
 METRICS = (
     *(names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION),

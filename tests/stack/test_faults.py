@@ -27,11 +27,11 @@ from tests.stack.running_stack import (
     StackStarter,
     wait_until,
 )
-from ttft_otel import names
 from ttft_otel.exporter.batch_exporter import BatchExporter
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.span_builder import build_spans
-from ttft_otel.record import Record
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
 
 LIMIT_MIB = 64  # GOMEMLIMIT below, the container a half above, as in docker-compose.yml
 FLOOD = 1000  # requests of some 0.7 MiB in memory: ten times the limit

@@ -25,8 +25,8 @@ from tests.stack.known_requests import (
     sum_reasons_us,
 )
 from tests.stack.panel_queries import PanelAsker, PanelQuery
-from ttft_otel import names
-from ttft_otel.metric_labels import BUCKET_BOUNDS_S
+from ttft_otel.model import names
+from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S
 
 # Exponential histograms, 16 buckets an octave over what TTFT spans here: as wide as an error can be.
 BUCKET = 2 ** (1 / 16) - 1

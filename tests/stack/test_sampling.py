@@ -18,8 +18,8 @@ from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from tests.stack.test_collector import TIER1, TIER2
-from ttft_otel import names
-from ttft_otel.record import Record
+from ttft_otel.model import names
+from ttft_otel.model.record import Record
 
 SHORT_S, LONG_S = 2.0, 60.0  # for a reason to keep a trace
 KEEP = 0.1

@@ -13,11 +13,12 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from tests.stack.known_requests import KnownTruth, build_known_requests, build_known_spans
 from tests.stack.running_stack import RunningTempo, StackStarter, wait_until
-from ttft_otel.report import otlp_decoder, tempo_source
 from ttft_otel.report.breakdown_source import SourceChoice, open_source
-from ttft_otel.report.database_reader import RequestFilter, open_reader
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.tempo_access import TempoAccess, TempoError
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.store.database_reader import RequestFilter, open_reader
+from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.report.tempo import tempo_source
+from ttft_otel.report.tempo.tempo_access import TempoAccess, TempoError
 
 ROWS = 400
 BATCH = 500

@@ -17,11 +17,11 @@ from lab.stack import backend_queries
 from tests.stack import otlp_requests, panel_queries
 from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import RunningStack, wait_until
-from ttft_otel import metric_labels, names
-from ttft_otel.exporter.span_builder import build_spans
-from ttft_otel.handoff import RecordSender
-from ttft_otel.record import encode_record
-from ttft_otel.settings import Settings
+from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.model import metric_labels, names
+from ttft_otel.model.record import encode_record
+from ttft_otel.tracing.handoff import RecordSender
+from ttft_otel.tracing.settings import Settings
 
 FOUND_WITHIN_S: Final = 5.0
 TTFT_MS: Final = 2000

@@ -16,9 +16,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ttft_otel import palette
 from ttft_otel.bench.request_statistics import OUTSIDE_STAGE
 from ttft_otel.bench.terminal_report import COLUMNS, METRIC_TITLES
+from ttft_otel.model import palette
 
 HISTOGRAM_BINS: Final = 48
 MAX_POINTS: Final = 4000  # more points cover each other and make the page slow

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Final
 
-from ttft_otel import context, names, timing
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange, sleep_until
 from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.bench.stream_parser import StreamContent, StreamParser
+from ttft_otel.model import names, timing
+from ttft_otel.tracing import context
 
 # Enough for TCP and TLS within a data centre; beyond it the send itself is late.
 CONNECT_LEAD_NS: Final = 20_000_000  # connections are opened this long before their request is due

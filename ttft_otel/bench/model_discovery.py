@@ -17,7 +17,7 @@ from typing import Any, Final
 from ttft_otel.bench.http_exchange import USER_AGENT, BenchTarget
 from ttft_otel.bench.request_factory import MIN_TOKEN_ID, PROMPT_WORDS, ModelProfile
 from ttft_otel.bench.stream_parser import sanitize_text
-from ttft_otel.endpoints import COMPLETIONS_PATH, MODELS_PATH
+from ttft_otel.model.endpoints import COMPLETIONS_PATH, MODELS_PATH
 
 COMPLETION_TIMEOUT_S: Final = 60.0  # long, because the first request to a server may be slow
 # The remedy differs: a server that wants a key is up.

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange
 from ttft_otel.bench.load_driver import HTTP_OK, RequestResult
-from ttft_otel.timing import ServerTiming
-from ttft_otel.ttft_report import STAGES_KEY, TTFT_MS_KEY, UNATTRIBUTED_MS_KEY
+from ttft_otel.model.timing import ServerTiming
+from ttft_otel.model.ttft_report import STAGES_KEY, TTFT_MS_KEY, UNATTRIBUTED_MS_KEY
 
 REPORT_PATH: Final = "/ttft_report/"
 # A server that does not know this many of its newest requests has no reports: stop asking.

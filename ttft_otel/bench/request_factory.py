@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
 MIN_TOKEN_ID: Final = 100  # smaller IDs are often special tokens
 UNIVERSAL_TOKEN_IDS: Final = range(MIN_TOKEN_ID, 256)  # in every vocabulary

@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from ttft_otel import stages
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
-from ttft_otel.stages import PREFILLING_ROLES
+from ttft_otel.model import stages
+from ttft_otel.model.stages import PREFILLING_ROLES
 
 # The client's TTFT minus the server's: network, HTTP parsing, this process.
 OUTSIDE_STAGE: Final = "outside"

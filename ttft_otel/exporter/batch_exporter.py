@@ -23,11 +23,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.otlp_exporter import build_span_exporter
 from ttft_otel.exporter.protocol_probe import find_protocol_remedy
-from ttft_otel.exporter.span_batch import take_messages
-from ttft_otel.guard import Guard
-from ttft_otel.otlp_exporter import build_span_exporter
-from ttft_otel.settings import Settings
+from ttft_otel.exporter.spans.span_batch import take_messages
+from ttft_otel.tracing.guard import Guard
+from ttft_otel.tracing.settings import Settings
 
 log = logging.getLogger("ttft_otel")
 

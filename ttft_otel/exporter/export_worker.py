@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from ttft_otel import measurement, record
 from ttft_otel.exporter.batch_exporter import BatchExporter, create_span_exporter
 from ttft_otel.exporter.record_queue import RecordQueue
-from ttft_otel.exporter.resource_cache import ResourceCache
-from ttft_otel.exporter.span_batch import BatchBuilder
-from ttft_otel.guard import Guard
-from ttft_otel.settings import Settings, read_settings
+from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.exporter.spans.span_batch import BatchBuilder
+from ttft_otel.model import record
+from ttft_otel.tracing import measurement
+from ttft_otel.tracing.guard import Guard
+from ttft_otel.tracing.settings import Settings, read_settings
 
 if TYPE_CHECKING:
-    from ttft_otel.exporter.metric_pusher import MetricPusher
-    from ttft_otel.exporter.request_metrics import RequestMetrics
+    from ttft_otel.exporter.metrics.metric_pusher import MetricPusher
+    from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
 
 BATCH_WAIT_S: Final = 1.0  # seconds until a batch that is not full is exported
 MAX_BATCH_RECORDS: Final = 128  # records per batch; a streamed request has two, of about 16 spans
@@ -54,7 +55,7 @@ def _start_pusher(
     settings: Settings, resources: ResourceCache, record_queue: RecordQueue
 ) -> MetricPusher:
     # Imported where metrics are on: the SDK's part for them takes 30 ms and 2 MB.
-    from ttft_otel.exporter.metric_pusher import start_pusher
+    from ttft_otel.exporter.metrics.metric_pusher import start_pusher
 
     return start_pusher(settings, resources, record_queue.counters)
 

@@ -11,7 +11,7 @@ import mmap
 import time
 from typing import Final
 
-from ttft_otel.handoff import SHARED_COUNTERS, SHARED_LAYOUT
+from ttft_otel.tracing.handoff import SHARED_COUNTERS, SHARED_LAYOUT
 
 log = logging.getLogger("ttft_otel")
 # The line goes to the server's log, where an outage must not bury the server's own lines.

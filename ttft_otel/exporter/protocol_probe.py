@@ -10,7 +10,7 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-from ttft_otel import names
+from ttft_otel.model import names
 
 PROBE_TIMEOUT_S: Final = 1.0  # seconds for connecting, and for each answer
 MAX_ANSWER_BYTES: Final = 65536  # that are read of an answer

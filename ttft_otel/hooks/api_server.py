@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ttft_otel import clock, handoff, names, record_parts, recorder, settings
-from ttft_otel.asgi import TracingMiddleware
 from ttft_otel.hooks import target_check, vllm_fields, wrap
-from ttft_otel.request_trace import RequestTrace
-from ttft_otel.roles import identity
+from ttft_otel.model import names
+from ttft_otel.tracing import clock, handoff, record_parts, recorder, settings
+from ttft_otel.tracing.asgi import TracingMiddleware
+from ttft_otel.tracing.request_trace import RequestTrace
+from ttft_otel.tracing.roles import identity
 
 UNMEASURED: Final = "1"  # our key's value on its way to the engine core, which replaces it
 

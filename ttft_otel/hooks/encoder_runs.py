@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final, Protocol
 
-from ttft_otel.carrier import PENDING_ANSWER, EncoderRun
+from ttft_otel.tracing.carrier import PENDING_ANSWER, EncoderRun
 
 MAX_UNFINISHED_STEPS: Final = 256  # by request; the oldest are dropped
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 
 import logging
 
-from ttft_otel import settings
-from ttft_otel.hooks import (
-    api_server,
-    ec_connectors,
-    engine_core,
-    kv,
-    model_runners,
-    scheduler,
-    wrap,
-)
+from ttft_otel.hooks import api_server, wrap
+from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
+from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.tracing import settings
 
 # One table: a target has one hook per process, whichever file it is in.
 HOOKS = {
     **api_server.HOOKS,
-    **engine_core.HOOKS,
+    **request_arrival.HOOKS,
     **scheduler.HOOKS,
     **model_runners.HOOKS,
     **ec_connectors.HOOKS,

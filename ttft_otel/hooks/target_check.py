@@ -10,9 +10,10 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from ttft_otel import __version__, settings
+from ttft_otel import __version__
 from ttft_otel.hooks import syntax
 from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
+from ttft_otel.tracing import settings
 
 log = logging.getLogger("ttft_otel")
 

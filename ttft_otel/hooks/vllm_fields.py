@@ -7,8 +7,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from ttft_otel import names, stages
 from ttft_otel.hooks import ec_fields
+from ttft_otel.model import names, stages
 
 
 class SchedulerFacts:

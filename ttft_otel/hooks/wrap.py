@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, TypeAlias
 
-from ttft_otel import guard
 from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
+from ttft_otel.tracing import guard
 
 AnyCall: TypeAlias = Callable[..., Any]
 ReadyContainer: TypeAlias = "list[Any] | dict[Any, Any] | tuple[int, ...]"

@@ -16,14 +16,21 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
-from ttft_otel import __version__, palette
-from ttft_otel.report import json_answers, pages, receiver
-from ttft_otel.report.database_reader import MAX_REQUESTS, RequestFilter, StoredTrace, open_reader
-from ttft_otel.report.database_schema import StoreError
-from ttft_otel.report.receiver import Receiver
-from ttft_otel.report.summary import summarize
+from ttft_otel import __version__
+from ttft_otel.model import palette
+from ttft_otel.report.assemble.summary import summarize
+from ttft_otel.report.receive import receiver
+from ttft_otel.report.receive.receiver import Receiver
+from ttft_otel.report.show import json_answers, pages
+from ttft_otel.report.store.database_reader import (
+    MAX_REQUESTS,
+    RequestFilter,
+    StoredTrace,
+    open_reader,
+)
+from ttft_otel.report.store.database_schema import StoreError
 
-PACKAGE_FOLDER: Final = Path(__file__).parent
+STATIC_FOLDER: Final = Path(__file__).parent / "show" / "static"
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 SECURITY_HEADERS: Final = {
     # Span names and attributes come from anywhere: should one escape the templates, it cannot run.
@@ -87,7 +94,7 @@ def create_app(
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     # On the same port, so that OTEL_EXPORTER_OTLP_ENDPOINT is also the page's address.
     app.include_router(receiver.create_routes(span_receiver))
-    app.mount("/static", StaticFiles(directory=PACKAGE_FOLDER / "static"), name="static")
+    app.mount("/static", StaticFiles(directory=STATIC_FOLDER), name="static")
     app.add_exception_handler(StoreError, _answer_store_error)
     _add_health_route(app, span_receiver)
     _add_api_routes(app, span_receiver.store.path)

@@ -21,10 +21,10 @@ import grpc
 import uvicorn
 
 from ttft_otel.report import app, self_tracing
-from ttft_otel.report.database_schema import StoreError
-from ttft_otel.report.receiver import Receiver, create_grpc_server
-from ttft_otel.report.span_store import SpanStore
-from ttft_otel.report.waiting_connections import WaitingConnections
+from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
+from ttft_otel.report.receive.waiting_connections import WaitingConnections
+from ttft_otel.report.store.database_schema import StoreError
+from ttft_otel.report.store.span_store import SpanStore
 
 SHUTDOWN_GRACE_S: Final = 3  # seconds for requests in progress at the end
 

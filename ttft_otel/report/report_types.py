@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ttft_otel import names
+from ttft_otel.model import names
 
 # 0 is unset, 1 is ok.
 STATUS_ERROR: Final = 2  # OTLP status code

@@ -18,8 +18,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from ttft_otel import settings
-from ttft_otel.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel.tracing import settings
 
 # Probes and files are asked for all day and say nothing about the page.
 EXCLUDED_URLS: Final = "v1/traces,healthz,static"

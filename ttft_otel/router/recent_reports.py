@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from ttft_otel.breakdown import Breakdown
+from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.ttft_report import StageSums, build_ttft_report
 from ttft_otel.router.timeline import RequestTimeline
-from ttft_otel.ttft_report import StageSums, build_ttft_report
 
 MAX_REPORTS: Final = 10_000  # requests kept for /ttft_report, about 2 KB each
 

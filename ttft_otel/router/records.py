@@ -7,12 +7,10 @@ import functools
 from collections.abc import Iterable
 from typing import Final
 
-from ttft_otel import clock, names, stages
-from ttft_otel.breakdown import Breakdown
-from ttft_otel.context import new_span_id
-from ttft_otel.endpoints import find_route
-from ttft_otel.measurement import encode_for_exporter
-from ttft_otel.record import (
+from ttft_otel.model import names, stages
+from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.endpoints import find_route
+from ttft_otel.model.record import (
     RECORD_VERSION,
     Attributes,
     Call,
@@ -23,11 +21,14 @@ from ttft_otel.record import (
     Server,
     Ttft,
 )
+from ttft_otel.model.stages import ENCODE
+from ttft_otel.model.timing import MAX_HEADER_CHARS
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import DEFAULT_POLICY, MODE_STRIP, Decision
-from ttft_otel.stages import ENCODE
-from ttft_otel.timing import MAX_HEADER_CHARS
+from ttft_otel.tracing import clock
+from ttft_otel.tracing.context import new_span_id
+from ttft_otel.tracing.measurement import encode_for_exporter
 
 MAX_CLIENT_STRING_CHARS: Final = 256  # characters of a string the client chose
 MAX_REPORTED_CANDIDATES: Final = 16  # candidates of a decision on a span, the best ones

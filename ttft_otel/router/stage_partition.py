@@ -6,11 +6,11 @@ Stages add up exactly to the TTFT; leg_partition.py places those of the attempts
 
 from __future__ import annotations
 
-from ttft_otel.breakdown import Breakdown
-from ttft_otel.intervals import PartitionCursor
-from ttft_otel.leg_partition import place_leg
+from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.intervals import PartitionCursor
+from ttft_otel.model.leg_partition import place_leg
+from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.router.timeline import PromptLookup, RequestTimeline
-from ttft_otel.stages import UNATTRIBUTED
 
 
 def partition_timeline(timeline: RequestTimeline) -> Breakdown:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ttft_otel import clock, names
-from ttft_otel.timing import ServerTiming, parse_server_timing
+from ttft_otel.model import names
+from ttft_otel.model.timing import ServerTiming, parse_server_timing
+from ttft_otel.tracing import clock
 
 if TYPE_CHECKING:
     from ttft_otel.router.types import AttemptBooking, Decision, Instance

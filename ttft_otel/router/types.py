@@ -19,7 +19,7 @@ from ttft_otel.router.circuit_breaker import CircuitBreaker, OwedAnswers
 if TYPE_CHECKING:
     import aiohttp
 
-    from ttft_otel.timing import ServerTiming
+    from ttft_otel.model.timing import ServerTiming
 
 # How the first token of a request with two legs reaches the client; docs/router.md.
 MODE_OFF: Final = "off"

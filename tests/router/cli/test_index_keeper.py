@@ -34,7 +34,7 @@ from router.cli.test_worker_processes import (
 from router.fake_engine import FakeEngine
 from router.fake_instances import FakeInstance
 from router.fake_publisher import FakePublisher
-from ttft_otel import names
+from ttft_otel.model import names
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 from router import fake_instances
 from router.cli.test_router_process import START_TIMEOUT_S, CommandProcess, run_command
 from router.fake_instances import FakeInstance
-from ttft_otel import names
+from ttft_otel.model import names
 
 SESSION_HEADER = "x-session"
 SESSIONS = tuple(f"session-{number}" for number in range(24))

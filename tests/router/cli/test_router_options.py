@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 import pytest
 
-from ttft_otel import names
-from ttft_otel.router.cli import router_options
-from ttft_otel.router.cli.command import command
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.command import command
+from ttft_otel.model import names
 
 INSTANCE_URL = "http://127.0.0.1:1"
 

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, InstancePlan
-from ttft_otel import names
-from ttft_otel.router.cli.command import command
+from ttft_otel.commands.router.command import command
+from ttft_otel.model import names
 
 START_TIMEOUT_S = 120  # a process takes its time to start where others are busy
-COMMAND_CODE = "from ttft_otel.router.cli.command import command; command()"
+COMMAND_CODE = "from ttft_otel.commands.router.command import command; command()"
 
 
 class CommandProcess:

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 from router import fake_instances
 from router.cli.test_router_process import START_TIMEOUT_S, CommandProcess, run_command
 from router.fake_instances import STREAM_EVENTS, FakeInstance, InstancePlan
-from ttft_otel import names
-from ttft_otel.router.cli.command import command
+from ttft_otel.commands.router.command import command
+from ttft_otel.model import names
 
 TIMEOUT_S = 2 * START_TIMEOUT_S
 FEW_CLIENTS = 4

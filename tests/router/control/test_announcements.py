@@ -12,14 +12,14 @@ from yarl import URL
 
 from router import fake_instances, registration_site
 from router.registration_site import REGISTER_TOKEN
-from ttft_otel import settings
-from ttft_otel.router.cli import router_options
-from ttft_otel.router.cli.command import build_router, command
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.command import build_router, command
 from ttft_otel.router.control import admin
 from ttft_otel.router.control.registration_rules import REGISTRABLE_ROLES
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.tracing import settings
 
 VALID_ANNOUNCEMENT = {"role": "encode", "url": "http://10.0.0.7:8001"}
 

@@ -13,7 +13,7 @@ import aiohttp
 
 from tests.router import fake_instances
 from tests.router.control.test_router_app import wait_until_up
-from ttft_otel import names
+from ttft_otel.model import names
 
 
 def test_kept_connections_are_told_to_leave() -> None:
@@ -24,7 +24,7 @@ def test_kept_connections_are_told_to_leave() -> None:
         plan = fake_instances.InstancePlan(permits=permits)
         async with fake_instances.run_instance(plan) as one:
             port = int(fake_instances.find_unused_url().rpartition(":")[2])
-            code = "from ttft_otel.router.cli.command import command; command()"
+            code = "from ttft_otel.commands.router.command import command; command()"
             options = ("--backend", one.url, "--port", str(port), "--drain-delay", "3")
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", code, *options, env={**os.environ, names.ENV_ON: "0"}

@@ -12,7 +12,7 @@ import pytest
 from router import fake_instances, fake_pair, registration_site
 from router.fake_instances import STREAM_EVENTS, InstancePlan
 from router.registration_site import PROBE_INTERVAL_S, wait_until
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.control import registrations
 
 

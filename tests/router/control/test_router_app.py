@@ -18,10 +18,10 @@ from click.testing import CliRunner
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router import fake_instances
-from ttft_otel import names
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.command import EXAMPLES, command
+from ttft_otel.model import names
 from ttft_otel.router import types
-from ttft_otel.router.cli import router_options
-from ttft_otel.router.cli.command import EXAMPLES, command
 from ttft_otel.router.control import app
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
@@ -29,7 +29,7 @@ from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-from ttft_otel.settings import Settings
+from ttft_otel.tracing.settings import Settings
 
 
 def test_health_follows_the_fleet() -> None:
@@ -263,7 +263,7 @@ def test_the_real_command_drains_when_stopped() -> None:
         ):
             port = fake_instances.find_unused_url().rpartition(":")[2]
             env = {**os.environ, names.ENV_ENDPOINT: collector.url}
-            code = "from ttft_otel.router.cli.command import command; command()"
+            code = "from ttft_otel.commands.router.command import command; command()"
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", code, "--backend", one.url, "--port", port, env=env
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from router import fake_instances, scripted_knowledge
-from ttft_otel import names
+from ttft_otel.model import names
 
 
 class ReportingSource(scripted_knowledge.ScriptedSource):

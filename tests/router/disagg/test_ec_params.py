@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 
 from router import fake_instances, fake_pair
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.disagg import ec_params
 from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
 from ttft_otel.router.errors import InvalidAnswer, TransferParamsTooLarge

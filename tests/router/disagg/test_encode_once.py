@@ -20,8 +20,8 @@ from router.disagg.test_ec_params import (
     compute_image_hash,
     plan_encoder,
 )
-from ttft_otel import names
-from ttft_otel.router.cli import command
+from ttft_otel.commands.router import command
+from ttft_otel.model import names
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encode_once import replace_parts
 from ttft_otel.router.errors import MediaRequired

@@ -18,7 +18,9 @@ from router.cli.test_router_options import INSTANCE_URL, read_options
 from router.control.test_admin import open_admin
 from router.fake_instances import TRACEPARENT, InstancePlan
 from router.scripted_knowledge import ScriptedReader, ScriptedSource
-from ttft_otel import clock, names, timing
+from ttft_otel.model import names, timing
+from ttft_otel.model.stages import ENCODE
+from ttft_otel.model.timing import ServerTiming, TokenCounts
 from ttft_otel.router.disagg.encoders import DEFAULT_ITEM_TOKENS, build_encoder_requests
 from ttft_otel.router.disagg.request_body import RequestBody, parse_body
 from ttft_otel.router.errors import SloUnreachable
@@ -31,8 +33,7 @@ from ttft_otel.router.routing.policies.prefill_model import PrefillLine, Prefill
 from ttft_otel.router.routing.policies.prefill_work import compute_work
 from ttft_otel.router.types import Decision, RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.stages import ENCODE
-from ttft_otel.timing import ServerTiming, TokenCounts
+from ttft_otel.tracing import clock
 
 CHAT_PATH = "/v1/chat/completions"
 TRACED_HEADERS = {"traceparent": TRACEPARENT}

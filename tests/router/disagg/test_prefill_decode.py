@@ -13,9 +13,10 @@ import aiohttp
 import pytest
 
 from router import fake_instances, fake_pair
-from ttft_otel import clock, names
-from ttft_otel.exporter.handover_pieces import cut_handover
-from ttft_otel.record import Ttft
+from ttft_otel.exporter.spans.handover_pieces import cut_handover
+from ttft_otel.model import names
+from ttft_otel.model.record import Ttft
+from ttft_otel.tracing import clock
 
 CHAT, COMPLETIONS = fake_pair.CHAT_PATH, "/v1/completions"
 PATHS = (CHAT, COMPLETIONS)

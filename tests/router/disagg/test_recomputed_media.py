@@ -7,11 +7,12 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import names, testing
+from ttft_otel import testing
+from ttft_otel.model import names
+from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
 from ttft_otel.router.disagg.recomputed_media import LOG_INTERVAL_US, RecomputedMediaLog
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
-from ttft_otel.timing import EncoderCacheCounts, format_server_timing
 
 METRIC_NAME = f"{names.METRIC_RECOMPUTED_ITEMS}_total"
 INSTANCES = [

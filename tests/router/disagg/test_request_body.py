@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.router.disagg import request_body, request_plan
 from ttft_otel.router.types import MODE_CONTINUE
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS, LegPlan, derive_seed, plan_legs
 from ttft_otel.router.types import MODE_CONTINUE, MODE_OFF, MODE_STRIP
 

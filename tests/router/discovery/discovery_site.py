@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from router import fake_instances
-from ttft_otel.router.cli import router_options
-from ttft_otel.router.cli.command import build_router, command
-from ttft_otel.settings import Settings
+from ttft_otel.commands.router import router_options
+from ttft_otel.commands.router.command import build_router, command
+from ttft_otel.tracing.settings import Settings
 
 
 class DiscoverySite:

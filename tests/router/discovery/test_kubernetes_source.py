@@ -19,7 +19,7 @@ from router.discovery.slice_server import (
     run_slice_server,
 )
 from router.fake_instances import FakeInstance, InstancePlan
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.discovery import kubernetes_api
 from ttft_otel.router.discovery.kubernetes_api import ClusterAccess, KubernetesApi, find_cluster
 from ttft_otel.router.errors import SourceUnreachable

@@ -8,7 +8,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from ttft_otel.router.cli.command import command
+from ttft_otel.commands.router.command import command
 from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
 
 

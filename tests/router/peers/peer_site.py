@@ -16,7 +16,7 @@ from router import fake_instances
 from router.cli.test_router_process import CommandProcess, run_command
 from router.discovery.dns_server import DnsServer, run_dns_server
 from router.fake_instances import FakeInstance
-from ttft_otel import names
+from ttft_otel.model import names
 
 NAME = "routers.test."
 KEY = "0123456789abcdef0123456789abcdef"

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
-from ttft_otel import clock
 from ttft_otel.router import types
 from ttft_otel.router.peers import peer_books, peer_frames
 from ttft_otel.router.peers.peer_books import PeerBooks
@@ -20,6 +19,7 @@ from ttft_otel.router.peers.told_loads import ToldLoads
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.workers.load_counts import CountReader
 from ttft_otel.router.workers.messages import LoadMessage
+from ttft_otel.tracing import clock
 
 
 class JoinedReplica(JoinedWorker):

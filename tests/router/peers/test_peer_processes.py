@@ -21,7 +21,7 @@ from router.cli.test_router_process import START_TIMEOUT_S
 from router.cli.test_worker_processes import list_worker_pids, post_alone, wait_for_workers
 from router.fake_instances import FakeInstance, InstancePlan
 from router.peers.peer_site import KEY, Replica, run_replicas
-from ttft_otel.router.cli.command import command
+from ttft_otel.commands.router.command import command
 from ttft_otel.router.peers.peer_frames import PeerFrame, PeerPlace, encode_peer_frame
 from ttft_otel.router.peers.peer_seal import seal_body
 

@@ -10,8 +10,8 @@ import pytest
 
 from router import fake_instances, raw_http
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel import names
-from ttft_otel.settings import Settings
+from ttft_otel.model import names
+from ttft_otel.tracing.settings import Settings
 
 
 def parse_refusal(body: bytes, status: int, kind: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from router import fake_instances, raw_http
-from ttft_otel import clock
+from ttft_otel.tracing import clock
 
 STREAM_BODY = b'{"model": "tiny", "stream": true, "messages": []}'
 MEDIA_BODY = (

@@ -14,10 +14,11 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, TRACEPARENT, InstancePlan
-from ttft_otel import clock, names, timing
+from ttft_otel.model import names, timing
 from ttft_otel.router import types
 from ttft_otel.router.control import app
 from ttft_otel.router.limits import RouterLimits
+from ttft_otel.tracing import clock
 
 
 def test_stream_is_not_buffered() -> None:

@@ -16,8 +16,8 @@ from router.routing.test_routing_service import (
     get_routing,
     teach_prefills,
 )
-from ttft_otel import names
-from ttft_otel.record import Ttft
+from ttft_otel.model import names
+from ttft_otel.model.record import Ttft
 
 
 async def measure_ttft(router: fake_instances.RunningRouter, stream: bool = True) -> Ttft:

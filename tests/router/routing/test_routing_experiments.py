@@ -42,8 +42,8 @@ from benchmarks.routing.experiment_statistics import (
     split_into_windows,
 )
 from benchmarks.routing.experiments import TimeBudget
-from ttft_otel.bench.command import bench
-from ttft_otel.router.cli.command import command as router
+from ttft_otel.commands.bench import bench
+from ttft_otel.commands.router.command import command as router
 from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
 
 ROOT = Path(__file__).parents[3]

@@ -17,8 +17,9 @@ from router import fake_instances, fake_pair, scripted_knowledge
 from router.cli.test_router_options import INSTANCE_URL, read_options
 from router.fake_instances import TRACEPARENT, InstancePlan
 from router.scripted_knowledge import ScriptedReader, ScriptedSource
-from ttft_otel import guard, names, timing
-from ttft_otel.record import Attributes, Record
+from ttft_otel.model import names, timing
+from ttft_otel.model.record import Attributes, Record
+from ttft_otel.model.timing import ServerTiming, TokenCounts
 from ttft_otel.router.routing.booking import Booking
 from ttft_otel.router.routing.policies.policy_registry import POLICIES
 from ttft_otel.router.routing.policies.policy_state import PolicyState
@@ -32,7 +33,7 @@ from ttft_otel.router.types import (
     parse_instance_url,
 )
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.timing import ServerTiming, TokenCounts
+from ttft_otel.tracing import guard
 
 COMPLETIONS_PATH = "/v1/completions"
 TRACED_HEADERS = {"traceparent": TRACEPARENT}

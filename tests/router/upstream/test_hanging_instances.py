@@ -12,7 +12,6 @@ from attack import faulty_instance
 
 from router import fake_instances
 from router.fake_instances import InstancePlan
-from ttft_otel import clock
 from ttft_otel.router.circuit_breaker import OVERDUE_AFTER_S
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.routing.policies.least_requests import SECONDS_PER_REQUEST
@@ -21,6 +20,7 @@ from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import RoutingRequest, parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.tracing import clock
 
 CHAT_PATH = "/v1/chat/completions"
 REQUEST = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, b"{}", prompt_tokens=100)

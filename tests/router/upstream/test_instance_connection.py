@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from router import fake_instances
+from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import Instance, parse_instance_url
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_answer import MAX_UNREAD_BYTES, InstanceAnswer
-from ttft_otel.stages import MONO
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -11,7 +11,7 @@ import pytest
 
 from router import fake_instances, fake_pair
 from router.fake_instances import InstancePlan
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import retry

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 
 from tests.router import fake_instances
+from ttft_otel.model.stages import MONO
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.connection_pool import ConnectionPool
 from ttft_otel.router.upstream.instance_connection import PIECE_BYTES
-from ttft_otel.stages import MONO
 
 BODY = (b"[", b"z" * (5 * PIECE_BYTES + 17), b"]")
 LENGTH = sum(map(len, BODY))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ttft_otel import clock
 from ttft_otel.router import types
 from ttft_otel.router.routing.policies.block_index import SentHistory
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -16,6 +15,7 @@ from ttft_otel.router.workers import messages
 from ttft_otel.router.workers.load_counts import CountReader, CountWriter, LoadCounts
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.tracing import clock
 
 LEG = "mono"
 URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2")

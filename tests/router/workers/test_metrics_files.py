@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.workers.metrics_files import MAX_GAUGE_AGE_S, MetricsFiles
 
 URL = "http://127.0.0.1:1"

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
-from ttft_otel import clock
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.workers import load_rings, messages, own_loads
+from ttft_otel.tracing import clock
 
 
 @pytest.fixture(params=["least_requests", "qps", "ttft"])

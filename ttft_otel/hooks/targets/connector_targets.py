@@ -10,7 +10,7 @@ from ttft_otel.hooks.targets.patch_target import (
     PatchTarget,
     TargetPlace,
 )
-from ttft_otel.stages import QUEUE_STAGES
+from ttft_otel.model.stages import QUEUE_STAGES
 
 _CONNECTORS_REPORT_IT: Final = "connectors report per-request timings"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets in the worker, in both of vLLM's model runners; for hooks/model_runners.py."""
+"""Targets in the worker, in both of vLLM's model runners; for hooks/worker/model_runners.py."""
 
 from __future__ import annotations
 

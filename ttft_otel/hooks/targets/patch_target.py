@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.stages import QUEUE_STAGES
+from ttft_otel.model.stages import QUEUE_STAGES
 
 COMPUTE_STAGES: Final = ("dispatch", "encoder.compute", "prefill.compute", "prefill.stall")
 WORKER_STAGES: Final = (*COMPUTE_STAGES, "ec.transfer", "kv.transfer")

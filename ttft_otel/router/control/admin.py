@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from ttft_otel import stages
+from ttft_otel.model import stages
 from ttft_otel.router import types
 from ttft_otel.router.control.announcements import Announcements
 from ttft_otel.router.errors import RequestRejected

@@ -19,9 +19,10 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from ttft_otel import __version__, names, stages
-from ttft_otel.endpoints import MODELS_PATH
-from ttft_otel.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel import __version__
+from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel.model import names, stages
+from ttft_otel.model.endpoints import MODELS_PATH
 from ttft_otel.router.control.router_metrics import RouterMetrics
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy import error_responses
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from ttft_otel.router.control.registrations import Registrations
     from ttft_otel.router.discovery.discovery import Discovery
-    from ttft_otel.settings import Settings
+    from ttft_otel.tracing.settings import Settings
 
 DATA_PATH_PREFIX: Final = "/v1/"
 CLOSE_HEADER: Final = (b"connection", b"close")

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
+from ttft_otel.model.stages import DECODE, ENCODE, PREFILL, PREFILL_DECODE
 from ttft_otel.router import types
 from ttft_otel.router.errors import RequestRejected
-from ttft_otel.stages import DECODE, ENCODE, PREFILL, PREFILL_DECODE
 
 REGISTRABLE_ROLES: Final = (
     ENCODE,

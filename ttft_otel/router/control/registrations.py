@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel import clock
+from ttft_otel.model.stages import DECODE, PREFILL, PREFILL_DECODE
 from ttft_otel.router import types
 from ttft_otel.router.control.registration_rules import (
     PAIR_ROLES,
@@ -26,7 +26,7 @@ from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_pool import describe_instance
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-from ttft_otel.stages import DECODE, PREFILL, PREFILL_DECODE
+from ttft_otel.tracing import clock
 
 MAX_REGISTERED_INSTANCES: Final = 256  # each costs a task and a probe every --health-interval
 FORGET_AFTER_S: Final = 900.0  # seconds in the state failed; vLLM's default of --evicted-ttl

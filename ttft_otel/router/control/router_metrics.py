@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ttft_otel import guard, meter, names
+from ttft_otel.model import names
+from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.control.routing_metrics import (
     build_counter,
     collect_cache_metrics,
@@ -19,7 +20,7 @@ from ttft_otel.router.control.routing_metrics import (
 from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 from ttft_otel.router.types import InstanceState
-from ttft_otel.stages import ENCODE
+from ttft_otel.tracing import guard, meter
 
 # By how much each state keeps away, so that a graph of it can be read.
 _BREAKER_VALUES: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}

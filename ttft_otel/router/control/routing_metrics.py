@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource

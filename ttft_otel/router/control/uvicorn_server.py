@@ -20,7 +20,7 @@ from typing import Final, cast
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.client_connection import ClientConnection
 from ttft_otel.router.control.front_door import FrontDoor

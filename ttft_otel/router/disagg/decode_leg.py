@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
+from ttft_otel.model.stages import DECODE
 from ttft_otel.router import types
 from ttft_otel.router.disagg import stream_splice
 from ttft_otel.router.disagg.ec_params import splice_params
@@ -28,7 +29,6 @@ from ttft_otel.router.upstream.upstream_client import (
     UpstreamClient,
     record_server_timing,
 )
-from ttft_otel.stages import DECODE
 
 
 class DisaggregatedRequest(msgspec.Struct):

@@ -19,12 +19,12 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.model.endpoints import CHAT_PATH
+from ttft_otel.model.stages import DECODE
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.request_plan import LegPlan
 from ttft_otel.router.errors import MediaRequired
 from ttft_otel.router.types import JSON_ERRORS, RoutingRequest
-from ttft_otel.stages import DECODE
 
 # What a part becomes, by its own type (chat_utils.py, MM_PARSER_MAP).
 _EMBEDS_TYPES: Final[Mapping[str, str]] = {

@@ -11,8 +11,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ttft_otel import context, stages
-from ttft_otel.endpoints import CHAT_PATH
+from ttft_otel.model import stages
+from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.router import types
 from ttft_otel.router.disagg import request_body
 from ttft_otel.router.disagg.ec_params import MAX_ANSWER_BYTES, TransferParams, splice_params
@@ -29,6 +29,7 @@ from ttft_otel.router.upstream.failures import UPSTREAM_ERRORS, build_unavailabl
 from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.upstream_client import UpstreamClient, record_server_timing
+from ttft_otel.tracing import context
 
 # Half of --max-items by default: one request must not occupy all encoders.
 MAX_CONCURRENT_CALLS: Final = 64  # calls of one request in flight

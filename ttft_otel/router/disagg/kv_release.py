@@ -16,12 +16,13 @@ import aiohttp
 import msgspec
 from msgspec import Raw
 
-from ttft_otel import context, names
-from ttft_otel.endpoints import COMPLETIONS_PATH
+from ttft_otel.model import names
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.stages import DECODE
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-from ttft_otel.stages import DECODE
+from ttft_otel.tracing import context
 
 UNKNOWN_MODEL: Final = "ttft-otel-nobody"  # no model has this name
 RELEASE_TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)

@@ -11,6 +11,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from ttft_otel.model.stages import DECODE, PREFILL
 from ttft_otel.router import types
 from ttft_otel.router.disagg import decode_leg, prefill_answer, stream_splice
 from ttft_otel.router.disagg.decode_leg import DecodeLeg, DisaggregatedRequest
@@ -26,7 +27,6 @@ from ttft_otel.router.upstream.capabilities import CapabilityCache
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-from ttft_otel.stages import DECODE, PREFILL
 
 CHAT_TOKEN_IDS_VERSION: Final = (
     0,

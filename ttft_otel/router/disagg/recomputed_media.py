@@ -11,8 +11,9 @@ import logging
 from collections import Counter
 from typing import Final
 
-from ttft_otel import clock, timing
+from ttft_otel.model import timing
 from ttft_otel.router.timeline import Attempt
+from ttft_otel.tracing import clock
 
 LOG_INTERVAL_US: Final = 60_000_000  # microseconds: at most one line in that time
 MAX_LOGGED_INSTANCES: Final = 4  # instances in one line, those with the most items

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from ttft_otel import stages
-from ttft_otel.endpoints import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
+from ttft_otel.model import stages
+from ttft_otel.model.endpoints import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.types import JSON_ERRORS
 
 MEDIA_PART_KEYS: Final = ("image_url", "audio_url", "input_audio", "video_url")

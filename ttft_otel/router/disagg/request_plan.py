@@ -13,9 +13,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.stages import DECODE, PREFILL
 from ttft_otel.router.types import JSON_ERRORS, MODE_CONTINUE, MODE_OFF, MODE_STRIP
-from ttft_otel.stages import DECODE, PREFILL
 
 # vLLM's NixlConnector: P keeps the blocks and returns their location.
 KEEP_BLOCKS_PARAMS: Final = {

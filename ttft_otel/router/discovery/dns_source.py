@@ -17,10 +17,10 @@ import dns.exception
 import dns.rdatatype
 import dns.resolver
 
+from ttft_otel.model.stages import PREFILL_DECODE
 from ttft_otel.router.discovery.findings import Findings, write_url
 from ttft_otel.router.discovery.source_address import SourceAddress
 from ttft_otel.router.errors import SourceUnreachable
-from ttft_otel.stages import PREFILL_DECODE
 
 QUERY_TIMEOUT_S: Final = 5.0  # seconds for one name, all nameservers and search domains together
 # Answers without an address in a row until instances are removed: a Service that is made anew, or a

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from ttft_otel.model.stages import PREFILL_DECODE
 from ttft_otel.router.discovery.findings import Findings, write_url
 from ttft_otel.router.discovery.source_address import ROLES_BY_WORD, SourceAddress
-from ttft_otel.stages import PREFILL_DECODE
 
 ROLE_LABELS: Final = ("ttft-otel/role", "llm-d.ai/role")  # the first that a slice has decides
 SERVICE_LABEL: Final = "kubernetes.io/service-name"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ttft_otel.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
+from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 
 DNS_SCHEME: Final = "dns"
 KUBERNETES_SCHEME: Final = "k8s"

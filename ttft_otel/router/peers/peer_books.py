@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ttft_otel import clock
 from ttft_otel.router.peers.peer_frames import PeerFrame, PeerPlace, PeerRequest
 from ttft_otel.router.types import Instance
 from ttft_otel.router.workers.messages import Ended, Places, Sent
 from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.tracing import clock
 
 SILENCE_S: Final = 5.0  # seconds after which what a silent replica had under way is forgotten
 MAX_BOOKS: Final = 256  # processes of all other replicas

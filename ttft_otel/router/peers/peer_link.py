@@ -18,8 +18,7 @@ from typing import Final
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel import names
-from ttft_otel.guard import Guard
+from ttft_otel.model import names
 from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.discovery.source_address import SourceAddress
 from ttft_otel.router.peers.peer_books import PeerBooks
@@ -38,6 +37,7 @@ from ttft_otel.router.workers.load_counts import CountReader, CountWriter, LoadC
 from ttft_otel.router.workers.messages import LoadMessage
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.sibling_loads import SiblingLoads
+from ttft_otel.tracing.guard import Guard
 
 FLUSH_S: Final = (
     0.005  # seconds between two datagrams of changes: what happens meanwhile shares one

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from ttft_otel import clock
 from ttft_otel.router.peers.peer_frames import (
     MAX_PARTS,
     MAX_URL_CHARS,
@@ -26,6 +25,7 @@ from ttft_otel.router.routing.policies.pending_load import MAX_PENDING_US
 from ttft_otel.router.workers.load_counts import CountReader
 from ttft_otel.router.workers.messages import Ended, FirstToken, LoadMessage, Sent
 from ttft_otel.router.workers.own_loads import OwnLoads
+from ttft_otel.tracing import clock
 
 # Attempts without a first token that are told each second; of more the others know until they end.
 MAX_STATED: Final = 4096

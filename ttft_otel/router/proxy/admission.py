@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ttft_otel import clock
-from ttft_otel.endpoints import KNOWN_ROUTES
+from ttft_otel.model.endpoints import KNOWN_ROUTES
 from ttft_otel.router.disagg.request_body import RequestBody
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.types import AsgiScope
 from ttft_otel.router.upstream.http_headers import ClientHeaders
 from ttft_otel.router.upstream.instance_queries import build_authorization
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.tracing import clock
 
 JSON_TYPE: Final = "application/json"
 # Servers differ in whether these separate segments: what is checked here may be another path there.

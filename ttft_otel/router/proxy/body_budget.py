@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from ttft_otel.byte_budget import ByteBudget
+from ttft_otel.http.byte_budget import ByteBudget
 from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.errors import BodyTooLarge, RequestRejected
 from ttft_otel.router.limits import RouterLimits

@@ -11,12 +11,13 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from ttft_otel import clock, names, timing
+from ttft_otel.model import names, timing
 from ttft_otel.router.exchange import AnswerReader, Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
 from ttft_otel.router.stage_partition import partition_timeline
 from ttft_otel.router.types import AsgiScope, AsgiSend, HeaderList
+from ttft_otel.tracing import clock
 
 OUTPUT_EXTENSION: Final = "ttft_otel.output"  # of the scope: an AnswerOutput
 

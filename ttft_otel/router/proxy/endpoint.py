@@ -14,8 +14,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ttft_otel import clock, context, endpoints, names, stages
-from ttft_otel.endpoints import OPERATION_BY_PATH
+from ttft_otel.model import endpoints, names, stages
+from ttft_otel.model.endpoints import OPERATION_BY_PATH
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.body_parser import BodyParser
@@ -41,7 +41,8 @@ from ttft_otel.router.types import AsgiReceive, AsgiScope, AsgiSend
 from ttft_otel.router.upstream import failures, http_headers
 from ttft_otel.router.upstream.response_relay import relay_response
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
-from ttft_otel.settings import Settings
+from ttft_otel.tracing import clock, context
+from ttft_otel.tracing.settings import Settings
 
 PROMPT_PATHS: Final = (*OPERATION_BY_PATH, endpoints.MESSAGES_PATH)  # requests with a prompt
 

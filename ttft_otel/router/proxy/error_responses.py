@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.errors import (
     RequestRejected,
     RouterError,

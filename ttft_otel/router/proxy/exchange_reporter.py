@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ttft_otel import clock
-from ttft_otel.breakdown import Breakdown
-from ttft_otel.guard import Guard
+from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.router.exchange import Exchange
 from ttft_otel.router.recent_reports import RecentReports
 from ttft_otel.router.records import encode_known_parts
 from ttft_otel.router.stage_partition import partition_timeline
+from ttft_otel.tracing import clock
+from ttft_otel.tracing.guard import Guard
 
 
 class ExchangeReporter:

@@ -11,13 +11,13 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ttft_otel import clock
-from ttft_otel.endpoints import RESPONSES_PATH
+from ttft_otel.model.endpoints import RESPONSES_PATH
+from ttft_otel.model.stages import ENCODE
+from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.types import Decision, RoutingRequest
-from ttft_otel.stages import ENCODE
-from ttft_otel.timing import ServerTiming
+from ttft_otel.tracing import clock
 
 # Stages during which an engine (or encoder) cannot start the next prompt (or item); the compute first.
 PREFILL_SERVICE_STAGES: Final = ("prefill.compute", "dispatch", "prefill.stall", "sample")

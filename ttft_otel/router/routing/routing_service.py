@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 from msgspec.structs import replace
 
-from ttft_otel import clock
-from ttft_otel.guard import Guard
+from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.routing.booking import Booking
 from ttft_otel.router.routing.policies.block_index import BlockHolders, PrefixIndex
 from ttft_otel.router.routing.policies.pending_load import ARRIVAL_WINDOW_S, PendingLoads
@@ -35,7 +34,8 @@ from ttft_otel.router.types import (
     RoutingRequest,
 )
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.stages import ENCODE
+from ttft_otel.tracing import clock
+from ttft_otel.tracing.guard import Guard
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource

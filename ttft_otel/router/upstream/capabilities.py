@@ -12,11 +12,11 @@ from typing import Final
 
 import aiohttp
 
-from ttft_otel import clock
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
 from ttft_otel.router.upstream.metrics_parser import InstanceCapabilities, parse_capabilities
 from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.tracing import clock
 
 MAX_AGE_US: Final = (
     60_000_000  # microseconds; an instance may be restarted with another configuration

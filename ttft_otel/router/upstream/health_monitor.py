@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from ttft_otel.endpoints import MODELS_PATH
+from ttft_otel.model.endpoints import MODELS_PATH
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.failures import describe_error, is_resource_shortage

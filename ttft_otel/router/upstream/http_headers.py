@@ -9,7 +9,8 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel import context, names
+from ttft_otel.model import names
+from ttft_otel.tracing import context
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 

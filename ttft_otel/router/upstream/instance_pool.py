@@ -12,11 +12,11 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from ttft_otel.model.stages import ANSWERING_ROLES, DECODE, ENCODE, PREFILL, PREFILLING_ROLES
 from ttft_otel.router.deadlines import DeadlineQueue
 from ttft_otel.router.listeners import Listeners
 from ttft_otel.router.timeline import CANCELLED, Attempt, AttemptListener
 from ttft_otel.router.types import Instance
-from ttft_otel.stages import ANSWERING_ROLES, DECODE, ENCODE, PREFILL, PREFILLING_ROLES
 
 MAX_CONSECUTIVE_FAILURES: Final = 5  # of requests in a row open an instance's breaker
 FIRST_OPEN_PERIOD_S: Final = 2.0  # seconds that it stays open the first time

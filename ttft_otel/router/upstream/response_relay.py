@@ -11,7 +11,7 @@ import asyncio
 from functools import partial
 from typing import Final
 
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.exchange import ClientWriter
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import AttemptBooking

@@ -13,8 +13,8 @@ from typing import Final
 
 import aiohttp
 
+from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.timeline import Attempt
-from ttft_otel.stages import ENCODE
 
 MAX_RETRIES: Final = 2  # of one request, beyond the first attempt
 MAX_ENCODER_RETRIES: Final = 1  # of an encoder's call

@@ -9,7 +9,8 @@ from typing import Final
 
 import aiohttp
 
-from ttft_otel import clock, context, names, timing
+from ttft_otel.model import names, timing
+from ttft_otel.model.stages import ENCODE, INTERMEDIATE_ROLES
 from ttft_otel.router import types
 from ttft_otel.router.errors import UpstreamUnavailable
 from ttft_otel.router.limits import RouterLimits
@@ -20,7 +21,7 @@ from ttft_otel.router.upstream.first_byte_wait import FirstByteWait
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_answer import InstanceAnswer
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.stages import ENCODE, INTERMEDIATE_ROLES
+from ttft_otel.tracing import clock, context
 
 CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any time
 KEEPALIVE_S: Final = (

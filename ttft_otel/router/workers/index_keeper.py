@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from ttft_otel.guard import Guard
+from ttft_otel.model.stages import MONO
 from ttft_otel.router.control.uvicorn_server import raise_file_limit
 from ttft_otel.router.routing.prefixes.keeper_frames import (
     Depths,
@@ -31,7 +31,7 @@ from ttft_otel.router.routing.prefixes.keeper_frames import (
 )
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.stages import MONO
+from ttft_otel.tracing.guard import Guard
 
 if TYPE_CHECKING:
     from ttft_otel.router.routing.prefixes.kv_events_source import KvEventsSource

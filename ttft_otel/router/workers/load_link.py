@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from ttft_otel import clock
-from ttft_otel.guard import Guard
 from ttft_otel.router.errors import RingOverrun
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -22,6 +20,8 @@ from ttft_otel.router.workers.load_rings import RingReader, RingWriter
 from ttft_otel.router.workers.own_loads import OwnLoads
 from ttft_otel.router.workers.sibling_loads import SiblingLoads
 from ttft_otel.router.workers.supervisor import WorkerSeat
+from ttft_otel.tracing import clock
+from ttft_otel.tracing.guard import Guard
 
 # Seconds between two looks at the rings of a worker that decides nothing meanwhile.
 READ_INTERVAL_S: Final = 0.05

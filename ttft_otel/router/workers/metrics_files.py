@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from prometheus_client.core import Metric
 
-from ttft_otel import names
+from ttft_otel.model import names
 
 MAX_GAUGE_AGE_S: Final = (
     10.0  # seconds after which the gauges of a worker that writes nothing are left out

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from ttft_otel import clock
 from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
 from ttft_otel.router.routing.policies.policy_state import PrefillSample
 from ttft_otel.router.routing.routing_service import RoutingService
@@ -28,6 +27,7 @@ from ttft_otel.router.workers.messages import (
     Sent,
     Totals,
 )
+from ttft_otel.tracing import clock
 
 MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are told anew: 1.2 MB
 MAX_RESENT: Final = 16_384  # attempts that are told anew

@@ -16,8 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel import names
-from ttft_otel.guard import Guard
+from ttft_otel.model import names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.routing_metrics import build_counter
 from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
@@ -28,6 +27,7 @@ from ttft_otel.router.workers.load_link import LoadLink
 from ttft_otel.router.workers.metrics_files import MetricsFiles
 from ttft_otel.router.workers.supervisor import WorkerSeat
 from ttft_otel.router.workers.worker_socket import WorkerSocket
+from ttft_otel.tracing.guard import Guard
 
 TOTALS_INTERVAL_S: Final = (
     1.0  # seconds between two comparisons of totals, and two files of metrics

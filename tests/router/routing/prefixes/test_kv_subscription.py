@@ -19,7 +19,7 @@ from aiohttp import web
 
 from router.fake_engine import FakeEngine
 from router.fake_publisher import FakePublisher, run_publisher
-from ttft_otel import names
+from ttft_otel.model import names
 from ttft_otel.router.control.routing_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys

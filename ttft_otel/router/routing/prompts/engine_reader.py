@@ -16,7 +16,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from ttft_otel.endpoints import MESSAGES_PATH, RESPONSES_PATH
+from ttft_otel.model.endpoints import MESSAGES_PATH, RESPONSES_PATH
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prompts.local_reader import PROMPT_KINDS, LocalPromptReader

@@ -15,7 +15,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from ttft_otel.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.prompts import template_probe
 from ttft_otel.router.routing.prompts.child_frames import (

@@ -16,7 +16,6 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel.child_command import build_child_command
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.prompts.child_frames import (
     LENGTH_BYTES,
@@ -25,6 +24,7 @@ from ttft_otel.router.routing.prompts.child_frames import (
     answer_decoder,
     frame_message,
 )
+from ttft_otel.tracing.child_command import build_child_command
 
 CHILD_MODULE: Final = "ttft_otel.router.routing.prompts.tokenizer_child"
 MAX_QUESTIONS: Final = 64  # questions queued or in the pipe

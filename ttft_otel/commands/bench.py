@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel bench`: check its flags, run the load, write the results."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.console import Console
+
+from ttft_otel.bench import (
+    html_report,
+    model_discovery,
+    multi_round,
+    synthetic_datasets,
+    terminal_report,
+    trace_replay,
+)
+from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
+from ttft_otel.bench.comparison import compare_targets
+from ttft_otel.bench.http_exchange import BenchTarget
+from ttft_otel.bench.load_plan import CHAT_DATASETS, ContextTooSmallError, LoadPlan
+from ttft_otel.bench.request_factory import RequestFactory
+from ttft_otel.bench.result_document import build_document
+from ttft_otel.commands.bench_compare import compare_files
+from ttft_otel.commands.bench_options import (
+    DATASET_OPTIONS,
+    LOAD_OPTIONS,
+    MULTI_ROUND_OPTIONS,
+    OUTPUT_OPTIONS,
+    TARGET_OPTIONS,
+    list_misplaced_flags,
+)
+from ttft_otel.commands.command_options import add_options
+
+SLO_METRICS: Final = ("ttft", "tpot", "latency")
+# RFC 9110: a token, then visible characters; a line feed in it would begin another header.
+HEADER_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:([\t\x20-\x7e\x80-\xff]*)")
+# Said a second time, they would contradict how http_exchange.py frames a request.
+RESERVED_HEADERS: Final = ("content-length", "transfer-encoding", "connection")
+# Not 2, which click uses for wrong flags.
+EXIT_INVALID: Final = 3
+EXIT_INTERRUPTED: Final = 130
+
+
+class BenchCommand(click.Command):
+    """A command that has a subcommand: `bench compare A B` beside `bench --url ...`."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """The context of `compare` where that is the first of `args`, else of `bench`."""
+        if args[:1] == ["compare"]:
+            return compare_files.make_context(f"{info_name} compare", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(
+    cls=BenchCommand,
+    epilog="""\b
+Examples:
+  ttft-otel bench --url http://127.0.0.1:8000 --rate 4
+  ttft-otel bench --url http://127.0.0.1:8000 --concurrency 8 --slo ttft=500 --slo tpot=50
+  ttft-otel bench --url http://127.0.0.1:8000 --dataset replay trace.jsonl --speed 2
+  ttft-otel bench --url http://127.0.0.1:8000 --dataset multi-round --qps 2 --time 120
+  ttft-otel bench --ab http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 4 --repeat 5
+  ttft-otel bench compare A.json B.json     two files that --output wrote
+
+\b
+Exit status: 0, 1 if no request succeeded, 3 if the run is not valid, 130 after Ctrl-C.""",
+)
+@add_options(
+    *TARGET_OPTIONS, *DATASET_OPTIONS, *MULTI_ROUND_OPTIONS, *LOAD_OPTIONS, *OUTPUT_OPTIONS
+)
+def bench(**given: Any) -> None:
+    """Send load to a server, and break each request's time to first token down into stages."""
+    slo_ms = _parse_slo_limits(given["slos"])
+    plan = _build_plan(given)
+    # Before the load: an hour of it should not end in a file that cannot be written.
+    _check_writable(given)
+    # Sends the first requests to the servers, so the other flags are judged before it.
+    sides = _build_sides(given)
+    progress = terminal_report.ProgressLine(Console(stderr=True))
+    interrupts = InterruptCounter()
+    try:
+        check_plan(plan, sides)
+        with interrupts.count_interrupts():
+            with closing(progress):
+                run_plan(plan, sides, progress, interrupts)
+            interrupts.ignore_interrupts()  # results are written completely
+            results = build_document(_describe_load(given), sides, slo_ms)
+            if given["ab"]:
+                _compare_sides(results)
+            _write_results(results, given)
+    except (trace_replay.TraceFormatError, ContextTooSmallError) as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results))
+
+
+def _build_plan(options: dict[str, Any]) -> LoadPlan:
+    """The LoadPlan for the flags. Raises UsageError where they contradict each other."""
+    dataset, file = options["dataset"], options["file"]
+    if (dataset == "replay") != (file is not None):
+        raise click.UsageError("a FILE belongs to --dataset replay, and only to it")
+    if file is not None and not file.is_file():
+        raise click.UsageError(f"{file} is not a file")
+    paced = options["rate"] is not None, options["concurrency"] is not None
+    if all(paced) or (any(paced) and dataset == "multi-round"):
+        raise click.UsageError("--rate, --concurrency and --dataset multi-round exclude each other")
+    if not any(paced) and dataset not in ("replay", "multi-round"):
+        raise click.UsageError("give --rate (open loop) or --concurrency (closed loop)")
+    if dataset in CHAT_DATASETS and options["api"] == "completions":
+        raise click.UsageError(f"--dataset {dataset} needs --api chat")
+    if misplaced_flags := list_misplaced_flags(click.get_current_context(), dataset):
+        raise click.UsageError(
+            f"{', '.join(misplaced_flags)} would do nothing with --dataset {dataset}"
+        )
+    if any(paced) and options["speed"] != 1:
+        raise click.UsageError(
+            "--speed divides a trace's own times; with --rate or --concurrency it has none"
+        )
+    if options["apart"] and not options["ab"]:
+        raise click.UsageError("--apart needs --ab")
+    return LoadPlan(
+        dataset=dataset,
+        shape=_build_shape(options),
+        trace=_build_trace(options),
+        rounds=_build_rounds(options),
+        **{
+            key: options[key]
+            for key in ("rate", "arrivals", "concurrency", "warmup", "repeat", "seed", "apart")
+        },
+        timeout_s=options["timeout"],
+        max_unfinished=options["most"],
+    )
+
+
+def _build_trace(options: dict[str, Any]) -> trace_replay.ReplayTrace:
+    return trace_replay.ReplayTrace(
+        path=options["file"] or Path(),
+        max_requests=options["requests"],
+        speed=options["speed"],
+        shrink=options["shrink"],
+        max_input_tokens=options["max_input"],
+        max_output_tokens=options["max_output"],
+    )
+
+
+def _build_shape(options: dict[str, Any]) -> synthetic_datasets.DatasetShape:
+    return synthetic_datasets.DatasetShape(
+        request_count=options["requests"] or 100,
+        input_tokens=options["input_len"],
+        output_tokens=options["output_len"],
+        length_spread=options["spread"],
+        prefix_tokens=options["prefix_len"],
+        prefix_count=options["prefixes"],
+        images_per_request=options["images"],
+        image_edge_px=options["image_size"],
+    )
+
+
+def _build_rounds(options: dict[str, Any]) -> multi_round.MultiRoundOptions:
+    return multi_round.MultiRoundOptions(
+        user_count=options["num_users"],
+        rounds_per_user=options["num_rounds"],
+        qps=options["qps"],
+        system_tokens=options["shared_system_prompt"],
+        history_tokens=options["user_history_prompt"],
+        question_tokens=options["question_len"],
+        answer_tokens=options["answer_len"],
+        duration_s=options["time"],
+        max_requests=options["requests"],
+    )
+
+
+def _build_sides(options: dict[str, Any]) -> list[BenchSide]:
+    urls = options["ab"] or ((options["url"],) if options["url"] else ())
+    if bool(options["ab"]) == bool(options["url"]):
+        raise click.UsageError("give --url, or two URLs to --ab")
+    headers = _parse_headers(options["headers"])
+    chat = options["api"] == "chat" or options["dataset"] in CHAT_DATASETS
+    sides = []
+    for url in urls:
+        try:
+            target = BenchTarget.parse_url(url, headers)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        sides.append(BenchSide(target, _build_request_factory(target, chat, options)))
+    return sides
+
+
+def _build_request_factory(
+    target: BenchTarget, chat: bool, options: dict[str, Any]
+) -> RequestFactory:
+    """Ask the server for its model and context. Raises ClickException."""
+    try:
+        model, context_tokens = model_discovery.discover_model(target, options["model"])
+    except model_discovery.ModelUnknownError as error:
+        raise click.ClickException(str(error)) from error
+    return RequestFactory(
+        model,
+        chat,
+        model_discovery.discover_profile(target, model, context_tokens, options["vocab"]),
+    )
+
+
+def _parse_headers(header_lines: Sequence[str]) -> dict[str, str]:
+    """The values of --header as a dict. Raises UsageError."""
+    headers = {}
+    for line in header_lines:
+        # Errors do not quote the line, because its value may be an API key.
+        if not (pair := HEADER_LINE.fullmatch(line.strip())):
+            raise click.UsageError("--header needs 'NAME: VALUE', one line of Latin-1 characters")
+        name = pair[1].lower()
+        if name in RESERVED_HEADERS:
+            raise click.UsageError(f"--header cannot say {name}: each request has its own")
+        headers[name] = pair[2].strip()
+    return headers
+
+
+def _parse_slo_limits(limit_texts: Sequence[str]) -> dict[str, float]:
+    """The values of --slo (`ttft=500`) as name -> milliseconds. Raises UsageError."""
+    limits_ms = {}
+    for limit_text in limit_texts:
+        name, _, limit = limit_text.partition("=")
+        try:
+            limits_ms[name] = float(limit)
+        except ValueError:
+            name = ""
+        if name not in SLO_METRICS or not 0 < limits_ms[name] < math.inf:
+            raise click.UsageError(
+                f"--slo needs NAME=MS with one of {', '.join(SLO_METRICS)}: {limit_text!r}"
+            )
+    return limits_ms
+
+
+def _describe_load(options: dict[str, Any]) -> dict[str, Any]:
+    """The flags of the load, for the result; without headers, which may contain an API key."""
+    omitted = ("headers", "as_json", "output", "html", "url", "ab")
+    load = {key: value for key, value in options.items() if key not in omitted}
+    return load | {"file": options["file"] and options["file"].name, "slos": list(options["slos"])}
+
+
+def _compare_sides(results: Any) -> None:
+    """Add the comparison of both sides of --ab to the results, or the reason why there is none."""
+    try:
+        a, b = results["targets"]
+        results["comparison"] = compare_targets(a, b, paired=True)
+    except ValueError as error:
+        results["uncompared"] = str(error)
+
+
+def _check_writable(options: dict[str, Any]) -> None:
+    """Check that result files can be written, before the load is sent. Raises UsageError."""
+    for name in ("output", "html"):
+        file = options[name]
+        if file and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise click.UsageError(f"--{name}: {file} cannot be written; is its folder there?")
+
+
+def _write_results(results: Any, options: dict[str, Any]) -> None:
+    """Print the results, then write files, because a disk may be full. Raises ClickException."""
+    if options["as_json"]:
+        click.echo(json.dumps(results, indent=2, ensure_ascii=False))
+    else:
+        terminal_report.print_document(results, terminal_report.create_console())
+    try:
+        if options["output"]:
+            text = json.dumps(results, ensure_ascii=False) + "\n"
+            options["output"].write_text(text, encoding="utf-8")
+        if options["html"]:
+            options["html"].write_text(html_report.render_page(results), encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+
+
+def _choose_exit_status(results: Any) -> int:
+    runs = [run for target in results["targets"] for run in target["runs"]]
+    if not any(run["succeeded"] for run in runs):
+        return 1
+    return 0 if all(run["valid"] for run in runs) else EXIT_INVALID

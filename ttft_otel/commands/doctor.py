@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel doctor`: check settings, plugin, vLLM's patch targets, the OTLP endpoint, and servers.
+
+It checks this environment as a server started from it would see it, and running servers by --url.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ttft_otel import __version__
+from ttft_otel.commands import doctor_clock, doctor_media, doctor_metrics
+from ttft_otel.hooks import target_check
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.model import names, record, stages, timing
+from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
+from ttft_otel.tracing import context, settings
+
+CheckState = Literal["ok", "note", "fail"]
+
+PLUGIN_GROUP: Final = "vllm.general_plugins"
+ENV_PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's variable: comma-separated plugins that it may load
+DOCTOR_SERVICE: Final = "ttft-otel-doctor"
+STATE_STYLES: Final[dict[CheckState, str]] = {"ok": "green", "note": "yellow", "fail": "bold red"}
+NO_RECEIVER_REMEDY: Final = f"start a receiver there (ttft-otel serve) or set {names.ENV_ENDPOINT}"
+ENDPOINT_REMEDIES: Final = {
+    "401": "the endpoint requires credentials: set OTEL_EXPORTER_OTLP_HEADERS",
+    "403": "the endpoint refuses these credentials: correct OTEL_EXPORTER_OTLP_HEADERS",
+    "404": "no OTLP receiver at this path: http/protobuf is port 4318 as a rule; for port 4317 "
+    f"set {names.ENV_PROTOCOL}=grpc",
+    "UNIMPLEMENTED": f"no OTLP receiver there: set {names.ENV_PROTOCOL}=http/protobuf for port 4318",
+}
+EXAMPLES: Final = """
+\b
+Examples:
+  ttft-otel doctor                                  this environment and its endpoint
+  TTFT_OTEL=1 ttft-otel doctor                      ... as a server started with it sees it
+  ttft-otel doctor --url http://127.0.0.1:8000      and a running server or router
+  ttft-otel doctor --json | jq '.checks[] | select(.state == "fail")'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check: what was checked, its state, a message, and what to do if it is not ok."""
+
+    name: str
+    state: CheckState
+    says: str
+    remedy: str = ""
+
+
+def check_settings(chosen: settings.Settings) -> Iterator[Check]:
+    """Check the environment variables, as read into `chosen`."""
+    for line in settings.list_problems(chosen):
+        message, _, remedy = line.partition("; ")
+        yield Check("settings", "fail", message, remedy)
+    if chosen.on:
+        yield Check("settings", "ok", f"{names.ENV_ON} is on, sampler {chosen.sampler}")
+    else:
+        remedy = f"set {names.ENV_ON}=1 where vllm serve is started"
+        yield Check("settings", "note", f"{names.ENV_ON} is off in this environment", remedy)
+    well, description, remedy = doctor_metrics.describe_metrics(chosen)
+    yield Check("metrics", "ok" if well else "note", description, remedy)
+
+
+def check_plugin() -> Iterator[Check]:
+    """Check that vLLM will find our plugin and may load it."""
+    entry_points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    ours = [point.name for point in entry_points if point.value.startswith("ttft_otel.")]
+    allowed = os.environ.get(ENV_PLUGINS)
+    if not ours:
+        remedy = f"install it into vLLM's Python: {sys.executable} -m pip install ttft-otel"
+        yield Check("plugin", "fail", "vLLM cannot find the plugin", remedy)
+    # Set and empty is an allowlist without names for vLLM, not "unset" (plugins/__init__.py).
+    elif allowed is not None and ours[0] not in allowed.split(","):
+        remedy = f"add {ours[0]} to {ENV_PLUGINS}, or unset it"
+        yield Check("plugin", "fail", f"{ENV_PLUGINS}={allowed} leaves it out", remedy)
+    else:
+        yield Check("plugin", "ok", f"ttft-otel {__version__}, found by its entry point")
+
+
+def check_vllm() -> Iterator[Check]:
+    """Check that the installed vLLM has the functions that we patch; its sources are only parsed."""
+    root = target_check.find_vllm_folder()
+    if root is None:
+        yield Check("vllm", "note", "not installed here, which is right for a router alone")
+        return
+    states = target_check.check_targets(root)
+    for name, what in states.items():
+        if what:
+            target = TARGETS_BY_NAME[name]
+            lost = ", ".join(target.lost) or f"no stage ({target.marks})"
+            remedy = "upgrade ttft-otel; until then the time of these stages is unattributed"
+            yield Check("vllm", "fail", f"{name}: {what} is gone; costs {lost}", remedy)
+    if not any(states.values()):
+        yield Check("vllm", "ok", f"all {len(states)} targets are there")
+
+
+def check_endpoint(chosen: settings.Settings) -> Iterator[Check]:
+    """Send one span with the exporter's own code, to the endpoint and protocol of `chosen`."""
+    from opentelemetry.sdk.trace.export import SpanExporter  # 0.3 s that --help need not take
+
+    from ttft_otel.exporter import batch_exporter, exporter_counters, protocol_probe
+    from ttft_otel.exporter.spans import resource_cache, span_batch
+
+    logging.getLogger("ttft_otel").addHandler(logging.NullHandler())
+    probe = _make_probe_record()
+    stop_retrying = threading.Event()
+    stop_retrying.set()  # a single attempt
+    exporter: SpanExporter = batch_exporter.create_span_exporter(chosen)
+    # The exporter's own class and settings: what passes here passes for a server, too.
+    sending = batch_exporter.BatchExporter(
+        exporter, exporter_counters.ExporterCounters(), chosen.endpoint, stop_retrying
+    )
+    builder = span_batch.BatchBuilder(resource_cache.ResourceCache(os.getpid()))
+    builder.add_record(probe)
+    for batch in builder.take_batches():
+        sending.export_batch(batch)
+    exporter.shutdown()
+    destination = f"{chosen.protocol} (by {chosen.protocol_reason}) to {chosen.endpoint}"
+    if sending.counters.get_counts()["exported"]:
+        yield Check("endpoint", "ok", f"{destination}: accepted, trace {probe.trace_id}")
+        return
+    reason = sending.failure_log.text or "no answer"
+    remedy = protocol_probe.find_protocol_remedy(chosen.protocol, chosen.endpoint) or next(
+        (text for code, text in ENDPOINT_REMEDIES.items() if code in reason), NO_RECEIVER_REMEDY
+    )
+    yield Check("endpoint", "fail", f"{destination}: {reason}", remedy)
+
+
+def _make_probe_record() -> record.Record:
+    trace_context = context.start_context("", "", settings.Settings(sampler="always_on"))
+    return record.Record(
+        version=record.RECORD_VERSION,
+        trace_id=trace_context.trace_id,
+        span_id=trace_context.span_id,
+        parent_id="",
+        flags=trace_context.flags,
+        state="",
+        start_ns=time.time_ns(),
+        role="mono",
+        outermost=False,
+        service=DOCTOR_SERVICE,
+        request_id="",
+        server=record.Server("ttft-otel doctor", 1, 0),
+    )
+
+
+def check_server(url: str, timeout: float) -> Iterator[Check]:
+    """Check that a running server or router answers a request of one token with Server-Timing.
+
+    url: base URL, with or without /v1. timeout: seconds to wait for each answer.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        header = _request_first_token(base, timeout)
+    except HTTPError as error:
+        remedy = "the server's log says why; doctor needs one request of one token to succeed"
+        yield Check(base, "fail", f"{error.url} answers {error.code}", remedy)
+        return
+    except (URLError, OSError, ValueError, LookupError, TypeError) as error:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        yield Check(base, "fail", f"no answer: {reason}", f"is it up? curl {base}/v1/models")
+        return
+    parsed = timing.parse_server_timing(header)
+    if parsed is None:
+        remedy = (
+            f"start it with {names.ENV_ON}=1 and ttft-otel in its Python; its log has one line "
+            "that begins with 'ttft-otel'"
+        )
+        yield Check(base, "fail", "answers without timings: it is not traced", remedy)
+        return
+    unattributed = parsed.unattributed
+    # More than 5 % (a twentieth) unattributed: a patch target is probably missing.
+    message = f"first token after {parsed.ttft / 1000:.1f} ms in {len(parsed.stages)} stages"
+    if unattributed * 20 > parsed.ttft:
+        remedy = "its log names the targets that are missing"
+        yield Check(
+            base, "note", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}", remedy
+        )
+    else:
+        yield Check(base, "ok", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}")
+    if parsed.clock is not None:
+        well, description, remedy = doctor_clock.describe_clock(parsed.clock)
+        yield Check(f"{base} worker", "ok" if well else "note", description, remedy)
+    items = doctor_media.read_recomputed_items(base, timeout)
+    if items is not None:
+        description, any_twice = doctor_media.describe_recomputed_items(items), any(items.values())
+        remedy = doctor_media.RECOMPUTED_REMEDY if any_twice else ""
+        yield Check(f"{base}/metrics", "note" if any_twice else "ok", description, remedy)
+
+
+def _request_first_token(base: str, timeout: float) -> str:
+    """The Server-Timing of a request of one token: chat, or a completion where there is no chat."""
+    _, models = _request_json(f"{base}{MODELS_PATH}", None, timeout)
+    model = models["data"][0]["id"]
+    body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": "1"}]}
+    try:
+        return _request_json(f"{base}{CHAT_PATH}", body, timeout)[0]
+    except HTTPError as error:
+        # 400 and 404: a base model without a chat template, or a server without this API.
+        if error.code not in (400, 404):
+            raise
+    prompt = {"model": model, "max_tokens": 1, "prompt": "1"}
+    return _request_json(f"{base}{COMPLETIONS_PATH}", prompt, timeout)[0]
+
+
+def _request_json(url: str, body: Any, timeout: float) -> tuple[str, Any]:
+    headers = {names.ASK: "1", "content-type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, headers), timeout=timeout) as answer:
+        return answer.headers.get(names.TIMING, ""), json.load(answer)
+
+
+def run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:
+    """All checks, in the order in which a request passes what they check.
+
+    urls: servers and routers to send a request to. timeout: seconds to wait for each answer.
+    """
+    chosen = settings.read_settings()
+    yield from check_settings(chosen)
+    yield from check_plugin()
+    yield from check_vllm()
+    yield from check_endpoint(chosen)
+    for url in urls:
+        yield from check_server(url, timeout)
+
+
+def print_checks(checks: list[Check]) -> None:
+    """Print a line for each of `checks`, with its remedy below it."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        message = Text(check.says)
+        if check.remedy:
+            message.append(f"\n-> {check.remedy}", style="bold" if check.state == "fail" else "dim")
+        table.add_row(Text(check.state, style=STATE_STYLES[check.state]), Text(check.name), message)
+    Console(highlight=False).print(table)
+
+
+@click.command("doctor", epilog=EXAMPLES)
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    metavar="URL",
+    help="A running server or router to check too; repeatable. It is sent ONE REQUEST OF ONE TOKEN "
+    "(model taken from /v1/models), with the header that asks for timings.",
+)
+@click.option("--json", "plain", is_flag=True, help="Print JSON: ok, and checks with their state.")
+@click.option(
+    "--timeout", default=30.0, show_default=True, help="Seconds to wait for a server's answer."
+)
+def command(urls: tuple[str, ...], plain: bool, timeout: float) -> None:
+    """Check the setup; say what is not traced, and how to fix it.
+
+    Checks the settings, the plugin and the vLLM installed here, and sends one test span to the
+    endpoint. The exit code is 1 when a check fails; a note is not a failure.
+    """
+    results = list(run_checks(urls, timeout))
+    passed = all(check.state != "fail" for check in results)
+    if plain:
+        click.echo(
+            json.dumps({"ok": passed, "checks": [asdict(check) for check in results]}, indent=2)
+        )
+    else:
+        print_checks(results)
+    sys.exit(0 if passed else 1)

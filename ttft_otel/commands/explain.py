@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel explain`: why a request, or the late requests of a window, took so long.
+
+Reads the embedded store, or Tempo; prints sentences, or JSON (docs/explain.schema.json).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import click
+from rich import progress
+from rich.console import Console
+
+from ttft_otel.commands import source_options
+from ttft_otel.explain.explain import explanation_text
+from ttft_otel.explain.explain.explanation import Explanation, explain_requests
+from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
+from ttft_otel.explain.explain.single_answer import add_holding, build_filter, explain_one
+from ttft_otel.explain.whatif.replay_facts import read_recording
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.late_requests import NoExplanationError, split_window
+from ttft_otel.explain.window.lost_requests import collect_lost, count_lost
+from ttft_otel.explain.window.request_evidence import RequestEvidence, read_evidence
+from ttft_otel.explain.window.time_windows import WINDOW_HELP
+from ttft_otel.explain.window.window_reading import (
+    list_with_progress,
+    make_span_finder,
+    parse_window_option,
+)
+from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
+from ttft_otel.report.report_types import Request
+from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel explain                            the slowest of the last 2000 requests
+  ttft-otel explain --since 1h --slo 500       those later than 500 ms, in the last hour
+  ttft-otel explain --since 1h --predict       also what the remedy would bring
+  ttft-otel explain --request ID               one request, against others like it
+  ttft-otel explain --trace ID --tempo http://127.0.0.1:3200
+  ttft-otel explain --since 2h..1h --json | jq .cause
+"""
+)
+@click.option("--request", "request_id", metavar="ID", help="One request, by its request id.")
+@click.option(
+    "--trace", "trace_id", metavar="ID", help="One request, by its trace's 32 hex digits."
+)
+@click.option(
+    "--last", type=click.IntRange(1, MAX_REQUESTS), help="The newest N requests.  [default: 2000]"
+)
+@click.option("--since", metavar="WINDOW", default="", help=f"Requests of a window: {WINDOW_HELP}")
+@click.option(
+    "--slo",
+    metavar="MS",
+    type=click.FloatRange(0.001, 1e9),
+    callback=source_options.require_number,
+    help="Late is what took longer than this.  [default: the slowest hundredth]",
+)
+@click.option("--model", default="", help="Only requests for this model.")
+@click.option(
+    "--predict",
+    is_flag=True,
+    help="Of a window: also predict what the remedy would bring, by what-if; takes some seconds.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of sentences.")
+@source_options.add_source_options
+def explain(
+    request_id: str | None,
+    trace_id: str | None,
+    last: int | None,
+    since: str,
+    slo: float | None,
+    model: str,
+    predict: bool,
+    as_json: bool,
+    source: SourceChoice,
+) -> None:
+    """Say why a request, or the late ones of a window, waited for their first token, and what to change."""
+    is_single = request_id is not None or trace_id is not None
+    if request_id is not None and trace_id is not None:
+        raise click.UsageError("--request and --trace exclude each other")
+    if is_single and slo:
+        raise click.UsageError("--slo is for a window: a single request is compared with its like")
+    if is_single and predict:
+        raise click.UsageError("--predict is for a window, which what-if replays")
+    slo_us = round((slo or 0) * 1000)
+    window = parse_window_option(since) if since else None
+    refusals = source_options.report_refusals(NoExplanationError, as_json=as_json)
+    with refusals, breakdown_source.open_source(source) as opened:
+        if is_single:
+            explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
+        else:
+            wanted = build_filter(window, model, last or MAX_REQUESTS)
+            explanation = add_holding(opened, explain_window(opened, wanted, slo_us))
+            if predict:
+                explanation = add_prediction(opened, explanation, wanted)
+    if as_json:
+        click.echo(json.dumps(explanation_text.describe_explanation(explanation), indent=2))
+    else:
+        explanation_text.print_explanation(explanation)
+
+
+def explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
+    """Explain the late ones of a window. Raises NoExplanationError, StoreError."""
+    failed: list[Request] = []
+    found = load_evidence(opened, wanted, failed)
+    lost = count_lost(failed)
+    try:
+        return replace(explain_requests(split_window(found, slo_us), slo_us), lost=lost)
+    except NoExplanationError as error:
+        # Those are the reason, where a window has nothing but requests that timed out.
+        raise NoExplanationError(
+            f"{error}. {lost.sentence}" if lost.total else str(error)
+        ) from error
+
+
+def add_prediction(
+    opened: BreakdownSource, explanation: Explanation, wanted: RequestFilter
+) -> Explanation:
+    """The explanation with what its remedy would bring, or why that is not known. Raises StoreError."""
+    rule = explanation.rule
+    if rule is None or not explanation.is_named:
+        return explanation
+
+    console = Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=REPETITIONS)
+        try:
+            recording = read_recording(opened.list_latest(wanted), make_span_finder(opened))
+            predicted = predict_remedy(
+                rule, recording, track=lambda done: bar.update(task, advance=done)
+            )
+        except CannotTellError as error:
+            return replace(explanation, no_prediction=str(error))
+    return replace(explanation, prediction=predicted)
+
+
+def load_evidence(
+    opened: BreakdownSource, wanted: RequestFilter, lost: list[Request] | None = None
+) -> list[RequestEvidence]:
+    """The evidence of all requests that match. Raises StoreError.
+
+    lost: gets those that have no first token.
+    """
+    cut_note = f"only the newest {MAX_REQUESTS} requests are explained"
+    requests = list_with_progress(opened, wanted, "reading requests", cut_note)
+    return list(read_evidence(opened, requests if lost is None else collect_lost(requests, lost)))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel report`: print requests from the database, or from Tempo.
+
+Its JSON keeps to docs/report.schema.json. Needs a pip extra for Tempo only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+from rich import progress
+from rich.console import Console
+
+from ttft_otel.commands import source_options
+from ttft_otel.report import breakdown_source
+from ttft_otel.report.assemble.summary import summarize
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
+from ttft_otel.report.report_types import Request
+from ttft_otel.report.show import json_answers, perfetto_trace, terminal
+from ttft_otel.report.store.database_reader import (
+    MAX_REQUESTS,
+    DatabaseReader,
+    RequestFilter,
+    StoredTrace,
+)
+from ttft_otel.report.store.database_schema import StoreError
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel report                     percentiles of the last 200 requests
+  ttft-otel report --last 1            the newest request's waterfall
+  ttft-otel report --request ID --json | jq .combined
+  ttft-otel report --trace 4bf92f3577b34da6a3ce929d0e0e4736
+  ttft-otel report --last 50 --perfetto trace.json
+  ttft-otel report --tempo http://127.0.0.1:3200 --last 50
+"""
+)
+@click.option(
+    "--last", type=click.IntRange(1, MAX_REQUESTS), help="The newest N requests.  [default: 200]"
+)
+@click.option("--trace", "trace_id", metavar="ID", help="One trace, by its 32 hex digits.")
+@click.option("--request", "request_id", metavar="ID", help="One request, by its request id.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
+@click.option(
+    "--perfetto",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="Write the spans to this file instead, for Perfetto's UI.",
+)
+@source_options.add_source_options
+def report(
+    last: int | None,
+    trace_id: str | None,
+    request_id: str | None,
+    as_json: bool,
+    perfetto: Path | None,
+    source: SourceChoice,
+) -> None:
+    """Print where the time to first token went: one request, or percentiles over many."""
+    # An empty ID counts as given, too: it is told to be unknown.
+    if sum(each is not None for each in (last, trace_id, request_id)) > 1:
+        raise click.UsageError("--last, --trace and --request exclude each other")
+    if as_json and perfetto:
+        raise click.UsageError("--json and --perfetto exclude each other")
+    # Read-only: a command must not create an empty database where there is none.
+    refusals = source_options.report_refusals(as_json=as_json)
+    with refusals, breakdown_source.open_source(source) as opened:
+        if perfetto:
+            _write_perfetto(_find_traces(opened, last, trace_id, request_id), perfetto)
+        elif request_id is not None:
+            request = opened.find_request(request_id)
+            _print_trace(
+                opened.find_trace(request.trace_id) if request else None,
+                request,
+                request_id,
+                as_json,
+            )
+        elif trace_id is not None:
+            # All requests of the trace; --request shows the sum of its own only.
+            _print_trace(opened.find_trace(trace_id.lower()), None, trace_id, as_json)
+        else:
+            _print_requests(
+                opened.list_latest(RequestFilter(last=last or 200)), opened, last, as_json
+            )
+
+
+def _find_traces(
+    opened: BreakdownSource,
+    last: int | None,
+    trace_id: str | None,
+    request_id: str | None,
+) -> list[StoredTrace]:
+    """The traces that the options name, each once, newest first."""
+    if trace_id is not None:
+        wanted = [trace_id.lower()]
+    elif request_id is not None:
+        request = opened.find_request(request_id)
+        wanted = [request.trace_id] if request else []
+    else:
+        latest = opened.list_latest(RequestFilter(last=last or 200))
+        wanted = [request.trace_id for request in latest]
+    console = Console(stderr=True)
+    # Tempo draws a bar of its own, and has read these traces before.
+    is_drawn = console.is_terminal and isinstance(opened, DatabaseReader)
+    names = progress.track(
+        list(dict.fromkeys(wanted)),
+        "reading traces",
+        console=console,
+        transient=True,
+        disable=not is_drawn,
+    )
+    traces = (opened.find_trace(each) for each in names)
+    return [trace for trace in traces if trace is not None]
+
+
+def _write_perfetto(traces: list[StoredTrace], path: Path) -> None:
+    if not traces:
+        raise click.ClickException("nothing is stored for that; `ttft-otel report --last 20` lists")
+    document = perfetto_trace.build_document(traces)
+    try:
+        # Perfetto shows escapes of characters beyond ASCII as they are written.
+        _write_whole(path, json.dumps(document, ensure_ascii=False))
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
+    drawn = sum(event["ph"] == "X" for event in document["traceEvents"])
+    click.echo(
+        f"{path}: {len(traces)} traces, {drawn} spans. Open it in Perfetto's UI (Open trace file)."
+    )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write all of a file, or leave what was there; into a pipe or a device as it comes."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8", "replace")
+        return
+    place = path.resolve()  # a link stays one
+    partial = place.with_name(f"{place.name}.part")
+    try:
+        partial.write_text(text, "utf-8", "replace")
+        partial.replace(place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _print_trace(
+    trace: StoredTrace | None, request: Request | None, name: str, as_json: bool
+) -> None:
+    if trace is None:
+        raise StoreError(
+            f"nothing is stored for {name!r}: it was not traced, has not arrived yet, or was removed; "
+            "`ttft-otel report --last 20 --json` lists what is"
+        )
+    if as_json:
+        _print_json(
+            json_answers.build_report(request) if request else json_answers.describe_trace(trace)
+        )
+    else:
+        terminal.print_waterfall(trace, request)
+
+
+def _print_requests(
+    requests: list[Request],
+    opened: BreakdownSource,
+    last: int | None,
+    as_json: bool,
+) -> None:
+    if not requests:
+        raise StoreError(
+            "no request is stored yet; start a server with TTFT_OTEL=1 and send it one"
+        )
+    if as_json:
+        summary = json_answers.describe_summary(summarize(requests))
+        _print_json(
+            {
+                "requests": [json_answers.describe_request(each) for each in requests],
+                "summary": summary,
+            }
+        )
+    # Percentiles of one request would be that request four times.
+    elif last == 1:
+        _print_trace(
+            opened.find_trace(requests[0].trace_id), requests[0], requests[0].request_id, False
+        )
+    else:
+        terminal.print_summary(requests)
+
+
+def _print_json(value: object) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    # json.dumps() leaves controls beyond ASCII as they are, of which a terminal obeys some.
+    click.echo(re.sub(r"[^\x00-\x7e]", _escape_control, text))
+
+
+def _escape_control(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]

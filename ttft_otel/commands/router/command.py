@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel router`: turn flags, environment and YAML file into a running server; cli.py offers it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from ttft_otel.commands.router import (
+    access_options,
+    discovery_options,
+    limit_options,
+    peer_options,
+    process_options,
+    router_options,
+    routing_options,
+)
+from ttft_otel.commands.router.background import run_background
+from ttft_otel.commands.router.config_reloader import ConfigReloader
+from ttft_otel.commands.router.router_options import RouterOptions, declare_option
+from ttft_otel.model import names
+from ttft_otel.router import types
+from ttft_otel.router.control import admin, registrations
+from ttft_otel.router.control import app as control
+from ttft_otel.router.control.uvicorn_server import ServerPlan, run_router_server
+from ttft_otel.router.proxy.admission import AdmissionGate
+from ttft_otel.router.proxy.endpoint import ProxyEndpoint
+from ttft_otel.router.recent_reports import MAX_REPORTS, RecentReports
+from ttft_otel.router.upstream import health_monitor, instance_pool, retry
+from ttft_otel.router.upstream.upstream_client import UpstreamClient
+from ttft_otel.tracing import handoff, settings
+
+EXAMPLES: Final = """
+\b
+One plain vLLM server:
+  ttft-otel router --backend http://127.0.0.1:8001 --port 8000
+\b
+One encoder and two prefill-decode servers:
+  ttft-otel router --encoder http://127.0.0.1:8001 \\
+                   --backend http://127.0.0.1:8002 --backend http://127.0.0.1:8003
+\b
+Prefill and decode apart, with an encoder before them or without:
+  ttft-otel router --prefill http://127.0.0.1:8002 --decode http://127.0.0.1:8003
+  ttft-otel router --encoder http://127.0.0.1:8001 \\
+                   --prefill http://127.0.0.1:8002 --decode http://127.0.0.1:8003
+\b
+The same by environment (lists are separated by blanks):
+  TTFT_OTEL_ROUTER_BACKEND="http://127.0.0.1:8002 http://127.0.0.1:8003" ttft-otel router
+\b
+The same from a file, flags without their dashes; `kill -HUP` reads it again:
+  printf 'backend: [http://127.0.0.1:8002]\\nport: 8000\\n' > router.yaml
+  ttft-otel router --config router.yaml
+\b
+Where a request's time went:
+  curl http://127.0.0.1:8000/ttft_report/REQUEST_ID
+"""
+
+
+@click.command("router", cls=router_options.RouterCommand, epilog=EXAMPLES)
+@router_options.declare_file_option(
+    "--config", metavar="FILE", help="YAML file with flags as keys; SIGHUP reloads it."
+)
+@declare_option(
+    "--encoder",
+    multiple=True,
+    metavar="URL",
+    help="An encoder instance; repeatable. Without one, media are encoded where the prompt is prefilled.",
+)
+@declare_option(
+    "--prefill",
+    multiple=True,
+    metavar="URL",
+    help="A prefill instance; repeatable. Needs --decode and excludes --backend.",
+)
+@declare_option(
+    "--decode", multiple=True, metavar="URL", help="A decode instance; repeatable. Needs --prefill."
+)
+@declare_option(
+    "--backend",
+    multiple=True,
+    metavar="URL",
+    help="An instance that prefills and decodes, with or without encoders before it; repeatable.",
+)
+@declare_option(
+    "--first-token",
+    type=click.Choice(types.FIRST_TOKEN_MODES),
+    default=types.MODE_STRIP,
+    help="How the prefill instance's first token reaches the client; see docs/router.md.",
+)
+@declare_option("--stream-prefill-token", is_flag=True, help="The same as --first-token strip.")
+@declare_option(
+    "--encode-once",
+    is_flag=True,
+    help="Send prefill instances references to encodings, not the media; see docs/router.md.",
+)
+@declare_option(
+    # Loopback, because there is no key by default: check_exposure() guards every other address.
+    "--host",
+    default="127.0.0.1",
+    help="The address to listen on; one that other machines can reach needs --api-key or --insecure.",
+)
+@declare_option(
+    "--port",
+    default=8000,
+    type=click.IntRange(0, 65535),
+    help="The port to listen on; 0: any free one.",
+)
+@declare_option(
+    "--reports",
+    default=MAX_REPORTS,
+    type=click.IntRange(min=1),
+    help="Number of recent requests that /ttft_report can show.",
+)
+@access_options.add_access_options(declare_option)
+@declare_option(
+    "--health-interval",
+    default=health_monitor.PROBE_INTERVAL_S,
+    type=click.FloatRange(0.05),
+    help="Seconds between two health probes of an instance.",
+)
+@declare_option(
+    "--retries",
+    default=retry.MAX_RETRIES,
+    type=click.IntRange(0, 10),
+    help="Retries per request on other instances, before its first response byte.",
+)
+@declare_option(
+    "--retry-budget",
+    default=retry.RETRY_BUDGET_RATIO,
+    type=click.FloatRange(0, 1),
+    help="Retries allowed, as a share of all calls to instances.",
+)
+@declare_option(
+    "--breaker-failures",
+    default=instance_pool.MAX_CONSECUTIVE_FAILURES,
+    type=click.IntRange(min=1),
+    help="Consecutive failures that open the circuit breaker of an instance.",
+)
+@process_options.add_process_options(declare_option)
+@declare_option(
+    # A port of its own, so that a firewall can tell operators from clients.
+    "--admin-port",
+    type=click.IntRange(0, 65535),
+    help="Port of the admin API, /instances; without it there is none.",
+)
+@declare_option(
+    "--admin-host",
+    default=admin.DEFAULT_ADMIN_HOST,
+    help="Address of --admin-port; one that other machines can reach needs --admin-token.",
+)
+@declare_option(
+    "--admin-token", default="", metavar="TOKEN", help="Bearer token that /instances requires."
+)
+@declare_option(
+    "--register",
+    is_flag=True,
+    help="Let instances register on the admin port, with the protocol of vLLM's EPD proxy.",
+)
+@declare_option(
+    "--register-token",
+    default="",
+    callback=router_options.check_token,
+    metavar="TOKEN",
+    help="Token that every registration must carry; required by --register.",
+)
+@declare_option(
+    "--register-ttl",
+    default=registrations.FORGET_AFTER_S,
+    type=click.FloatRange(0),
+    help="Seconds until a registered instance that stays unreachable is removed; 0: never.",
+)
+@discovery_options.add_discovery_options(declare_option)
+@peer_options.add_peer_options(declare_option)
+@limit_options.add_limit_options(declare_option)
+@routing_options.add_routing_options(declare_option)
+@click.pass_context
+def command(ctx: click.Context, /, **given: Any) -> None:
+    """Route requests to vLLM servers and trace each one's time to first token.
+
+    Images of chat requests go to the encoders first, all at once; then the whole request goes to a
+    backend, or to a prefill and then to a decode instance. Answers are passed on byte by byte.
+    Spans go where the OTEL_EXPORTER_OTLP_* variables say; TTFT_OTEL=0 makes none.
+    """
+    options = RouterOptions.from_flags(given)
+    # vLLM's processes trust their callers by default; a router faces clients and does not.
+    settings_read = dataclasses.replace(
+        settings.read_settings(), trust_sampled=options.trust_trace_headers
+    )
+    if problems := settings.list_problems(settings_read):
+        raise click.UsageError("\n".join(problems))
+    serve = functools.partial(_serve_router, ctx, settings_read)
+    if options.workers == 1:
+        serve(options, run_router_server)
+        return
+    from ttft_otel.commands.router import worker_processes  # not needed by one process
+
+    build_router(options, settings_read, None)  # what is wrong is said once, by this process
+    ctx.exit(worker_processes.run_workers(ctx, options, serve))
+
+
+def _serve_router(
+    ctx: click.Context,
+    settings_read: settings.Settings,
+    options: RouterOptions,
+    run_server: Callable[..., None],
+) -> None:
+    """Run one router in this process until a signal stops it, with run_router_server() or its like."""
+    # Starting a router asks for its spans: only an explicit "off" turns them off.
+    is_untraced = names.ENV_ON in os.environ and not settings_read.on
+    app = build_router(options, settings_read, None if is_untraced else handoff.get_sender().send)
+    stop_tracing: Callable[[], None] = (
+        _do_nothing
+        if is_untraced
+        else control.instrument_control_plane(app, settings_read.protocol)
+    )
+    try:
+        reload = ConfigReloader(ctx, options, app)
+        drain = options.drain_delay, options.drain_timeout
+        run_server(app, ServerPlan(options.host, options.port, *drain, reload))
+    finally:
+        # Also after an exception: spans of the control plane wait in a batch until this.
+        stop_tracing()
+
+
+def build_router(
+    options: RouterOptions,
+    settings_read: settings.Settings,
+    send_record: Callable[[bytes], bool] | None,
+) -> control.RouterApp:
+    """Build the application for `options`; without `send_record` nothing is traced. Raises UsageError."""
+    configured = options.build_instances()
+    # Before objects with tasks exist: a refused configuration ends at once, with its remedy.
+    options.check_exposure()
+    options.check_admin()
+    pool = instance_pool.InstancePool(
+        configured,
+        options.breaker_failures,
+        max_trial_s=options.limits.breaker_trial,
+        first_byte_timeout_s=options.limits.first_byte_timeout,
+    )
+    routing = options.build_routing(pool, options.upstream_key, options.takes_newcomers)
+    upstream = UpstreamClient(
+        pool,
+        routing,
+        max_retries=options.retries,
+        budget_ratio=options.retry_budget,
+        health_monitor=health_monitor.HealthMonitor(
+            pool, options.health_interval, options.upstream_key
+        ),
+        limits=options.limits,
+    )
+    admission = AdmissionGate(upstream, options.api_key, options.upstream_key)
+    reports = RecentReports(options.reports)
+    endpoint = ProxyEndpoint(
+        upstream,
+        routing,
+        settings_read,
+        send_record,
+        reports,
+        options.limits,
+        options.resolved_first_token,
+        admission,
+        options.encode_once,
+    )
+    registered = discovery = None
+    if options.takes_newcomers:
+        registered = registrations.Registrations(upstream, configured, options.register_ttl)
+    if registered is not None and options.discover:
+        discovery = discovery_options.build_discovery(
+            options.discover, options.discover_interval, options.kubernetes_api, registered
+        )
+    peers = peer_options.build_lone_link(options, pool, routing)
+    app = control.build_app(
+        endpoint,
+        handoff.get_counts,
+        functools.partial(run_background, options, endpoint, registered, discovery, peers),
+        discovery,
+    )
+    app.metrics.collect_peers = None if peers is None else peers.collect_metrics
+    app.cors_origins = options.cors_origin
+    if registered is not None:
+        app.registrations, app.metrics.registration_counts = registered, registered.result_counts
+    return app
+
+
+def _do_nothing() -> None:
+    """Stand in for stopping the control plane's instrumentation where tracing is off."""

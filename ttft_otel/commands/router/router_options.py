@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RouterOptions and how flags, environment and YAML file set them; command.py declares the flags.
+
+Precedence is flag, environment variable, file, default: click's own order, in which the file is the
+`default_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+import yaml
+
+from ttft_otel.commands.router.limit_options import take_limits
+from ttft_otel.commands.router.routing_options import (
+    PROMPT_POLICIES,
+    RoutingOptions,
+    check_unused_options,
+)
+from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
+from ttft_otel.router import types
+from ttft_otel.router.control.admin import is_loopback
+from ttft_otel.router.limits import RouterLimits
+from ttft_otel.router.types import Instance, parse_instance_url
+
+ENV_PREFIX: Final = "TTFT_OTEL_ROUTER_"
+ARGUMENTS_KEY: Final = (
+    "ttft_otel.arguments"  # key of the context's `meta` under which the command line is kept
+)
+# What SIGHUP applies; everything else is built into objects that live as long as the router.
+RELOADABLE_FIELDS: Final = ("encoder", "prefill", "decode", "backend", "api_key")
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions(RoutingOptions):
+    """The values of all flags, one field per flag, named after it; `limits` has those of limits.py."""
+
+    limits: RouterLimits
+    encoder: tuple[str, ...]
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    backend: tuple[str, ...]
+    first_token: str
+    stream_prefill_token: bool
+    encode_once: bool
+    host: str
+    port: int
+    insecure: bool
+    reports: int
+    api_key: tuple[str, ...]
+    upstream_key: str
+    trust_trace_headers: bool
+    cors_origin: tuple[str, ...]
+    health_interval: float
+    retries: int
+    retry_budget: float
+    breaker_failures: int
+    workers: int
+    drain_delay: float
+    drain_timeout: float
+    admin_port: int | None
+    admin_host: str
+    admin_token: str
+    register: bool
+    register_token: str
+    register_ttl: float
+    discover: tuple[str, ...]
+    discover_interval: float
+    kubernetes_api: str
+    peers: str
+    peers_key_file: str
+    peers_host: str
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:
+        """The options of a command's parameters."""
+        # Raises TypeError for a flag without a field: a forgotten one shows at the first start.
+        limits, others = take_limits(given)
+        return cls(limits=limits, **others)
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether instances may come and go while the router runs, so that there may be none yet."""
+        return self.register or bool(self.discover)
+
+    @property
+    def has_index_keeper(self) -> bool:
+        """Whether one process keeps the index of KV events for all workers."""
+        reads_prompts = self.routing_logic in PROMPT_POLICIES
+        return self.workers > 1 and reads_prompts and self.prefix_index == "kv-events"
+
+    @property
+    def resolved_first_token(self) -> str:
+        """--first-token or its alias. Raises UsageError when the two disagree."""
+        if self.stream_prefill_token and self.first_token != types.MODE_STRIP:
+            raise click.UsageError(
+                f"--stream-prefill-token is --first-token {types.MODE_STRIP}; "
+                f"leave out one of it and --first-token {self.first_token}."
+            )
+        return self.first_token
+
+    def build_instances(self) -> dict[str, tuple[Instance, ...]]:
+        """The configured instances by leg. Raises UsageError, with the remedy.
+
+        With --register or --discover there may be none yet, and since encoders may join later, --backend
+        instances are on the leg `prefill_decode` from the start.
+        """
+        is_disaggregated = self.prefill or self.decode
+        # An instance that prefills may register before one that decodes: half a pair is
+        # allowed.
+        if self.takes_newcomers:
+            is_contradictory = bool(self.backend and is_disaggregated)
+        else:
+            # Exactly one of both forms, and a pair only complete: P alone could never answer.
+            is_contradictory = bool(self.prefill) != bool(self.decode) or bool(
+                self.backend
+            ) == bool(is_disaggregated)
+        if is_contradictory:
+            raise click.UsageError("Give either --backend, or --prefill and --decode together.")
+        # Spans and stages are named after the leg, which must not change when an encoder joins.
+        backend_leg = PREFILL_DECODE if self.encoder or self.takes_newcomers else MONO
+        urls_by_leg = {
+            ENCODE: self.encoder,
+            PREFILL: self.prefill,
+            DECODE: self.decode,
+            backend_leg: self.backend,
+        }
+        try:
+            instances_by_leg = {
+                leg: [parse_instance_url(url, leg) for url in urls]
+                for leg, urls in urls_by_leg.items()
+            }
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        # A URL given twice is one instance: else it would get twice the share, with two states.
+        unique_by_url = {
+            leg: {each.url: each for each in several} for leg, several in instances_by_leg.items()
+        }
+        filled_legs = {
+            leg: tuple(several.values()) for leg, several in unique_by_url.items() if several
+        }
+        # The empty leg tells the pool which one prefills before any instance has registered.
+        if self.takes_newcomers and not is_disaggregated:
+            filled_legs.setdefault(backend_leg, ())
+        return filled_legs
+
+    def check_exposure(self) -> None:
+        """Raise UsageError for a port that other machines reach and that asks nobody for a key."""
+        # Names are not resolved: what they point to may change after the check.
+        if not (self.api_key or self.insecure or is_loopback(self.host)):
+            raise click.UsageError(
+                f"--host {self.host} can be reached from other machines: it needs --api-key KEY, or "
+                "--insecure if something else decides who reaches the router."
+            )
+
+    def check_admin(self) -> None:
+        """Raise UsageError for an admin API without its port, or reachable from outside without a token."""
+        # Required on loopback, too: whoever registers an instance reads clients' prompts.
+        if self.register and (self.admin_port is None or not self.register_token):
+            raise click.UsageError(
+                "--register needs --admin-port PORT, on which instances register, and "
+                "--register-token TOKEN, because registered instances receive clients' requests."
+            )
+        if self.register_token and not self.register:
+            raise click.UsageError("--register-token needs --register.")
+        # There is no --insecure for this port: its requests add and drain instances.
+        if not (self.admin_token or is_loopback(self.admin_host)):
+            raise click.UsageError(
+                f"--admin-host {self.admin_host} can be reached from other machines: "
+                "it needs --admin-token TOKEN."
+            )
+
+
+class RouterCommand(click.Command):
+    """A command that keeps its arguments for a reload and rejects flags without effect."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse `args` as click does, keep them in `ctx.meta`, and reject flags without effect."""
+        # A copy, before click's parser consumes the list.
+        ctx.meta[ARGUMENTS_KEY] = list(args)
+        rest = super().parse_args(ctx, args)
+        # Shell completion parses half a command line, which must not be judged.
+        if not ctx.resilient_parsing:
+            check_unused_options(ctx)
+        return rest
+
+
+def declare_option(flag: str, **click_arguments: Any) -> Callable[[Decorated], Decorated]:
+    """Declare a flag and its environment variable, both shown by --help.
+
+    flag: with its dashes. click_arguments: passed to `click.option`.
+    """
+    # Named explicitly, since it is the key of the YAML file and the field of RouterOptions.
+    name = flag.removeprefix("--").replace("-", "_")
+    variable = click_arguments.pop("envvar", f"{ENV_PREFIX}{name.upper()}")
+    # An empty string means "not set": --help has no default to show then.
+    show_default = click_arguments.get("default", "") != ""
+    return click.option(
+        flag, name, envvar=variable, show_envvar=True, show_default=show_default, **click_arguments
+    )
+
+
+def declare_file_option(flag: str, **click_arguments: Any) -> Callable[[Decorated], Decorated]:
+    """Declare the `flag` that names the YAML file; it is processed before every other flag."""
+    return declare_option(
+        flag,
+        type=click.Path(dir_okay=False),
+        # Else flags that were processed before it would have taken their defaults already.
+        is_eager=True,
+        expose_value=False,
+        callback=_load_file,
+        **click_arguments,
+    )
+
+
+def check_token(_: click.Context, __: click.Parameter, token: str) -> str:
+    """Return `token`. Raises BadParameter for characters that a header or URL cannot carry."""
+    # vLLM's instances can carry it only in the user information of a URL (announcements.py).
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise click.BadParameter("write the token in visible ASCII characters.")
+    return token
+
+
+def reread_options(ctx: click.Context) -> RouterOptions:
+    """Read flags, environment and file of `ctx` again. Raises ClickException with what is wrong."""
+    # A new context: click's precedence and checks apply anew, `ctx` keeps the old values.
+    context = ctx.command.make_context(ctx.info_name, list(ctx.meta[ARGUMENTS_KEY]))
+    with context:
+        options = RouterOptions.from_flags(context.params)
+        # Called for what they raise, since a reload must not pass what a start would refuse.
+        options.build_instances()
+        options.check_exposure()
+        options.check_admin()
+        return options
+
+
+def list_fixed_changes(old_options: RouterOptions, new_options: RouterOptions) -> list[str]:
+    """Flags whose values differ between `old_options` and `new_options` but need a restart."""
+    changed = [
+        (each.name, old, new)
+        # `limits` is compared by its own fields, so that the flag is named and not the group.
+        for old, new in ((old_options.limits, new_options.limits), (old_options, new_options))
+        for each in fields(old)
+        if each.name not in (*RELOADABLE_FIELDS, "limits")
+    ]
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, old, new in changed
+        if getattr(old, name) != getattr(new, name)
+    ]
+
+
+def _load_file(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        document = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--config {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise click.UsageError(f"--config {path} is not valid YAML: {error}") from error
+    # An empty file is None, a file of one word a string.
+    if not isinstance(document, Mapping):
+        raise click.UsageError(f"--config {path}: write one `flag: value` per line.")
+    options_by_name = {
+        str(each.name): each
+        for each in ctx.command.params
+        # --config exposes no value: a file cannot name another file.
+        if isinstance(each, click.Option) and each.expose_value
+    }
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        # Both spellings, as in the flag and in the environment variable.
+        name = str(key).replace("-", "_")
+        if name not in options_by_name:
+            flags = ", ".join(sorted(each.replace("_", "-") for each in options_by_name))
+            raise click.UsageError(f"--config {path}: {key!r} is not one of {flags}.")
+        # click only says "Value must be an iterable", not what to write in the file.
+        if options_by_name[name].multiple and not isinstance(value, list):
+            raise click.UsageError(f"--config {path}: {key} is a list; write `{key}: [{value}]`.")
+        # click would turn it into its Python text, which some string flag might accept.
+        if not options_by_name[name].multiple and isinstance(value, list | dict):
+            raise click.UsageError(f"--config {path}: {key} is one value; write `{key}: VALUE`.")
+        # click's IntParamType would truncate a float
+        if isinstance(value, float) and isinstance(
+            options_by_name[name].type, click.types.IntParamType
+        ):
+            raise click.UsageError(f"--config {path}: {key}: {value} is not a whole number.")
+        # YAML 1.1 reads a bare `off` as false
+        is_off_word = value is False and isinstance(options_by_name[name].type, click.Choice)
+        values[name] = types.MODE_OFF if is_off_word else value
+    # Below flags and environment: click looks here after both and before `default`.
+    ctx.default_map = {**(ctx.default_map or {}), **values}

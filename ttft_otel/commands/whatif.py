@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ttft-otel whatif`: what a recorded window's TTFT would be with other settings.
+
+Reads the embedded store, or Tempo; prints a table and sentences, or JSON (docs/whatif.schema.json).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich import progress
+from rich.console import Console
+
+from ttft_otel.commands import source_options
+from ttft_otel.commands.command_options import OptionDecorator
+from ttft_otel.explain.whatif import planned_change, what_if, what_if_text
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.time_windows import WINDOW_HELP
+from ttft_otel.explain.window.window_reading import (
+    list_with_progress,
+    make_span_finder,
+    parse_window_option,
+)
+from ttft_otel.report import breakdown_source
+from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
+from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+
+
+def declare_change(
+    flag: str, metavar: str, parse: Callable[[str], object], help_text: str
+) -> OptionDecorator:
+    """An option of the planned change; the command gets None where it is not given.
+
+    parse: reads its text, and raises ValueError for one that it cannot read.
+    """
+
+    def check(context: Any, option: Any, text: str) -> object:
+        try:
+            return parse(text) if text else None
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return click.option(flag, metavar=metavar, default="", callback=check, help=help_text)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ttft-otel whatif --since 1h.. --instances +1
+  ttft-otel whatif --max-num-batched-tokens 8192 --since 14:00..14:30
+  ttft-otel whatif --rate 1.5x --cache-hit +20% --json
+  ttft-otel whatif --instances +1 --routing-logic ttft --tempo http://127.0.0.1:3200
+  ttft-otel whatif                                        how well it knows the window itself
+"""
+)
+@declare_change(
+    "--instances",
+    "+N",
+    planned_change.parse_more,
+    "So many more instances, each like the first one.",
+)
+@declare_change("--encoders", "+N", planned_change.parse_more, "So many more encoder instances.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="vLLM's option of this name.")
+@click.option(
+    "--max-num-batched-tokens", type=click.IntRange(1), help="vLLM's option of this name."
+)
+@click.option(
+    "--routing-logic",
+    type=click.Choice(list(POLICIES)),
+    help="The router's policy; those that decide by shared prefixes or sessions are refused.",
+)
+@declare_change(
+    "--rate",
+    "FACTORx",
+    planned_change.parse_rate,
+    "The same requests, so many times as fast: 1.5x.",
+)
+@declare_change(
+    "--cache-hit",
+    "SHARE%",
+    planned_change.parse_share,
+    "So much more of all prompt tokens is in the prefix cache: +20%.",
+)
+@declare_change(
+    "--kv-cache",
+    "FACTORx",
+    planned_change.parse_rate,
+    "The KV cache holds so many times as much: 2x for --kv-cache-dtype fp8.",
+)
+@click.option("--since", metavar="WINDOW", default="1h..", show_default=True, help=WINDOW_HELP)
+@click.option("--model", default="", help="Only requests for this model.")
+@click.option(
+    "--recorded-max-num-seqs",
+    type=click.IntRange(1),
+    help="The recorded servers' setting, where their spans do not tell it.",
+)
+@click.option(
+    "--recorded-max-num-batched-tokens",
+    type=click.IntRange(1),
+    help="The recorded servers' setting, where their spans do not tell it.",
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(2, 1000),
+    default=20,
+    show_default=True,
+    help="Replays of the window, each with its own noise; more give steadier intervals.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+@source_options.add_source_options
+def whatif(
+    instances: int | None,
+    encoders: int | None,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    routing_logic: str | None,
+    rate: float | None,
+    cache_hit: float | None,
+    kv_cache: float | None,
+    since: str,
+    model: str,
+    recorded_max_num_seqs: int | None,
+    recorded_max_num_batched_tokens: int | None,
+    repetitions: int,
+    as_json: bool,
+    source: SourceChoice,
+) -> None:
+    """Say what a window's TTFT would be with other settings, and how well the window itself is known."""
+    change = PlannedChange(
+        instances=instances or 0,
+        encoders=encoders or 0,
+        max_num_seqs=max_num_seqs or 0,
+        max_batched_tokens=max_num_batched_tokens or 0,
+        policy=routing_logic or "",
+        rate=rate or 1.0,
+        cache_hit=cache_hit or 0.0,
+        kv_cache=kv_cache or 1.0,
+    )
+    given = PlannedChange(
+        max_num_seqs=recorded_max_num_seqs or 0,
+        max_batched_tokens=recorded_max_num_batched_tokens or 0,
+    )
+    with source_options.report_refusals(CannotTellError, as_json=as_json):
+        with breakdown_source.open_source(source) as opened:
+            recording = load_recording(opened, since, model)
+        answer = replay_with_progress(recording, change, given, repetitions)
+    if as_json:
+        click.echo(json.dumps(what_if_text.describe_answer(answer), indent=2))
+    else:
+        what_if_text.print_answer(answer)
+
+
+def load_recording(opened: BreakdownSource, since: str, model: str) -> Recording:
+    """The newest MAX_REQUESTS requests of the window. Raises click.UsageError, StoreError."""
+    found = parse_window_option(since)
+    wanted = RequestFilter(
+        model=model, since_ns=found.since_ns, until_ns=found.until_ns, last=MAX_REQUESTS
+    )
+    cut_note = f"{since}: only the newest {MAX_REQUESTS} requests are replayed"
+    requests = list_with_progress(opened, wanted, f"reading {since}", cut_note)
+    return read_recording(requests, make_span_finder(opened))
+
+
+def replay_with_progress(
+    recording: Recording, change: PlannedChange, given: PlannedChange, repetitions: int
+) -> what_if.Prediction:
+    """Predict, with a bar on a terminal. Raises CannotTellError."""
+    console = Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=repetitions)
+        return what_if.predict_change(
+            recording, change, given, repetitions, track=lambda done: bar.update(task, advance=done)
+        )

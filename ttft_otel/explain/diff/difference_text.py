@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Difference as sentences and a table for the terminal, and as JSON; diff_command.py prints both."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ttft_otel.explain.diff.stage_difference import LEVEL, MIX, Change, Difference
+from ttft_otel.explain.window.lost_requests import describe_lost
+from ttft_otel.report.show.terminal import format_short, remove_controls
+
+
+def describe_difference(difference: Difference) -> dict[str, Any]:
+    """The JSON of a difference; times in milliseconds, moments in ISO 8601."""
+    return {
+        "answered": True,
+        "requests": {"a": difference.requests_a, "b": difference.requests_b},
+        "shared": difference.shared,
+        "clock_error_ms": round(difference.clock_error_us / 1000, 3),
+        "without_token": {
+            "a": describe_lost(difference.lost_a),
+            "b": describe_lost(difference.lost_b),
+        },
+        "level": LEVEL,
+        "ttft": {
+            "mean": describe_change(difference.ttft),
+            "p50": describe_change(difference.p50),
+            "p95": describe_change(difference.p95),
+        },
+        "mix": describe_change(difference.mix),
+        # Not rounded to a percent, so that a small share does not read as none.
+        "unmatched_share": round(difference.unmatched_share, 4),
+        "stages": [describe_change(change) for change in difference.stages],
+        "named": [change.name for change in difference.named],
+    }
+
+
+def describe_change(change: Change) -> dict[str, Any]:
+    """One change; `since` only where it began inside of B."""
+    times = {
+        "a_ms": change.a_us,
+        "b_ms": change.b_us,
+        "change_ms": change.change_us,
+        "low_ms": change.low_us,
+        "high_ms": change.high_us,
+    }
+    told: dict[str, Any] = {"name": change.name}
+    # float() because numpy's scalars are no JSON; three decimals are the marks' microseconds.
+    told |= {name: round(float(value) / 1000, 3) for name, value in times.items()}
+    told["named"] = change.named
+    if change.kind:
+        told["kind"] = change.kind
+    if change.since_ns:
+        told["since"] = to_local(change.since_ns).isoformat(timespec="seconds")
+    return told
+
+
+def list_sentences(difference: Difference) -> list[str]:
+    """What changed, the largest first; one sentence that says so where nothing did."""
+    named = difference.named
+    sentences = [describe_in_words(change) for change in named]
+    # Said in words: an empty list could be taken for a comparison that failed.
+    if not named:
+        sentences = [
+            "Nothing changed that chance does not explain "
+            f"({difference.requests_a} and {difference.requests_b} requests)."
+        ]
+    elif difference.unmatched_share:
+        sentences.append(
+            f"{difference.unmatched_share:.0%} of B's requests are of a kind that A has too few of; "
+            "they count as mix."
+        )
+    error_us = difference.clock_error_us
+    if any(abs(change.change_us) <= error_us for change in named):
+        sentences.append(
+            f"Boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
+            "(ttft.clock_error_us): a change of that size may be another stage's."
+        )
+    if difference.shared:
+        sentences.append(
+            f"{difference.shared} requests are in both A and B: what changed looks smaller than it is. "
+            "End A where B begins."
+        )
+    sentences += [
+        f"Not compared: in {name} {lost.sentence}."
+        for name, lost in (("A", difference.lost_a), ("B", difference.lost_b))
+        if lost.total
+    ]
+    return [remove_controls(each) for each in sentences]
+
+
+def describe_in_words(change: Change) -> str:
+    """A change as a sentence."""
+    # The interval stands beside every figure: a bare mean would claim more than it knows.
+    interval = f"{format_signed(change.low_us)} to {format_signed(change.high_us)}"
+    # The mix is no stage: "longer" would blame servers for what clients sent.
+    if change.name == MIX:
+        return (
+            f"{format_signed(change.change_us)} because other requests came, "
+            f"not because like requests took longer or shorter ({interval})."
+        )
+    # Names come from stored spans, which anybody may have sent: no terminal controls from there.
+    sentence = (
+        f"{format_signed(change.change_us)} {remove_controls(change.name)} of like requests "
+        f"({interval})"
+    )
+    if change.kind:
+        sentence += f", nearly all of it in {change.kind} requests"
+    if change.since_ns:
+        sentence += f", since {to_local(change.since_ns):%H:%M:%S}"
+    return f"{sentence}."
+
+
+def print_difference(difference: Difference) -> None:
+    """Print sentences, then every stage."""
+    # Rich's highlighting would colour the digits in what is already styled.
+    console = Console(highlight=False)
+    ttft = difference.ttft
+    console.print(
+        Text(
+            f"TTFT mean {format_short(ttft.a_us)} → {format_short(ttft.b_us)}, "
+            f"p50 {format_signed(difference.p50.change_us)}, "
+            f"p95 {format_signed(difference.p95.change_us)} "
+            f"({difference.requests_a} → {difference.requests_b} requests)",
+            style="bold",
+        )
+    )
+    for sentence in list_sentences(difference):
+        # Not wrapped by rich: in a pipe, a sentence stays on one line for grep.
+        console.print(Text(f"• {sentence}"), soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("mean", no_wrap=True)
+    for word in ("A", "B", "B - A, like requests", f"{LEVEL:.0%} interval of all together"):
+        table.add_column(word, justify="right")
+    for change in (*difference.stages, difference.mix, ttft):
+        # The mix is a difference only: neither window has a mean of it.
+        is_mix = change is difference.mix
+        table.add_row(
+            remove_controls(change.name),
+            "" if is_mix else format_short(change.a_us),
+            "" if is_mix else format_short(change.b_us),
+            format_signed(change.change_us),
+            f"{format_signed(change.low_us)} … {format_signed(change.high_us)}",
+            style="" if change.named else "dim",
+        )
+    console.print(table)
+    console.print(Text("stages + mix = ttft, of the means", style="dim"))
+
+
+def format_signed(us: float) -> str:
+    """A time with its sign."""
+    return f"{'-' if us < 0 else '+'}{format_short(abs(us))}"
+
+
+def to_local(unix_ns: int) -> datetime:
+    """A moment in this machine's time zone."""
+    return datetime.fromtimestamp(unix_ns / 1e9).astimezone()

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changed between two windows of requests: the mix of requests, and each stage of like requests.
+
+Input: RequestFacts of windows A and B. Output: a Difference, whose parts add up to the change of the
+mean TTFT; `ttft-otel diff` shows it. Pure; needs numpy.
+
+With strata s, shares p and means m of a stage:  m_B - m_A = Σ p_B(s) (m_B(s) - m_A(s))  [like requests]
++ Σ (p_B(s) - p_A(s)) m_A(s)  [mix], the Oaxaca-Blinder decomposition. Intervals are a bootstrap by
+request; they hold for all parts at once (the largest of the studentized deviations, Romano and Wolf),
+so that a window compared with itself rarely names anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy
+
+from ttft_otel.explain.diff import change_point
+from ttft_otel.explain.window.lost_requests import LostRequests
+from ttft_otel.explain.window.request_facts import MEDIA, TEXT, RequestFacts
+from ttft_otel.explain.window.request_strata import UNMATCHED, assign_strata
+from ttft_otel.model import palette
+
+Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+# With fewer a bootstrap draws the same few values again and its intervals are too narrow.
+MIN_REQUESTS: Final = 20  # of a window
+# Enough for the 97 % quantile: some 30 draws lie beyond it.
+RESAMPLES: Final = 1000
+LEVEL: Final = (
+    0.97  # of all intervals together; a bootstrap of skewed times falls short of its level
+)
+MIX: Final = "mix of requests"
+MAIN_SHARE: Final = 0.8  # of a change, from which on it is said to be one kind's
+
+
+class TooFewRequestsError(ValueError):
+    """A window cannot be compared; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """B minus A of one mean, in microseconds, with its interval.
+
+    named: the interval excludes 0. kind: the kind of request that has most of the change although not
+    most of the requests, "" without one. since_ns: when it began inside of B, 0 when from its start on.
+    """
+
+    name: str
+    a_us: float
+    b_us: float
+    change_us: float
+    low_us: float
+    high_us: float
+    kind: str = ""
+    since_ns: int = 0
+
+    @property
+    def named(self) -> bool:
+        """Whether the change is more than chance makes."""
+        return bool(self.low_us > 0 or self.high_us < 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two windows compared. mix and stages add up to ttft.
+
+    stages: changes of like requests, in the order of a request. p50, p95: of the TTFT, not adjusted.
+    unmatched_share: share of B's requests of a kind that A has too few of; they count as mix. shared:
+    requests that are in both windows. lost_a, lost_b: those without a first token, which are in neither.
+    clock_error_us: by how much the boundaries of stages may be off.
+    """
+
+    requests_a: int
+    requests_b: int
+    ttft: Change
+    p50: Change
+    p95: Change
+    mix: Change
+    stages: tuple[Change, ...]
+    unmatched_share: float
+    shared: int = 0
+    lost_a: LostRequests = field(default_factory=LostRequests)
+    lost_b: LostRequests = field(default_factory=LostRequests)
+    clock_error_us: int = 0
+
+    @property
+    def named(self) -> list[Change]:
+        """Mix and stages that changed, the largest first."""
+        found = [change for change in (self.mix, *self.stages) if change.named]
+        return sorted(found, key=lambda change: -abs(change.change_us))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One window's requests: microseconds by request and stage, and each request's stratum."""
+
+    lengths: Array
+    strata: Sequence[Hashable]
+
+    def sum_strata(self, weights: Array, keys: Sequence[Hashable]) -> tuple[Array, Array]:
+        """Shares (draw, stratum) and means (draw, stratum, stage) with `weights` (draw, request)."""
+        shares, means = [], []
+        for key in keys:
+            # Strata are fixed, weights vary: a matrix product does all draws of a stratum at once.
+            here = numpy.array([stratum == key for stratum in self.strata])
+            weight = weights[:, here].sum(1)
+            # A draw may miss a small stratum; its mean is then that of the data.
+            total = weights[:, here] @ self.lengths[here]
+            fallback = self.lengths[here].mean(0) if here.any() else 0.0
+            drawn = weight[:, None] > 0
+            means.append(numpy.where(drawn, total / numpy.maximum(weight, 1)[:, None], fallback))
+            shares.append(weight / weights.sum(1))
+        return numpy.stack(shares, 1), numpy.stack(means, 1)
+
+
+def compare_windows(
+    a: Sequence[RequestFacts], b: Sequence[RequestFacts], seed: int = 0
+) -> Difference:
+    """Compare the requests of two windows. Raises TooFewRequestsError.
+
+    seed: of the bootstrap; the same requests and seed give the same intervals.
+    """
+    for name, window in (("A", a), ("B", b)):
+        # Refused, not answered with wide intervals: "nothing changed" would be read as good news.
+        if len(window) < MIN_REQUESTS:
+            raise TooFewRequestsError(
+                f"window {name} has {len(window)} requests with a first token; "
+                f"{MIN_REQUESTS} are needed to tell a change from chance"
+            )
+    # Of both windows: a stage that only one has is a change, too.
+    names = sorted({name for each in (*a, *b) for name in each.stages}, key=palette.get_sort_key)
+    # Once, on the data: draws reweight the requests and do not sort them anew.
+    strata_a, strata_b = assign_strata(a, b)
+    window_a, window_b = build_window(a, names, strata_a), build_window(b, names, strata_b)
+    chance = numpy.random.default_rng(seed)
+    # Each window is drawn by itself: they are independent samples, not pairs.
+    weights_a, weights_b = draw_weights(chance, len(a)), draw_weights(chance, len(b))
+    like, mix = decompose(window_a, window_b, weights_a, weights_b)
+    ttft = like.sum(1) + mix
+    # Together, because an interval holds for all parts at once only if all share one width.
+    parts = numpy.column_stack([like, mix, ttft])
+    low, high = compute_intervals(parts)
+    means_a = [*window_a.lengths.mean(0), window_a.lengths.sum(1).mean()]
+    means_b = [*window_b.lengths.mean(0), window_b.lengths.sum(1).mean()]
+    changes = []
+    for index, name in enumerate(names):
+        change = Change(
+            name, means_a[index], means_b[index], parts[0, index], low[index], high[index]
+        )
+        changes.append(locate_change(change, window_a, window_b, b, index))
+    totals_a, totals_b = window_a.lengths.sum(1), window_b.lengths.sum(1)
+    return Difference(
+        requests_a=len(a),
+        requests_b=len(b),
+        ttft=Change("ttft", means_a[-1], means_b[-1], parts[0, -1], low[-1], high[-1]),
+        p50=compare_quantile("p50", 0.5, totals_a, totals_b, weights_a, weights_b),
+        p95=compare_quantile("p95", 0.95, totals_a, totals_b, weights_a, weights_b),
+        mix=Change(MIX, 0.0, parts[0, -2], parts[0, -2], low[-2], high[-2]),
+        stages=tuple(changes),
+        unmatched_share=sum(stratum == UNMATCHED for stratum in strata_b) / len(b),
+        clock_error_us=max(each.clock_error_us for each in (*a, *b)),
+        shared=len(
+            {(x.request_id, x.start_ns) for x in a} & {(x.request_id, x.start_ns) for x in b}
+        ),
+    )
+
+
+def build_window(
+    requests: Sequence[RequestFacts], names: Sequence[str], strata: Sequence[Hashable]
+) -> Window:
+    """The requests as a matrix; a stage that a request did not have took 0."""
+    rows = [[each.stages.get(name, 0) for name in names] for each in requests]
+    return Window(numpy.array(rows, dtype=numpy.float64), strata)
+
+
+def draw_weights(chance: numpy.random.Generator, count: int) -> Array:
+    """How often each of `count` requests is in each draw; the first draw has each once."""
+    drawn = chance.multinomial(count, numpy.full(count, 1 / count), size=RESAMPLES)
+    return numpy.vstack([numpy.ones(count), drawn]).astype(numpy.float64)
+
+
+def decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple[Array, Array]:
+    """Change of like requests (draw, stage) and of the mix (draw), microseconds."""
+    keys = sorted({*a.strata, *b.strata} - {UNMATCHED}, key=str)
+    overall_a = weights_a @ a.lengths / weights_a.sum(1)[:, None]
+    overall_b = weights_b @ b.lengths / weights_b.sum(1)[:, None]
+    # Without a common stratum nothing is alike, and all of the change is mix.
+    like = numpy.zeros_like(overall_a)
+    if keys:
+        _, means_a = a.sum_strata(weights_a, keys)
+        shares_b, means_b = b.sum_strata(weights_b, keys)
+        like = (shares_b[:, :, None] * (means_b - means_a)).sum(1)
+    # What is left of the change of the means is the mix, by the identity above.
+    return like, (overall_b - overall_a - like).sum(1)
+
+
+def compute_intervals(parts: Array) -> tuple[Array, Array]:
+    """Lower and upper ends for the first draw of `parts` (draw, part), at LEVEL for all together."""
+    drawn = parts[1:] - parts[0]
+    spread = drawn.std(0)
+    # A part that is the same in every request has no spread, and an interval of no width.
+    studentized = numpy.divide(
+        numpy.abs(drawn), spread, out=numpy.zeros_like(drawn), where=spread > 1e-9
+    )
+    width = numpy.quantile(studentized.max(1), LEVEL) * spread
+    return parts[0] - width, parts[0] + width
+
+
+def compare_quantile(
+    name: str, share: float, a: Array, b: Array, weights_a: Array, weights_b: Array
+) -> Change:
+    """B minus A of the TTFT's quantile `share`, with the bootstrap's percentiles as the interval."""
+    drawn_a, drawn_b = draw_quantiles(a, weights_a, share), draw_quantiles(b, weights_b, share)
+    low, high = numpy.quantile((drawn_b - drawn_a)[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Change(name, drawn_a[0], drawn_b[0], drawn_b[0] - drawn_a[0], float(low), float(high))
+
+
+def draw_quantiles(values: Array, weights: Array, share: float) -> Array:
+    """The quantile `share` of `values` in each draw: the smallest value that so many do not exceed."""
+    # Sorted once; each draw then only adds up its weights in that order.
+    order = numpy.argsort(values)
+    reached = numpy.cumsum(weights[:, order], axis=1) >= share * weights.sum(1)[:, None]
+    drawn: Array = values[order][numpy.argmax(reached, axis=1)]
+    return drawn
+
+
+def locate_change(
+    change: Change, a: Window, b: Window, requests: Sequence[RequestFacts], stage: int
+) -> Change:
+    """Add to a named change whose requests have it, and since when."""
+    # Where chance explains the change, whose it is would be chance as well.
+    if not change.named:
+        return change
+    expected = {
+        key: a.lengths[[stratum == key for stratum in a.strata], stage].mean()
+        for key in set(a.strata)
+    }
+    # The unmatched have no like in A to be expected from: they count as mix, not here.
+    matched = [index for index, key in enumerate(b.strata) if key != UNMATCHED]
+    excess = [b.lengths[index, stage] - expected[b.strata[index]] for index in matched]
+    kind = ""
+    for each in (TEXT, MEDIA):
+        own = [requests[index].kind == each for index in matched]
+        of_change = sum(value for value, is_own in zip(excess, own, strict=True) if is_own)
+        is_most = of_change / sum(excess) >= MAIN_SHARE if sum(excess) else False
+        # A kind that is nearly all of the traffic has nearly every change: that says nothing.
+        if is_most and sum(own) / len(own) < MAIN_SHARE:
+            kind = each
+    timed = [
+        (requests[index].start_ns, value)
+        for index, value in zip(matched, excess, strict=True)
+        if not kind or requests[index].kind == kind
+    ]
+    since_ns = change_point.find_start(timed)
+    return Change(
+        *(change.name, change.a_us, change.b_us, change.change_us, change.low_us, change.high_us),
+        kind=kind,
+        since_ns=since_ns,
+    )

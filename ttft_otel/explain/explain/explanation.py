@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put an explanation together: what happened, whose it was, what it was not, and what to change. Pure.
+
+Input: LateDifference and the rules. Output: Explanation, whose sentences have their numbers from the data;
+explanation_text.py prints it, explain_command.py asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ttft_otel.explain.explain.cause_findings import (
+    LateDifference,
+    StagePart,
+    divide_difference,
+    find_cached_share,
+    find_prompt,
+)
+from ttft_otel.explain.explain.cause_rules import find_rule
+from ttft_otel.explain.explain.remedy_prediction import RemedyPrediction
+from ttft_otel.explain.explain.rule_shape import CauseRule
+from ttft_otel.explain.window.holding_work import HoldingWork
+from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequests, compute_ttft
+from ttft_otel.explain.window.lost_requests import LostRequests
+from ttft_otel.explain.window.request_evidence import RequestEvidence
+from ttft_otel.explain.window.request_facts import MEDIA
+from ttft_otel.model.stages import UNATTRIBUTED, WAIT_REASONS
+
+HIGH, MEDIUM, LOW = "high", "medium", "low"
+# Draws of the bootstrap in which the largest stage is the largest one.
+CONFIDENCE: Final = ((0.95, HIGH), (0.8, MEDIUM), (0.0, LOW))
+LIKE_RATIO: Final = 1.25  # medians of prompts that differ by less count as like
+LIKE_SHARE: Final = 0.1  # shares (cached, media, of instances) that differ by less count as like
+OTHER_MODEL_SHARE: Final = 0.5  # more of the late than of all requests: then no cause is named
+MIN_NAMED_SHARE: Final = 0.3  # of the difference, from which on a stage is called its cause
+MAX_EXAMPLES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another cause that a reader may think of, and what the data say about it.
+
+    excluded: the data speak against it. sentence: the figures that say so, or that it stays possible.
+    """
+
+    name: str
+    excluded: bool
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShare:
+    """The model of which the late requests have most more than the window; shares of the two."""
+
+    name: str
+    late: float
+    window: float
+
+    @property
+    def is_other(self) -> bool:
+        """Whether two models are compared, rather than late requests with typical ones."""
+        return self.late - self.window >= OTHER_MODEL_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class SloShare:
+    """What one stage has of the lateness, the time beyond the objective, of all late requests."""
+
+    name: str
+    us: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why requests were late. rule: None where the largest stage has none.
+
+    is_unusual: False for a request that took as long as its like, which has no cause.
+    slo: by stage, largest first; they add up to the lateness. Empty without an objective.
+    examples: late requests with most time in the largest stage. holding: who held them, for a stage that
+    waits. prediction: what the remedy would bring, where it was asked for; no_prediction: why that is not
+    known. lost: requests of the window that have no first token.
+    """
+
+    difference: LateDifference
+    rule: CauseRule | None
+    confidence: str
+    alternatives: tuple[Alternative, ...]
+    examples: tuple[RequestEvidence, ...]
+    is_unusual: bool
+    slo_us: int
+    slo: tuple[SloShare, ...]
+    p50_us: float
+    p99_us: float
+    holding: HoldingWork | None = None
+    prediction: RemedyPrediction | None = None
+    no_prediction: str = ""
+    lost: LostRequests = field(default_factory=LostRequests)
+
+    @property
+    def top(self) -> StagePart:
+        """The stage with most of the difference."""
+        return self.difference.parts[0]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether one stage is the cause, so that a remedy may be named."""
+        return (
+            self.is_unusual
+            and self.confidence != LOW
+            and self.top.share >= MIN_NAMED_SHARE
+            and not self.model.is_other
+        )
+
+    @property
+    def model(self) -> ModelShare:
+        """The model that tells the late requests most from the others."""
+        return find_model(self.difference.compared)
+
+
+def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation:
+    """Explain the late side of `compared`. Raises late_requests.NoExplanationError."""
+    difference = divide_difference(compared)
+    stage = difference.finding.stage
+    examples = sorted(compared.late, key=lambda each: -each.facts.stages.get(stage, 0))
+    return Explanation(
+        difference=difference,
+        rule=find_rule(difference.finding),
+        confidence=next(word for share, word in CONFIDENCE if difference.first_share >= share),
+        alternatives=tuple(list_alternatives(difference)),
+        examples=tuple(examples[:MAX_EXAMPLES]),
+        is_unusual=compared.rank >= UNUSUAL_RANK,
+        slo_us=slo_us,
+        slo=divide_lateness(compared, slo_us) if slo_us else (),
+        p50_us=compute_ttft(compared.window, 0.5),
+        p99_us=compute_ttft(compared.window, 0.99),
+    )
+
+
+def divide_lateness(compared: ComparedRequests, slo_us: int) -> tuple[SloShare, ...]:
+    """The time beyond the objective by stage, over all late requests; the parts add up to it.
+
+    A request's lateness is divided among the stages in proportion to what each took longer than in typical
+    requests: a stage that is as long as usual has not made it late.
+    """
+    names = {name for each in compared.late for name in each.facts.stages}
+    usual = {
+        name: sum(each.facts.stages.get(name, 0) for each in compared.typical)
+        / len(compared.typical)
+        for name in names
+    }
+    eaten = dict.fromkeys(names, 0.0)
+    for each in compared.late:
+        excess = {name: max(0.0, each.facts.stages.get(name, 0) - usual[name]) for name in names}
+        # Never 0: a late request is longer than the typical ones, which were in time.
+        whole = sum(excess.values())
+        for name, value in excess.items():
+            eaten[name] += (each.facts.ttft_us - slo_us) * value / whole
+    total = sum(eaten.values())
+    shares = [SloShare(name, us, us / total) for name, us in eaten.items() if us > 0]
+    return tuple(sorted(shares, key=lambda part: (-part.us, part.name)))
+
+
+def find_model(compared: ComparedRequests) -> ModelShare:
+    """The model of which the late requests have most more than the window."""
+    # Not than the typical ones: those are its middle, where a slower model may be missing anyway.
+    late, window = (
+        Counter(each.facts.model for each in side) for side in (compared.late, compared.window)
+    )
+    shares = [
+        ModelShare(name, count / len(compared.late), window[name] / len(compared.window))
+        for name, count in late.items()
+    ]
+    return max(shares, key=lambda each: (each.late - each.window, each.name))
+
+
+def list_alternatives(difference: LateDifference) -> list[Alternative]:
+    """What else could have been the cause, each with the figures for or against it."""
+    compared, finding = difference.compared, difference.finding
+    late, typical = compared.late, compared.typical
+    ratio, drop = finding.figures["tokens_ratio"], finding.figures["cached_drop"]
+    told = f"{find_prompt(late):.0f} tokens, usual are {find_prompt(typical):.0f}"
+    found = [
+        judge(
+            "longer prompts",
+            1 / LIKE_RATIO < ratio < LIKE_RATIO or ratio < 1,
+            f"{'median prompt' if len(late) > 1 else 'its prompt'} {told}",
+        ),
+        judge(
+            "a colder prefix cache",
+            drop < LIKE_SHARE,
+            f"{find_cached_share(late):.0%} of the prompt cached, usual are "
+            f"{find_cached_share(typical):.0%}",
+        ),
+    ]
+    media, usual_media = (
+        sum(each.facts.kind == MEDIA for each in side) / len(side) for side in (late, typical)
+    )
+    found.append(
+        judge(
+            "media",
+            media - usual_media < LIKE_SHARE,
+            f"{media:.0%} have media, usual are {usual_media:.0%}",
+        )
+    )
+    model = find_model(compared)
+    if len({each.facts.model for each in compared.window}) > 1:
+        found.append(
+            judge(
+                "another model",
+                model.late - model.window < LIKE_SHARE,
+                f"{model.late:.0%} are for {model.name or 'no model'}, of all requests {model.window:.0%}",
+            )
+        )
+    rest = [part for part in difference.parts[1:] if part.name != UNATTRIBUTED]
+    if rest:
+        second = rest[0]
+        found.append(
+            judge(
+                "another stage",
+                second.high < difference.parts[0].low,
+                f"next is {second.name} with {second.share:.0%} ({second.low:.0%} to {second.high:.0%})",
+            )
+        )
+    error_us = max(each.facts.clock_error_us for each in (*late, *typical))
+    if error_us:
+        found.append(
+            judge(
+                "the clocks",
+                error_us < LIKE_SHARE * difference.parts[0].us,
+                f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off, "
+                f"{difference.parts[0].name} is {difference.parts[0].us / 1000:.1f} ms longer",
+            )
+        )
+    lost = next((part for part in difference.parts if part.name == UNATTRIBUTED), None)
+    if lost is not None:
+        found.append(
+            judge(
+                "something unmeasured",
+                lost.share < LIKE_SHARE,
+                f"{max(0.0, lost.share):.1%} of the difference is unattributed",
+            )
+        )
+    if len(difference.instances) > 1 or finding.instance:
+        instance, share, requests = difference.instances[0]
+        found.append(
+            judge(
+                "one instance",
+                not finding.instance and share < requests + LIKE_SHARE,
+                f"{instance} has {share:.0%} of it, and {requests:.0%} of the requests",
+            )
+        )
+    return found
+
+
+def judge(name: str, excluded: bool, figures: str) -> Alternative:
+    """An alternative with its verdict in words."""
+    verdict = "Not" if excluded else "Perhaps also"
+    return Alternative(name, excluded, f"{verdict} {name}: {figures}.")
+
+
+def describe_reasons(reasons: Sequence[tuple[str, float]]) -> str:
+    """The reasons that have a tenth or more, as words; "" without any."""
+    shown = [(reason, share) for reason, share in reasons if share >= LIKE_SHARE]
+    return ", ".join(f"{reason} ({share:.0%})" for reason, share in shown if reason in WAIT_REASONS)

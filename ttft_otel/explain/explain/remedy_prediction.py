@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule's setting would bring, from what-if: the window is replayed with it. Pure; needs numpy.
+
+Input: the rule and a Recording of the window. explain_command.py asks, with --predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ttft_otel.explain.explain.rule_shape import CauseRule
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.whatif.what_if import predict_change
+from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.model import names
+
+KV_CACHE: Final = "KV cache"  # no flag of its own: memory and data type decide
+# Settings that a rule can try -> the resource attribute in which servers tell them.
+TOLD_SETTINGS: Final = {
+    "--max-num-seqs": names.ENGINE_MAX_SEQS,
+    "--max-num-batched-tokens": names.ENGINE_MAX_TOKENS,
+    KV_CACHE: names.ENGINE_KV_TOKENS,
+}
+REPETITIONS: Final = 20  # replays, as many as those of `whatif`
+
+
+@dataclass(frozen=True, slots=True)
+class RemedyPrediction:
+    """The p99 of the TTFT, microseconds: as recorded, and predicted with `setting`.
+
+    error: of the replayed p99 of the unchanged window, relative. token_time: the p99 of the time per output
+    token, which is what the setting costs; None where that is not known. token_error: likewise of it.
+    """
+
+    setting: str
+    recorded_us: float
+    low_us: float
+    high_us: float
+    error: float
+    token_time: PredictedFigure | None = None
+    token_error: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The prediction in words."""
+        low, high = (f"{us / 1000:.0f}" for us in (self.low_us, self.high_us))
+        told = (
+            f"Predicted with {self.setting}: p99 {low} to {high} ms ({LEVEL:.0%}), recorded "
+            f"{self.recorded_us / 1000:.0f} ms; the model's error on the window itself is {self.error:+.0%}."
+        )
+        if self.token_time is None:
+            return told
+        return (
+            f"{told} Its price: p99 of the time per output token {self.token_time.change:+.0%}, "
+            f"{self.token_time.low / 1000:.1f} to {self.token_time.high / 1000:.1f} ms after "
+            f"{self.token_time.recorded / 1000:.1f} ms (error {self.token_error:+.0%})."
+        )
+
+
+def predict_remedy(
+    rule: CauseRule,
+    recording: Recording,
+    repetitions: int = REPETITIONS,
+    track: Callable[[int], None] = lambda _: None,
+) -> RemedyPrediction:
+    """Replay the window with the rule's setting. Raises CannotTellError, which says why not.
+
+    track: called with 1 after each replay.
+    """
+    if rule.trial is None:
+        raise CannotTellError(f"what-if has no model of the remedy for {rule.name}")
+    flag, factor = rule.trial
+    recorded = max(
+        (told.get(TOLD_SETTINGS[flag], 0) for told in recording.settings.values()), default=0
+    )
+    if not recorded:
+        raise CannotTellError(
+            f"the servers' spans do not tell {flag}; ttft-otel whatif takes it by hand"
+        )
+    value = max(1, round(recorded * factor))
+    setting, change = f"{flag} {value}", PlannedChange(max_batched_tokens=value)
+    if flag == "--max-num-seqs":
+        change = PlannedChange(max_num_seqs=value)
+    elif flag == KV_CACHE:
+        setting, change = f"{factor:g} times the {KV_CACHE}", PlannedChange(kv_cache=factor)
+    answer = predict_change(recording, change, PlannedChange(), repetitions, track=track)
+    p99 = answer.figures[TTFT][QUANTILES.index(0.99)]
+    return RemedyPrediction(
+        setting=setting,
+        recorded_us=float(p99.recorded),
+        low_us=float(p99.low),
+        high_us=float(p99.high),
+        error=float(answer.errors[QUANTILES.index(0.99)]),
+        token_time=answer.token_time[QUANTILES.index(0.99)] if answer.token_time else None,
+        token_error=answer.token_errors[QUANTILES.index(0.99)] if answer.token_errors else 0.0,
+    )

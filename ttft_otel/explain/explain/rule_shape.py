@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule of `ttft-otel explain` is; wait_rules.py and work_rules.py have them, cause_rules.py asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ttft_otel.explain.explain.cause_findings import Finding
+from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE
+
+WAITS: Final = (*QUEUE_STAGES, STALL_STAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class FigureBound:
+    """`name` of cause_findings.FIGURES lies in [at_least, below)."""
+
+    name: str
+    at_least: float = float("-inf")
+    below: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class CauseRule:
+    """One cause, and its remedy.
+
+    stages: words of a stage without its leg. reasons: of waiting, one of which has most of it; () for
+    stages without reasons, ("",) where a queue tells none. bounds: all hold. settings: flags of
+    `vllm serve`, () where the remedy is none. trial: a setting that what-if can try, of
+    remedy_prediction.TOLD_SETTINGS, and by how much it is multiplied. source: a page of vLLM's
+    documentation, or of ours.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    sentence: str
+    remedy: str
+    price: str
+    source: str
+    reasons: tuple[str, ...] = ()
+    bounds: tuple[FigureBound, ...] = ()
+    settings: tuple[str, ...] = ()
+    trial: tuple[str, float] | None = None
+
+    def fits(self, finding: Finding) -> bool:
+        """Whether the rule is about this finding."""
+        return (
+            finding.word in self.stages
+            and (finding.reason in self.reasons if self.reasons else finding.word not in WAITS)
+            and all(
+                bound.at_least <= finding.figures[bound.name] < bound.below for bound in self.bounds
+            )
+        )

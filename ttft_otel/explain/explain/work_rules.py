@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules for stages that compute, move or run on the host. Data; cause_rules.py reads them.
+
+Prices are qualitative: what the setting trades, from the page of vLLM's documentation that `source` names.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ttft_otel.explain.explain.rule_shape import CauseRule, FigureBound
+
+WORK_RULES: Final[tuple[CauseRule, ...]] = (
+    CauseRule(
+        "media_preprocessing",
+        ("preprocess",),
+        "Media were loaded, decoded and made ready on the server's CPU.",
+        "Send smaller media, or bound them with --mm-processor-kwargs; repeated ones are cached "
+        "(--mm-processor-cache-gb); --api-server-count adds processes.",
+        "Smaller images lose detail; each API server takes memory, and a cache of its own.",
+        "configuration/optimization/#parallel-processing",
+        bounds=(FigureBound("media_share", at_least=0.5),),
+        settings=("--mm-processor-kwargs", "--mm-processor-cache-gb", "--api-server-count"),
+    ),
+    CauseRule(
+        "text_preprocessing",
+        ("preprocess",),
+        "Chat template and tokenizer took long: the API server's CPU was busy.",
+        "Raise --api-server-count, and give the server more CPU cores.",
+        "CPU cores and memory.",
+        "configuration/optimization/#parallel-processing",
+        bounds=(FigureBound("media_share", below=0.5),),
+        settings=("--api-server-count",),
+    ),
+    CauseRule(
+        "long_prompts",
+        ("prefill.compute",),
+        "Their prompts are longer: computing takes what it takes.",
+        "Shorten prompts, let them share prefixes, or use more devices (--tensor-parallel-size).",
+        "Devices; or an instance of their own for long prompts.",
+        "configuration/optimization/#parallelism-strategies",
+        bounds=(FigureBound("tokens_ratio", at_least=1.5),),
+        settings=("--tensor-parallel-size",),
+    ),
+    CauseRule(
+        "cache_misses",
+        ("prefill.compute",),
+        "Less of their prompts was found in the prefix cache.",
+        "Send like prefixes to one instance (`ttft-otel router --routing-logic prefixaware`), keep "
+        "--enable-prefix-caching on, and give the cache memory.",
+        "An uneven load between instances; memory.",
+        "features/automatic_prefix_caching/",
+        bounds=(FigureBound("tokens_ratio", below=1.5), FigureBound("cached_drop", at_least=0.2)),
+        settings=("--enable-prefix-caching",),
+    ),
+    CauseRule(
+        "shared_steps",
+        ("prefill.compute",),
+        "Prompts are as long as others, but their steps took longer: they were shared with other requests.",
+        "Lower --max-num-batched-tokens, or add an instance.",
+        "Long prompts take more steps; an instance is a device more.",
+        "configuration/optimization/#chunked-prefill",
+        bounds=(FigureBound("tokens_ratio", below=1.5), FigureBound("cached_drop", below=0.2)),
+        settings=("--max-num-batched-tokens",),
+        trial=("--max-num-batched-tokens", 0.5),
+    ),
+    CauseRule(
+        "encoded_again",
+        ("encoder.compute",),
+        "Media were encoded again although an encoder had encoded them.",
+        "Check the encoder-cache connector on both sides (--ec-transfer-config).",
+        "None: the work is done twice now.",
+        "features/disagg_encoder/",
+        bounds=(FigureBound("recomputed_items", at_least=1e-9),),
+        settings=("--ec-transfer-config",),
+    ),
+    CauseRule(
+        "encoder_work",
+        ("encoder.compute",),
+        "The encoder took long: more or larger media, or a batch shared with other requests'.",
+        "Send smaller media (--mm-processor-kwargs), or add encoder instances.",
+        "Smaller images lose detail; an encoder instance is a device more.",
+        "features/disagg_encoder/",
+        bounds=(FigureBound("recomputed_items", below=1e-9),),
+        settings=("--mm-processor-kwargs",),
+    ),
+    CauseRule(
+        "kv_transfer",
+        ("kv.transfer",),
+        "KV blocks took long from the prefill instance, or from an offloaded cache.",
+        "Look at the transport between the instances, and at the connector (--kv-transfer-config).",
+        "A faster transport is hardware (RDMA).",
+        "features/disagg_prefill/",
+        settings=("--kv-transfer-config",),
+    ),
+    CauseRule(
+        "ec_transfer",
+        ("ec.transfer",),
+        "Encodings took long to be saved, moved or loaded.",
+        "Look at the transport, and at the connector's cache (--ec-transfer-config).",
+        "A faster transport is hardware; a larger cache is memory.",
+        "features/disagg_encoder/",
+        settings=("--ec-transfer-config",),
+    ),
+    CauseRule(
+        "hop",
+        ("router.hop",),
+        "The time passed between router and server: network, connections, or the server's accept queue.",
+        "Raise --api-server-count, give the server's API process a core of its own, and look at the network.",
+        "CPU cores and memory.",
+        "configuration/optimization/#parallel-processing",
+        settings=("--api-server-count",),
+    ),
+    CauseRule(
+        "retry",
+        ("router.retry",),
+        "Attempts on instances that failed came first.",
+        "Repair or remove those instances; a shorter --health-interval of the router finds them sooner.",
+        "More probes.",
+        "docs/reference/router-failures.md",
+    ),
+    CauseRule(
+        "router_itself",
+        ("router.receive", "router.tokenize", "router.lookup", "router.route", "router.egress"),
+        "The router's own process was busy.",
+        "Run it with --workers, one for each free CPU core.",
+        "CPU cores and memory.",
+        "docs/router.md",
+    ),
+    CauseRule(
+        "request_body",
+        ("receive",),
+        "The request's body came slowly, or is large.",
+        "Send media as URLs and not inline, from clients that are closer.",
+        "The server then loads the media itself.",
+        "features/multimodal_inputs/",
+    ),
+    CauseRule(
+        "to_engine",
+        ("ipc",),
+        "The way into the engine core took long: large inputs, or a busy core.",
+        "Send smaller media, give the engine core a CPU core of its own, and lower --api-server-count.",
+        "Fewer API servers have less time for preprocessing.",
+        "configuration/optimization/#parallel-processing",
+        settings=("--api-server-count",),
+    ),
+    CauseRule(
+        "host_of_engine",
+        ("dispatch", "sample"),
+        "The engine's host program took long around the step: scheduling, inputs, sampling.",
+        "Give engine core and worker a CPU core each; lower --max-num-seqs for smaller batches.",
+        "Fewer places make requests wait for those.",
+        "configuration/optimization/#chunked-prefill",
+        settings=("--max-num-seqs",),
+    ),
+    CauseRule(
+        "to_client",
+        ("output", "egress"),
+        "The first token waited on its way out: the API server was busy with other answers.",
+        "Raise --api-server-count.",
+        "CPU cores and memory.",
+        "configuration/optimization/#parallel-processing",
+        settings=("--api-server-count",),
+    ),
+)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay recorded requests through modelled engines, behind the router's own policies. Pure.
+
+Input: ReplayRequests and a FleetPlan from what_if.py. Output: the stages that each request would have.
+What happens outside of the engines (receive, preprocess, hops, output, egress) takes as long as it did.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from ttft_otel.explain.whatif.engine_model import EngineModel
+from ttft_otel.explain.whatif.engine_parts import EngineLimits, QueuedPrompt
+from ttft_otel.explain.whatif.replay_facts import ENGINE_STAGES, EngineVisit, ReplayRequest
+from ttft_otel.explain.whatif.step_fit import StepTimes
+from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.router import types
+from ttft_otel.router.routing.policies.block_index import BlockHolders
+from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
+from ttft_otel.router.routing.policies.policy_registry import POLICIES
+from ttft_otel.router.routing.policies.policy_state import PolicyState
+
+# They decide by what prompts share, or by sessions, which traces do not tell.
+BLIND_POLICIES: Final = ("session", "prefix", "kvaware")
+MODEL_NAME: Final = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEngine:
+    """One engine of the fleet that is simulated.
+
+    name: of the recorded instance; "+1", "+2" of those that are added.
+    """
+
+    name: str
+    limits: EngineLimits
+    times: StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What is replayed. policy, encoder_policy: "" where requests go to the engine that they went to.
+
+    rate: arrivals come so many times as fast. cached: tokens in the prefix cache, by request.
+    outputs: tokens that each request generates; 0 where it leaves after as long as it did.
+    """
+
+    engines: Sequence[PlannedEngine]
+    encoders: Sequence[PlannedEngine]
+    cached: Sequence[int]
+    outputs: Sequence[int]
+    policy: str = ""
+    encoder_policy: str = ""
+    rate: float = 1.0
+
+
+@dataclass(slots=True)
+class Replayed:
+    """One request of a replay: its stages, and its prompt at the main engine."""
+
+    start: int
+    stages: dict[str, int] = field(default_factory=dict)
+    prompt: QueuedPrompt | None = None
+    sent: int = 0
+
+    @property
+    def ttft_us(self) -> int:
+        """The time to first token."""
+        return sum(self.stages.values())
+
+
+class PolicyRouter:
+    """One leg's policy over modelled engines, told of each request as the real one is."""
+
+    def __init__(self, policy: str, count: int, seed: int) -> None:
+        self.instances = [
+            types.parse_instance_url(f"http://127.0.0.1:{9000 + number}", "mono")
+            for number in range(count)
+        ]
+        # Blocks of one token: what is cached is told with each request.
+        self.state = PolicyState(BlockHolders(1), tie_breaker=random.Random(f"ties {seed}"))
+        self.policy = POLICIES[policy](self.state)
+        self._positions = {each.url: number for number, each in enumerate(self.instances)}
+
+    def choose(self, key: str, tokens: int, cached: int, now: int) -> tuple[int, QueuedPrompt]:
+        """The number of the engine that gets a request, and the prompt that tells the policy its end."""
+        request = types.RoutingRequest(
+            *("mono", COMPLETIONS_PATH, MODEL_NAME, key, {}, b""),
+            prompt_tokens=tokens,
+            cached_tokens_by_url={each.url: cached for each in self.instances},
+        )
+        choice = self.policy.choose_instance(request, self.instances, now, False)
+        self.state.record_sent(request, choice, now)
+        choice.instance.in_flight += 1
+
+        def end_prefill(prompt: QueuedPrompt) -> None:
+            share = prompt.tokens / max(prompt.step_tokens, prompt.tokens)
+            seconds = prompt.compute * share / US_PER_SECOND
+            self.state.record_first_token(request, prompt.first_token, seconds, cached)
+
+        def leave(_: int) -> None:
+            choice.instance.in_flight -= 1
+
+        prompt = QueuedPrompt(tokens - cached, context=cached, done=end_prefill, left=leave)
+        return self._positions[choice.instance.url], prompt
+
+
+class FleetModel:
+    """One replay. `replayed` has the requests in the order of the recording after run()."""
+
+    def __init__(self, requests: Sequence[ReplayRequest], plan: FleetPlan, seed: int = 0) -> None:
+        self.requests, self.plan = requests, plan
+        self._events: list[tuple[int, int, Callable[[int], None]]] = []
+        self._order = itertools.count()
+        self.engines = [
+            EngineModel(each.limits, each.times, self._add_event) for each in plan.engines
+        ]
+        self.encoders = [
+            EngineModel(each.limits, each.times, self._add_event) for each in plan.encoders
+        ]
+        self._numbers = {each.name: number for number, each in enumerate(plan.engines)}
+        self._encoder_numbers = {each.name: number for number, each in enumerate(plan.encoders)}
+        self._router = PolicyRouter(plan.policy, len(plan.engines), seed) if plan.policy else None
+        self._encoder_router = (
+            PolicyRouter(plan.encoder_policy, len(plan.encoders), seed)
+            if plan.encoder_policy
+            else None
+        )
+        self.replayed = [Replayed(round(each.start / plan.rate)) for each in requests]
+
+    def _add_event(self, when: int, action: Callable[[int], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), action))
+
+    def run(self) -> FleetModel:
+        """Replay all requests, to the end of the last answer."""
+        for number, replayed in enumerate(self.replayed):
+            self._add_event(replayed.start, partial(self._send_request, number))
+        while self._events:
+            when, _, action = heapq.heappop(self._events)
+            action(when)
+        return self
+
+    def _send_request(self, number: int, now: int) -> None:
+        request = self.requests[number]
+        if not request.encodes:
+            self._send_main(number, now, request.main.arrived - request.start)
+            return
+        ends: list[int] = []
+        recorded_end = max(each.sampled + each.after_us for each in request.encodes)
+        for each in request.encodes:
+            self._send_encode(number, each, now, ends, recorded_end)
+
+    def _send_encode(
+        self, number: int, visit: EngineVisit, now: int, ends: list[int], recorded_end: int
+    ) -> None:
+        """One encoder's part. When the last one of the request is done, the main engine is asked."""
+        request = self.requests[number]
+        if self._encoder_router is None:
+            at, prompt = self._encoder_numbers[visit.instance], QueuedPrompt(1)
+        else:
+            at, prompt = self._encoder_router.choose(f"{number} {visit.arrived}", 1, 0, now)
+        prompt.items = max(visit.items, 1)
+        told = prompt.done
+
+        def finish(done: QueuedPrompt) -> None:
+            if told is not None:
+                told(done)
+            ends.append(done.first_token + visit.after_us)
+            if len(ends) == len(request.encodes):
+                slowest = max(ends)
+                self._send_main(number, slowest, max(request.main.arrived - recorded_end, 0))
+
+        prompt.done = finish
+        engine = self.encoders[at]
+        self._add_event(
+            now + visit.arrived - request.start, lambda then: engine.add_prompt(prompt, then)
+        )
+
+    def _send_main(self, number: int, now: int, delay: int) -> None:
+        """The main engine gets the request `delay` after `now`."""
+        request, replayed = self.requests[number], self.replayed[number]
+        cached = self.plan.cached[number]
+        tokens = request.main.computed + request.main.cached
+        if self._router is None:
+            at = self._numbers[request.main.instance]
+            prompt = QueuedPrompt(tokens - cached, context=cached)
+        else:
+            at, prompt = self._router.choose(str(number), tokens, cached, now)
+        prompt.items = request.main.items
+        prompt.output_tokens = self.plan.outputs[number]
+        prompt.hold_us = max(request.main.hold_us, 0)
+        told = prompt.done
+
+        def finish(done: QueuedPrompt) -> None:
+            if told is not None:
+                told(done)
+            replayed.stages = merge_stages(request, done, replayed.start)
+
+        prompt.done, replayed.prompt = finish, prompt
+        engine = self.engines[at]
+        self._add_event(now + delay, lambda then: engine.add_prompt(prompt, then))
+
+
+def merge_stages(request: ReplayRequest, prompt: QueuedPrompt, start: int) -> dict[str, int]:
+    """The recorded stages with the engine's own replaced; behind encoders, with their change as well."""
+    prefix = request.prefix
+    replaced = {f"{prefix}{name}" for name in ENGINE_STAGES}
+    merged = {name: us for name, us in request.stages.items() if name not in replaced}
+    queue = "encoder.queue" if prompt.items else "prefill.queue"
+    for name, us in (
+        (queue, prompt.queue),
+        ("dispatch", prompt.dispatch),
+        ("encoder.compute", prompt.encoder),
+        ("prefill.compute", prompt.compute),
+        ("prefill.stall", prompt.stall),
+        ("sample", prompt.sample),
+    ):
+        if us or f"{prefix}{name}" in request.stages:
+            merged[f"{prefix}{name}"] = us
+    if request.encodes:
+        # Which encoder is the slowest may change: what its stages do together is told as its queue.
+        shift = (prompt.arrived - start) - (request.main.arrived - request.start)
+        merged["encode.encoder.queue"] = merged.get("encode.encoder.queue", 0) + shift
+    return merged

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay needs of a recorded request: when it reached which engine, its size, and how it left.
+
+Input: requests of a store, with a function that finds a trace's spans. Output: ReplayRequests, which
+step_fit.py learns from and fleet_model.py replays. Times are microseconds; moments count from `epoch_ns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ttft_otel.explain.window.request_facts import read_count
+from ttft_otel.model import names, stages
+from ttft_otel.model.stages import UNATTRIBUTED
+from ttft_otel.report.report_types import Leg, Request, StoredSpan
+
+RANK_MARK: Final = " rank "
+SERVER_KIND: Final = 2  # of a span, as in OTLP
+# What the model of the engine gives anew; all other stages stay as they were recorded.
+ENGINE_STAGES: Final = (
+    *("encoder.queue", "prefill.queue", "dispatch", "encoder.compute", "prefill.compute"),
+    *("prefill.stall", "sample"),
+)
+# Between the request's arrival and the scheduler; the connectors' waits are cut out of the queue.
+STAGES_BEFORE: Final = ("receive", "preprocess", "ipc", "kv.transfer", "ec.transfer")
+STAGES_AFTER: Final = ("output", "egress")
+
+FindSpans = Callable[[str], Sequence[StoredSpan]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVisit:
+    """One request at one engine, as recorded.
+
+    instance: service.instance.id, with its rank from 1 on. arrived: when the engine had it.
+    computed, cached: tokens of the prompt. items, step_items: media items encoded for it, and by its
+    steps. hold_us: from the first token to the end of the answer, -1 where that is not known.
+    output_tokens: 0 where not told. token_us: between two of them, 0 where not told. after_us: from the
+    end of its last step to its end.
+    """
+
+    instance: str
+    role: str
+    arrived: int
+    computed: int
+    cached: int
+    stages: Mapping[str, int]
+    chunks: int = 1
+    own_tokens: int = 0
+    step_tokens: int = 0
+    items: int = 0
+    step_items: int = 0
+    output_tokens: int = 0
+    token_us: int = 0
+    hold_us: int = -1
+    after_us: int = 0
+    preemptions: int = 0
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> int:
+        """When its last step had ended."""
+        return self.arrived + sum(self.stages.get(name, 0) for name in ENGINE_STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """One request that got its first token.
+
+    main: at the engine that gave it. encodes: at encoder instances, before that. prefix: of the main
+    engine's stages in `stages`, "" without a router. policy: by which a router chose the main engine.
+    model, router: whose instance it was; "" where it is not told.
+    """
+
+    request_id: str
+    start: int
+    main: EngineVisit
+    stages: Mapping[str, int]
+    encodes: tuple[EngineVisit, ...] = ()
+    prefix: str = ""
+    policy: str = ""
+    model: str = ""
+    router: str = ""
+
+    @property
+    def ttft_us(self) -> int:
+        """The time to first token."""
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded window. settings: of each main instance, as its spans' resource tells.
+
+    failed: requests without a first token. unreadable: those whose engine's part is not known.
+    """
+
+    requests: tuple[ReplayRequest, ...]
+    settings: Mapping[str, Mapping[str, int]]
+    failed: int = 0
+    unreadable: int = 0
+    roles: frozenset[str] = frozenset()
+
+
+def read_recording(requests: Iterable[Request], find_spans: FindSpans) -> Recording:
+    """Read a window's `requests`, in any order. find_spans: all spans of a trace, by its ID."""
+    ordered = sorted(requests, key=lambda each: each.start_ns)
+    epoch_ns = ordered[0].start_ns if ordered else 0
+    found: list[ReplayRequest] = []
+    settings: dict[str, Mapping[str, int]] = {}
+    failed = unreadable = 0
+    roles: set[str] = set()
+    for request in ordered:
+        roles.update(request.roles)
+        if request.error:
+            # What the client sent was refused: no engine has seen it.
+            failed += not names.is_refusal(request.error)
+            continue
+        replay = None if request.pending else read_request(request, find_spans, epoch_ns, settings)
+        if replay is None:
+            unreadable += 1
+        else:
+            found.append(replay)
+    return Recording(tuple(found), settings, failed, unreadable, frozenset(roles))
+
+
+def read_request(
+    request: Request,
+    find_spans: FindSpans,
+    epoch_ns: int,
+    settings: dict[str, Mapping[str, int]],
+) -> ReplayRequest | None:
+    """One request; None where its engine's part was not measured. Adds to `settings` by instance."""
+    spans = find_spans(request.trace_id)
+    by_id = {span.span_id: span for span in spans}
+    visits: list[EngineVisit] = []
+    main: EngineVisit | None = None
+    for leg in request.legs:
+        span = by_id.get(leg.span_id)
+        if span is None or leg.error:
+            continue
+        visit = read_visit(leg, span, by_id.get(span.parent_id), epoch_ns)
+        if leg.role == stages.ENCODE:
+            visits.append(visit)
+        elif leg.role in stages.ANSWERING_ROLES and leg.stages.get("prefill.compute"):
+            main = visit
+            settings.setdefault(visit.instance, dict(read_settings(span.resource)))
+    if main is None or not main.computed:
+        return None
+    return ReplayRequest(
+        request_id=request.request_id or request.trace_id,
+        start=(request.start_ns - epoch_ns) // 1000,
+        main=main,
+        stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
+        encodes=tuple(visits),
+        prefix=find_prefix(request.stages, main.role),
+        policy=find_policy(spans, main.role),
+        model=request.model,
+        router=request.router.instance if request.router else "",
+    )
+
+
+def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: int) -> EngineVisit:
+    """A leg at its engine. server: the HTTP span above it, whose end is that of the answer."""
+    begun = (leg.start_ns - epoch_ns) // 1000
+    cached = read_count(span, names.CACHED_TOKENS)
+    is_http = server is not None and server.kind == SERVER_KIND
+    after = sum(leg.stages.get(name, 0) for name in STAGES_AFTER) + leg.unattributed_us
+    # The engine is done with a stream when the last token leaves, some time before the answer ends:
+    # the way of the first token is taken as that of the last one.
+    hold_us = (server.end_ns - leg.end_ns) // 1000 if server is not None and is_http else -1
+    # Behind one API server each data-parallel rank is an engine of its own.
+    rank = read_count(span, names.RANK)
+    return EngineVisit(
+        instance=f"{leg.instance}{RANK_MARK}{rank}" if rank > 0 else leg.instance,
+        role=leg.role,
+        arrived=begun + sum(leg.stages.get(name, 0) for name in STAGES_BEFORE),
+        # vLLM computes at least the last token of a prompt, for its logits.
+        computed=max(read_count(span, names.INPUT_TOKENS) - cached, 1),
+        cached=cached,
+        stages={name: leg.stages[name] for name in ENGINE_STAGES if name in leg.stages},
+        chunks=max(read_count(span, names.CHUNKS), 1),
+        own_tokens=read_count(span, names.OWN_TOKENS),
+        step_tokens=read_count(span, names.STEP_TOKENS),
+        items=read_count(span, names.OWN_ITEMS),
+        step_items=read_count(span, names.STEP_ITEMS),
+        output_tokens=read_count(server, names.OUTPUT_TOKENS) if server is not None else 0,
+        token_us=read_count(server, names.TOKEN_TIME_US) if server is not None else 0,
+        hold_us=max(hold_us, 0) if is_http else -1,
+        after_us=after,
+        preemptions=read_count(span, names.PREEMPTIONS),
+        reasons=leg.reasons.get("queue", {}),
+    )
+
+
+def read_settings(resource: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The scheduler's settings among a resource's attributes, those that it tells."""
+    for name in names.ENGINE_SETTINGS:
+        value = resource.get(name)
+        # True is an int to Python, and asynchronous scheduling is told as 0 or 1.
+        if isinstance(value, int) and value >= 0:
+            yield name, int(value)
+
+
+def find_prefix(recorded: Mapping[str, int], role: str) -> str:
+    """What stands before the names of the main engine's stages: its role and a dot, or nothing."""
+    return f"{role}." if f"{role}.prefill.compute" in recorded else ""
+
+
+def find_policy(spans: Iterable[StoredSpan], role: str) -> str:
+    """The policy by which a router chose the instance of `role`; "" without a router's span."""
+    for span in spans:
+        if span.attributes.get(names.LEG) == role and names.POLICY in span.attributes:
+            return str(span.attributes[names.POLICY])
+    return ""

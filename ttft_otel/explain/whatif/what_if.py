@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict what a recorded window's TTFT would have been with other settings, and how far to trust that.
+
+Input: a Recording of replay_facts.py and a PlannedChange. Output: a Prediction, which what_if_text.py tells.
+First the window itself is predicted, with nothing changed: the error of that is part of every answer.
+Pure; needs numpy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ttft_otel.explain.whatif import memory_check, token_time, window_check
+from ttft_otel.explain.whatif.engine_parts import BLOCK_TOKENS, EngineLimits
+from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngine
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
+from ttft_otel.explain.whatif.step_fit import StepFit, fit_steps
+from ttft_otel.explain.whatif.what_if_figures import (
+    TOKEN_TIME,
+    TTFT,
+    Array,
+    PredictedFigure,
+    build_figures,
+    collect_stages,
+)
+from ttft_otel.model import names
+
+DECODE_ROUNDS: Final = 3  # of fitting the decode steps to known answers
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """figures: by stage (TTFT among them), one for each of QUANTILES; token_time: likewise, () where unknown.
+
+    errors, token_errors: relative errors of the replay. unexplained: as in StepFit. notes: what was
+    assumed. warnings: where the prediction leaves what was recorded, or the record is not clear.
+    """
+
+    requests: int
+    instances: int
+    change: PlannedChange
+    figures: Mapping[str, tuple[PredictedFigure, ...]]
+    errors: tuple[float, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    token_time: tuple[PredictedFigure, ...] = ()
+    token_errors: tuple[float, ...] = ()
+    unexplained: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The recorded fleet. limits: of each main engine. is_calm: steps take what their work takes."""
+
+    requests: Sequence[ReplayRequest]
+    limits: Mapping[str, EngineLimits]
+    encoder_names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    policy: str
+    decode_factor: float = 1.0
+    is_calm: bool = False
+
+    @property
+    def main_visits(self) -> list[EngineVisit]:
+        """One visit for each request."""
+        return [each.main for each in self.requests]
+
+    @property
+    def encode_visits(self) -> list[EngineVisit]:
+        """Those at encoder instances."""
+        return [visit for each in self.requests for visit in each.encodes]
+
+
+def read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
+    """The limits of a recorded instance. given: settings that its user names, where spans lack them."""
+    return EngineLimits(
+        max_num_seqs=given.max_num_seqs or settings.get(names.ENGINE_MAX_SEQS, 0),
+        max_batched_tokens=given.max_batched_tokens or settings.get(names.ENGINE_MAX_TOKENS, 0),
+        chunked=bool(settings.get(names.ENGINE_CHUNKED, 1)),
+        async_scheduling=bool(settings.get(names.ENGINE_ASYNC, 0)),
+        kv_tokens=settings.get(names.ENGINE_KV_TOKENS, 0),
+        block_tokens=settings.get(names.ENGINE_BLOCK_TOKENS, 0) or BLOCK_TOKENS,
+    )
+
+
+def predict_change(
+    recording: Recording,
+    change: PlannedChange,
+    given: PlannedChange,
+    repetitions: int = 20,
+    seed: int = 0,
+    track: Callable[[int], None] = lambda _: None,
+) -> Prediction:
+    """Predict `change` from `recording`. Raises window_check.CannotTellError, which says why not.
+
+    given: settings of the recorded servers, where their spans do not tell them. repetitions: replays,
+    each with its own noise and its own draw of the requests from which the steps' times are learned.
+    track: called with 1 after each replay.
+    """
+    limits = {name: read_limits(told, given) for name, told in recording.settings.items()}
+    window_check.check_window(recording, limits)
+    memory_check.check_sizes(recording.requests, limits)
+    fleet = learn_answers(settle_memory(build_fleet(recording, limits)))
+    fit = fit_steps(fleet.main_visits, is_async(fleet))
+    window_check.check_change(recording, fit, change)
+    # Without noise: what is refused does not depend on chance.
+    plain, other = (replay(fleet, each, None, 0) for each in (PlannedChange(), change))
+    window_check.check_replay(recording, plain)
+    warnings = memory_check.check_memory(plain, other)
+    warnings += window_check.check_outcome(plain, other, fit)
+    notes = window_check.list_notes(fleet.requests, fit, change, fleet.policy)
+    notes += memory_check.list_memory_notes(plain, other)
+    timed = token_time.list_timed(fleet.requests)
+    replays, changed = [collect(plain, timed)], [collect(other, timed)]
+    track(1)
+    draws = random.Random(seed)
+    for number in range(1, repetitions):
+        chance = random.Random(draws.random())
+        replays.append(collect(replay(fleet, PlannedChange(), chance, number), timed))
+        changed.append(collect(replay(fleet, change, chance, number), timed))
+        track(1)
+    calm = None
+    if window_check.is_disturbed(fit):
+        calm = collect(replay(replace(fleet, is_calm=True), change, None, 0), timed)
+    recorded = collect_stages([each.stages for each in fleet.requests])
+    recorded = token_time.add_recorded(recorded, fleet.requests, timed)
+    figures = build_figures(recorded, replays, changed, calm)
+    errors: dict[str, tuple[float, ...]] = {
+        name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
+        for name in (TTFT, TOKEN_TIME)
+        if name in figures
+    }
+    window_check.check_errors(errors[TTFT])
+    tokens = figures.pop(TOKEN_TIME, ())
+    if tokens and not token_time.is_known(errors):
+        notes.append(token_time.describe_miss(errors[TOKEN_TIME]))
+        tokens = ()
+    return Prediction(
+        requests=len(fleet.requests),
+        instances=len(limits),
+        change=change,
+        figures=figures,
+        errors=errors[TTFT],
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        token_time=tokens,
+        token_errors=errors[TOKEN_TIME] if tokens else (),
+        unexplained=fit.unexplained,
+    )
+
+
+def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
+    """A replay's lengths by stage, and its times per output token. timed: requests that tell these."""
+    columns = collect_stages([each.stages for each in model.replayed])
+    return token_time.add_replayed(columns, model, timed)
+
+
+def settle_memory(fleet: Fleet) -> Fleet:
+    """The fleet, whose KV cache is left out where requests share it. Raises CannotTellError."""
+    if not any(each.kv_tokens for each in fleet.limits.values()):
+        return fleet
+    plain = replay(learn_answers(fleet), PlannedChange(), None, 0)
+    if not memory_check.shares_blocks(fleet.requests, plain):
+        return fleet
+    limits = {name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()}
+    return replace(fleet, limits=limits)
+
+
+def build_fleet(recording: Recording, limits: Mapping[str, EngineLimits]) -> Fleet:
+    """The recorded fleet, of which answers' lengths are known as far as spans tell them."""
+    requests = recording.requests
+    encoders = sorted({visit.instance for each in requests for visit in each.encodes})
+    policies = [each.policy for each in requests if each.policy]
+    return Fleet(
+        requests=requests,
+        limits=limits,
+        encoder_names=tuple(encoders),
+        outputs=tuple(each.main.output_tokens for each in requests),
+        policy=max(set(policies), key=policies.count) if policies else "round_robin",
+    )
+
+
+def is_async(fleet: Fleet) -> bool:
+    """Whether the main engines compose a step while another one runs."""
+    return any(each.async_scheduling for each in fleet.limits.values())
+
+
+def learn_answers(fleet: Fleet) -> Fleet:
+    """Derive how many tokens each answer had: from how long it held its place, by replaying that.
+
+    Where spans tell the lengths, or the time between two tokens, the length of decode steps is fitted to
+    these instead.
+    """
+    known = [each > 0 for each in fleet.outputs]
+    held = replace(fleet, outputs=tuple(0 for _ in fleet.outputs))
+    factor = 1.0
+    for _ in range(DECODE_ROUNDS if any(known) else 1):
+        held = replace(held, decode_factor=factor)
+        model = replay(held, PlannedChange(), None, 0)
+        steps = [each.prompt.decode_steps if each.prompt else 0 for each in model.replayed]
+        told = sum(count - 1 for count in fleet.outputs if count > 0)
+        seen = sum(step for step, is_known in zip(steps, known, strict=True) if is_known)
+        # As many steps as there were tokens have to fit into the recorded times.
+        if told > 0 and seen > 0:
+            factor *= seen / told
+    outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
+    learned = replace(fleet, outputs=tuple(outputs), decode_factor=factor if any(known) else 1.0)
+    # Better than from whole answers, whose ends are seen late: from the time between two tokens.
+    timed = token_time.list_timed(fleet.requests)
+    for _ in range(DECODE_ROUNDS if timed else 0):
+        model = replay(learned, PlannedChange(), None, 0)
+        factor = learned.decode_factor * token_time.compare_mean(fleet.requests, model, timed)
+        learned = replace(learned, decode_factor=factor)
+    return learned
+
+
+def replay(
+    fleet: Fleet, change: PlannedChange, chance: random.Random | None, seed: int
+) -> FleetModel:
+    """One replay with `change`. chance: draws the requests to learn from, and noise; None for neither."""
+    main = fit_steps(draw_visits(fleet.main_visits, chance), is_async(fleet))
+    times = main.times.build_calm() if fleet.is_calm else main.times
+    main = replace(main, times=replace(times, decode_factor=fleet.decode_factor))
+    engines = [
+        PlannedEngine(
+            name, change_limits(limits, change), main.build_times(name, chance, change.rate)
+        )
+        for name, limits in fleet.limits.items()
+    ]
+    like = next(iter(fleet.limits.values()))
+    engines += [
+        PlannedEngine(
+            f"+{number}", change_limits(like, change), main.build_times("", chance, change.rate)
+        )
+        for number in range(1, change.instances + 1)
+    ]
+    encoders: list[PlannedEngine] = []
+    if fleet.encoder_names:
+        fit = fit_steps(draw_visits(fleet.encode_visits, chance), False)
+        encoders = plan_encoders(fleet, fit, change, chance)
+    is_moved = change.instances or change.policy
+    plan = FleetPlan(
+        engines=engines,
+        encoders=encoders,
+        cached=plan_cached(fleet.requests, change.cache_hit),
+        outputs=fleet.outputs,
+        policy=(change.policy or fleet.policy) if is_moved else "",
+        encoder_policy="least_requests" if change.encoders else "",
+        rate=change.rate,
+    )
+    return FleetModel(fleet.requests, plan, seed).run()
+
+
+def plan_encoders(
+    fleet: Fleet, fit: StepFit, change: PlannedChange, chance: random.Random | None
+) -> list[PlannedEngine]:
+    """Encoder engines: a step takes as many items as the window's largest one had, if any had to wait."""
+    is_full = any(each.reasons.get("encoder_budget") for each in fleet.encode_visits)
+    limits = EngineLimits(1 << 20, 1 << 20, max_items=fit.seen_items if is_full else 0)
+    added = [f"+{number}" for number in range(1, change.encoders + 1)]
+    return [
+        PlannedEngine(name, limits, fit.build_times(name, chance, change.rate))
+        for name in (*fleet.encoder_names, *added)
+    ]
+
+
+def draw_visits(visits: list[EngineVisit], chance: random.Random | None) -> list[EngineVisit]:
+    """A bootstrap draw of `visits`; all of them without `chance`."""
+    return visits if chance is None else chance.choices(visits, k=len(visits))
+
+
+def change_limits(limits: EngineLimits, change: PlannedChange) -> EngineLimits:
+    """The limits with those settings that the change names."""
+    return replace(
+        limits,
+        max_num_seqs=change.max_num_seqs or limits.max_num_seqs,
+        max_batched_tokens=change.max_batched_tokens or limits.max_batched_tokens,
+        kv_tokens=round(change.kv_cache * limits.kv_tokens),
+    )
+
+
+def plan_cached(requests: Sequence[ReplayRequest], more: float) -> list[int]:
+    """Cached tokens of each request, with `more` of all prompt tokens cached in addition.
+
+    Each prompt's uncached part changes by the same factor; the last token is always computed.
+    """
+    computed = sum(each.main.computed for each in requests)
+    total = computed + sum(each.main.cached for each in requests)
+    share = min(max(more * total / computed, -1.0), 1.0)
+    planned = []
+    for each in requests:
+        tokens = each.main.computed + each.main.cached
+        moved = share * (each.main.computed if share > 0 else each.main.cached)
+        planned.append(min(max(round(each.main.cached + moved), 0), tokens - 1))
+    return planned

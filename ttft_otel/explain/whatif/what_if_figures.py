@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantiles of replayed requests with their intervals; what_if.py asks, what_if_text.py tells them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy
+
+from ttft_otel.model import palette
+
+Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+QUANTILES: Final = (0.5, 0.95, 0.99)
+LEVEL: Final = 0.9  # of the intervals
+TTFT: Final = "ttft"
+TOKEN_TIME: Final = "time_per_output_token"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedFigure:
+    """A quantile of the TTFT, a stage or TOKEN_TIME, microseconds: as recorded, replayed, and predicted.
+
+    low, high: the interval of the prediction, widened by the error of the replay, and by what steps took
+    longer than their work explains.
+    """
+
+    recorded: float
+    replayed: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def change(self) -> float:
+        """By how much the change changes it, relative: in the model, whose own error is in both."""
+        return self.predicted / self.replayed - 1 if self.replayed else 0.0
+
+
+def collect_stages(rows: Sequence[Mapping[str, int]]) -> dict[str, Array]:
+    """Lengths by stage, one per request, and their sums as that of TTFT. rows: stages of each request."""
+    found = sorted({name for row in rows for name in row}, key=palette.get_sort_key)
+    columns = {name: numpy.array([row.get(name, 0) for row in rows], float) for name in found}
+    return {TTFT: numpy.array([sum(row.values()) for row in rows], float), **columns}
+
+
+def build_figures(
+    recorded: Mapping[str, Array],
+    replays: Sequence[Mapping[str, Array]],
+    changed: Sequence[Mapping[str, Array]],
+    calm: Mapping[str, Array] | None = None,
+) -> dict[str, tuple[PredictedFigure, ...]]:
+    """Quantiles of all stages that were recorded or are predicted.
+
+    calm: as predicted if nothing but their work made steps longer; None where nothing else did.
+    """
+    stages = dict.fromkeys([*recorded, *(name for each in changed for name in each)])
+    figures: dict[str, tuple[PredictedFigure, ...]] = {}
+    for name in stages:
+        some = [build_figure(name, share, recorded, replays, changed) for share in QUANTILES]
+        if calm is not None and name in calm:
+            some = [
+                widen_figure(each, float(numpy.quantile(calm[name], share)))
+                for each, share in zip(some, QUANTILES, strict=True)
+            ]
+        figures[name] = tuple(some)
+    return figures
+
+
+def widen_figure(figure: PredictedFigure, calm: float) -> PredictedFigure:
+    """The figure with an interval that reaches to its `calm` value, and as far to the other side."""
+    if calm <= 0 or figure.predicted <= 0:
+        return figure
+    mirrored = figure.predicted**2 / calm
+    low, high = min(figure.low, calm, mirrored), max(figure.high, calm, mirrored)
+    return replace(figure, low=low, high=high)
+
+
+def build_figure(
+    name: str,
+    share: float,
+    recorded: Mapping[str, Array],
+    replays: Sequence[Mapping[str, Array]],
+    changed: Sequence[Mapping[str, Array]],
+) -> PredictedFigure:
+    """One quantile of one stage, with the spread of the replays and the error of the unchanged one."""
+    nothing = numpy.zeros(1)
+    truth = float(numpy.quantile(recorded.get(name, nothing), share))
+    plain = [float(numpy.quantile(each.get(name, nothing), share)) for each in replays]
+    other = [float(numpy.quantile(each.get(name, nothing), share)) for each in changed]
+    replayed, predicted = float(numpy.median(plain)), float(numpy.median(other))
+    low, high = numpy.quantile(other, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    # What the model misses unchanged it may miss changed, in proportion where the figure grows.
+    miss = abs(replayed - truth) * max(1.0, predicted / replayed if replayed else 1.0)
+    return PredictedFigure(
+        truth, replayed, predicted, max(float(low) - miss, 0.0), float(high) + miss
+    )

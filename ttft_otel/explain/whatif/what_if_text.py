@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Prediction of what_if.py as a table and sentences, and as JSON; what_if_command.py prints them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.what_if import Prediction
+from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
+from ttft_otel.report.show.terminal import format_short, remove_controls
+
+QUANTILE_NAMES: Final = tuple(f"p{round(100 * share)}" for share in QUANTILES)
+SHOWN_SHARE: Final = 0.005  # of the predicted p95 of the TTFT; smaller stages are only in the JSON
+
+
+def describe_answer(answer: Prediction) -> dict[str, Any]:
+    """The JSON of an answer; times in milliseconds."""
+    return {
+        "answered": True,
+        "requests": answer.requests,
+        "instances": answer.instances,
+        "change": describe_change(answer.change),
+        "level": LEVEL,
+        "replay_error": describe_errors(answer.errors),
+        "ttft": describe_figures(answer.figures[TTFT]),
+        "time_per_output_token": {
+            "replay_error": describe_errors(answer.token_errors),
+            **describe_figures(answer.token_time),
+        }
+        if answer.token_time
+        else None,
+        "unexplained": round(answer.unexplained, 4),
+        "stages": [
+            {"name": name, **describe_figures(figures)}
+            for name, figures in answer.figures.items()
+            if name != TTFT
+        ],
+        "notes": list(answer.notes),
+        "warnings": list(answer.warnings),
+    }
+
+
+def describe_errors(errors: tuple[float, ...]) -> dict[str, float]:
+    """Relative errors by quantile."""
+    return {name: round(error, 4) for name, error in zip(QUANTILE_NAMES, errors, strict=True)}
+
+
+def describe_figures(figures: tuple[PredictedFigure, ...]) -> dict[str, dict[str, float]]:
+    """The quantiles of one stage."""
+    return {
+        name: {
+            "recorded_ms": to_ms(figure.recorded),
+            "replayed_ms": to_ms(figure.replayed),
+            "predicted_ms": to_ms(figure.predicted),
+            "low_ms": to_ms(figure.low),
+            "high_ms": to_ms(figure.high),
+        }
+        for name, figure in zip(QUANTILE_NAMES, figures, strict=True)
+    }
+
+
+def to_ms(us: float) -> float:
+    """Milliseconds with the marks' microseconds."""
+    return round(float(us) / 1000, 3)
+
+
+def describe_change(change: PlannedChange) -> dict[str, Any]:
+    """What was changed, by the names of the options; nothing where nothing was."""
+    told: dict[str, Any] = {
+        "instances": change.instances,
+        "encoders": change.encoders,
+        "max_num_seqs": change.max_num_seqs,
+        "max_num_batched_tokens": change.max_batched_tokens,
+        "routing_logic": change.policy,
+        "rate": change.rate if change.rate != 1 else 0,
+        "cache_hit": change.cache_hit,
+        "kv_cache": change.kv_cache if change.kv_cache != 1 else 0,
+    }
+    return {name: value for name, value in told.items() if value}
+
+
+def name_change(change: PlannedChange) -> str:
+    """The change in words."""
+    words = {
+        "instances": "+{} instances",
+        "encoders": "+{} encoders",
+        "max_num_seqs": "max-num-seqs {}",
+        "max_num_batched_tokens": "max-num-batched-tokens {}",
+        "routing_logic": "routing by {}",
+        "rate": "{:g} times the rate",
+        "kv_cache": "{:g} times the KV cache",
+    }
+    told = describe_change(change)
+    parts = [text.format(told[name]) for name, text in words.items() if name in told]
+    if change.cache_hit:
+        parts.append(f"{change.cache_hit:+.0%} of prompt tokens cached")
+    return ", ".join(parts) or "nothing changed"
+
+
+def print_answer(answer: Prediction) -> None:
+    """Print the TTFT, every stage that matters, the error of the replay, and what is assumed."""
+    console = Console(highlight=False)
+    ttft = answer.figures[TTFT]
+    whole = ", ".join(
+        f"{name} {format_short(figure.recorded)} → {format_short(figure.predicted)} "
+        f"({format_short(figure.low)} to {format_short(figure.high)})"
+        for name, figure in zip(QUANTILE_NAMES, ttft, strict=True)
+    )
+    console.print(Text(f"{name_change(answer.change)}: TTFT {whole}", style="bold"), soft_wrap=True)
+    errors = ", ".join(
+        f"{name} {error:+.1%}" for name, error in zip(QUANTILE_NAMES, answer.errors, strict=True)
+    )
+    console.print(
+        Text(f"The same model on the {answer.requests} recorded requests, unchanged: {errors}"),
+        soft_wrap=True,
+    )
+    if answer.token_time:
+        console.print(Text(describe_token_time(answer)), soft_wrap=True)
+    console.print(build_table(answer))
+    for warning in answer.warnings:
+        console.print(Text(f"! {remove_controls(warning)}", style="yellow"), soft_wrap=True)
+    for note in answer.notes:
+        console.print(Text(f"• {remove_controls(note)}", style="dim"), soft_wrap=True)
+
+
+def describe_token_time(answer: Prediction) -> str:
+    """The time per output token in words, which is the price of what shortens the TTFT."""
+    figures = "; ".join(
+        f"{name} {format_short(figure.recorded)} → {format_short(figure.predicted)} "
+        f"({format_short(figure.low)} to {format_short(figure.high)}), {figure.change:+.0%}"
+        for name, figure in zip(QUANTILE_NAMES, answer.token_time, strict=True)
+        if name != QUANTILE_NAMES[1]
+    )
+    errors = ", ".join(
+        f"{name} {error:+.1%}"
+        for name, error in zip(QUANTILE_NAMES, answer.token_errors, strict=True)
+        if name != QUANTILE_NAMES[1]
+    )
+    return f"Time per output token: {figures}; unchanged, the model is off by {errors}."
+
+
+def build_table(answer: Prediction) -> Table:
+    """Stages with their recorded and predicted quantiles."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for name in QUANTILE_NAMES:
+        table.add_column(name, justify="right")
+        table.add_column(f"{name} predicted", justify="right")
+    table.add_column(f"{LEVEL:.0%} interval of p95", justify="right")
+    least = SHOWN_SHARE * answer.figures[TTFT][1].predicted
+    for name, figures in answer.figures.items():
+        if max(max(each.recorded, each.predicted) for each in figures) < least:
+            continue
+        cells = [
+            format_short(value) for each in figures for value in (each.recorded, each.predicted)
+        ]
+        middle = figures[1]
+        table.add_row(
+            # Names come from stored spans, which anybody may have sent.
+            remove_controls(name),
+            *cells,
+            f"{format_short(middle.low)} … {format_short(middle.high)}",
+            style="bold" if name == TTFT else "",
+        )
+    return table

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse a what-if that a recorded window cannot tell, with a sentence; list what an answer assumes. Pure.
+
+what_if.py asks before it replays, after the first replay, and at its end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Final
+
+from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.fleet_model import BLIND_POLICIES, FleetModel
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
+from ttft_otel.explain.whatif.step_fit import StepFit
+from ttft_otel.model import names, stages
+
+MIN_REQUESTS: Final = 50
+MAX_FAILED: Final = 0.05  # share of requests that loaded the engines and have no breakdown
+MAX_LOST: Final = 0.1  # share of requests whose part of the engine, or whose end, is not known
+NOTABLE_WAIT: Final = 0.02  # share of all waiting that is for what is not modelled
+MODELLED_REASONS: Final = frozenset(
+    {"in_step", "max_num_seqs", "token_budget", "encoder_budget", "kv_blocks"}
+)
+MAX_DRAIN: Final = 0.15  # of the window's length, from its last arrival to its last first token
+MAX_GROWTH: Final = 2.0  # of the TTFT, from the first half of the window to its last quarter
+MAX_UNSEEN: Final = 1.5  # of the tokens of others in a step, as recorded to as replayed
+FEW_TOKENS: Final = 4.0
+MAX_EXTRAPOLATION: Final = 4.0  # beyond the concurrency, or the step, that was recorded
+NOTABLE_EXTRAPOLATION: Final = 1.1
+MAX_ERROR: Final = 0.5  # of p50 and p95 of the window itself
+NOTABLE_UNEXPLAINED: Final = 0.05  # of a step's length, on average
+
+
+class CannotTellError(ValueError):
+    """The window cannot answer; the text says why, and what to do."""
+
+
+def check_window(recording: Recording, limits: Mapping[str, EngineLimits]) -> None:
+    """Refuse windows of which no answer can be had, whatever is changed."""
+    requests = recording.requests
+    count = len(requests)
+    everything = count + recording.failed + recording.unreadable
+    split = sorted(recording.roles & {stages.PREFILL, stages.DECODE})
+    if split:
+        raise CannotTellError(
+            "requests are computed by a prefill and a decode instance, which is not modelled"
+        )
+    if count < MIN_REQUESTS:
+        raise CannotTellError(
+            f"the window has {count} requests whose engine's part is known; {MIN_REQUESTS} are needed"
+            + (f"; {recording.failed} more failed" if recording.failed else "")
+        )
+    if recording.unreadable > MAX_LOST * everything:
+        raise CannotTellError(
+            f"of {everything} requests {recording.unreadable} do not tell what the engine did; "
+            "see `ttft-otel doctor`"
+        )
+    if recording.failed > MAX_FAILED * everything:
+        raise CannotTellError(
+            f"{recording.failed} of {everything} requests failed: what they cost is not known"
+        )
+    for name, limit in sorted(limits.items()):
+        missing = [
+            option
+            for option, value in (
+                ("--recorded-max-num-seqs", limit.max_num_seqs),
+                ("--recorded-max-num-batched-tokens", limit.max_batched_tokens),
+            )
+            if not value
+        ]
+        if missing:
+            raise CannotTellError(
+                f"the spans of {name} do not tell its scheduler's settings (an older release recorded "
+                f"them); name them with {' and '.join(missing)}"
+            )
+    _check_answers(requests)
+    _check_growth([(each.start, each.ttft_us) for each in requests], "the recorded window")
+
+
+def _check_answers(requests: Sequence[ReplayRequest]) -> None:
+    unknown = sum(each.main.hold_us < 0 and not each.main.output_tokens for each in requests)
+    if unknown > MAX_LOST * len(requests):
+        raise CannotTellError(
+            f"of {unknown} requests the HTTP server's span is missing: how long they decoded, which is "
+            "load for others, cannot be told"
+        )
+
+
+def _check_growth(points: Sequence[tuple[int, int]], what: str) -> None:
+    """Refuse a queue that grows to the end. points: (start, TTFT), in the order of arrival."""
+    start, end = points[0][0], points[-1][0]
+    drain = max(begun + ttft for begun, ttft in points) - end
+    half, quarter = len(points) // 2, len(points) // 4
+    early = sum(ttft for _, ttft in points[:half]) / half
+    late = sum(ttft for _, ttft in points[-quarter:]) / quarter
+    if drain > MAX_DRAIN * (end - start) and late > MAX_GROWTH * early:
+        raise CannotTellError(
+            f"in {what} more requests arrive than are served: the queue grows until the last one, so "
+            "that a TTFT tells how long the window is and not what a request would wait"
+        )
+
+
+def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> None:
+    """Refuse changes of which the window's traces tell nothing."""
+    if change.policy in BLIND_POLICIES:
+        raise CannotTellError(
+            f"--routing-logic {change.policy} decides by what prompts share or by sessions, which traces "
+            "do not tell"
+        )
+    if change.kv_cache != 1 and not any(
+        told.get(names.ENGINE_KV_TOKENS) for told in recording.settings.values()
+    ):
+        raise CannotTellError("the spans do not tell the size of the KV cache")
+    if change.encoders and not any(each.encodes for each in recording.requests):
+        raise CannotTellError("no request of the window was at an encoder instance")
+    if (change.instances or change.policy) and any(
+        RANK_MARK in each for each in recording.settings
+    ):
+        raise CannotTellError(
+            "instances have several data-parallel engines, among which vLLM chooses; that is not modelled"
+        )
+    if change.instances or change.policy:
+        _check_models(recording.requests)
+    if change.max_batched_tokens and not fit.tokens_vary:
+        raise CannotTellError(
+            f"all recorded steps have {fit.seen_tokens[0]} to {fit.seen_tokens[1]} tokens: what a token "
+            "more costs cannot be told"
+        )
+
+
+def _check_models(requests: Sequence[ReplayRequest]) -> None:
+    """Refuse to move requests between instances of two models; adapters share their instances."""
+    served: dict[str, set[str]] = {}
+    for each in requests:
+        served.setdefault(each.model, set()).add(each.main.instance)
+    for one, other in combinations(sorted(served), 2):
+        if not served[one] & served[other]:
+            raise CannotTellError(
+                f"the window has requests for {one!r} and {other!r}, which no instance serves both: take "
+                "one of them, with --model"
+            )
+
+
+def check_replay(recording: Recording, model: FleetModel) -> None:
+    """Refuse where the steps had more work than the recorded requests bring: sampling hides load."""
+    chunks = sum(each.main.chunks for each in recording.requests)
+    told = [each for each in recording.requests if each.main.step_tokens]
+    others = sum(each.main.step_tokens - each.main.own_tokens for each in told) / max(chunks, 1)
+    prompts = [each.prompt for each in model.replayed if each.prompt is not None]
+    replayed = sum(each.step_tokens - each.tokens for each in prompts)
+    expected = replayed / max(sum(each.chunks for each in prompts), 1)
+    if others > MAX_UNSEEN * expected + FEW_TOKENS:
+        raise CannotTellError(
+            f"recorded steps have {others:.0f} tokens of other requests, those of the recorded requests "
+            f"alone {expected:.0f}: not all requests are traced (OTEL_TRACES_SAMPLER), so that the load is "
+            "not known"
+        )
+
+
+def check_outcome(plain: FleetModel, other: FleetModel, fit: StepFit) -> list[str]:
+    """Refuse predictions far from what was seen; returns warnings of those that leave it."""
+    _check_growth([(each.start, each.ttft_us) for each in other.replayed], "the prediction")
+    warnings: list[str] = []
+    running = max(each.peak_running for each in other.engines)
+    seen = max(each.peak_running for each in plain.engines)
+    _check_reach("requests run at once", running, seen, warnings)
+    step = max(each.peak_step for each in other.engines)
+    seen_step = max(fit.seen_tokens[1], *(each.peak_step for each in plain.engines))
+    _check_reach("tokens are in a step", step, seen_step, warnings)
+    if is_disturbed(fit):
+        warnings.append(
+            f"the window's own steps vary by {fit.unexplained:.0%} that their work does not explain: "
+            "something else used the machine, or no line fits their costs. The intervals reach as far as "
+            "that would change the figures"
+        )
+    return warnings
+
+
+def is_disturbed(fit: StepFit) -> bool:
+    """Whether the steps' lengths are far from what their work takes."""
+    return fit.unexplained > NOTABLE_UNEXPLAINED
+
+
+def _check_reach(what: str, value: int, seen: int, warnings: list[str]) -> None:
+    text = f"up to {value} {what}, in the recorded window {seen}"
+    if value > MAX_EXTRAPOLATION * seen:
+        raise CannotTellError(f"{text}: too far from what was seen")
+    if value > NOTABLE_EXTRAPOLATION * seen:
+        warnings.append(f"{text}: the length of such steps is extrapolated")
+
+
+def check_errors(errors: Sequence[float]) -> None:
+    """Refuse where the model does not know the window itself. errors: of p50, p95, p99."""
+    worst = max(errors[:2], key=abs)
+    if abs(worst) > MAX_ERROR:
+        raise CannotTellError(
+            f"the model misses the recorded window itself by {worst:+.0%}: what holds its requests up is "
+            "not in the model"
+        )
+
+
+def list_notes(
+    requests: Sequence[ReplayRequest], fit: StepFit, change: PlannedChange, policy: str
+) -> list[str]:
+    """What the answer assumes, as sentences."""
+    notes = ["Outside of the engines everything takes as long as it did."]
+    if not any(each.main.output_tokens for each in requests):
+        notes.append(
+            "Traces do not tell the lengths of answers: they are derived from how long requests held "
+            "their place."
+        )
+    if not fit.knows_gap:
+        notes.append(
+            "No prompt had several chunks: the time between two steps is not known and taken as 0."
+        )
+    if change.instances and not change.policy:
+        notes.append(f"Requests are spread over the instances by `{policy}`.")
+    routers = {each.router for each in requests if each.router}
+    if len(routers) > 1 and (change.instances or change.policy):
+        notes.append(
+            f"The requests came through {len(routers)} routers; the replay has one, which sees them all."
+        )
+    if any(each.main.cached for each in requests) and (change.instances or change.policy):
+        notes.append("A prompt has as many cached tokens at every instance as it had where it was.")
+    if change.cache_hit:
+        notes.append("The additional cached tokens are the same share of each prompt.")
+    waited = Counter[str]()
+    for each in requests:
+        waited.update(each.main.reasons)
+    other = sum(us for reason, us in waited.items() if reason not in MODELLED_REASONS)
+    if other > NOTABLE_WAIT * max(waited.total(), 1):
+        named = ", ".join(sorted(set(waited) - MODELLED_REASONS))
+        notes.append(
+            f"{other / waited.total():.0%} of all waiting is for reasons that are not modelled ({named})."
+        )
+    notes.append("Engines are taken as idle when the window begins.")
+    return notes

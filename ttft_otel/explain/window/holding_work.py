@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who held late requests while they waited: kinds of work, and the requests that held most of them longest.
+
+Kinds are in RequestEvidence; holders are links of the queues' spans, which stored_holders.py keeps as
+an attribute. single_answer.py and explain_command.py ask; explanation_text.py tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ttft_otel.explain.window.request_evidence import RequestEvidence
+from ttft_otel.model import names
+from ttft_otel.report.breakdown_source import BreakdownSource
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store.stored_holders import read_holders
+
+MAX_READ: Final = 50  # late requests whose spans are read for their holders, the longest first
+MAX_HOLDERS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingRequest:
+    """A request whose work late requests waited for.
+
+    trace_id: "" when it was not sampled. kind: of its work, see stages.HOLDING_KIND_NAMES.
+    us, tokens: of that work, over all requests that it held. delayed: how many late requests it held.
+    """
+
+    request_id: str
+    trace_id: str
+    kind: str
+    us: int
+    tokens: int
+    delayed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingWork:
+    """What the engine did while the late requests waited. kinds: shares of that time, together 1.
+
+    requests: late requests whose spans were read for `holders`, of which the largest are first.
+    """
+
+    kinds: Mapping[str, float]
+    holders: tuple[HoldingRequest, ...]
+    requests: int
+
+
+def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> HoldingWork | None:
+    """Who held the late requests; None where their servers do not tell. Raises StoreError."""
+    sums: dict[str, int] = {}
+    for each in late:
+        for kind, us in each.held.items():
+            sums[kind] = sums.get(kind, 0) + us
+    total = sum(sums.values())
+    if not total:
+        return None
+    longest = sorted(late, key=lambda each: -sum(each.held.values()))[:MAX_READ]
+    found: list[HoldingRequest] = []
+    for each in longest:
+        trace = opened.find_trace(each.trace_id)
+        # A client's trace may have many requests: only the queues of this one.
+        spans = [span for span in (trace.spans if trace else ()) if span.parent_id in each.legs]
+        # It was held once, in whichever of its legs.
+        held = join_holders(holder for span in spans for holder in list_holders(span))
+        found += [replace(holder, delayed=1) for holder in held]
+    kinds = {kind: us / total for kind, us in sorted(sums.items(), key=lambda part: -part[1])}
+    return HoldingWork(kinds, join_holders(found)[:MAX_HOLDERS], len(longest))
+
+
+def list_holders(span: StoredSpan) -> list[HoldingRequest]:
+    """The holders that a queue's span names; [] for others, and for text that is not ours."""
+    if span.scope != names.SCOPE:
+        return []
+    return [
+        HoldingRequest(each.request_id, each.trace_id, each.kind, each.us, each.tokens)
+        for each in read_holders(span.attributes)
+    ]
+
+
+def join_holders(found: Iterable[HoldingRequest]) -> tuple[HoldingRequest, ...]:
+    """Each holder once, with the sum of its times, the longest first."""
+    joined: dict[tuple[str, str, str], HoldingRequest] = {}
+    for each in found:
+        key = (each.trace_id, each.request_id, each.kind)
+        known = joined.get(key)
+        joined[key] = (
+            each
+            if known is None
+            else replace(
+                known,
+                us=known.us + each.us,
+                tokens=max(known.tokens, each.tokens),
+                delayed=known.delayed + 1,
+            )
+        )
+    return tuple(sorted(joined.values(), key=lambda each: (-each.us, each.request_id)))

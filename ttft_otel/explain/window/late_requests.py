@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose whom to compare: the late requests of a window with its typical ones, a request with its like. Pure.
+
+Input: RequestEvidence of a window. cause_findings.py compares the two sides. Windows that cannot tell are
+refused here, with the sentence that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ttft_otel.explain.window.request_evidence import RequestEvidence
+from ttft_otel.explain.window.request_strata import describe_request
+from ttft_otel.report.assemble.summary import compute_percentile
+
+MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage
+MIN_LATE: Final = 5  # with fewer, their common cause and chance cannot be told apart
+MIN_LIKE: Final = 20  # like requests that one request is compared with
+LATE_SHARE: Final = 0.01  # the slowest of a window, where no objective says who is late
+UNUSUAL_RANK: Final = 0.9  # of like requests are faster than one that is worth an explanation
+# What like requests have in common, the closest first: by the detail of describe_request().
+LIKENESS: Final = (
+    (3, "same kind, prompt length and cached share"),
+    (2, "same kind and prompt length"),
+    (1, "same kind"),
+)
+MAX_UNCLOSED_SHARE: Final = 0.01  # of requests whose stages do not add up
+
+
+class NoExplanationError(ValueError):
+    """The requests cannot tell why; the text says what is missing and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRequests:
+    """Who is explained, and by comparison with whom.
+
+    likeness: in words, what the typical ones have in common with the late ones; "" of a window.
+    rank: of a single request, the share of like requests that were faster; 1.0 of a window.
+    """
+
+    late: Sequence[RequestEvidence]
+    typical: Sequence[RequestEvidence]
+    window: Sequence[RequestEvidence]
+    likeness: str = ""
+    rank: float = 1.0
+
+
+def split_window(window: Sequence[RequestEvidence], slo_us: int = 0) -> ComparedRequests:
+    """The late requests, and the middle half of the others. Raises NoExplanationError.
+
+    slo_us: from which TTFT on a request is late; 0: the slowest hundredth, at least MIN_LATE.
+    """
+    check_window(window)
+    ordered = sorted(window, key=lambda each: (each.facts.ttft_us, each.trace_id))
+    if slo_us:
+        late = [each for each in ordered if each.facts.ttft_us > slo_us]
+        if not late:
+            raise NoExplanationError(
+                f"none of {len(window)} requests took longer than {slo_us / 1000:g} ms; "
+                "leave --slo out to explain the slowest hundredth"
+            )
+        if len(late) < MIN_LATE:
+            names = ", ".join(each.facts.request_id for each in late)
+            raise NoExplanationError(
+                f"only {len(late)} of {len(window)} requests were late, {MIN_LATE} are needed to find what "
+                f"they have in common; explain each by itself, with --request: {names}"
+            )
+    else:
+        late = ordered[-max(MIN_LATE, round(LATE_SHARE * len(ordered))) :]
+    others = ordered[: len(ordered) - len(late)]
+    if len(others) < MIN_WINDOW // 2:
+        raise NoExplanationError(
+            f"{len(late)} of {len(window)} requests were late: too few others to say what is usual. "
+            "Compare with a better time: ttft-otel diff"
+        )
+    return ComparedRequests(late, take_middle(others), window)
+
+
+def choose_like(request: RequestEvidence, window: Sequence[RequestEvidence]) -> ComparedRequests:
+    """One request, and the middle half of the most like requests. Raises NoExplanationError."""
+    # Not by its ID alone: some clients send the same one with every request.
+    own = (request.trace_id, request.facts.request_id, request.facts.start_ns)
+    others = [
+        each
+        for each in window
+        if (each.trace_id, each.facts.request_id, each.facts.start_ns) != own
+    ]
+    check_window([request, *others])
+    for detail, words in LIKENESS:
+        label = describe_request(request.facts, detail)
+        like = [each for each in others if describe_request(each.facts, detail) == label]
+        if len(like) >= MIN_LIKE:
+            return compare_like(request, like, words)
+    raise NoExplanationError(
+        f"only {len(like)} other requests of its kind ({request.facts.kind}) are stored, {MIN_LIKE} are "
+        f"needed to say what is usual; its stages: ttft-otel report --request {request.facts.request_id}"
+    )
+
+
+def compare_like(
+    request: RequestEvidence, like: list[RequestEvidence], words: str
+) -> ComparedRequests:
+    """One request and its like, which have `words` in common."""
+    like.sort(key=lambda each: (each.facts.ttft_us, each.trace_id))
+    faster = sum(each.facts.ttft_us < request.facts.ttft_us for each in like)
+    return ComparedRequests([request], take_middle(like), like, words, faster / len(like))
+
+
+def take_middle(ordered: Sequence[RequestEvidence]) -> Sequence[RequestEvidence]:
+    """The middle half of requests that are sorted by TTFT."""
+    return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+
+
+def check_window(window: Sequence[RequestEvidence]) -> None:
+    """Raise NoExplanationError for a window with too few requests, or sums that are wrong."""
+    if len(window) < MIN_WINDOW:
+        raise NoExplanationError(
+            f"{len(window)} requests with a first token, {MIN_WINDOW} are needed to say what is usual; "
+            "take a longer window"
+        )
+    unclosed = [each for each in window if not each.closed]
+    if len(unclosed) > MAX_UNCLOSED_SHARE * len(window):
+        raise NoExplanationError(
+            f"in {len(unclosed)} of {len(window)} requests the stages do not add up to the TTFT, for "
+            f"example in {unclosed[0].facts.request_id}: an explanation would be wrong. "
+            "`ttft-otel doctor --url` says which measurement is missing"
+        )
+
+
+def compute_ttft(window: Sequence[RequestEvidence], share: float) -> float:
+    """A percentile of the window's TTFT, microseconds."""
+    return compute_percentile(sorted(each.facts.ttft_us for each in window), share)

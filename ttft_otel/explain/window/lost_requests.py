@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the requests of a window that ended without a first token; explain and diff tell them. Pure.
+
+They have no TTFT, so that a window whose slowest requests are given up by their clients looks faster than it
+was. Requests that were refused with 4xx are not among them: they were not served late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from ttft_otel.model import names
+from ttft_otel.report.report_types import Request
+from ttft_otel.report.show.terminal import format_short
+
+
+@dataclass(frozen=True, slots=True)
+class LostRequests:
+    """left: of these the client gave up. died: by the stage they were in. median_us: how long they took."""
+
+    total: int = 0
+    left: int = 0
+    died: Mapping[str, int] = field(default_factory=dict)
+    median_us: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """What became of them; "" where there are none."""
+        if not self.total:
+            return ""
+        word = "request" if self.total == 1 else "requests"
+        told = (
+            f"{self.total} {word} ended without a first token, after {format_short(self.median_us)}"
+        )
+        details = [f"given up by their clients: {self.left}"] if self.left else []
+        if self.died:
+            stage, count = max(self.died.items(), key=lambda each: (each[1], each[0]))
+            details.append(f"most in {stage}: {count}")
+        return (
+            f"{told} at the median ({'; '.join(details)})" if details else f"{told} at the median"
+        )
+
+
+def collect_lost(requests: Iterable[Request], lost: list[Request]) -> Iterator[Request]:
+    """The same requests; those without a first token are added to `lost`, so that a window is read once."""
+    for each in requests:
+        if each.error and not names.is_refusal(each.error):
+            lost.append(each)
+        yield each
+
+
+def count_lost(lost: Sequence[Request]) -> LostRequests:
+    """What became of requests that collect_lost() has found."""
+    return LostRequests(
+        total=len(lost),
+        left=sum(each.error in names.CLIENT_LEFT_ERRORS for each in lost),
+        died=dict(Counter(each.died for each in lost if each.died)),
+        median_us=median(each.ttft_us for each in lost) if lost else 0.0,
+    )
+
+
+def describe_lost(lost: LostRequests) -> dict[str, Any]:
+    """Their JSON."""
+    return {
+        "requests": lost.total,
+        "left": lost.left,
+        "died_in": dict(lost.died),
+        "median_ms": round(lost.median_us / 1000, 3),
+    }

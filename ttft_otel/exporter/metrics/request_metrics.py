@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts every request into series: sampled ones by their Records, others by their measurements.
+
+export_worker.py adds them, metric_pusher.py takes what is to be sent. A request is a row of numbers, kept
+below the columns of its labels until many rows are counted at once: by far the cheaper way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Final
+
+from opentelemetry.sdk.metrics.export import MetricsData
+
+from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.metrics.measured_series import Series, TraceExample
+from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
+from ttft_otel.exporter.spans.record_attributes import list_kind_attributes
+from ttft_otel.model import names, stages
+from ttft_otel.model.metric_labels import METRIC_LABELS, STATUS_LABEL, STATUS_VALUES
+from ttft_otel.model.record import Attributes, Record, RecordDecodeError
+from ttft_otel.tracing import measurement
+from ttft_otel.tracing.context import SAMPLED_FLAG
+from ttft_otel.tracing.measurement import NOT_MEASURED, Measurement, MeasurementHead, RawMeasurement
+
+MAX_PENDING_ROWS: Final = 4096  # requests that are not counted yet, at some 0.6 KB
+MAX_PLANS: Final = 4096  # heads whose series are known
+
+
+class _Plan:
+    """Where the numbers of one head go.
+
+    columns: the series of each time. rows: times, not counted yet. reasons, held: microseconds of queues, not
+    counted yet, by code.
+    """
+
+    __slots__ = ("columns", "head", "held", "reasons", "recomputed_items", "rows")
+
+    def __init__(self, head: MeasurementHead, columns: list[list[Series]]) -> None:
+        self.head = head
+        self.columns = columns
+        self.rows: list[tuple[int, ...]] = []
+        self.recomputed_items: list[int] = []
+        self.reasons: dict[int, list[int]] = {}
+        self.held: dict[int, list[int]] = {}
+
+
+class RequestMetrics:
+    """The metrics of one exporter process; safe to use from the worker's and the pusher's thread."""
+
+    def __init__(self, registry: SeriesRegistry, counters: ExporterCounters) -> None:
+        self.registry = registry
+        self.counters = counters
+        # By the head's bytes: a known head need not be decoded, which is nearly every one.
+        self._plans: dict[bytes, _Plan] = {}
+        self._pending_rows = 0
+        # The worker counts while the pusher's thread takes data.
+        self._lock = threading.Lock()
+
+    def add_measurements(self, batch: list[bytes]) -> None:
+        """Count unsampled requests by their measurements; what is none is counted as `foreign`."""
+        foreign = 0
+        with self._lock:
+            for data in batch:
+                try:
+                    found = measurement.decode_measurement(data)
+                    self._add_row(bytes(found.head), found)
+                except RecordDecodeError:
+                    foreign += 1
+            self.counters.add("counted", len(batch) - foreign)
+            self.counters.add("foreign", foreign)
+
+    def add_record(self, record: Record) -> None:
+        """Count what a sampled request's record has of it. Raises ValueError for broken IDs."""
+        measured = measurement.measure_record(record)
+        if measured is None or not record.flags & SAMPLED_FLAG:
+            return
+        # Before the lock: broken IDs raise here, and nothing has been counted yet.
+        span_id = record.ttft.span_id if measured.head.has_ttft and record.ttft else record.span_id
+        example = TraceExample(int(record.trace_id, 16), int(span_id, 16), time.time_ns())
+        with self._lock:
+            head = measurement.encode_head(measured.head)
+            plan = self._add_row(head, measured)
+            self.counters.add("counted")
+            for column, value_us in zip(plan.columns, measured.times_us, strict=True):
+                for series in column:
+                    series.add_example(value_us, example)
+
+    def take_data(self) -> MetricsData | None:
+        """What is to be sent now; None without a value."""
+        with self._lock:
+            self._count_rows()
+            time_ns = time.time_ns()
+            if self.registry.forget_idle(time_ns):
+                self._plans.clear()
+            return self.registry.take_data(time_ns)
+
+    def _add_row(self, head: bytes, measured: RawMeasurement | Measurement) -> _Plan:
+        plan = self._plans.get(head)
+        if plan is None:
+            plan = self._make_plan(head)
+        # The columns are paired with the times by position: one too few would shift all of them.
+        if len(measured.times_us) != len(plan.columns):
+            raise RecordDecodeError("a measurement with more or fewer times than its head has")
+        if self._pending_rows >= MAX_PENDING_ROWS:
+            self._count_rows()
+        self._pending_rows += 1
+        plan.rows.append(measured.times_us)
+        if measured.recomputed_items != NOT_MEASURED:
+            plan.recomputed_items.append(measured.recomputed_items)
+        for code, length_us in measured.reasons:
+            plan.reasons.setdefault(code, []).append(length_us)
+        for code, length_us in measured.held:
+            plan.held.setdefault(code, []).append(length_us)
+        return plan
+
+    def _count_rows(self) -> None:
+        """Count all rows into their series."""
+        self._pending_rows = 0
+        for plan in self._plans.values():
+            if not plan.rows:
+                continue
+            rows, plan.rows = plan.rows, []
+            for column, values_us in zip(plan.columns, zip(*rows, strict=True), strict=True):
+                for series in column:
+                    self._add_values(series, values_us)
+            if plan.recomputed_items:
+                series = self._find_series(names.METRIC_RECOMPUTED, plan.head, {})
+                self._add_values(series, tuple(plan.recomputed_items))
+                plan.recomputed_items = []
+            self._count_waits(plan)
+
+    def _count_waits(self, plan: _Plan) -> None:
+        """Count the queues' parts; their series are few, and found anew each time."""
+        for metric, label, words, lengths in (
+            (names.METRIC_REASON, names.QUEUE_REASON, stages.WAIT_REASON_NAMES, plan.reasons),
+            (names.METRIC_HELD, names.HELD_BY_KIND, stages.HOLDING_KIND_NAMES, plan.held),
+        ):
+            for code, values_us in lengths.items():
+                series = self._find_series(metric, plan.head, {label: words[code]})
+                self._add_values(series, tuple(values_us))
+            lengths.clear()
+
+    def _add_values(self, series: Series, values: tuple[int, ...]) -> None:
+        series.add_values(values)
+        if series.is_overflow:
+            self.counters.add("merged", len(values))
+
+    def _make_plan(self, data: bytes) -> _Plan:
+        """The series of a new head. Raises RecordDecodeError for bytes that are none."""
+        head = measurement.decode_head(data)
+        if len(self._plans) >= MAX_PLANS:
+            self._count_rows()
+            self._plans.clear()
+        self._plans[data] = plan = _Plan(head, self._find_columns(head))
+        return plan
+
+    def _find_columns(self, head: MeasurementHead) -> list[list[Series]]:
+        """The series of each of a measurement's times; none for a TTFT that another server tells, too."""
+        columns: list[list[Series]] = []
+        if head.has_ttft:
+            columns.append(self._find_ttft_series(head) if head.is_outermost else [])
+        for stage, instance in head.stages:
+            # The spans' own attributes, so that metrics of either origin have the same labels.
+            own = list_kind_attributes("stage", stage) | {names.INSTANCE: instance}
+            columns.append([self._find_series(names.METRIC_STAGE, head, own)])
+        if head.end_error is not None:
+            error: Attributes = {names.ERROR_TYPE: head.end_error}
+            columns.append([self._find_series(names.METRIC_REQUEST, head, error)])
+        if head.has_token_time:
+            columns.append([self._find_series(names.METRIC_TOKEN_TIME, head, {})])
+        return columns
+
+    def _find_ttft_series(self, head: MeasurementHead) -> list[Series]:
+        series = [self._find_series(names.METRIC_TTFT, head, {})]
+        # The convention counts answers that began; an encoder's has no token.
+        if not head.error and not head.is_encoder:
+            series.append(self._find_series(names.METRIC_CONVENTION, head, {}))
+        return series
+
+    def _find_series(self, metric: str, head: MeasurementHead, own: Attributes) -> Series:
+        """The series of a head and of labels of its `own`, which win."""
+        common: Attributes = {
+            names.ROLE: head.role,
+            names.MODEL: head.model,
+            names.ERROR_TYPE: head.error,
+            names.OPERATION: head.operation,
+            names.PROVIDER: names.PROVIDER_VLLM,
+        }
+        values = common | own
+        # Empty ones are left out: to Prometheus an empty label and a missing one are the same.
+        labels = {name: str(values[name]) for name in METRIC_LABELS[metric] if values.get(name)}
+        # The label that the collector derives from a span's status.
+        if metric == names.METRIC_TTFT:
+            labels[STATUS_LABEL] = STATUS_VALUES[bool(head.error)]
+        return self.registry.get(metric, head.service, labels, time.time_ns())

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collect records' spans in OTLP messages of bounded size, and let the SDK's exporters send them as they are.
+
+export_worker.py adds records; batch_exporter.py gives the batches to the SDK's exporter, whose transport,
+retries and variables stay its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, overload
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.trace import INVALID_SPAN_CONTEXT
+
+from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
+from ttft_otel.exporter.spans.span_builder import SCOPE, read_span
+from ttft_otel.exporter.spans.span_writer import count_spans, write_spans
+from ttft_otel.model.record import Record
+
+# At some 290 bytes a span 0.3 MB, far below gRPC's usual limit of 4 MB for a message.
+MAX_BATCH_SPANS: Final = 1024  # spans per OTLP message
+
+
+class SpanBatch(Sequence[ReadableSpan]):
+    """One export request. A sequence of the SDK's spans, too, but these are built only if somebody looks.
+
+    An exporter that calls `encode_spans` (see take_messages()) never does; any other one exports the same
+    spans, at the SDK's cost.
+    """
+
+    def __init__(self, detail: str = "full") -> None:
+        self.detail = detail
+        self.request = ExportTraceServiceRequest()
+        self._scopes: dict[int, ScopeSpans] = {}  # by id() of their resource: its hash takes 20 us
+        self._resources: list[Resource] = []  # of request.resource_spans, in their order
+        self._count = 0
+
+    def add_record(self, record: Record, resources: ResourceCache) -> None:
+        """Append the record's spans to those of its resource. Raises ValueError, as write_spans()."""
+        resource = resources.get(record.service)
+        scope = self._scopes.get(id(resource))
+        # The first spans of a resource are copied: one whose record is refused, or has none, is not named.
+        spans = ScopeSpans().spans if scope is None else scope.spans
+        before = len(spans)
+        write_spans(record, spans, self.detail)
+        self._count += len(spans) - before
+        if scope is None and spans:
+            self._add_resource(resource).spans.extend(spans)
+
+    def _add_resource(self, resource: Resource) -> ScopeSpans:
+        # protobuf copies on append: the cached encoding stays empty.
+        self.request.resource_spans.append(_encode_resource(resource))
+        self._resources.append(resource)
+        scope = self.request.resource_spans[-1].scope_spans[0]
+        self._scopes[id(resource)] = scope
+        return scope
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[ReadableSpan]:
+        # Built anew at each call and not kept: exporters that take messages never get here.
+        for resource, group in zip(self._resources, self.request.resource_spans, strict=True):
+            for span in group.scope_spans[0].spans:
+                yield read_span(span, resource)
+
+    @overload
+    def __getitem__(self, index: int) -> ReadableSpan: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ReadableSpan]: ...
+    def __getitem__(self, index: int | slice) -> ReadableSpan | list[ReadableSpan]:
+        # Only for exporters that index; it has to be there for a Sequence.
+        return list(self)[index]
+
+    def split_batch(self) -> Iterator[SpanBatch]:
+        """Parts of at most MAX_BATCH_SPANS spans; itself when it is no larger."""
+        if len(self) <= MAX_BATCH_SPANS:
+            yield self
+            return
+        for resource in self._resources:
+            spans = self._scopes[id(resource)].spans
+            for first in range(0, len(spans), MAX_BATCH_SPANS):
+                # Its detail does not matter: the spans are copied, and no record is added to it.
+                part = SpanBatch()
+                scope = part._add_resource(resource)
+                scope.spans.extend(spans[first : first + MAX_BATCH_SPANS])
+                part._count = len(scope.spans)
+                yield part
+
+
+class BatchBuilder:
+    """Distributes records over batches of at most MAX_BATCH_SPANS spans; a record stays in one if it fits.
+
+    detail: which spans they have, one of settings.DETAILS.
+    """
+
+    def __init__(self, resources: ResourceCache, detail: str = "full") -> None:
+        self.resources = resources
+        self.detail = detail
+        self._batches: list[SpanBatch] = []
+
+    def add_record(self, record: Record) -> None:
+        """Add the record's spans. Raises ValueError, and adds none, for a record with broken IDs."""
+        # The most that it can make: with less detail a batch ends smaller than the bound.
+        count = count_spans(record)
+        if count and (not self._batches or len(self._batches[-1]) + count > MAX_BATCH_SPANS):
+            self._batches.append(SpanBatch(self.detail))
+        if count:
+            self._batches[-1].add_record(record, self.resources)
+
+    def take_batches(self) -> Iterator[SpanBatch]:
+        """The batches so far, none of them empty; the builder has none afterwards."""
+        batches, self._batches = self._batches, []
+        # A refused record, or one without spans in this detail, can leave an empty batch.
+        for batch in batches:
+            if len(batch):
+                yield from batch.split_batch()
+
+
+@lru_cache(MAX_SERVICES + 1)
+def _encode_resource(resource: Resource) -> ResourceSpans:
+    """The SDK's own encoding of a resource and of our scope, with an empty list of spans."""
+    empty = ReadableSpan(
+        name="", context=INVALID_SPAN_CONTEXT, resource=resource, instrumentation_scope=SCOPE
+    )
+    encoded = encode_spans([empty]).resource_spans[0]
+    del encoded.scope_spans[0].spans[:]
+    return encoded
+
+
+def take_messages(exporter: SpanExporter) -> None:
+    """Let an SDK exporter send a SpanBatch as it is; anything else it encodes as before.
+
+    The SDK's exporters have no public way to be given messages. All of them encode by the function
+    `encode_spans` in their module, which is replaced here; where a version has none, or does not call
+    it, the exporter reads the batch as spans of the SDK.
+    """
+    module: Any = sys.modules[type(exporter).__module__]
+    encode = getattr(module, "encode_spans", None)
+    if encode is None or isinstance(encode, _MessageEncoder):
+        return
+    module.encode_spans = _MessageEncoder(encode)
+
+
+class _MessageEncoder:
+    """`encode_spans` for batches that are encoded already, and the SDK's for others."""
+
+    def __init__(
+        self, encode: Callable[[Sequence[ReadableSpan]], ExportTraceServiceRequest]
+    ) -> None:
+        self.encode = encode
+
+    def __call__(self, spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
+        return spans.request if isinstance(spans, SpanBatch) else self.encode(spans)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the spans of one Record as messages of opentelemetry-proto; span_batch.py collects them for export.
+
+Straight from the Record, without the SDK's span objects: these and their encoding take some ten times the
+CPU time. tests/exporter/sdk_span_builder.py builds the same spans with the SDK, and a test compares them.
+IDs and times are the record's; sampling was decided by the recorder.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
+from opentelemetry.trace import TraceState
+
+from ttft_otel.exporter.spans.attribute_writer import (
+    CONSTANT_TYPES,
+    MAX_CACHED_PARTS,
+    write_attributes,
+)
+from ttft_otel.exporter.spans.handover_pieces import count_late_pieces, list_late_pieces
+from ttft_otel.exporter.spans.holder_links import write_holders
+from ttft_otel.exporter.spans.record_attributes import (
+    list_identity_attributes,
+    list_kind_attributes,
+    list_outcome,
+    list_shared_attributes,
+    list_stage_attributes,
+    list_totals,
+)
+from ttft_otel.model import names
+from ttft_otel.model.record import Attributes, Piece, Record, Ttft, Value
+from ttft_otel.tracing.context import SAMPLED_FLAG
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+    SpanList: TypeAlias = RepeatedCompositeFieldContainer[Span]
+
+MAX_KEPT_ATTRIBUTES: Final = 12  # of a span whose encoding is kept as a whole
+# Kinds of pieces that become spans, for each of settings.DETAILS.
+PIECE_KINDS: Final = {
+    "full": frozenset({"stage", "part", "reason", "sibling", "late", "step"}),
+    "stages": frozenset({"stage", "reason", "late", "step"}),
+    "ttft": frozenset({"late"}),
+}
+BELOW_STAGES: Final = frozenset({"part", "reason"})  # kinds whose parent is a stage's span
+TRACE_ID_BYTES: Final = 16
+SPAN_ID_BYTES: Final = 8
+
+_INTERNAL: Final = Span.SPAN_KIND_INTERNAL
+_REMOTE_PARENT: Final = SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
+_LOCAL_PARENT: Final = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
+
+
+def count_spans(record: Record) -> int:
+    """How many spans write_spans() makes of `record` in full detail, the most."""
+    if not record.flags & SAMPLED_FLAG:
+        return 0
+    below = 1 + len(record.ttft.pieces) if record.ttft else 0
+    return (record.server is not None) + len(record.calls) + below + count_late_pieces(record)
+
+
+def write_spans(record: Record, spans: SpanList, detail: str = "full") -> None:
+    """Append the spans of `record`, parents before their children; none when it is not sampled.
+
+    detail: one of settings.DETAILS, which of its pieces become spans; it changes nothing in the others.
+    Raises ValueError, and appends nothing, for IDs that are not hex numbers, zero or too long, and for
+    numbers that OTLP cannot hold.
+    """
+    if not record.flags & SAMPLED_FLAG:
+        return
+    before = len(spans)
+    try:
+        writer = _SpanWriter(record, spans, PIECE_KINDS[detail])
+        writer.write_server_span()
+        writer.write_call_spans()
+        writer.write_ttft_spans()
+        writer.write_late_spans()
+    except BaseException:
+        del spans[before:]
+        raise
+
+
+class _Shared:
+    """Attributes that several spans share. items: the key of their kept encodings, () if none is kept."""
+
+    __slots__ = ("attributes", "items")
+
+    def __init__(self, attributes: Attributes) -> None:
+        self.attributes = attributes
+        self.items: tuple[tuple[str, Value], ...] = ()
+        if len(attributes) <= MAX_KEPT_ATTRIBUTES and CONSTANT_TYPES.issuperset(
+            map(type, attributes.values())
+        ):
+            self.items = tuple(attributes.items())
+
+
+class _SpanWriter:
+    """Writes the spans of one record; holds the IDs and attributes that they share."""
+
+    def __init__(self, record: Record, spans: SpanList, kinds: frozenset[str]) -> None:
+        self.record = record
+        self.kinds = kinds
+        self.spans = spans
+        trace_id = _parse_id(record.trace_id, TRACE_ID_BYTES)
+        state = _clean_tracestate(record.state) if record.state else ""
+        self.trace_head = Span(trace_id=trace_id, trace_state=state).SerializeToString()
+        self.server_id = _parse_id(record.span_id, SPAN_ID_BYTES)
+        self.shared_attributes = list_shared_attributes(record)
+
+    def write_server_span(self) -> None:
+        """The HTTP server span; its parent is the caller's span."""
+        server = self.record.server
+        if server is None:
+            return
+        above = self.record.parent_id
+        identity = list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | server.attributes | list_outcome(server)
+        head = _encode_head(
+            server.name, Span.SPAN_KIND_SERVER, names.ERROR_TYPE in attributes, bool(above)
+        )
+        parent_id = _parse_id(above, SPAN_ID_BYTES) if above else b""
+        write_attributes(
+            self.write_span(head, self.server_id, parent_id, 0, server.end), attributes
+        )
+
+    def write_call_spans(self) -> None:
+        """The router's client spans, one per attempt at a leg."""
+        for call in self.record.calls:
+            attributes = (
+                self.shared_attributes
+                | {names.LEG: call.leg}
+                | call.attributes
+                | list_outcome(call)
+            )
+            head = _encode_head(call.name, Span.SPAN_KIND_CLIENT, names.ERROR_TYPE in attributes)
+            span_id = _parse_id(call.span_id, SPAN_ID_BYTES)
+            span = self.write_span(head, span_id, self.server_id, call.start, call.end)
+            write_attributes(span, attributes)
+
+    def write_ttft_spans(self) -> None:
+        """The `ttft` (or `encode`) span and the pieces below it."""
+        ttft = self.record.ttft
+        if ttft is None:
+            return
+        ttft_id = _parse_id(ttft.span_id, SPAN_ID_BYTES)
+        identity = list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | ttft.attributes | list_totals(ttft)
+        head = _encode_head(ttft.name, _INTERNAL, bool(ttft.error))
+        span = self.write_span(head, ttft_id, self.server_id, ttft.start, ttft.end)
+        write_attributes(span, attributes)
+        self.write_pieces(ttft, ttft_id)
+
+    def write_pieces(self, ttft: Ttft, ttft_id: bytes) -> None:
+        """Stages, parts and siblings below the `ttft` span."""
+        on_stages = _Shared(list_stage_attributes(self.record, self.shared_attributes))
+        on_others = _Shared(self.shared_attributes)
+        placed: list[tuple[int, int, bytes]] = []
+        pieces = [piece for piece in ttft.pieces if piece.kind in self.kinds]
+        for piece in pieces:
+            if piece.kind not in BELOW_STAGES:
+                is_stage = piece.kind == "stage"
+                shared = on_stages if is_stage else on_others
+                span_id = self.write_piece(piece, ttft_id, shared)
+                if is_stage:
+                    placed.append((piece.start, piece.end, span_id))
+        # Last, because their parents are stages of this list.
+        for piece in pieces:
+            if piece.kind in BELOW_STAGES:
+                parent_id = _find_enclosing_stage(piece, placed) or ttft_id
+                # A metric is made of reasons, with the labels of stages.
+                shared = on_stages if piece.kind == "reason" else on_others
+                self.write_piece(piece, parent_id, shared)
+
+    def write_piece(self, piece: Piece, parent_id: bytes, shared: _Shared) -> bytes:
+        """A span below the `ttft` or the server span; returns its ID."""
+        span_id = (random.getrandbits(64) or 1).to_bytes(SPAN_ID_BYTES, "big")
+        if piece.attributes:
+            shared = _Shared(shared.attributes | piece.attributes)
+        if shared.items and not piece.held_by:
+            head = _encode_piece(piece.kind, piece.name, shared.items)
+            self.write_span(head, span_id, parent_id, piece.start, piece.end)
+        else:
+            head = _encode_head(piece.name, _INTERNAL, False)
+            span = self.write_span(head, span_id, parent_id, piece.start, piece.end)
+            attributes = shared.attributes | list_kind_attributes(piece.kind, piece.name)
+            write_attributes(span, attributes)
+            write_holders(span, piece.held_by)
+        return span_id
+
+    def write_late_spans(self) -> None:
+        """Spans after the first token: children of the server span, a `step` of the span before it."""
+        above = self.server_id
+        shared = _Shared(self.shared_attributes)
+        for piece in list_late_pieces(self.record):
+            if piece.kind not in self.kinds:
+                continue
+            parent_id = above if piece.kind == "step" else self.server_id
+            span_id = self.write_piece(piece, parent_id, shared)
+            above = above if piece.kind == "step" else span_id
+
+    def write_span(
+        self, head: bytes, span_id: bytes, parent_id: bytes, start: int, end: int
+    ) -> Span:
+        """Append one span with what `head` holds; times are microseconds after the record's start."""
+        base = self.record.start_ns
+        span = self.spans.add()
+        # Encoded messages of one type that follow each other are one message: their fields are merged.
+        span.MergeFromString(self.trace_head + head)
+        span.span_id = span_id
+        if parent_id:
+            span.parent_span_id = parent_id
+        span.start_time_unix_nano = base + start * 1000
+        span.end_time_unix_nano = base + (start if start > end else end) * 1000
+        return span
+
+
+@lru_cache(MAX_CACHED_PARTS)
+def _encode_head(
+    name: str, kind: Span.SpanKind.ValueType, failed: bool, remote: bool = False
+) -> bytes:
+    """The encoded fields that spans of one name share. remote: its parent is in another process."""
+    status = Status(code=Status.STATUS_CODE_ERROR if failed else Status.STATUS_CODE_UNSET)
+    flags = _LOCAL_PARENT | (_REMOTE_PARENT if remote else 0)
+    return Span(name=name, kind=kind, status=status, flags=flags).SerializeToString()
+
+
+@lru_cache(MAX_CACHED_PARTS)
+def _encode_piece(kind: str, name: str, attributes: tuple[tuple[str, Value], ...]) -> bytes:
+    """All but IDs and times of a piece's span. attributes: of CONSTANT_TYPES."""
+    span = Span.FromString(_encode_head(name, _INTERNAL, False))
+    write_attributes(span, dict(attributes) | list_kind_attributes(kind, name))
+    return span.SerializeToString()
+
+
+def _find_enclosing_stage(part: Piece, placed: list[tuple[int, int, bytes]]) -> bytes:
+    """ID of the stage piece that contains a part in time; b"" without one."""
+    for start, end, span_id in placed:
+        if start <= part.start and part.end <= end:
+            return span_id
+    return b""
+
+
+@lru_cache(256)
+def _clean_tracestate(header: str) -> str:
+    return TraceState.from_header([header]).to_header()
+
+
+def _parse_id(digits: str, size: int) -> bytes:
+    number = int(digits, 16)
+    if not 0 < number < 1 << 8 * size:
+        raise ValueError("an ID of zeros, or too long")
+    return number.to_bytes(size, "big")

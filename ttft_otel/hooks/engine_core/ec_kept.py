@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine core of an encoder: how long encodings are kept after the answer until they are fetched.
+
+ec_connectors.py wraps the connector's methods with these hooks; the API server calls
+answer_kept_items() over vLLM's utility channel. It works only for connectors whose scheduler side
+serves the fetches (ECCPUConnector over NIXL: `ProducerSession`). ECMooncakeConnector pushes from
+threads of its worker, and its scheduler does not learn which item arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import Any, Final
+
+from ttft_otel.hooks import ec_fields, wrap
+from ttft_otel.hooks.engine_core import ec_items
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.tracing import clock
+from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems
+
+log = logging.getLogger("ttft_otel")
+
+MAX_LEASES: Final = 8192  # answered requests whose encodings are not fetched yet
+MAX_WAITING_ENCODINGS: Final = 65536  # encodings of those requests
+MAX_UNASKED_ANSWERS: Final = 256  # answers that the API server has not asked for yet
+MAX_FETCHED_HASHES: Final = 8192  # encodings remembered as fetched
+# Microseconds: twice the longest time that ECCPUConnector's consumer waits for an encoding (60 s,
+# vLLM's _ADMIT_DEFER_TIMEOUT_S). After that it has encoded the item itself, or failed.
+MAX_KEPT_US: Final = 120_000_000
+REASON_EXPIRED: Final = "expired"
+REASON_EVICTED: Final = "evicted"
+
+
+class EncodingLease:
+    """Encodings of an answered request that are kept until another instance fetches them.
+
+    Times in microseconds. waiting: mm_hashes that are not fetched yet. unready: those of them whose
+    copy out of the device is still in progress. ready_at: when the last copy ended, 0 before.
+    """
+
+    __slots__ = (
+        "bytes",
+        "items",
+        "ready_at",
+        "request_id",
+        "since",
+        "answer_future",
+        "unready",
+        "waiting",
+    )
+
+    def __init__(self, request_id: str, waiting: set[str], unready: set[str], size: int) -> None:
+        self.request_id = request_id
+        self.since = clock.now_us()
+        self.waiting = waiting
+        self.unready = unready
+        self.items = len(waiting)
+        self.bytes = size
+        self.ready_at = 0 if unready else self.since
+        self.answer_future: Future[str] | None = None  # set when the API server asks before the end
+
+
+# By engine request id, oldest first. While it is empty the hooks return at once.
+leases: OrderedDict[str, EncodingLease] = OrderedDict()
+leases_by_hash: dict[str, list[EncodingLease]] = {}  # by mm_hash
+unasked_answers: OrderedDict[str, str] = OrderedDict()  # leases that ended before the query came
+# No lock for these dictionaries: hooks and utility calls run on the engine core's main thread.
+fetched_hashes: OrderedDict[str, None] = OrderedDict()  # mm_hashes fetched by a consumer before
+dropped_leases = 0
+
+
+def wrap_session_class(connector: Any) -> None:
+    """Wrap the class of the connector's session that serves fetches, if `connector` has one."""
+    delegate = getattr(connector, "connector_scheduler", None)
+    kind = type(getattr(delegate, "_producer_session", None))
+    for target, names in SESSION_METHODS.items():
+        for name in names:
+            if hasattr(kind, name):
+                wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, HOOKS[target])
+
+
+def record_announced(
+    _: None, result: Any, connector: Any, request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """After request_finished(): open a lease for the encodings that the answer announces.
+
+    Encodings that a consumer has fetched before are left out: it has them and does not fetch them
+    again. So are requests whose own transfer parameters show that they are not an encoder's: prefill
+    on an ec_both instance announces its encodings, too.
+    """
+    timeline = getattr(request, "_ttft", None)
+    # An encoder's timeline is sent after this call; one that was sent has had its token.
+    if timeline is None or timeline.sent or not timeline.complete:
+        return
+    if not wrap.is_active("transfer.fetched") or ec_items.is_named(timeline):
+        return
+    if getattr(request, "kv_transfer_params", None):
+        return
+    # result: (whether vLLM frees the cache later, ec_transfer_params of the answer).
+    announced = result[1] if isinstance(result[1], dict) else {}
+    sizes = {
+        name: item.get("size_bytes", 0)
+        for name, item in announced.items()
+        if isinstance(item, dict) and "peer_host" in item
+    }
+    is_held = ec_fields.find_held_test(connector)
+    unready = {name for name in sizes if is_held is not None and not is_held(name)}
+    for name in unready:
+        fetched_hashes.pop(name, None)  # saved again: this copy has not been fetched
+    unfetched = {name for name in sizes if name not in fetched_hashes}
+    if unfetched:
+        timeline.open_details().kept |= KEPT_ITEMS_BIT
+        _add_lease(
+            EncodingLease(
+                request.request_id,
+                unfetched,
+                unready & unfetched,
+                sum(sizes[name] for name in unfetched),
+            )
+        )
+
+
+def _add_lease(lease: EncodingLease) -> None:
+    global dropped_leases
+    while leases and (
+        len(leases) >= MAX_LEASES
+        or len(leases_by_hash) + len(lease.waiting) > MAX_WAITING_ENCODINGS
+    ):
+        _remove_lease(next(iter(leases.values())), "")
+        dropped_leases += 1
+        # Once: under such a load every request would log it.
+        if dropped_leases == 1:
+            log.warning(
+                "ttft-otel: more than %d requests or %d encodings are waiting to be fetched; "
+                "`ttft.ec.kept` spans of the oldest requests are dropped",
+                MAX_LEASES,
+                MAX_WAITING_ENCODINGS,
+            )
+    leases[lease.request_id] = lease
+    for name in lease.waiting:
+        leases_by_hash.setdefault(name, []).append(lease)
+
+
+def _end_lease(lease: EncodingLease, why: str = "") -> None:
+    """End a lease: all its encodings were fetched (`why` ""), or will not be."""
+    kept_items = KeptItems(
+        lease.since, clock.now_us(), lease.items, lease.bytes, lease.ready_at, why
+    )
+    _remove_lease(lease, kept_items.to_json())
+
+
+def _remove_lease(lease: EncodingLease, answer: str) -> None:
+    leases.pop(lease.request_id, None)
+    for name in lease.waiting:
+        others = leases_by_hash.get(name, [])
+        if lease in others:
+            others.remove(lease)
+        if not others:
+            leases_by_hash.pop(name, None)
+    if lease.answer_future is not None:
+        lease.answer_future.set_result(answer)
+        return
+    unasked_answers[lease.request_id] = answer
+    if len(unasked_answers) > MAX_UNASKED_ANSWERS:
+        unasked_answers.popitem(last=False)
+
+
+def record_saved(_: None, result: Any, connector: Any, output: Any, *args: Any, **kw: Any) -> None:
+    """After update_connector_output(): its `output` names the encodings whose copy is complete."""
+    meta = getattr(output, "ec_connector_worker_meta", None)
+    for name in getattr(meta, "completed_saves", ()):
+        for lease in leases_by_hash.get(name, ()):
+            lease.unready.discard(name)
+            if not lease.unready:
+                lease.ready_at = lease.ready_at or clock.now_us()
+
+
+def snapshot_reads(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+    """Before _drain_notifs(): a copy of the fetches in progress; None without any."""
+    # A copy, because the call that follows removes the completed ones from vLLM's dict.
+    return dict(session._active_xfers) or None
+
+
+def record_fetched(
+    active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
+) -> None:
+    """After _drain_notifs(): fetches of `active` that are gone now were completed by a consumer.
+
+    A fetch serves every lease that waits for the encoding, whichever request it was made for.
+    """
+    for name in _list_ended_reads(active, session):
+        fetched_hashes[name] = None
+        fetched_hashes.move_to_end(name)
+        if len(fetched_hashes) > MAX_FETCHED_HASHES:
+            fetched_hashes.popitem(last=False)
+        for lease in leases_by_hash.pop(name, ()):
+            lease.waiting.discard(name)
+            if not lease.waiting:
+                _end_lease(lease)
+
+
+def drop_overdue(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+    """Before _sweep_timeouts(), in every step: end leases that are evicted or too old.
+
+    Goes from the oldest to the first that is neither, because the connector evicts in about that
+    order. Returns the fetches in progress, as snapshot_reads().
+    """
+    now = clock.now_us()
+    while leases:
+        oldest = next(iter(leases.values()))
+        if any(session._cache.get(name) is None for name in oldest.waiting):
+            _end_lease(oldest, REASON_EVICTED)
+        elif now - oldest.since > MAX_KEPT_US:
+            _end_lease(oldest, REASON_EXPIRED)
+        else:
+            break
+    return snapshot_reads(session)
+
+
+def record_expired(
+    active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
+) -> None:
+    """After _sweep_timeouts(): fetches of `active` that are gone now did not complete in time."""
+    for name in _list_ended_reads(active, session):
+        for lease in list(leases_by_hash.get(name, ())):
+            _end_lease(lease, REASON_EXPIRED)
+
+
+def _list_ended_reads(active: dict[str, Any], session: Any) -> list[str]:
+    return [read.mm_hash for key, read in active.items() if key not in session._active_xfers]
+
+
+def answer_kept_items(core: Any, request_id: str) -> Any:
+    """Utility call: how long encodings were kept, as KeptItems JSON; "" when unknown.
+
+    Returns a Future while they are kept, which vLLM's utility channel awaits.
+    """
+    lease = leases.get(request_id)
+    if lease is None:
+        return unasked_answers.pop(request_id, "")
+    lease.answer_future = lease.answer_future or Future()
+    return lease.answer_future
+
+
+SESSION_METHODS: Final = {
+    "transfer.fetched": ("_drain_notifs",),
+    "transfer.lease": ("_sweep_timeouts",),
+}
+
+HOOKS: Final = {
+    "transfer.keep": wrap.Hook(after=record_announced),
+    "transfer.ready": wrap.Hook(after=record_saved, ready=leases),
+    "transfer.fetched": wrap.Hook(before=snapshot_reads, after=record_fetched, ready=leases),
+    "transfer.lease": wrap.Hook(before=drop_overdue, after=record_expired, ready=leases),
+}

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describe what a scheduled step computes: prompt tokens, decode tokens, embeddings, the largest requests.
+
+held_steps.py calls describe_step() with the scheduler's output for each step while a traced request waits.
+Its cost does not depend on the number of requests in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from ttft_otel.model.held_waits import SEGMENT_SIZE
+from ttft_otel.model.stages import HOLDING_KIND_NAMES
+
+PREFILL, DECODE, ENCODER, OWN, IDLE = range(len(HOLDING_KIND_NAMES))
+MAX_LOOKED_AT: Final = 32  # requests of a step that are looked at to find prompts
+MAX_NAMED: Final = 8  # requests of each kind that are named
+SCALE: Final = 10  # bits of a microsecond's fraction in `held`: shares of many short steps add up
+
+
+class StepWork(msgspec.Struct, eq=False, gc=False):
+    """The work of one step; its weights are tokens.
+
+    output: the scheduler's output, which identifies the step. scheduled: time (us), 0 if it was not seen.
+    prefill, decode, encoder: prompt tokens, decode tokens, embeddings; total: their sum, 0 without work.
+    decoders: number of decoding requests. chunks, items: (tokens, request ID) of the largest prompts and of
+    media items. unnamed: there were more. parts: the same with their Holder (holders.py). completed: keys of
+    those that end with the step. is_plain: nobody but those who decoded before has a part in it, and it
+    follows the step before. resumed: the scheduler was paused before it. turnaround: microseconds from its
+    end to the next step's begin, once known; sums: those of the log at that begin (step_log.py).
+    """
+
+    output: Any
+    scheduled: int
+    # A request with one token counts as decoding, unless more is known.
+    decode: int
+    total: int
+    decoders: int
+    prefill: int = 0
+    encoder: int = 0
+    chunks: Sequence[tuple[int, str]] = ()
+    items: Sequence[tuple[int, str]] = ()
+    parts: Sequence[tuple[Any, int]] = ()
+    completed: Sequence[tuple[str, int]] = ()
+    is_plain: bool = False
+    unnamed: bool = False
+    resumed: bool = False
+    turnaround: int = 0
+    sums: tuple[int, int, int] = (0, 0, 0)
+
+
+def describe_step(scheduler: Any, output: Any, scheduled: int) -> StepWork:
+    """The work of the step `output`, which was scheduled at `scheduled` (us), 0 if that is not known."""
+    total: int = output.total_num_scheduled_tokens
+    work = StepWork(output, scheduled, total, total, len(output.num_scheduled_tokens))
+    if total > work.decoders:  # else nobody has more than one token
+        _find_prompts(work)
+    if output.scheduled_encoder_inputs:
+        _find_items(work, scheduler.requests)
+    return work
+
+
+def _find_prompts(work: StepWork) -> None:
+    """Requests with more than one token, from the end: the scheduler puts those that decode first."""
+    tokens = work.output.num_scheduled_tokens
+    drafts = getattr(work.output, "scheduled_spec_decode_tokens", None) or ()
+    surplus = work.decode - work.decoders  # tokens beyond one for each request
+    found = []
+    for request_id in islice(reversed(tokens), MAX_LOOKED_AT):
+        count = tokens[request_id]
+        if count > 1:
+            surplus -= count - 1
+            if request_id not in drafts:
+                found.append((count, request_id))
+                work.prefill += count
+            if not surplus:
+                break
+    # With drafts those that were not looked at decode; without, they could be prompts.
+    if surplus and not drafts:
+        work.unnamed = True
+        work.prefill += surplus
+    work.decode -= work.prefill
+    work.decoders -= len(found)
+    work.chunks = _name_largest(work, found)
+
+
+def _find_items(work: StepWork, requests: Any) -> None:
+    """The embeddings of each request's media items that the step encodes."""
+    found = []
+    for request_id, indices in work.output.scheduled_encoder_inputs.items():
+        request = requests.get(request_id)
+        features = getattr(request, "mm_features", None)
+        if features:
+            embeddings = sum([features[index].mm_position.length for index in indices])
+            found.append((embeddings, request_id))
+            work.encoder += embeddings
+            work.total += embeddings
+    work.items = _name_largest(work, found)
+
+
+def _name_largest(work: StepWork, found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    if len(found) > MAX_NAMED:
+        found.sort(reverse=True)
+        work.unnamed = True
+        del found[MAX_NAMED:]
+    return found
+
+
+def take_out_own(segments: list[int], request_id: str, work: StepWork | None) -> None:
+    """Take the request's own work out of the last segment, which is of the step `work`."""
+    if work is None or not work.total or len(segments) < SEGMENT_SIZE:
+        return
+    length = segments[-SEGMENT_SIZE]
+    tokens = work.output.num_scheduled_tokens.get(request_id, 0)
+    embeddings = sum([count for count, each in work.items if each == request_id])
+    # A request with one token counts as one that decodes (step_work.py).
+    for place, weight in ((-4 if tokens > 1 else -3, tokens), (-2, embeddings)):
+        own = min(length * weight // work.total, segments[place])
+        segments[place] -= own
+        segments[-1] += own
+
+
+def share_decode(work: StepWork, length: int, total: int) -> int:
+    """What each request that decodes has of `length` microseconds of the step (<< SCALE)."""
+    return (length << SCALE) * work.decode // (total * work.decoders) if work.decode else 0
+
+
+def share_parts(work: StepWork, length: int) -> dict[Any, tuple[int, int]]:
+    """What each part has of `length` microseconds of the step (<< SCALE), and its tokens."""
+    if not length:
+        return {}
+    total = work.total
+    return {holder: ((length << SCALE) * tokens // total, tokens) for holder, tokens in work.parts}

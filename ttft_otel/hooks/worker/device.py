@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clocks for a worker's marks: the host's, a device's that reads its events, and lengths alone.
+
+model_runners.py stamps the steps with the one that choose_clock() picks; device_anchor.py estimates
+the host time to which a device's events are tied. Never synchronizes with the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from ttft_otel.hooks.worker.device_anchor import UNKNOWN, Anchor
+from ttft_otel.tracing import clock
+
+# What is known of an anchor's host time gets worse with its age, because the clocks drift apart.
+ANCHOR_RENEWAL_US: Final = 1_000_000
+# One that few steps have told something of stays longer: of these one may have been read late.
+MIN_ANCHOR_STEPS: Final = 4
+SPARSE_RENEWAL_US: Final = 5_000_000
+# ... and where no step was read yet; then elapsed_time(), a float32 of ms, is off by 4 us.
+MAX_ANCHOR_AGE_US: Final = 60_000_000
+MAX_POOLED_EVENTS: Final = 64  # once there are so many, a step's events are not added to them
+MAX_STAMPS: Final = 1 << 30  # more than a step can have
+# An event that is recorded on an idle stream happens 4 to 10 us later.
+IDLE_LATENCY_US: Final = 30
+# So seldom is the stream asked whether it is idle: what an idle step tells is worth 3 us less by then.
+IDLE_PROBE_US: Final = 100_000
+
+
+@dataclass(slots=True)
+class Placement:  # neither frozen nor a NamedTuple: both take 0.3 us more
+    """Where the stamps of a step are.
+
+    places: host times in microseconds, 0 where the device had not come by at the reading. read_at:
+    host time of that reading, 0 where all have places or none can be compared with it. error_us:
+    their estimated error.
+    """
+
+    places: list[int]
+    read_at: int
+    error_us: int
+
+
+class StepClock(Protocol):
+    """Stamps are added while work is being queued, and placed when the results have been read."""
+
+    kind: int
+
+    def open_step(self) -> list[Any]:
+        """Before a step's first work: the list of its stamps; may hold one that only the clock needs."""
+
+    def add_stamp(self, stamps: Any) -> None:
+        """Append a stamp of this point of the work to the step's `stamps`."""
+
+    def note_pending(self, stamps: Any, awaited: int) -> None:
+        """Before something waits for the device to reach stamp `awaited`: note if it has not yet."""
+
+    def place_stamps(self, stamps: Any) -> Placement:
+        """Where `stamps` are, as far as the device has reached them; does not wait."""
+
+    def release_stamps(self, stamps: Any) -> None:
+        """Nobody asks for the places of `stamps` again."""
+
+
+class HostClock:
+    """For a CPU, where work is done when the call returns: a stamp is the time itself."""
+
+    kind = clock.CLOCK_HOST
+
+    def open_step(self) -> list[int]:
+        """A step without stamps."""
+        return []
+
+    def add_stamp(self, stamps: list[int]) -> None:
+        """The time now, in microseconds."""
+        stamps.append(clock.now_us())
+
+    def note_pending(self, stamps: list[int], awaited: int) -> None:
+        """Nothing is ever pending."""
+
+    def place_stamps(self, stamps: list[int]) -> Placement:
+        """`stamps` are host times already."""
+        return Placement(stamps, 0, 0)
+
+    def release_stamps(self, stamps: list[int]) -> None:
+        """Numbers need no release."""
+
+
+class DeviceStamps(list[tuple[Any, int]]):
+    """A step's events, each with a host time before which it did not happen.
+
+    idle_until: the first one was recorded on an idle stream and happened before this; 0: it was not.
+    pending_from: index of the one that was seen not to have happened yet.
+    """
+
+    __slots__ = ("anchor", "idle_until", "pending_from")
+
+    def __init__(self, anchor: Anchor) -> None:
+        self.anchor = anchor
+        self.idle_until = 0
+        self.pending_from = MAX_STAMPS
+
+
+class DeviceClock:
+    """Timing events on the current stream, which is the one that computes.
+
+    make_event: creates an event with timing, like torch.cuda.Event(enable_timing=True).
+    is_idle: whether everything queued on the current stream is done; must not wait.
+
+    All stamps of a step are placed by the anchor of its first stamp. What is known of the anchor's
+    host time comes from three observations: an event does not happen before it is recorded; on an
+    idle stream it happens at once; and one that is pending before the output's copy is waited for,
+    and complete after it, happened in between.
+    """
+
+    kind = clock.CLOCK_DEVICE
+
+    def __init__(self, make_event: Callable[[], Any], is_idle: Callable[[], bool]) -> None:
+        self.make_event = make_event
+        self.is_idle = is_idle
+        self.pool: list[Any] = []
+        self.anchor: Anchor | None = None
+        self.probe_at = 0  # host time from which on is_idle() is asked again
+
+    def open_step(self) -> DeviceStamps:
+        """With an event in it if the stream was found idle, whose time is known to a few us."""
+        now = clock.now_us()
+        idle = False
+        if now >= self.probe_at:
+            self.probe_at = now + IDLE_PROBE_US
+            idle = self.is_idle()  # before the anchor is recorded on the same stream
+        anchor = self.anchor
+        if anchor is None or now - anchor.recorded_at > ANCHOR_RENEWAL_US:
+            anchor = self._renew_anchor(now)
+        # The step keeps its anchor: the clock's may be renewed before this step is read.
+        stamps = DeviceStamps(anchor)
+        if idle:
+            self.add_stamp(stamps)
+            stamps.idle_until = clock.now_us() + IDLE_LATENCY_US
+        return stamps
+
+    def _renew_anchor(self, now: int) -> Anchor:
+        before = self.anchor
+        if before is not None and before.steps < MIN_ANCHOR_STEPS:
+            max_age_us = SPARSE_RENEWAL_US if before.steps else MAX_ANCHOR_AGE_US
+            if now - before.recorded_at <= max_age_us:
+                return before
+            before = before if before.steps else None  # it tells nothing
+        # Not of the pool, whose events are recorded again: steps in flight measure from it.
+        self.anchor = anchor = Anchor(self.make_event(), now, before)
+        anchor.event.record()
+        return anchor
+
+    def add_stamp(self, stamps: DeviceStamps) -> None:
+        """Record an event (a few us, no synchronization) and the host's time."""
+        now = clock.now_us()
+        # Used again, so that a step need not create and destroy events of the device.
+        event = self.pool.pop() if self.pool else self.make_event()
+        event.record()
+        stamps.append((event, now))
+
+    def note_pending(self, stamps: DeviceStamps, awaited: int) -> None:
+        """One query: all stamps up to `awaited` are complete when the wait is over."""
+        # StepStamps.awaited is -1 for the last stamp.
+        awaited %= len(stamps)
+        event = stamps[awaited][0]
+        now = clock.now_us()  # before the query: if it is false, the event is later than this
+        if not event.query():
+            stamps[awaited] = (event, now)
+            stamps.pending_from = awaited
+
+    def place_stamps(self, stamps: DeviceStamps) -> Placement:
+        """The anchor's estimated time plus the time elapsed since it."""
+        reached, asked_at = len(stamps), 0
+        if reached and not stamps[-1][0].query():
+            asked_at = clock.now_us()
+            # The device works in the order of recording: behind the first pending one all are.
+            reached = _count_reached(stamps)
+            if reached < len(stamps):  # else it was reached just now
+                # Read again later, it is known not to have happened before this.
+                stamps[reached] = (stamps[reached][0], asked_at)
+        if not reached:
+            return Placement([0] * len(stamps), asked_at, 0)
+        now = clock.now_us()
+        anchor = stamps.anchor
+        measure, low, after = anchor.event.elapsed_time, -UNKNOWN, 0.0
+        elapsed: list[float] = []
+        for event, earliest in stamps if not asked_at else stamps[:reached]:
+            after = measure(event) * 1000.0
+            elapsed.append(after)
+            if earliest - after > low:
+                low = earliest - after
+        # What is complete now happened before now; that is worth something if it was awaited.
+        high = now - after if stamps.pending_from < reached else UNKNOWN
+        if stamps.idle_until:
+            high = min(high, stamps.idle_until - elapsed[0])
+        base, error_us = anchor.estimate_time(now, low, high, now - after)
+        places = [round(base + each) for each in elapsed]
+        if asked_at:
+            places += [0] * (len(stamps) - reached)
+        return Placement(places, asked_at, error_us)
+
+    def release_stamps(self, stamps: DeviceStamps) -> None:
+        """Use the events again; recording one that is still pending is allowed."""
+        if len(self.pool) < MAX_POOLED_EVENTS:
+            self.pool += [event for event, _ in stamps]
+
+
+def _count_reached(stamps: DeviceStamps) -> int:
+    return bisect.bisect_left(stamps, True, key=lambda stamp: not stamp[0].query())
+
+
+class LengthsClock:
+    """For a platform whose events are not placed: lengths are the device's, places mean nothing."""
+
+    kind = clock.CLOCK_LENGTHS
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        self.make_event = make_event
+
+    def open_step(self) -> list[Any]:
+        """A step without stamps."""
+        return []
+
+    def add_stamp(self, stamps: list[Any]) -> None:
+        """Record an event."""
+        event = self.make_event()
+        event.record()
+        stamps.append(event)
+
+    def note_pending(self, stamps: list[Any], awaited: int) -> None:
+        """Serves places alone."""
+
+    def place_stamps(self, stamps: list[Any]) -> Placement:
+        """As if the first stamp were now, so that differences are right."""
+        now = clock.now_us()
+        complete = [event.query() for event in stamps]
+        places = [
+            round(now + stamps[0].elapsed_time(event) * 1000) if done and complete[0] else 0
+            for event, done in zip(stamps, complete, strict=True)
+        ]
+        return Placement(places, 0, 0)
+
+    def release_stamps(self, stamps: list[Any]) -> None:
+        """They are not pooled: what recording again does to an event was not tried there."""
+
+
+class NoClock:
+    """For a platform without timing events: launch times would be told as compute, so nothing is."""
+
+    kind = clock.CLOCK_NONE
+
+    def open_step(self) -> list[None]:
+        """A step without stamps."""
+        return []
+
+    def add_stamp(self, stamps: list[None]) -> None:
+        """A stamp without a time."""
+        stamps.append(None)
+
+    def note_pending(self, stamps: list[None], awaited: int) -> None:
+        """Nothing to note."""
+
+    def place_stamps(self, stamps: list[None]) -> Placement:
+        """None of them has a place."""
+        return Placement([0] * len(stamps), 0, 0)
+
+    def release_stamps(self, stamps: list[None]) -> None:
+        """There are no events."""
+
+
+def choose_clock() -> StepClock:
+    """The clock for this worker's platform. On CPU torch's events do not time anything.
+
+    The rules for places were worked out for CUDA's events; ROCm's, XPU's and others' give lengths.
+    """
+    platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    torch = sys.modules.get("torch")
+    if platform is None or torch is None or platform.is_cpu():
+        return HostClock()
+    if platform.is_cuda():
+        return DeviceClock(
+            lambda: torch.cuda.Event(enable_timing=True),
+            lambda: torch.cuda.current_stream().query(),
+        )
+    if platform.is_cuda_alike():
+        return LengthsClock(lambda: torch.cuda.Event(enable_timing=True))
+    if hasattr(torch, "accelerator") and torch.accelerator.is_available():
+        try:
+            torch.Event(enable_timing=True)
+        except (RuntimeError, TypeError):  # a backend without timing events
+            return NoClock()
+        return LengthsClock(lambda: torch.Event(enable_timing=True))
+    return NoClock()

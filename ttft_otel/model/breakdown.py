@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partition a request's time to first token into stages that add up to it exactly. Pure.
+
+recorder.py passes the Marks it collected and puts the Breakdown into the Record. A cursor walks the
+marks in the order of stages.STAGES. A missing mark leaves its interval open, and the next mark closes
+both as `unattributed`: a missing hook never makes a neighbouring stage longer.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ttft_otel.model.held_waits import HeldPiece, divide_held
+from ttft_otel.model.intervals import PartitionCursor, flatten_intervals, merge_tail_pieces
+from ttft_otel.model.stages import UNATTRIBUTED
+from ttft_otel.model.wait_reasons import WAIT_STAGES, ReasonSlice, divide_waits
+
+CODE_ENCODER: Final = 9  # codes of the worker's intervals, keys of stages.STAGES_BY_CODE
+CODE_FORWARD: Final = 10
+CODE_EC_TRANSFER: Final = 8
+CODE_KV_TRANSFER: Final = 6
+
+# Bits: a hook is missing, so that such an interval may not have been recorded.
+LOST_ENCODER: Final = 1  # the step ran the encoder, but has no interval for it
+LOST_FORWARD: Final = 2
+LOST_LOAD: Final = 4
+LOST_SAVE: Final = 8
+LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward
+LOST_AFTER: Final = 32  # KV blocks may have been loaded or saved after it (on V2: after sampling)
+LOST_EARLIER: Final = 128  # earlier pipeline stages worked before it (64: carrier's)
+
+_STAGE_BY_CODE: Final = {
+    CODE_ENCODER: "encoder.compute",
+    CODE_FORWARD: "prefill.compute",
+    CODE_EC_TRANSFER: "ec.transfer",
+    CODE_KV_TRANSFER: "kv.transfer",
+}
+MAX_PIECES: Final = 96  # pieces (spans) kept one by one; later ones are merged per stage
+
+
+class EngineStep(msgspec.Struct, gc=False):
+    """One engine step of a request; times in microseconds, `sampled` 0 if unseen, `lost` LOST_* bits.
+
+    pairs: the worker's intervals (code, start, end).
+    """
+
+    pairs: list[tuple[int, int, int]]
+    sampled: int = 0
+    lost: int = 0
+
+
+class Marks(msgspec.Struct, gc=False):
+    """The marks of one request: CLOCK_MONOTONIC in microseconds, 0 for a mark that is missing.
+
+    waits: (stage, start, end) intervals inside the queue that belong to connectors.
+    reasons, held: why the scheduler left it out (since when, code), and what ran (held_waits.py).
+    foreign: the worker's clock is not the engine core's, or it gives lengths only: the places of its
+        intervals are not usable.
+    clock_offset, clock_error: what was subtracted from the engine core's times because its clock is
+        another one, and by how much that may be wrong; see clock_offsets.py.
+    egress: 0 when the TTFT ends with `output`. encode_only: the language model does not run.
+    truncated: steps were dropped. queue_lost: a wait whose hook is missing may hide in the queue.
+    """
+
+    arrive: int
+    render: int = 0
+    assign: int = 0
+    added: int = 0
+    scheduled: int = 0
+    moving: int = 0  # since then KV blocks have been in transfer; 0 once they have arrived
+    asking: int = 0  # since then an encoder-cache connector has been answering "not yet"
+    encoder_first: bool = False
+    waits: list[tuple[str, int, int]] = []
+    reasons: list[tuple[int, int]] = []
+    held: list[int] = []
+    steps: list[EngineStep] = []
+    entered: int = 0
+    received: int = 0
+    output: int = 0
+    egress: int = 0
+    encode_only: bool = False
+    foreign: bool = False
+    truncated: bool = False
+    queue_lost: bool = False
+    clock_offset: int = 0
+    clock_error: int = 0
+    partial: bool = False  # it ended before its last chunk: none of its steps sampled a first token
+
+
+class Breakdown(msgspec.Struct, gc=False):
+    """Result of a partition; microseconds. sum(stages.values()) + unattributed == end - start.
+
+    pieces: (stage, start, end) in time order, contiguous from start to end.
+    clamped: how far marks lay before their predecessor, in total; such marks are moved forward.
+    reasons, held: the waiting pieces, divided by reasons, and by what held the engine.
+    """
+
+    start: int
+    end: int
+    pieces: list[tuple[str, int, int]]
+    stages: dict[str, int]
+    unattributed: int
+    clamped: int
+    reasons: list[ReasonSlice] = []
+    held: list[HeldPiece] = []
+
+
+def partition_marks(marks: Marks, end: int = 0, failed_stage: str = "") -> Breakdown:
+    """Partition [marks.arrive, last mark] into stages.
+
+    end: of a request without a first token; time up to it is `failed_stage`'s, "" unattributed.
+    """
+    pieces = [] if end else _cut_usual(marks)
+    if pieces:
+        totals = {stage: high - low for stage, low, high in pieces}
+        return _build_breakdown(marks, pieces, totals, pieces[-1][2], 0)
+    # Taken in this process, and nothing that another process did can be later.
+    cursor = PartitionCursor(marks.arrive, marks.output or marks.egress or end)
+    cursor.close_stage("receive", marks.render)
+    cursor.close_stage("preprocess", marks.assign)
+    cursor.close_stage("ipc", marks.added)
+    _close_queue(cursor, marks)
+    if marks.foreign:
+        _add_remote_lengths(cursor, marks)
+    else:
+        _close_worker_stages(cursor, marks)
+    # From here on the marks are this process's own.
+    cursor.limit = 0
+    cursor.close_stage("output", marks.output)
+    if marks.egress:
+        cursor.close_stage("egress", marks.egress)
+    if end:
+        cursor.is_open = False
+        cursor.close_stage(failed_stage or UNATTRIBUTED, max(end, cursor.position))
+    totals = {}
+    for label, low, high in cursor.pieces:
+        totals[label] = totals.get(label, 0) + high - low
+    return _build_breakdown(marks, cursor.pieces, totals, cursor.position, cursor.clamped)
+
+
+def _cut_usual(marks: Marks) -> list[tuple[str, int, int]]:
+    """The pieces of most requests, in a fifth of the cursor's time; [] where it is to decide.
+
+    Of a text prompt that one step has computed: no connector, no step more, no missing mark.
+    """
+    if len(marks.steps) != 1 or marks.waits or marks.encode_only or marks.encoder_first:
+        return []
+    step = marks.steps[0]
+    if len(step.pairs) != 1 or step.lost or marks.foreign or marks.truncated:
+        return []
+    code, start, stop = step.pairs[0]
+    if code != CODE_FORWARD or marks.queue_lost or marks.partial:
+        return []
+    output, egress = marks.output, marks.egress or marks.output
+    arrive, render, assign, added = marks.arrive, marks.render, marks.assign, marks.added
+    scheduled, sampled = marks.scheduled, step.sampled
+    # Each is there, and none lies before its predecessor.
+    if not 0 < arrive <= render <= assign <= added <= scheduled <= start <= stop <= sampled:
+        return []
+    if not start < sampled <= output <= egress:
+        return []
+    pieces = [
+        ("receive", arrive, render),
+        ("preprocess", render, assign),
+        ("ipc", assign, added),
+        ("prefill.queue", added, scheduled),
+        ("dispatch", scheduled, start),
+        ("prefill.compute", start, stop),
+        ("sample", stop, sampled),
+        ("output", sampled, output),
+    ]
+    if egress > output:
+        pieces.append(("egress", output, egress))
+    if arrive < render < assign < added < scheduled < start < stop < sampled < output:
+        return pieces
+    return [piece for piece in pieces if piece[2] > piece[1]]
+
+
+def _close_queue(cursor: PartitionCursor, marks: Marks) -> None:
+    """The queue's stage, with the connectors' waits cut out of it."""
+    queue_stage = "encoder.queue" if marks.encoder_first else "prefill.queue"
+    if marks.scheduled:
+        # Two connectors can wait at once; what the first one took is cut off the second.
+        for stage, start, stop in sorted(marks.waits, key=lambda wait: wait[1]):
+            low, high = max(start, cursor.position), min(stop, marks.scheduled)
+            if high > low:
+                cursor.is_open = cursor.is_open or marks.queue_lost
+                cursor.close_stage(queue_stage, low)
+                cursor.close_stage(stage, high)
+    # It ended while it waited for a connector: that wait has a start and no end.
+    elif marks.moving or marks.asking:
+        cursor.close_stage(queue_stage, marks.moving or marks.asking)
+    cursor.is_open = cursor.is_open or marks.queue_lost
+    cursor.close_stage(queue_stage, marks.scheduled)
+
+
+def _close_worker_stages(cursor: PartitionCursor, marks: Marks) -> None:
+    """Worker intervals from the first mark to the last forward; gaps take the stage of their place."""
+    last = len(marks.steps) - 1
+    for number, step in enumerate(marks.steps):
+        if number == last and marks.truncated:
+            cursor.is_open = True  # steps were dropped before this one
+        first = "prefill.stall" if number else "dispatch"
+        end, later = 0, "prefill.stall"
+        # Only the last chunk's step gives the first token.
+        if number == last and not marks.partial:
+            end, later = step.sampled, "sample" if step.sampled else UNATTRIBUTED
+        _close_step(cursor, step, (first, later), end, marks.encode_only)
+        cursor.is_open = cursor.is_open or bool(step.lost & LOST_AFTER)
+    cursor.is_open = cursor.is_open or not marks.steps
+    if marks.steps and not marks.encode_only and not marks.partial:
+        _close_sampling(cursor, marks.steps[last])
+
+
+def _close_sampling(cursor: PartitionCursor, step: EngineStep) -> None:
+    """The `sample` stage, and KV transfers between sampling and the output."""
+    cursor.close_stage("sample", step.sampled)
+    for code, start, stop in flatten_intervals(step.pairs):
+        if step.sampled and start >= step.sampled:
+            cursor.close_stage("output", start)
+            cursor.close_stage(_STAGE_BY_CODE[code], stop)
+    cursor.is_open = cursor.is_open or bool(step.lost & LOST_AFTER)
+
+
+def _close_step(
+    cursor: PartitionCursor, step: EngineStep, gaps: tuple[str, str], end: int, encode_only: bool
+) -> None:
+    """One step's intervals up to `end` (0: all); a gap that may hide a lost interval is left open."""
+    may_hide_interval = bool(step.lost & (LOST_ENCODER | LOST_LOAD | LOST_BEFORE | LOST_EARLIER))
+    save_lost = bool(step.lost & LOST_SAVE)
+    forward = False
+    gap, later = gaps  # stage before the step's first interval, and stage of gaps after its forward
+    for code, start, stop in flatten_intervals(step.pairs):
+        if end and start >= end:
+            break
+        cursor.is_open = cursor.is_open or may_hide_interval
+        cursor.close_stage(gap, start)
+        cursor.is_open = cursor.is_open or (save_lost and code == CODE_ENCODER)
+        cursor.is_open = cursor.is_open or (code == CODE_FORWARD and bool(step.lost & LOST_BEFORE))
+        cursor.close_stage(_STAGE_BY_CODE[code], stop)
+        forward = forward or code == CODE_FORWARD
+        gap = later if forward else "dispatch"
+        may_hide_interval = not forward and (
+            may_hide_interval or (save_lost and code == CODE_ENCODER)
+        )
+    if encode_only:
+        cursor.is_open = cursor.is_open or may_hide_interval or not step.pairs
+    elif not forward:
+        cursor.is_open = True  # this step's forward was not recorded
+
+
+def _add_remote_lengths(cursor: PartitionCursor, marks: Marks) -> None:
+    """A worker on another host: use its lengths, not its clock; gaps become unattributed.
+
+    Lengths that are longer than the time until the output are wrong: the worker's clock has stepped.
+    """
+    intervals = [pair for step in marks.steps for pair in flatten_intervals(step.pairs)]
+    available = marks.output - cursor.position
+    if not cursor.is_open and sum(stop - start for _, start, stop in intervals) <= available:
+        for code, start, stop in intervals:
+            cursor.close_stage(_STAGE_BY_CODE[code], cursor.position + stop - start)
+    cursor.is_open = True
+
+
+def _build_breakdown(
+    marks: Marks,
+    pieces: list[tuple[str, int, int]],
+    totals: dict[str, int],
+    end: int,
+    clamped: int,
+) -> Breakdown:
+    # It is the remainder, no stage that somebody can tune.
+    lost = totals.pop(UNATTRIBUTED, 0)
+    if len(pieces) > MAX_PIECES:
+        pieces = merge_tail_pieces(pieces, MAX_PIECES)
+    waits = [piece for piece in pieces if piece[0] in WAIT_STAGES]
+    reasons, held = divide_waits(waits, marks.reasons), divide_held(waits, marks.held)
+    return Breakdown(marks.arrive, end, pieces, totals, lost, clamped, reasons, held)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Server-Timing header: a server writes its breakdown into it, router and bench read it back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from ttft_otel.model import names, stages
+
+MAX_HEADER_CHARS: Final = 8192  # longer headers are ignored
+_TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+# An entry begins where a token begins: a search that tried each of its characters would be quadratic.
+_ENTRY: Final = re.compile(
+    rf"(?<!{_TOKEN})({_TOKEN}+)\s*;\s*dur\s*=\s*\"?(\d{{1,12}}(?:\.\d+)?)(?![\w.])\"?"
+)
+# Counts stand in `desc`, because Server-Timing has no other place for a value that is not a duration.
+_DESCRIPTION: Final = ';desc="'  # in all of the following
+_TOKENS_MARK: Final = f', {names.TIMING_TOKENS};desc="'
+_TOKENS: Final = re.compile(
+    r'prompt=(\d{1,9}) cached=(\d{1,9}) own=(\d{1,9}) step=(\d{1,9})"', re.ASCII
+)
+_EC_MARK: Final = f', {names.TIMING_EC};desc="'
+_EC: Final = re.compile(
+    r'items=(\d{1,9}) remote=(\d{1,9}) local=(\d{1,9}) recomputed=(\d{1,9}) bytes=(\d{1,15})"',
+    re.ASCII,
+)
+_CLOCK_MARK: Final = f', {names.TIMING_CLOCK};desc="'
+_CLOCK: Final = re.compile(rf'({"|".join(names.CLOCK_WORDS)}) error=(\d{{1,9}})"', re.ASCII)
+# Milliseconds, of as many digits as _ENTRY takes: their microseconds are exact in a double.
+_lengths_decoder: Final = msgspec.json.Decoder(
+    dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]
+)
+
+
+class TokenCounts(NamedTuple):
+    """Token counts of a prefill.
+
+    prompt: tokens of the prompt. cached: those found in the prefix cache. own: tokens of this request
+    in its prefill steps. step: tokens of all requests in those steps.
+    """
+
+    prompt: int
+    cached: int
+    own: int
+    step: int
+
+
+class EncoderCacheCounts(NamedTuple):
+    """Where an encoder-cache consumer got the encodings of a request's media items from.
+
+    items: media items of the request that its EC connector knows of. remote: fetched from an
+    encoder instance. local: found in a cache of its own. recomputed: encoded here although an
+    encoder instance had encoded them for this request. bytes: size of what was fetched.
+    """
+
+    items: int
+    remote: int
+    local: int
+    recomputed: int
+    bytes: int
+
+
+class ClockNote(NamedTuple):
+    """Which clock placed the worker's marks: one of names.CLOCK_WORDS, and its error in us."""
+
+    word: str
+    error_us: int
+
+
+class ServerTiming(msgspec.Struct, frozen=True):
+    """One server's breakdown in microseconds; stages and `unattributed` add up to `ttft`.
+
+    rest: from the first token to the response, None for a stream.
+    tokens: None when the server did not send them.
+    ec: None when it is no encoder-cache consumer, or did not send it.
+    clock: None when no worker has sent marks, or of a router.
+    """
+
+    stages: dict[str, int] = {}
+    unattributed: int = 0
+    ttft: int = 0
+    rest: int | None = None
+    tokens: TokenCounts | None = None
+    ec: EncoderCacheCounts | None = None
+    clock: ClockNote | None = None
+
+
+def format_server_timing(
+    parts: Mapping[str, int],
+    unattributed: int,
+    ttft: int,
+    rest: int | None = None,
+    tokens: TokenCounts | None = None,
+    ec: EncoderCacheCounts | None = None,
+    clock: ClockNote | None = None,
+) -> str:
+    """Write `prefill.queue;dur=1.234, ..., unattributed;dur=0.000, ttft;dur=5.000[, rest;dur=..]`.
+
+    parts: stage -> microseconds; they and `unattributed` have to add up to `ttft`.
+    rest: see ServerTiming; None leaves the entry out.
+    tokens: appended as `tokens;desc="prompt=4096 cached=512 own=3584 step=3600"`.
+    ec: appended as `ec;desc="items=2 remote=1 local=1 recomputed=0 bytes=1234"`.
+    clock: appended as `clock;desc="device error=31"`.
+    """
+    entries = [_format_entry(name, value) for name, value in parts.items()]
+    # Also where it is 0: the reader checks the sum, and must see that nothing is missing.
+    entries.append(_format_entry(stages.UNATTRIBUTED, unattributed))
+    entries.append(_format_entry(names.TIMING_TTFT, ttft))
+    if rest is not None:
+        entries.append(_format_entry(names.TIMING_REST, rest))
+    if tokens is not None:
+        description = "prompt={} cached={} own={} step={}".format(*tokens)
+        entries.append(f'{names.TIMING_TOKENS};desc="{description}"')
+    if ec is not None:
+        description = "items={} remote={} local={} recomputed={} bytes={}".format(*ec)
+        entries.append(f'{names.TIMING_EC};desc="{description}"')
+    if clock is not None:
+        entries.append(f'{names.TIMING_CLOCK};desc="{clock.word} error={clock.error_us}"')
+    return ", ".join(entries)
+
+
+def reports_no_token(text: str) -> bool:
+    """Whether the header `text` says that the request ended without a first token."""
+    return names.TIMING_NO_TOKEN in text and any(
+        entry.strip() == names.TIMING_NO_TOKEN for entry in text[:MAX_HEADER_CHARS].split(",")
+    )
+
+
+def may_count_media(text: str) -> bool:
+    """Whether the header `text` may have EncoderCacheCounts; it need not be parsed if not."""
+    return _EC_MARK in text
+
+
+def parse_server_timing(text: str) -> ServerTiming | None:
+    """Parse a header written by format_server_timing(); entries of other origin are ignored.
+
+    None when `text` is too long, has no `ttft`, or its stages do not add up to it. Milliseconds with
+    three decimals become the same microseconds again.
+    """
+    # From a server that may be anybody's: the bound comes before any pattern.
+    if not text or len(text) > MAX_HEADER_CHARS:
+        return None
+    # Counts first: their quoted text would not pass the fast path below.
+    tokens: list[int] = []
+    items: list[int] = []
+    clock = None
+    if _DESCRIPTION in text:
+        text, tokens = _cut_counts(text, _TOKENS_MARK, _TOKENS)
+        text, items = _cut_counts(text, _EC_MARK, _EC)
+        text, clock = _cut_clock(text)
+    values = _parse_own_format(text) or {
+        name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)
+    }
+    ttft = values.pop(names.TIMING_TTFT, None)
+    # Not in the sum: it comes after the first token.
+    rest = values.pop(names.TIMING_REST, None)
+    unattributed = values.pop(stages.UNATTRIBUTED, 0)
+    parts = values
+    if not values.keys() <= stages.KNOWN_NAMES:
+        parts = {name: value for name, value in values.items() if stages.is_known_stage(name)}
+    # A proxy in between may have dropped or merged entries: what does not add up is not used.
+    if ttft is None or sum(parts.values()) + unattributed != ttft:
+        return None
+    return ServerTiming(
+        parts, unattributed, ttft, rest, _read_tokens(tokens), _read_ec(items), clock
+    )
+
+
+def _cut_counts(text: str, mark: str, form: re.Pattern[str]) -> tuple[str, list[int]]:
+    """Remove the entry that begins with `mark`; returns the other entries, and its numbers.
+
+    No numbers where there is no such entry, or one of another form, which stays in the text.
+    """
+    before, separator, after = text.partition(mark)
+    counts = form.match(after) if separator else None
+    if counts is None:
+        return text, []
+    return before + after[counts.end() :], [int(number) for number in counts.groups()]
+
+
+def _cut_clock(text: str) -> tuple[str, ClockNote | None]:
+    """Remove the clock's entry; returns the other entries, and what it says."""
+    before, separator, after = text.partition(_CLOCK_MARK)
+    found = _CLOCK.match(after) if separator else None
+    if found is None:
+        return text, None
+    return before + after[found.end() :], ClockNote(found[1], int(found[2]))
+
+
+def _read_tokens(counts: list[int]) -> TokenCounts | None:
+    """The four numbers, unless they contradict each other."""
+    if not counts:
+        return None
+    tokens = TokenCounts(*counts)
+    # Another program on the way may have written its own entry of this name.
+    return tokens if tokens.cached <= tokens.prompt else None
+
+
+def _read_ec(counts: list[int]) -> EncoderCacheCounts | None:
+    """The five numbers, unless they contradict each other.
+
+    Only each one is compared with `items`, not their sum: an item may be fetched, evicted and then
+    encoded.
+    """
+    if not counts:
+        return None
+    ec = EncoderCacheCounts(*counts)
+    return ec if max(ec.remote, ec.local, ec.recomputed) <= ec.items else None
+
+
+def _parse_own_format(text: str) -> dict[str, int]:
+    """Fast path for what format_server_timing() writes: with other separators it is a JSON object.
+
+    Half of the regular expression's time. {} for any other spelling, which that reads then.
+    """
+    document = '{"' + text.replace(";dur=", '":').replace(", ", ',"') + "}"
+    try:
+        lengths_ms = _lengths_decoder.decode(document)
+    except (msgspec.DecodeError, UnicodeEncodeError):  # bytes that are no text are surrogates here
+        return {}
+    return {name: round(ms * 1000) for name, ms in lengths_ms.items()}
+
+
+def _format_entry(name: str, value: int) -> str:
+    # By integers: a float's rounding could break the exact sum.
+    return f"{name};dur={value // 1000}.{value % 1000:03d}"

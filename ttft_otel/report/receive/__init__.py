@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OTLP exports are accepted, bounded and decoded."""

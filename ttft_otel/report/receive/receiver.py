@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded OTLP receiver, gRPC and HTTP, in front of span_store.py.
+
+It answers with success once the batch is on disk. For temporary conditions (disk full, database
+locked, queue or memory full) it answers UNAVAILABLE or 503, upon which OTLP exporters retry. Both
+protocols run on one event loop, where a sender that waits costs no thread; threads decode batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import anyio
+import grpc
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Request, Response
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
+from starlette.requests import ClientDisconnect
+
+from ttft_otel.report.receive import body_decoding, otlp_decoder
+from ttft_otel.report.receive.body_budget import BodyBudget, BodyBudgetError, HeldBody
+from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
+
+PROTOBUF_TYPE: Final = "application/x-protobuf"
+JSON_TYPE: Final = "application/json"
+OTLP_TRACE_SERVICE: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
+MAX_STORE_S: Final = 8.0  # seconds until a batch is stored; the SDK's exporters wait for 10 s
+MAX_READ_S: Final = 20.0  # seconds for a body to arrive
+MAX_DRAINED_BYTES: Final = 64 << 20  # read of a body that is too large
+MAX_DECODING: Final = 2  # bodies decoded at once; a decoded batch takes many times its bytes
+MAX_ARRIVING_RPCS: Final = 32  # gRPC messages awaited at once: the oldest one gives way to the next
+MAX_GRPC_CONNECTIONS: Final = 256
+RETRY_AFTER_S: Final = "2"  # header value
+BAD_BODIES: Final = (body_decoding.BodyEncodingError, otlp_decoder.OtlpDecodeError)
+UNAVAILABLE: Final = (StoreUnavailableError, BodyBudgetError, asyncio.TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedExport:
+    """A decoded export in the store's queue; `stored` gives the number of spans that the store refused."""
+
+    refused: int
+    reason: str
+    stored: Future[int]
+
+
+class Receiver:
+    """Receives exports by gRPC and HTTP for one store.
+
+    counts: spans "received" and "refused"; requests answered "bad" (400, 408, 415), "large" (413) and
+    "retry" (503).
+    """
+
+    def __init__(self, store: SpanStore) -> None:
+        self.store = store
+        self.counts: Counter[str] = Counter()
+        self._budget = BodyBudget()
+        self._decoding = anyio.CapacityLimiter(MAX_DECODING)
+        self._arriving: dict[asyncio.Future[bytes], None] = {}  # gRPC messages, oldest first
+
+    async def export(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> bytes:
+        """gRPC TraceService.Export on serialized messages.
+
+        messages: the one message of a unary call, which as a stream can be awaited for a limited time.
+        """
+        with self._budget.hold_body() as body:
+            try:
+                self._budget.extend_body(body, await self._read_message(messages))
+                return (await self._store_body(body, "", False)).SerializeToString()
+            except body_decoding.BodyTooLargeError as error:
+                self.counts["large"] += 1
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            except BAD_BODIES as error:
+                self.counts["bad"] += 1
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except UNAVAILABLE as error:
+                self.counts["retry"] += 1
+                text = f"not stored, try again: {error}"
+                await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+        raise AssertionError  # abort() has raised
+
+    async def handle_post(self, request: Request) -> Response:
+        """Answer an HTTP `request` POST /v1/traces, in its own encoding (protobuf or JSON)."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Judged before the body is read: nothing else could be made of it.
+        if kind not in (PROTOBUF_TYPE, JSON_TYPE):
+            self.counts["bad"] += 1
+            text = f"Content-Type {kind!r} is not OTLP; send {PROTOBUF_TYPE} or {JSON_TYPE}"
+            return _build_error(415, code_pb2.INVALID_ARGUMENT, text, PROTOBUF_TYPE)
+        with self._budget.hold_body() as body:
+            try:
+                # Not part of MAX_STORE_S: a slow upload is the sender's time.
+                await asyncio.wait_for(self._read_body(request, body), MAX_READ_S)
+            except asyncio.TimeoutError:
+                self.counts["bad"] += 1
+                text = "the body did not arrive in time"
+                return _build_error(408, code_pb2.DEADLINE_EXCEEDED, text, kind)
+            except (body_decoding.BodyTooLargeError, BodyBudgetError, ClientDisconnect) as error:
+                return self._refuse(error, kind)
+            try:
+                encoding = request.headers.get("content-encoding", "")
+                answer = await self._store_body(body, encoding, kind == JSON_TYPE)
+            except (body_decoding.BodyTooLargeError, *BAD_BODIES, *UNAVAILABLE) as error:
+                return self._refuse(error, kind)
+            return Response(_serialize_message(answer, kind), media_type=kind)
+
+    def _refuse(self, error: Exception, kind: str) -> Response:
+        if isinstance(error, body_decoding.BodyTooLargeError):
+            self.counts["large"] += 1
+            return _build_error(413, code_pb2.RESOURCE_EXHAUSTED, str(error), kind)
+        if isinstance(error, UNAVAILABLE):
+            self.counts["retry"] += 1
+            return _build_error(503, code_pb2.UNAVAILABLE, f"not stored, try again: {error}", kind)
+        self.counts["bad"] += 1
+        return _build_error(400, code_pb2.INVALID_ARGUMENT, str(error), kind)
+
+    async def _read_message(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The message of a gRPC call. Raises TimeoutError, BodyBudgetError and OtlpDecodeError."""
+        if len(self._arriving) >= MAX_ARRIVING_RPCS:
+            # A call that only holds its place would keep all others out.
+            next(iter(self._arriving)).cancel()
+        reading = asyncio.ensure_future(_take_first(messages))
+        self._arriving[reading] = None
+        try:
+            await asyncio.wait({reading}, timeout=MAX_READ_S)
+        finally:
+            # Before cancel(), which would make it look ended.
+            has_ended = reading.done()
+            reading.cancel()
+            del self._arriving[reading]
+        if not has_ended:
+            raise asyncio.TimeoutError("the message did not arrive in time")
+        # By the line above in another call: this one was the oldest.
+        if reading.cancelled():
+            raise BodyBudgetError("too many other exports are arriving")
+        return reading.result()
+
+    async def _read_body(self, request: Request, body: HeldBody) -> None:
+        """Read the body as it comes. Raises BodyTooLargeError, BodyBudgetError and ClientDisconnect.
+
+        A body that is too large is read to its end (up to MAX_DRAINED_BYTES) and discarded: most clients
+        read the answer only after they have sent everything, and retry when the connection is closed.
+        """
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            # Who sends on after this is no OTLP exporter.
+            if size > MAX_DRAINED_BYTES:
+                break
+            if size <= body_decoding.MAX_BODY_BYTES:
+                self._budget.extend_body(body, chunk)
+        if size > body_decoding.MAX_BODY_BYTES:
+            raise body_decoding.BodyTooLargeError(f"more than {body_decoding.MAX_BODY_BYTES} bytes")
+
+    async def _store_body(self, body: HeldBody, encoding: str, as_json: bool) -> Message:
+        """Decode and store one body; the answer. Raises BodyTooLargeError, BAD_BODIES or UNAVAILABLE."""
+        # From here on it must not give way: the thread below has its bytes.
+        self._budget.complete_body(body)
+
+        async def store_body() -> Message:
+            data = bytes(body.data)
+            queued = await run_sync(
+                self._decode_body, data, encoding, as_json, limiter=self._decoding
+            )
+            # On disk when this returns: only then may the sender forget the batch.
+            full = await asyncio.wrap_future(queued.stored)
+            reason = queued.reason or ("a trace with too many spans" if full else "")
+            return otlp_decoder.build_export_response(queued.refused + full, reason)
+
+        # Given up, but not undone: the sender's retry finds the spans as duplicates.
+        return await asyncio.wait_for(store_body(), MAX_STORE_S)
+
+    def _decode_body(self, data: bytes, encoding: str, as_json: bool) -> QueuedExport:
+        """Decode a body and queue its spans in the store; runs in a thread."""
+        batch = otlp_decoder.chunk_export(body_decoding.unpack_body(data, encoding), as_json)
+        self.counts["received"] += batch.accepted + batch.refused
+        self.counts["refused"] += batch.refused
+        stored = self.store.add_chunks(batch.chunks)
+        return QueuedExport(batch.refused, batch.refusal_reason, stored)
+
+
+def create_routes(receiver: Receiver) -> APIRouter:
+    """The route POST /v1/traces, to be included in an app."""
+    router = APIRouter()
+
+    async def receive_traces(request: Request) -> Response:
+        return await receiver.handle_post(request)
+
+    router.add_api_route("/v1/traces", receive_traces, methods=["POST"], include_in_schema=False)
+    return router
+
+
+def create_grpc_server(receiver: Receiver) -> grpc.aio.Server:
+    """The gRPC server, to be called on its event loop; the caller adds its port and starts it."""
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", body_decoding.MAX_BODY_BYTES),
+            ("grpc.so_reuseport", 0),  # a port that is in use is an error
+            # Connections without calls must not use up the descriptors of the HTTP side.
+            ("grpc.max_allowed_incoming_connections", MAX_GRPC_CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_connection_idle_ms", 60_000),
+            ("grpc.max_concurrent_streams", MAX_ARRIVING_RPCS),  # of one connection
+        ],
+    )
+    # A unary call is a stream of one message on the wire.
+    handler = grpc.stream_unary_rpc_method_handler(receiver.export)
+    generic = grpc.method_handlers_generic_handler(OTLP_TRACE_SERVICE, {"Export": handler})
+    server.add_generic_rpc_handlers((generic,))
+    return server
+
+
+async def _take_first(messages: AsyncIterator[bytes]) -> bytes:
+    async for message in messages:
+        return message
+    raise otlp_decoder.OtlpDecodeError("a call without a message")
+
+
+def _serialize_message(message: Message, kind: str) -> bytes:
+    if kind == JSON_TYPE:
+        return json_format.MessageToJson(message, indent=None).encode()
+    return message.SerializeToString()
+
+
+def _build_error(status: int, code: Any, text: str, kind: str) -> Response:
+    """A google.rpc.Status in the sender's own encoding."""
+    # Only where a retry can help.
+    headers = {"Retry-After": RETRY_AFTER_S} if status == 503 else {}
+    content = _serialize_message(status_pb2.Status(code=code, message=text), kind)
+    return Response(content, status, headers, kind)

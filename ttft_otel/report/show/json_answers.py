@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and traces as JSON objects: the answers of /ttft_report and /api, and `report --json`.
+
+Times are in milliseconds, except those named _ns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ttft_otel.model.ttft_report import StageSums, build_ttft_report, to_ms
+from ttft_otel.report.assemble import waterfall_rows
+from ttft_otel.report.assemble.recomputed_counts import RecomputedCount, collect_recomputed
+from ttft_otel.report.assemble.summary import Summary, SummaryLine
+from ttft_otel.report.report_types import SPAN_KINDS, Leg, Request, StoredSpan
+from ttft_otel.report.store.database_reader import StoredTrace
+
+
+def build_report(request: Request) -> dict[str, Any]:
+    """The TTFT report of `request`; of several legs of one role it has the slowest."""
+    # The slowest leg is the one that the first token waited for.
+    by_role = {
+        role: make_leg_sums(leg) for role in request.roles if (leg := request.find_leg(role))
+    }
+    # The router's own sums, which contain what no leg can see.
+    combined = StageSums(
+        stages=request.stages, unattributed=request.unattributed_us, ttft=request.ttft_us
+    )
+    return build_ttft_report(request.request_id, by_role, combined)
+
+
+def make_leg_sums(leg: Leg) -> StageSums:
+    """A leg's sums in microseconds, as ttft_report.py takes them."""
+    return StageSums(stages=leg.stages, unattributed=leg.unattributed_us, ttft=leg.ttft_us)
+
+
+def describe_request(assembled: Request) -> dict[str, Any]:
+    """One request as an element of a list: no legs, no spans."""
+    return {
+        "request_id": assembled.request_id,
+        "trace_id": assembled.trace_id,
+        "start_ns": assembled.start_ns,
+        "model": assembled.model,
+        "roles": list(assembled.roles),
+        "ttft_ms": to_ms(assembled.ttft_us),
+        "unattributed_ms": to_ms(assembled.unattributed_us),
+        "stages": {name: to_ms(value) for name, value in assembled.stages.items()},
+        # Beside the sums, never in them: another process measured it.
+        "before": describe_before(assembled),
+        "recomputed": list_recomputed(collect_recomputed([assembled])),
+        "streaming": assembled.streaming,
+        # null and not "": readers ask whether there is one.
+        "error": assembled.error or None,
+        "died_in": assembled.died or None,
+        # Legs of it may still arrive: the figures can grow.
+        "pending": assembled.pending,
+        "closed": assembled.closed,
+    }
+
+
+def describe_before(assembled: Request) -> dict[str, Any] | None:
+    """Time in a foreign router before our spans, which is not part of the sums.
+
+    None when no span of such a router is stored.
+    """
+    if assembled.before is None:
+        return None
+    error_us = assembled.before.error_us
+    return {
+        "ms": to_ms(assembled.before.us),
+        "error_ms": None if error_us is None else to_ms(error_us),
+        "caller": assembled.before.caller,
+        "span_id": assembled.before.span_id,
+    }
+
+
+def list_recomputed(counts: Sequence[RecomputedCount]) -> list[dict[str, Any]]:
+    """The instances that encoded media items again, with their `counts`; [] if there are none."""
+    return [asdict(each) for each in counts]
+
+
+def describe_leg(server_leg: Leg) -> dict[str, Any]:
+    """One server's breakdown within a request."""
+    return {
+        "service": server_leg.service,
+        "ttft_ms": to_ms(server_leg.ttft_us),
+        "unattributed_ms": to_ms(server_leg.unattributed_us),
+        "stages": {name: to_ms(value) for name, value in server_leg.stages.items()},
+        "reasons": {
+            group: {name: to_ms(value) for name, value in reasons.items()}
+            for group, reasons in server_leg.reasons.items()
+        },
+        "held": {kind: to_ms(value) for kind, value in server_leg.held.items()},
+    }
+
+
+def describe_trace(stored_trace: StoredTrace) -> dict[str, Any]:
+    """A trace: its requests with their legs, and its spans in the order of the waterfall."""
+    return {
+        "trace_id": stored_trace.trace_id,
+        "requests": [
+            {
+                **describe_request(one),
+                "legs": [{"role": part.role, **describe_leg(part)} for part in one.legs],
+            }
+            for one in stored_trace.requests
+        ],
+        "spans": [
+            _describe_span(row.span) for row in waterfall_rows.build_rows(stored_trace.spans)
+        ],
+    }
+
+
+def describe_summary(totals: Summary) -> dict[str, Any]:
+    """Percentiles of TTFT and stages; summary.py defines them."""
+    return {
+        "count": totals.count,
+        "failed": totals.failed,
+        "left": totals.left,
+        "refused": totals.refused,
+        "closed": totals.closed,
+        "ttft": _list_numbers(totals.ttft),
+        "stages": {line.name: _list_numbers(line) for line in totals.stages},
+        "before": _list_numbers(totals.before) if totals.before else None,
+        "recomputed": list_recomputed(totals.recomputed),
+    }
+
+
+def _list_numbers(line: SummaryLine) -> dict[str, Any]:
+    # The name is the key already.
+    return {name: value for name, value in asdict(line).items() if name != "name"}
+
+
+def _describe_span(span: StoredSpan) -> dict[str, Any]:
+    return {
+        **asdict(span),
+        # Words as in OpenTelemetry's text; numbers differ between its formats.
+        "kind": SPAN_KINDS[span.kind] if span.kind < len(SPAN_KINDS) else "unspecified",
+    }

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Render requests and traces as HTML; app.py serves the pages, scripts/demo writes them to a file.
+
+All values are escaped. Bars are SVG with percentages, so that no inline style is needed, which the
+server's Content-Security-Policy forbids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ttft_otel import __version__
+from ttft_otel.model import palette, stages
+from ttft_otel.report.assemble import waterfall_rows
+from ttft_otel.report.assemble.clock_errors import describe_clock_error, find_clock_error
+from ttft_otel.report.assemble.recomputed_counts import collect_recomputed, describe_recomputed
+from ttft_otel.report.assemble.summary import Summary, summarize
+from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
+from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
+from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
+
+PACKAGE_FOLDER: Final = Path(__file__).parent
+PERCENT_PER_LETTER: Final = 0.56  # width of one letter of a label, in percent of the bar
+MIN_LABEL_PERCENT: Final = 6.5  # width of a label's number, in percent of the bar
+MAX_INDENT: Final = 12  # levels of indentation in the style sheet
+MAX_ROWS: Final = 2000  # spans drawn per trace
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One coloured piece of a bar; x and width in percent of the bar's box."""
+
+    name: str
+    us: float
+    x: float
+    width: float
+
+    @property
+    def css(self) -> str:
+        """Its class in the style sheet."""
+        return palette.get_css_class(self.name)
+
+    @property
+    def word(self) -> str:
+        """Its label, the stage without its leg; "" where it is too narrow for the text."""
+        word = palette.strip_leg(self.name)
+        # SVG does not clip text to its bar: it would run into the next one.
+        return word if self.width >= max(MIN_LABEL_PERCENT, PERCENT_PER_LETTER * len(word)) else ""
+
+
+def render_index(requests: Sequence[Request], wanted: RequestFilter, models: Sequence[str]) -> str:
+    """The page with the list of requests and their percentiles.
+
+    wanted, models: current values and choices of the filter form.
+    """
+    longest = max((each.ttft_us for each in requests), default=0)
+    return _render_template(
+        "index.html",
+        requests=requests,
+        longest=longest,
+        summary=summarize(requests),
+        wanted=wanted,
+        models=models,
+        roles=stages.ROLES,
+    )
+
+
+def render_trace(stored_trace: StoredTrace, is_explained: bool = False) -> str:
+    """The page of one trace: its requests with their legs, and the waterfall of all spans.
+
+    is_explained: requests have a link "Why?".
+    """
+    return _render_template("trace.html", trace=stored_trace, is_explained=is_explained)
+
+
+def render_why(request_id: str, sentences: Sequence[str]) -> str:
+    """The page that says why a request took so long; the first sentence is the answer in short."""
+    return _render_template("why.html", request_id=request_id, sentences=sentences)
+
+
+def render_missing(trace_id: str) -> str:
+    """The page for a trace that is not stored."""
+    return _render_template("missing.html", trace_id=trace_id)
+
+
+def render_document(
+    title: str, summary: Summary, entries: Sequence[tuple[Request, StoredTrace, str, float | None]]
+) -> str:
+    """A self-contained HTML file with a summary and many traces.
+
+    entries: (request, its trace, kind of request, TTFT measured by the client in ms or None).
+    """
+    return _render_template(
+        "document.html",
+        title=title,
+        summary=summary,
+        entries=entries,
+        longest=max((each.ttft_us for each, *_ in entries), default=0),
+        sheet=Markup(
+            _read_static("style.css") + palette.build_style_sheet()
+        ),  # safe without escaping: our own files, no data in them
+        script=Markup(_read_static("page.js")),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def build_segments(parts: dict[str, int], rest: int, whole_us: float) -> list[Segment]:
+    """One request as a bar: `parts` (stage -> us) in order, then `rest`, the unattributed time.
+
+    whole_us: microseconds of the bar's whole width; a list of requests uses the longest TTFT.
+    """
+    ordered: list[tuple[str, float]] = sorted(
+        parts.items(), key=lambda part: palette.get_sort_key(part[0])
+    )
+    return list(_lay_out([*ordered, (stages.UNATTRIBUTED, rest)], whole_us))
+
+
+def build_mean_bar(summary: Summary) -> list[Segment]:
+    """The means of all stages as one bar."""
+    parts = [(line.name, line.mean * 1000) for line in summary.stages]
+    return list(_lay_out(parts, summary.ttft.mean * 1000))
+
+
+def list_stage_lines(request: Request) -> list[tuple[str, int]]:
+    """The stages of `request` with their microseconds, in order."""
+    return sorted(request.stages.items(), key=lambda part: palette.get_sort_key(part[0]))
+
+
+def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
+    """The values that the template of a waterfall needs; `us` and `all` are lengths in us."""
+    start, end = waterfall_rows.find_window(stored_trace.spans)
+    rows = waterfall_rows.build_rows(stored_trace.spans)
+    legs = {row.role for row in rows if row.what == "trunk" and row.role != "router"}
+    last = max(span.end_ns for span in stored_trace.spans)
+    return {
+        "rows": rows[:MAX_ROWS],
+        "legs": legs,
+        "hidden": max(0, len(rows) - MAX_ROWS),
+        "start": start,
+        "us": (end - start) // 1000,
+        "all": max(1, (last - start) // 1000),
+        "services": list(dict.fromkeys((row.span.service, row.role) for row in rows)),
+    }
+
+
+def format_duration(us: float) -> str:
+    """Microseconds as text with three or four significant digits, in µs, ms or s."""
+    if us < 1000:
+        return f"{us:.0f} µs"
+    if us < 100_000:
+        return f"{us / 1000:.2f} ms"
+    if us < 1_000_000:
+        return f"{us / 1000:.1f} ms"
+    return f"{us / 1e6:.2f} s"
+
+
+def format_exact_ms(us: float) -> str:
+    """Microseconds as milliseconds with three decimals, so that a reader can check sums."""
+    return f"{us / 1000:,.3f}"
+
+
+def compute_share(part: float, whole: float) -> float:
+    """`part` of `whole` in percent, from 0 to 100; 0 when `whole` is 0."""
+    return round(min(100.0, max(0.0, 100.0 * part / whole)), 3) if whole > 0 else 0.0
+
+
+def list_legend() -> list[tuple[str, str, list[str]]]:
+    """The legend: (kind, its label, its stages); each stage once."""
+    words = [word for word in palette.STAGE_COLORS if word != stages.UNATTRIBUTED]
+    groups = [
+        (kind, says, [word for word in words if palette.find_kind(word) == kind])
+        for kind, says in palette.KIND_LABELS.items()
+    ]
+    return [*groups, ("", "no mark accounts for it", [stages.UNATTRIBUTED])]
+
+
+def _lay_out(parts: Iterable[tuple[str, float]], whole_us: float) -> Iterable[Segment]:
+    at = 0.0
+    for name, us in parts:
+        if us > 0:
+            yield Segment(name, us, compute_share(at, whole_us), compute_share(us, whole_us))
+        at += us
+
+
+def _read_static(name: str) -> str:
+    return (PACKAGE_FOLDER / "static" / name).read_text("utf-8")
+
+
+def _format_iso(ns: int) -> str:
+    # UTC: servers, readers and traces may be in different zones.
+    return datetime.fromtimestamp(ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _format_clock(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9, timezone.utc).strftime("%H:%M:%S")
+
+
+def _create_environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(PACKAGE_FOLDER / "templates"),
+        # Names, IDs and attributes come from whoever sends spans.
+        autoescape=True,
+        # A misspelt name should end in an error and not in an empty cell.
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for call in (
+        format_duration,
+        format_exact_ms,
+        compute_share,
+        build_segments,
+        build_mean_bar,
+        list_stage_lines,
+        list_wait_reasons,
+        list_holding_kinds,
+        build_waterfall,
+        list_legend,
+    ):
+        environment.globals[call.__name__] = call
+    environment.globals.update(
+        palette=palette,
+        version=__version__,
+        iso=_format_iso,
+        clock=_format_clock,
+        kinds=SPAN_KINDS,
+        failed=STATUS_ERROR,
+    )
+    environment.globals.update(
+        collect_recomputed=collect_recomputed,
+        describe_recomputed=describe_recomputed,
+        find_clock_error=find_clock_error,
+        describe_clock_error=describe_clock_error,
+    )
+    environment.globals.update(
+        deep=MAX_INDENT,
+        UNATTRIBUTED=stages.UNATTRIBUTED,
+        WAIT_REASONS=stages.WAIT_REASONS,
+        HOLDING_KINDS=stages.HOLDING_KINDS,
+    )
+    return environment
+
+
+# At import, so that no request pays for it.
+_ENVIRONMENT: Final = _create_environment()
+
+
+def _render_template(name: str, **values: Any) -> str:
+    return _ENVIRONMENT.get_template(name).render(**values)

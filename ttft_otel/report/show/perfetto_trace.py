@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn stored traces into a Perfetto trace: processes as tracks, spans as slices, calls as arrows, and
+arrows from the requests that held a queue to the one that waited in it.
+
+Input: StoredTraces of the database. Output: a document in the Trace Event format (JSON), which
+`ttft-otel report --perfetto FILE` writes and Perfetto's UI and chrome://tracing open. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ttft_otel.model import names
+from ttft_otel.report.assemble import engine_steps, waterfall_rows
+from ttft_otel.report.assemble.engine_steps import StoredStep
+from ttft_otel.report.assemble.waterfall_rows import WaterfallRow
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store import stored_holders
+from ttft_otel.report.store.database_reader import StoredTrace
+
+Event = dict[str, Any]
+# Processes from top to bottom, as a request passes them; others come before them: they call us.
+ROLE_ORDER: Final = ("router", "encode", "prefill", "prefill_decode", "decode")
+
+# Numbers that no request's track reaches.
+STEP_TRACKS: Final = {"encode": 1_000_001, "forward": 1_000_002}
+
+
+@dataclass(slots=True)
+class Track:
+    """A row of slices in a process. Slices on one track nest; those that overlap need another track.
+
+    open: the spans that contain the place reached so far, outermost first.
+    """
+
+    number: int
+    open: list[StoredSpan] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Process:
+    """The tracks of one `service.instance.id`. step_words: kinds of engine steps that it has."""
+
+    number: int
+    name: str
+    role: str = ""
+    tracks: list[Track] = field(default_factory=list)
+    step_words: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSlice:
+    """Where a span is drawn."""
+
+    process: Process
+    track: Track
+
+
+class TraceBuilder:
+    """Collects the events of one document; times are microseconds since `start_ns`."""
+
+    def __init__(self, start_ns: int) -> None:
+        self.start_ns = start_ns
+        self.events: list[Event] = []
+        self.processes: dict[str, Process] = {}
+        self.places: dict[tuple[str, str], DrawnSlice] = {}
+
+    def add_row(self, trace_id: str, row: WaterfallRow, parent: StoredSpan | None) -> None:
+        """Draw the span of `row`; rows come in the order of their start.
+
+        parent: its stored parent span. An arrow leads from there when the two are not nested.
+        """
+        span = row.span
+        process = self.find_process(span, row.role)
+        above = self.places.get((trace_id, parent.span_id)) if parent else None
+        track = place_span(process, span, parent, above)
+        self.places[trace_id, span.span_id] = DrawnSlice(process, track)
+        self.events.append(
+            {
+                "ph": "X",
+                "name": row.stage or span.name,
+                "cat": row.what,
+                "ts": self.to_us(span.start_ns),
+                "dur": max(span.end_ns - span.start_ns, 0) / 1000,
+                "pid": process.number,
+                "tid": track.number,
+                "args": {"trace_id": trace_id, "span_id": span.span_id, **span.attributes},
+            }
+        )
+        if parent and above and above.track is not track:
+            self.add_arrow(parent, above, span, DrawnSlice(process, track))
+
+    def add_holders(self, spans: Mapping[tuple[str, str], StoredSpan]) -> None:
+        """Arrows from the requests that held a queue to the end of its slice, where both are drawn.
+
+        spans: all drawn ones, by trace and span ID.
+        """
+        for (trace_id, span_id), span in spans.items():
+            for holder in stored_holders.read_holders(span.attributes):
+                cause = (holder.trace_id, holder.span_id)
+                if cause in self.places:
+                    places = self.places[cause], self.places[trace_id, span_id]
+                    self.add_arrow(
+                        spans[cause], places[0], span, places[1], word="held", at_end=True
+                    )
+
+    def add_steps(self, steps: Iterable[StoredStep]) -> None:
+        """The engine's steps, on a track of their own below each process's requests."""
+        for step in steps:
+            process = self.find_process(step.span, "")
+            self.events.append(
+                {
+                    "ph": "X",
+                    "name": step.word,
+                    "cat": "engine step",
+                    "ts": self.to_us(step.start_ns),
+                    "dur": (step.end_ns - step.start_ns) / 1000,
+                    "pid": process.number,
+                    "tid": STEP_TRACKS[step.word],
+                    "args": {
+                        "traced requests": step.requests,
+                        "request ids": step.request_ids,
+                        "traced prompt tokens": step.prompt_tokens,
+                        "tokens of the step": step.step_tokens,
+                    },
+                }
+            )
+            process.step_words.add(step.word)
+
+    def add_arrow(
+        self,
+        cause: StoredSpan,
+        start: DrawnSlice,
+        effect: StoredSpan,
+        end: DrawnSlice,
+        word: str = "call",
+        at_end: bool = False,
+    ) -> None:
+        """An arrow from the slice of `cause` to the slice of `effect`: its start, or its end.
+
+        word: what it stands for.
+        """
+        number = len(self.events)  # any number that no other arrow has
+        # The last nanosecond that is inside of the slice.
+        until_ns = max(effect.start_ns, effect.end_ns - 1) if at_end else effect.start_ns
+        # An arrow must begin inside of its slice, also where two hosts' clocks disagree.
+        begin_ns = min(max(effect.start_ns, cause.start_ns), cause.end_ns)
+        for kind, at_ns, place in (("s", begin_ns, start), ("f", until_ns, end)):
+            self.events.append(
+                {
+                    "ph": kind,
+                    "id": number,
+                    "name": word,
+                    "cat": word,
+                    "ts": self.to_us(at_ns),
+                    "pid": place.process.number,
+                    "tid": place.track.number,
+                    **({"bp": "e"} if kind == "f" else {}),
+                }
+            )
+
+    def find_process(self, span: StoredSpan, role: str) -> Process:
+        """The process that made `span`, by its instance; a service without one is one process."""
+        instance = str(span.resource.get("service.instance.id") or "")
+        key = f"{span.service} {instance}".strip() or "unknown service"
+        process = self.processes.setdefault(key, Process(len(self.processes) + 1, key))
+        process.role = process.role or role
+        return process
+
+    def to_us(self, at_ns: int) -> float:
+        """Microseconds since the document's start; three decimals are nanoseconds."""
+        return (at_ns - self.start_ns) / 1000
+
+    def describe_processes(self) -> list[Event]:
+        """Names and order of processes and tracks."""
+        events: list[Event] = []
+        for process in self.processes.values():
+            title = f"{process.role} · {process.name}" if process.role else process.name
+            events += [
+                make_label(process, 0, "process_name", {"name": title}),
+                make_label(process, 0, "process_sort_index", {"sort_index": rank_role(process)}),
+            ]
+            for track in process.tracks:
+                name = {"name": f"requests {track.number}"}
+                events.append(make_label(process, track.number, "thread_name", name))
+            for word in sorted(process.step_words):
+                name = {"name": f"engine steps: {word}"}
+                events.append(make_label(process, STEP_TRACKS[word], "thread_name", name))
+        return events
+
+
+def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
+    """The document of `traces`, as a value for json.dump.
+
+    Its times count from the earliest span; `otherData` has that moment in Unix nanoseconds.
+    Raises ValueError when no trace has a span.
+    """
+    found = [(trace.trace_id, row) for trace in traces for row in list_rows(trace.spans)]
+    if not found:
+        raise ValueError("no span to draw")
+    spans = {(trace_id, row.span.span_id): row.span for trace_id, row in found}
+    # Over all traces: a track is free for the next request once the one before it has ended.
+    found.sort(key=lambda each: (each[1].span.start_ns, -each[1].span.end_ns, each[1].depth))
+    builder = TraceBuilder(found[0][1].span.start_ns)
+    for trace_id, row in found:
+        builder.add_row(trace_id, row, spans.get((trace_id, row.span.parent_id)))
+    builder.add_holders(spans)
+    builder.add_steps(engine_steps.find_steps(spans.values()))
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"start_unix_ns": str(builder.start_ns), "scope": names.SCOPE},
+        "traceEvents": [*builder.describe_processes(), *builder.events],
+    }
+
+
+def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
+    """The rows of one trace; none for a trace without spans."""
+    return waterfall_rows.build_rows(spans) if spans else []
+
+
+def place_span(
+    process: Process, span: StoredSpan, parent: StoredSpan | None, above: DrawnSlice | None
+) -> Track:
+    """The track of `span`: its parent's where it nests there, else the first that is free."""
+    if parent and above and above.process is process:
+        close_ended(above.track, span.start_ns)
+        # A sibling that runs at the same time would contain it in the drawing: then not on this track.
+        innermost = above.track.open[-1] if above.track.open else None
+        if innermost is parent and span.end_ns <= parent.end_ns:
+            above.track.open.append(span)
+            return above.track
+    for track in process.tracks:
+        close_ended(track, span.start_ns)
+        if not track.open:
+            break
+    else:
+        track = Track(len(process.tracks) + 1)
+        process.tracks.append(track)
+    track.open.append(span)
+    return track
+
+
+def close_ended(track: Track, at_ns: int) -> None:
+    """Forget the open spans of `track` that have ended at `at_ns`."""
+    while track.open and track.open[-1].end_ns <= at_ns:
+        track.open.pop()
+
+
+def rank_role(process: Process) -> int:
+    """The process's place from top to bottom."""
+    return ROLE_ORDER.index(process.role) + 1 if process.role in ROLE_ORDER else 0
+
+
+def make_label(process: Process, track: int, kind: str, args: Event) -> Event:
+    """A metadata event about a process or one of its tracks."""
+    return {"ph": "M", "pid": process.number, "tid": track, "name": kind, "args": args}

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the database: requests by filter, by request ID or by trace ID.
+
+Each reader opens its own connection, so that a command can read while `serve` writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ttft_otel.report.assemble import request_assembly, time_before
+from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.store import database_schema, retention
+from ttft_otel.report.store.request_rows import MAX_SEARCHED_CHARS
+from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, TraceReader
+
+ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID
+MAX_REQUESTS: Final = 2000  # requests in one result
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFilter:
+    """Conditions on requests; a field with its default does not restrict the result.
+
+    error: "any", "none" or an error.type. min_us: shortest TTFT, microseconds.
+    since_ns, until_ns: Unix nanoseconds between which the request began, the end excluded.
+    last: number of requests, newest first.
+    """
+
+    model: str = ""
+    role: str = ""
+    error: str = ""
+    min_us: int = 0
+    since_ns: int = 0
+    until_ns: int = 0
+    last: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrace:
+    """The stored spans of one trace, and the requests assembled from them."""
+
+    trace_id: str
+    spans: tuple[StoredSpan, ...]
+    requests: tuple[Request, ...]
+
+
+class DatabaseReader:
+    """Queries on one snapshot of the database: `with open_reader(path) as db`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def list_latest(self, wanted: RequestFilter) -> list[Request]:
+        """The newest requests that match `wanted`, newest first."""
+        where, values = _build_where(wanted)
+        return self._load_requests(where, values, min(max(wanted.last, 1), MAX_REQUESTS))
+
+    def find_request(self, request_id: str) -> Request | None:
+        """The newest request with this ID; None when there is none.
+
+        request_id: the caller's x-request-id, or the trace ID where it sent none, or the ID in vLLM's
+        answer (`chatcmpl-` and the request ID).
+        """
+        for candidate in list_possible_ids(request_id):
+            # As the column is cut; the whole ID is compared below.
+            searched = _encode_value(candidate)
+            for request in self._load_requests(
+                # The second term lets SQLite use the partial index.
+                "WHERE (request_id=? AND request_id<>'') OR "
+                "(request_id='' AND trace=(SELECT id FROM traces WHERE trace_id=?))",
+                (searched, _parse_id(candidate)),
+                1,
+            ):
+                # Two long IDs may have the same first characters.
+                if request.request_id == candidate:
+                    return request
+        return None
+
+    def find_trace(self, trace_id: str) -> StoredTrace | None:
+        """All spans and requests of a trace; None when no span of it is stored."""
+        row = self._connection.execute(
+            "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
+        ).fetchone()
+        if row is None:
+            return None
+        spans = TraceReader(self._connection, row[0], trace_id).list_spans()
+        return build_stored_trace(trace_id, spans)
+
+    def find_trunks(self, trace_id: str) -> list[StoredSpan]:
+        """The `ttft` and `encode` spans of a trace, with their attributes; [] when none is stored."""
+        row = self._connection.execute(
+            "SELECT id FROM traces WHERE trace_id=?", (_parse_id(trace_id),)
+        ).fetchone()
+        return TraceReader(self._connection, row[0], trace_id).list_trunks() if row else []
+
+    def list_models(self) -> list[str]:
+        """Names of models in the database, at most 100, for the page's filter."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT model FROM requests WHERE model<>'' ORDER BY model LIMIT 100"
+        )
+        return [row[0] for row in rows]
+
+    def count_rows(self) -> dict[str, int]:
+        """Number of stored traces, spans and requests."""
+        return {
+            table: retention.count_kept(self._connection, table)
+            for table in ("traces", "spans", "requests")
+        }
+
+    def _load_requests(self, where: str, values: Sequence[object], limit: int) -> list[Request]:
+        """Assemble the newest requests that match a condition on the table `requests`, newest first."""
+        rows = self._connection.execute(
+            "SELECT trace, number, (SELECT trace_id FROM traces WHERE traces.id=trace) "
+            f"FROM requests {where} ORDER BY start_ns DESC LIMIT ?",
+            (*values, limit),
+        ).fetchall()
+        # A trace may have several of the requests: it is assembled once.
+        built: dict[int, list[Request]] = {}
+        for trace, _, trace_id in rows:
+            if trace not in built:
+                built[trace] = self._assemble_stored(trace, trace_id.hex())
+        # Rows are of the last commit; the assembly may differ after an upgrade of the code.
+        return [built[trace][number] for trace, number, _ in rows if number < len(built[trace])]
+
+    def _assemble_stored(self, trace: int, trace_id: str) -> list[Request]:
+        reader = TraceReader(self._connection, trace, trace_id)
+        trunks, parents = reader.list_trunks(), reader.list_parents()
+        ancestors = time_before.collect_ancestors([trunk.span_id for trunk in trunks], parents)
+        # Only what hangs above the trunks: a trace may have thousands of other spans.
+        spans = reader.list_spans({bytes.fromhex(span_id) for span_id in ancestors})
+        above = {span.span_id: span for span in spans}
+        requests = request_assembly.assemble_requests(trace_id, trunks, parents)
+        return time_before.add_before(requests, parents, above)
+
+
+@contextmanager
+def open_reader(path: Path) -> Iterator[DatabaseReader]:
+    """Open the database at `path` for reading. Raises StoreError, whose text has the remedy."""
+    with closing(database_schema.open_for_reading(path)) as connection:
+        try:
+            connection.execute("BEGIN")  # all queries of this reader see one snapshot
+            yield DatabaseReader(connection)
+        except sqlite3.Error as error:
+            raise database_schema.StoreError(
+                f"cannot read {path}: {error}; if it is damaged, move it away, "
+                "or name another file with --db FILE"
+            ) from error
+
+
+def list_possible_ids(request_id: str) -> list[str]:
+    """What a request may be stored under: the text itself, a trace ID, an ID in vLLM's answer."""
+    possible = [request_id, request_id.lower()]  # trace IDs are stored in lower case
+    # The full text first: a client may have chosen an ID that begins like vLLM's.
+    possible += [
+        request_id.removeprefix(prefix)
+        for prefix in ANSWER_ID_PREFIXES
+        if request_id.startswith(prefix)
+    ]
+    return list(dict.fromkeys(possible))
+
+
+def build_stored_trace(trace_id: str, spans: Sequence[StoredSpan]) -> StoredTrace:
+    """The trace that `spans`, all that are stored of it, make. Pure."""
+    parents = {span.span_id: span.parent_id for span in spans}
+    # The same limit as when rows are written, so that numbers of requests agree.
+    trunks = [span for span in spans if span.is_ttft_span][:MAX_TRACE_TRUNKS]
+    requests = time_before.add_before(
+        request_assembly.assemble_requests(trace_id, trunks, parents),
+        parents,
+        {span.span_id: span for span in spans},
+    )
+    return StoredTrace(
+        trace_id, tuple(time_before.annotate_spans(spans, requests)), tuple(requests)
+    )
+
+
+def _parse_id(text: str) -> bytes:
+    """The bytes of an ID in hex; b"", which no trace has, for other texts."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _encode_value(text: str) -> str:
+    """A text as SQLite compares it with a column; bytes of a command line that are no UTF-8 match nothing."""
+    return text[:MAX_SEARCHED_CHARS].encode(errors="backslashreplace").decode()
+
+
+def _build_where(wanted: RequestFilter) -> tuple[str, list[str | int]]:
+    parts: list[str] = []
+    values: list[str | int] = []
+    if wanted.model:
+        # Values always as parameters: they come from a URL.
+        parts.append("model=?")
+        values.append(_encode_value(wanted.model))
+    if wanted.role:
+        # `roles` is a list of words: with spaces around it `decode` does not match `prefill_decode`.
+        parts.append("' '||roles||' ' LIKE ?")
+        values.append(f"% {_encode_value(wanted.role)} %")
+    if wanted.error == "any":
+        parts.append("error<>''")
+    elif wanted.error == "none":
+        parts.append("error=''")
+    elif wanted.error:
+        parts.append("error=?")
+        values.append(_encode_value(wanted.error))
+    if wanted.min_us:
+        parts.append("ttft_us>=?")
+        values.append(wanted.min_us)
+    if wanted.since_ns:
+        parts.append("start_ns>=?")
+        values.append(wanted.since_ns)
+    if wanted.until_ns:
+        parts.append("start_ns<?")
+        values.append(wanted.until_ns)
+    return ("WHERE " + " AND ".join(parts) if parts else ""), values

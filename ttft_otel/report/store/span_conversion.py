@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert spans of OTLP to StoredSpans, with bounds on what one span can hold.
+
+otlp_decoder.py does so for reports that are read elsewhere, span_chunks.py when somebody reads a stored span.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, Final
+
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from ttft_otel.model import names
+from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
+from ttft_otel.report.store.stored_holders import write_holders
+
+MAX_ATTRIBUTES: Final = 256  # per span; a router's `ttft` span with four legs has about 80
+MAX_TEXT_CHARS: Final = 4096  # of one name or value; longer ones are cut
+# Of the JSON text of a list or map, for each byte received: control characters become six.
+MAX_TEXT_GROWTH: Final = 4
+SERVICE_NAME: Final = "service.name"  # OpenTelemetry's name
+_MAX_TIME_NS: Final = 1 << 62  # SQLite's integers are signed, of 64 bits
+_NO_TRACE_ID: Final = bytes(16)
+NO_SPAN_ID: Final = bytes(8)
+
+
+def find_fault(raw: trace_pb2.Span) -> str:
+    """Why a span cannot be stored; "" when it can."""
+    # W3C: all zeros is no valid ID.
+    trace_id, span_id = raw.trace_id, raw.span_id
+    if len(trace_id) != 16 or trace_id == _NO_TRACE_ID:
+        return "a span without a valid trace id"
+    if len(span_id) != 8 or span_id == NO_SPAN_ID:
+        return "a span without a valid span id"
+    if len(raw.parent_span_id) not in (0, 8):
+        return "a span with an invalid parent id"
+    if raw.start_time_unix_nano >= _MAX_TIME_NS or raw.end_time_unix_nano >= _MAX_TIME_NS:
+        return "a span with a time out of range"
+    return ""
+
+
+def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> StoredSpan:
+    """The span as it is shown; texts and attributes beyond the bounds are cut.
+
+    resource: from read_attributes(). scope: name of its instrumentation scope.
+    """
+    attributes, cut = read_attributes(raw.attributes)
+    if scope == names.SCOPE and (text := write_holders(raw)):
+        # Links and events have no column: they are for explanations, and few.
+        attributes[names.HELD_BY] = text
+    return StoredSpan(
+        trace_id=raw.trace_id.hex(),
+        span_id=raw.span_id.hex(),
+        parent_id=format_parent_id(raw.parent_span_id),
+        name=raw.name[:MAX_TEXT_CHARS],
+        kind=raw.kind if 0 <= raw.kind < len(SPAN_KINDS) else 0,  # enums of protobuf are open
+        start_ns=raw.start_time_unix_nano,
+        end_ns=max(raw.start_time_unix_nano, raw.end_time_unix_nano),  # never before its start
+        service=str(resource.get(SERVICE_NAME, ""))[:MAX_TEXT_CHARS],
+        scope=scope[:MAX_TEXT_CHARS],
+        status=raw.status.code,
+        message=raw.status.message[:MAX_TEXT_CHARS],
+        attributes=attributes,
+        resource=resource,
+        dropped=cut + raw.dropped_attributes_count,
+    )
+
+
+def format_parent_id(parent_id: bytes) -> str:
+    """The ID in hex; "" for no parent, for which some senders write zeros."""
+    return "" if parent_id == NO_SPAN_ID else parent_id.hex()
+
+
+def read_attributes(pairs: Iterable[KeyValue]) -> tuple[dict[str, Any], int]:
+    """At most MAX_ATTRIBUTES attributes, and how many were left out."""
+    attributes: dict[str, Any] = {}
+    cut = 0
+    for pair in pairs:
+        if len(attributes) >= MAX_ATTRIBUTES:
+            cut += 1
+        else:
+            attributes[pair.key[:MAX_TEXT_CHARS]] = _convert_value(pair.value)
+    return attributes, cut
+
+
+def _convert_value(value: AnyValue) -> Any:
+    """A value for JSON; lists and maps become JSON text, because they are only displayed."""
+    kind = value.WhichOneof("value")
+    if kind == "string_value":
+        return value.string_value[:MAX_TEXT_CHARS]
+    if kind == "bool_value":
+        return value.bool_value
+    if kind == "int_value":
+        return value.int_value
+    if kind == "double_value":
+        number = value.double_value
+        return number if math.isfinite(number) else str(number)  # JSON has no NaN and infinity
+    if kind == "bytes_value":
+        # Two hex digits for each byte.
+        return value.bytes_value[: MAX_TEXT_CHARS // 2].hex()
+    if kind is None:
+        return ""
+    text = json.dumps(_convert_nested(value), ensure_ascii=False)
+    return text[: min(MAX_TEXT_CHARS, MAX_TEXT_GROWTH * value.ByteSize())]
+
+
+def _convert_nested(value: AnyValue) -> Any:
+    if value.HasField("array_value"):
+        return [_convert_nested(each) for each in value.array_value.values]
+    if value.HasField("kvlist_value"):
+        return {each.key: _convert_nested(each.value) for each in value.kvlist_value.values}
+    return _convert_value(value)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store spans in SQLite. receiver.py adds batches and answers each once it is on disk, or refused.
+
+One writer thread commits the batches that wait in one transaction. A span that is sent twice is
+stored once.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Final
+
+from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.store import database_schema, request_rows, retention
+from ttft_otel.report.store.span_chunks import SpanChunk, encode_spans
+from ttft_otel.report.store.span_rows import ChunkInserter, InsertOutcome
+from ttft_otel.tracing.guard import Guard
+
+MAX_WAITING_BATCHES: Final = 64  # batches in the writer's queue; more are refused with 503
+MAX_TRANSACTION_SPANS: Final = 4096  # spans in one transaction, so that no commit takes long
+RETENTION_INTERVAL_S: Final = (
+    1.0  # seconds between two looks for expired traces while nothing arrives
+)
+RETENTION_TROUBLE: Final = "retention: "  # begins last_error when old traces could not be removed
+
+QueuedBatch = tuple[Sequence[SpanChunk], "Future[int]"]
+
+
+class StoreUnavailableError(Exception):
+    """The batch could not be stored: the sender should retry."""
+
+
+class SpanStore:
+    """Writes spans to the database; `add` may be called from any thread.
+
+    counts: spans "stored", "duplicate" and "refused"; batches "busy" (queue full) and
+    "failed_batches"; "evicted_traces". last_error: "" while writing works.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_traces: int = 20_000,
+        max_age_hours: float = 168.0,
+        max_bytes: int = 2 << 30,
+    ) -> None:
+        """Open the database at `path` and start the writer thread. Raises StoreError.
+
+        max_traces, max_age_hours, max_bytes: limits beyond which the oldest traces are removed.
+        """
+        self.path = path
+        self.max_traces = max_traces
+        self.max_age_hours = max_age_hours
+        self.max_bytes = max_bytes
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self._connection, self.counts["evicted_traces"] = database_schema.open_for_writing(
+            path, max_bytes
+        )
+        self._queue: Queue[QueuedBatch | None] = Queue(MAX_WAITING_BATCHES)
+        self._closed = False
+        # A daemon: a process that ends without close() must not wait for it.
+        self._thread = threading.Thread(
+            target=self._run_writer, name="ttft-otel-store", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, spans: Sequence[StoredSpan]) -> Future[int]:
+        """Queue decoded spans; as add_chunks()."""
+        return self.add_chunks(encode_spans(spans))
+
+    def add_chunks(self, chunks: Sequence[SpanChunk]) -> Future[int]:
+        """Queue a batch. Raises StoreUnavailableError when the queue is full or the store closed.
+
+        The future gives the number of spans of the batch that were refused (MAX_TRACE_SPANS).
+        """
+        done: Future[int] = Future()
+        done.set_running_or_notify_cancel()  # a sender that gave up must not cancel the write
+        if self._closed:
+            raise StoreUnavailableError("the store is closed")
+        if not chunks:
+            done.set_result(0)
+            return done
+        try:
+            # Never waits: the sender is told at once that the queue is full, and retries.
+            self._queue.put_nowait((chunks, done))
+        except Full:
+            self.counts["busy"] += 1
+            raise StoreUnavailableError("too many batches wait for the disk") from None
+        return done
+
+    def close(self) -> None:
+        """Write the batches in the queue, then close; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        # Behind all batches, so that these are written first.
+        self._queue.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _run_writer(self) -> None:
+        ended = False
+        wait_s = RETENTION_INTERVAL_S
+        while not ended:
+            batches, ended = self._take_batches(wait_s)
+            with Guard("store"):
+                if batches:
+                    self._commit_batches(batches)
+            # Batches that were answered are left alone; the others failed by a bug that Guard caught.
+            _fail_batches(batches, "an error of ttft-otel, see its log")
+            with Guard("store.retention"):
+                # While something is left to remove, the next slice follows without a pause.
+                wait_s = 0.0 if not batches and self._remove_old() else RETENTION_INTERVAL_S
+        while not self._queue.empty():
+            if waiting := self._queue.get():
+                _fail_batches([waiting], "the store is closed")
+
+    def _take_batches(self, wait_s: float) -> tuple[list[QueuedBatch], bool]:
+        """The batches of one turn, none after `wait_s` seconds; True when close() was called."""
+        batches: list[QueuedBatch] = []
+        size = 0
+        # Whatever waits is committed together: one transaction for many senders.
+        while size < MAX_TRANSACTION_SPANS and not (batches and self._queue.empty()):
+            try:
+                queued = self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
+            except Empty:
+                break
+            if queued is None:  # from close()
+                return batches, True
+            batches.append(queued)
+            size += sum(chunk.span_count for chunk in queued[0])
+        return batches, False
+
+    def _commit_batches(self, batches: Sequence[QueuedBatch]) -> None:
+        refused = [0] * len(batches)
+        work = [(number, chunk) for number, (chunks, _) in enumerate(batches) for chunk in chunks]
+        try:
+            for part in _divide_work(work):
+                outcomes = self._write_slice([chunk for _, chunk in part])
+                for (number, _), outcome in zip(part, outcomes, strict=True):
+                    refused[number] += outcome.refused
+        except sqlite3.Error as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+            # All of the turn: those that were written already come again as duplicates.
+            self.counts["failed_batches"] += len(batches)
+            _fail_batches(batches, str(error))
+            return
+        # A commit has succeeded: /healthz is well again.
+        self.last_error = ""
+        for (_, done), count in zip(batches, refused, strict=True):
+            done.set_result(count)
+
+    def _write_slice(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
+        """Write chunks in one transaction; what became of each."""
+        try:
+            return self._write_chunks(chunks)
+        except sqlite3.OperationalError:
+            # SQLITE_FULL by our own limit: remove a share of the traces and write once more.
+            if not self._is_full():
+                raise
+            self._run_transaction(lambda: retention.evict_share(self._connection))
+            return self._write_chunks(chunks)
+
+    def _write_chunks(self, chunks: Sequence[SpanChunk]) -> list[InsertOutcome]:
+        """Write chunks and enforce the limits in one transaction; what became of each."""
+        outcomes: list[InsertOutcome] = []
+
+        def write_chunks() -> int:
+            # Wall clock: ages are compared across restarts.
+            inserter = ChunkInserter(self._connection, time.time_ns() // 1_000_000)
+            outcomes.extend(inserter.insert_chunks(chunks))
+            request_rows.write_requests(self._connection, inserter.list_touched())
+            # Deletes as many spans as are stored, so that those of removed traces do not pile up.
+            return self._evict_and_purge()
+
+        self._run_transaction(write_chunks)
+        for kind in InsertOutcome._fields:
+            # Only what there was: /healthz shows the counts.
+            if number := sum(getattr(outcome, kind) for outcome in outcomes):
+                self.counts[kind] += number
+        return outcomes
+
+    def _remove_old(self) -> bool:
+        """While idle, enforce the limits and shrink the file a little; whether more is left to do."""
+        try:
+            if retention.has_old(self._connection, self.max_traces, self._compute_oldest_ms()):
+                self._run_transaction(self._evict_and_purge)
+                is_left = True
+            else:
+                is_left = retention.shrink_file(self._connection)
+        except sqlite3.Error as error:  # the spans are safe; the next turn tries again
+            self.last_error = f"{RETENTION_TROUBLE}{error}"
+            return False
+        if self.last_error.startswith(RETENTION_TROUBLE):
+            self.last_error = ""
+        return is_left
+
+    def _compute_oldest_ms(self) -> int:
+        return time.time_ns() // 1_000_000 - int(self.max_age_hours * 3600e3)
+
+    def _evict_and_purge(self) -> int:
+        evicted = retention.evict_traces(
+            self._connection, self.max_traces, self._compute_oldest_ms()
+        )
+        retention.purge_spans(self._connection)
+        return evicted
+
+    def _run_transaction(self, change: Callable[[], int]) -> None:
+        """Run `change`, which returns the number of traces that it removed, in one transaction."""
+        run = self._connection.execute
+        # The write lock at once: a later upgrade of a read lock could fail half-way.
+        run("BEGIN IMMEDIATE")
+        try:
+            evicted = change()
+            run("COMMIT")
+        except BaseException:
+            # SQLite rolls back by itself after some errors, a full disk among them.
+            if self._connection.in_transaction:
+                run("ROLLBACK")
+            raise
+        # Only after COMMIT: what was rolled back is still there.
+        self.counts["evicted_traces"] += evicted
+
+    def _is_full(self) -> bool:
+        """Whether the file is near its own limit, max_bytes (as opposed to a full disk)."""
+        run = self._connection.execute
+        used, size = (run(f"PRAGMA {word}").fetchone()[0] for word in ("page_count", "page_size"))
+        traces: int = run("SELECT count(*) FROM traces").fetchone()[0]
+        # 0.9: the limit is of whole pages, and a batch needs several of them.
+        return bool(used * size >= 0.9 * self.max_bytes and traces)
+
+
+def _divide_work(work: Sequence[tuple[int, SpanChunk]]) -> Iterator[list[tuple[int, SpanChunk]]]:
+    """Parts of MAX_TRANSACTION_SPANS spans, more by less than a chunk."""
+    part: list[tuple[int, SpanChunk]] = []
+    size = 0
+    for number, chunk in work:
+        part.append((number, chunk))
+        size += chunk.span_count
+        if size >= MAX_TRANSACTION_SPANS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _fail_batches(batches: Sequence[QueuedBatch], reason: str) -> None:
+    """Answer batches that are not answered yet: their spans are not stored."""
+    for _, done in batches:
+        if not done.done():
+            done.set_exception(StoreUnavailableError(reason))

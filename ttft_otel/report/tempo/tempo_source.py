@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests from Tempo, as DatabaseReader gives them from the embedded store: the same objects.
+
+Tempo's search has no cursor: windows of time are halved until each holds fewer traces than the limit of a
+search, newest first, and no more traces are fetched than the answer needs. breakdown_source.py opens it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
+
+from ttft_otel.model import names
+from ttft_otel.report.receive import otlp_decoder
+from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.store.database_reader import (
+    MAX_REQUESTS,
+    RequestFilter,
+    StoredTrace,
+    build_stored_trace,
+    list_possible_ids,
+)
+from ttft_otel.report.store.span_rows import MAX_TRACE_SPANS
+from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, get_time_order
+from ttft_otel.report.tempo.tempo_access import (
+    LimitTooHighError,
+    RangeTooLongError,
+    TempoAccess,
+    TempoError,
+)
+from ttft_otel.report.tempo.tempo_client import FoundTrace, TempoClient
+from ttft_otel.report.tempo.tempo_queries import (
+    build_query,
+    format_window,
+    is_trace_id,
+    list_windows,
+    matches_filter,
+    quote_traceql,
+)
+
+SEARCH_LIMIT: Final = 1000  # traces of one search
+MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
+MAX_PARALLEL: Final = 8  # traces that are fetched at the same time
+FIRST_WINDOW_S: Final = (
+    900  # of the search backwards from now; each further window is twice as long
+)
+MAX_WINDOW_S: Final = 86_400  # of one search
+# How far back a search without a window goes; Tempo's own retention is two weeks by default.
+MAX_LOOKBACK_S: Final = 14 * 86_400
+
+Answer = TypeVar("Answer")
+# (what is done, how many are done, of how many; 0 where that is not known)
+ProgressReporter = Callable[[str, int, int], None]
+
+
+class TempoSource:
+    """Queries on Tempo, one after another; close() ends its connections.
+
+    report_progress: called while traces are searched and fetched; with "" when that is over.
+    report_note: gets what the reader of an answer should know, for example that Tempo does not keep all of
+        the window.
+    """
+
+    def __init__(
+        self,
+        access: TempoAccess,
+        report_progress: ProgressReporter = lambda text, done, total: None,
+        report_note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._client = TempoClient(access)
+        self._report_progress, self._report_note = report_progress, report_note
+        self._allowed = MAX_SECOND_LIMIT  # traces of one search, as far as Tempo has told
+        # What list_latest() has read is asked for again, request by request.
+        self._trunks: OrderedDict[str, list[StoredSpan]] = OrderedDict()
+        # Of its own, because the commands are not asynchronous.
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._run(self._open(access))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connections; idempotent."""
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(self._client.__aexit__(None, None, None))
+            self._loop.close()
+
+    def list_latest(self, wanted: RequestFilter) -> list[Request]:
+        """The newest requests that match `wanted`, newest first. Raises TempoError."""
+        return self._run(
+            self._list_latest(
+                wanted, build_query(wanted), lambda request: matches_filter(request, wanted)
+            )
+        )
+
+    def find_request(self, request_id: str) -> Request | None:
+        """The newest request with this ID, in vLLM's form, too; None when there is none."""
+        for candidate in list_possible_ids(request_id):
+            if len(candidate) == 32 and (trace := self.find_trace(candidate)):
+                for request in trace.requests:
+                    if request.request_id == candidate:
+                        return request
+            if found := self._run(self._find_request(candidate)):
+                return found
+        return None
+
+    def find_trace(self, trace_id: str) -> StoredTrace | None:
+        """All spans and requests of a trace; None when Tempo has none of it. Raises TempoError."""
+        if not is_trace_id(trace_id):
+            return None
+        spans = self._run(self._fetch_spans(trace_id.lower()))
+        return build_stored_trace(trace_id.lower(), spans) if spans else None
+
+    def find_trunks(self, trace_id: str) -> list[StoredSpan]:
+        """The `ttft` and `encode` spans of a trace, with their attributes; [] when there is none."""
+        if trace_id not in self._trunks:
+            trace = self.find_trace(trace_id)
+            self._keep_trunks(trace_id, trace.spans if trace else ())
+        return self._trunks[trace_id]
+
+    def _run(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
+        try:
+            return self._loop.run_until_complete(asked)
+        finally:
+            self._report_progress("", 0, 0)
+
+    async def _open(self, access: TempoAccess) -> None:
+        await self._client.__aenter__()
+        if access.is_exposed:
+            self._report_note(
+                f"the credentials for {access.shown_url} are sent without encryption; use https://"
+            )
+        await self._client.read_version()
+
+    async def _find_request(self, request_id: str) -> Request | None:
+        query = f"{{ span.{names.REQUEST_ID} = {quote_traceql(request_id)} }}"
+        found = await self._list_latest(
+            RequestFilter(last=1), query, lambda request: request.request_id == request_id
+        )
+        return found[0] if found else None
+
+    async def _list_latest(
+        self, wanted: RequestFilter, query: str, check: Callable[[Request], bool]
+    ) -> list[Request]:
+        last = min(max(wanted.last, 1), MAX_REQUESTS)
+        # A search with an end in the future finds what comes meanwhile, too.
+        until_s = -(-wanted.until_ns // 10**9) if wanted.until_ns else int(time.time()) + 2
+        since_s = wanted.since_ns // 10**9 if wanted.since_ns else until_s - MAX_LOOKBACK_S
+        if wanted.since_ns:
+            await self._check_retention(since_s)
+        found: dict[tuple[str, int], Request] = {}
+        seen: set[str] = set()
+        # The newest window is the last one; what is halved puts two in its place.
+        windows = list_windows(since_s, until_s)[::-1]
+        while windows:
+            begin_s, end_s = windows.pop()
+            self._report_progress("searching Tempo", len(found), 0)
+            traces = await self._search_window(query, begin_s, end_s, windows)
+            if traces is None:
+                continue
+            fresh = [trace for trace in traces if trace.trace_id not in seen]
+            seen.update(trace.trace_id for trace in fresh)
+            await self._fetch_newest(fresh, last, check, found)
+            # A trace may reach into a later window, its requests then are older than this one's begin.
+            if sum(request.start_ns >= begin_s * 10**9 for request in found.values()) >= last:
+                break
+        newest = sorted(found.values(), key=lambda request: -request.start_ns)
+        return newest[:last]
+
+    async def _search_window(
+        self, query: str, begin_s: int, end_s: int, windows: list[tuple[int, int]]
+    ) -> list[FoundTrace] | None:
+        """The traces of one window; None where it was put back as two halves."""
+        middle_s = (begin_s + end_s) // 2
+        is_divisible = begin_s < middle_s
+        limit = min(SEARCH_LIMIT if is_divisible else MAX_SECOND_LIMIT, self._allowed)
+        try:
+            traces, is_complete = await self._client.search(query, begin_s, end_s, limit)
+        except LimitTooHighError as error:
+            if error.allowed >= limit:
+                raise
+            self._allowed = error.allowed
+            windows.append((begin_s, end_s))
+            return None
+        except RangeTooLongError:
+            if not is_divisible:
+                raise
+            windows += [(begin_s, middle_s), (middle_s, end_s)]
+            return None
+        if not is_complete:
+            raise TempoError(
+                f"Tempo searched only a part of {format_window(begin_s, end_s)}; figures would be of "
+                "that part. Try again, or ask for a shorter window; its log says what failed"
+            )
+        if len(traces) < limit:
+            return traces
+        if not is_divisible:
+            raise TempoError(
+                f"{limit} traces or more in one second, {format_window(begin_s, end_s)}, which a search "
+                "cannot tell apart; ask for one model, or raise max_result_limit of Tempo"
+            )
+        windows += [(begin_s, middle_s), (middle_s, end_s)]
+        return None
+
+    async def _fetch_newest(
+        self,
+        traces: Sequence[FoundTrace],
+        last: int,
+        check: Callable[[Request], bool],
+        found: dict[tuple[str, int], Request],
+    ) -> None:
+        """Add requests of `traces` until no trace that is left can have one of the newest `last`."""
+        # By end: a request begins before its trace ends, so that the rest holds only older ones.
+        ordered = sorted(traces, key=lambda trace: -trace.end_ns)
+        for start in range(0, len(ordered), MAX_PARALLEL):
+            some = ordered[start : start + MAX_PARALLEL]
+            if sum(request.start_ns > some[0].end_ns for request in found.values()) >= last:
+                return
+            self._report_progress("reading traces from Tempo", start, len(ordered))
+            answers = await asyncio.gather(
+                # All are waited for, so that none goes on after the first failure.
+                *(self._fetch_spans(each.trace_id) for each in some),
+                return_exceptions=True,
+            )
+            for trace, its_spans in zip(some, answers, strict=True):
+                if isinstance(its_spans, BaseException):
+                    raise its_spans
+                stored = build_stored_trace(trace.trace_id, its_spans)
+                self._keep_trunks(trace.trace_id, stored.spans)
+                found.update(
+                    ((trace.trace_id, number), request)
+                    for number, request in enumerate(stored.requests)
+                    if check(request)
+                )
+
+    async def _fetch_spans(self, trace_id: str) -> list[StoredSpan]:
+        """A trace's spans in the order of the embedded store, each once; [] when Tempo has none."""
+        body = await self._client.fetch_trace(trace_id)
+        if body is None:
+            return []
+        try:
+            batch = otlp_decoder.decode_export(body)
+        except otlp_decoder.OtlpDecodeError as error:
+            raise TempoError(
+                f"trace {trace_id} is not in Tempo's form: {error}; is --tempo the address of Tempo?"
+            ) from error
+        # Tempo stores what an exporter sent twice twice.
+        unique = {span.span_id: span for span in reversed(batch.spans)}
+        return sorted(unique.values(), key=get_time_order)[:MAX_TRACE_SPANS]
+
+    def _keep_trunks(self, trace_id: str, spans: Sequence[StoredSpan]) -> None:
+        trunks = [span for span in spans if span.is_ttft_span]
+        self._trunks[trace_id] = trunks[:MAX_TRACE_TRUNKS]
+        while len(self._trunks) > MAX_REQUESTS:
+            self._trunks.popitem(last=False)
+
+    async def _check_retention(self, since_s: int) -> None:
+        kept_s = await self._client.read_retention_s()
+        if kept_s and since_s < time.time() - kept_s - 60:
+            self._report_note(
+                f"the window begins before what Tempo keeps, {kept_s / 3600:.0f} h (block_retention): "
+                "requests before that are missing"
+            )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serialize what the engine core measured of a request, for the API server.
+
+The engine core writes an EngineTimeline as one string into vLLM's own trace_headers of the request's
+first output; the API server reads it back. The string is a JSON array of integers, flags and arrays
+of them, which msgspec writes in 0.5 us (the standard library's json takes 25-44 us).
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import LOST_FORWARD, EngineStep, Marks
+from ttft_otel.model.record import Attributes
+from ttft_otel.model.stages import STAGES_BY_CODE
+from ttft_otel.model.timing import ClockNote
+from ttft_otel.tracing import clock, media_items
+from ttft_otel.tracing.engine_timeline import TIMELINE_VERSION, EngineTimeline
+
+# Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
+# tells which clock placed its intervals. Without it they are the host's times.
+CODE_CLOCK: Final = 0
+# Beside breakdown.LOST_*: the answer left before the encoder had ended; its interval ends there.
+ENCODER_UNFINISHED: Final = 64
+# Methods that request_arrival.py adds to the engine core, called through vLLM's utility channel: in
+# which stage an aborted request was; how long KV blocks, or encodings, were kept.
+ABORTED_QUERY: Final = "ttft_otel_died"
+KEPT_BLOCKS_QUERY: Final = "ttft_otel_sent"
+KEPT_ITEMS_QUERY: Final = "ttft_otel_fetched"
+ENCODER_QUERY: Final = "ttft_otel_encoded"  # ... or for how long the encoder ran
+PENDING_ANSWER: Final = "pending"  # to ENCODER_QUERY while it runs: ask again
+KEPT_BLOCKS_BIT: Final = 1  # bits of EngineDetails.kept
+KEPT_ITEMS_BIT: Final = 2
+ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
+# Span attributes of the numbers in EngineDetails.blocks, in their order.
+KV_ATTRIBUTES: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)
+
+
+class CoreAnswer(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """What the engine core answers over vLLM's utility channel, after a request's answer."""
+
+    def to_json(self) -> str:
+        """As a string, for the utility channel."""
+        return _encoder.encode(self).decode()
+
+
+class KeptBlocks(CoreAnswer, frozen=True):
+    """KV blocks that were kept for another instance after the answer.
+
+    since, until: from the answer until they were freed, microseconds of CLOCK_MONOTONIC.
+    expired: no instance fetched them.
+    """
+
+    since: int
+    until: int
+    tokens: int
+    blocks: int
+    expired: bool
+
+
+class KeptItems(CoreAnswer, frozen=True):
+    """Encodings that were kept for another instance after the answer.
+
+    since, until: from the answer until all were fetched, microseconds of CLOCK_MONOTONIC.
+    ready_at: when the last of them became readable; 0 where that was not seen.
+    end_reason: "expired" or "evicted" where they can no longer be fetched, else "".
+    """
+
+    since: int
+    until: int
+    items: int
+    bytes: int
+    ready_at: int
+    end_reason: str
+
+
+class EncoderRun(CoreAnswer, frozen=True):
+    """When an encoder ran that had not ended when the answer left; microseconds of CLOCK_MONOTONIC."""
+
+    start: int
+    end: int
+
+
+_HOST_NOTE: Final = ClockNote(names.CLOCK_WORDS[clock.CLOCK_HOST], 0)
+AnyAnswer = TypeVar("AnyAnswer", bound=CoreAnswer)
+_encoder: Final = msgspec.json.Encoder()
+_decoder: Final = msgspec.json.Decoder(EngineTimeline)
+_kept_blocks_decoder: Final = msgspec.json.Decoder(KeptBlocks)
+_kept_items_decoder: Final = msgspec.json.Decoder(KeptItems)
+_encoder_run_decoder: Final = msgspec.json.Decoder(EncoderRun)
+
+
+def encode_timeline(timeline: EngineTimeline) -> str:
+    """Serialize `timeline`; hooks leave it alone from now on (`sent`)."""
+    timeline.sent, timeline.boot = True, clock.get_boot_number()
+    return _encoder.encode(timeline).decode()
+
+
+def decode_kept_blocks(text: str) -> KeptBlocks | None:
+    """Parse the engine core's answer about kept KV blocks; None when it is empty or malformed."""
+    return _decode_answer(_kept_blocks_decoder, text)
+
+
+def decode_kept_items(text: str) -> KeptItems | None:
+    """Parse the engine core's answer about kept encodings; None when it is empty or malformed."""
+    return _decode_answer(_kept_items_decoder, text)
+
+
+def decode_encoder_run(text: str) -> EncoderRun | None:
+    """Parse the engine core's answer about an encoder; None when it is not known (yet)."""
+    return _decode_answer(_encoder_run_decoder, text)
+
+
+def _decode_answer(decoder: msgspec.json.Decoder[AnyAnswer], text: str) -> AnyAnswer | None:
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return None
+
+
+def decode_timeline(text: str, marks: Marks) -> EngineTimeline | None:
+    """Parse what encode_timeline() wrote, and copy its times, by the engine core's clock, into `marks`.
+
+    None when `text` is malformed or of another version; `marks` is unchanged then.
+    """
+    try:
+        timeline = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return None
+    details = timeline.read_details()
+    if timeline.version != TIMELINE_VERSION or 0 < len(details.media) < media_items.HEADER_LENGTH:
+        return None
+    for place in range(0, len(details.waits) - 2, 3):
+        code, start, end = details.waits[place : place + 3]
+        # A code of a later version is left out; its time then stays with the queue.
+        if code in STAGES_BY_CODE:
+            marks.waits.append((STAGES_BY_CODE[code].name, start, end))
+    if details.reasons:
+        marks.reasons = list(zip(details.reasons[::2], details.reasons[1::2], strict=False))
+    marks.held = timeline.held
+    for record in timeline.steps:
+        if _has_one_interval(record, timeline.boot):
+            marks.steps.append(EngineStep([record[3:]], record[1], record[2]))  # type: ignore[list-item]
+            continue
+        # A worker on another host (multi-node) has another boot: its times are not comparable.
+        marks.foreign |= bool(record) and record[0] != timeline.boot
+        marks.foreign |= _decode_clock(record)[0] == clock.CLOCK_LENGTHS
+        marks.steps.append(_decode_step(record))
+    marks.added, marks.scheduled = timeline.added, timeline.scheduled
+    marks.encoder_first, marks.entered = details.encoder_first, timeline.entered
+    marks.moving, marks.asking = details.looking or details.moving, details.asked
+    marks.queue_lost, marks.truncated = details.wait_lost, details.truncated
+    return timeline
+
+
+def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> Attributes:
+    """Span attributes for everything in `timeline` that is not a time.
+
+    clock_error: of the engine core's clock against ours, in us; a mark can have the device's too.
+    """
+    details = timeline.read_details()
+    attributes: Attributes = {
+        names.INPUT_TOKENS: timeline.prompt,
+        names.CACHED_TOKENS: timeline.cached,
+        names.CACHE_READ_TOKENS: timeline.cached,
+        names.CHUNKS: timeline.chunks,
+        names.OWN_TOKENS: timeline.own_tokens,
+        names.STEP_TOKENS: timeline.step_tokens,
+        names.PREEMPTIONS: details.preempted,
+        names.RECOMPUTED_TOKENS: details.recomputed,
+    }
+    if details.media:
+        attributes[names.OWN_ITEMS] = details.media[media_items.INDEX_OWN]
+        attributes[names.STEP_ITEMS] = details.media[media_items.INDEX_STEP]
+    if details.blocks:
+        values = zip(KV_ATTRIBUTES, details.blocks, strict=False)
+        attributes |= {name: value for name, value in values if value}
+    if details.truncated:
+        attributes[names.TRUNCATED] = True
+    if clock_error:
+        attributes[names.CLOCK_ERROR_US] = clock_error
+    if note := read_clock(timeline):
+        attributes[names.CLOCK] = note.word
+        if note.word == names.CLOCK_WORDS[clock.CLOCK_DEVICE]:
+            attributes[names.CLOCK_ERROR_US] = note.error_us + clock_error
+    for record in timeline.steps:
+        if len(record) >= 3 and record[2] & ENCODER_UNFINISHED:
+            attributes[names.ENCODER_UNFINISHED] = True
+    return attributes
+
+
+def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
+    """Which clock placed the worker's marks, by the step with the greatest error; None without a record."""
+    if timeline is None:
+        return None
+    if len(timeline.steps) == 1 and _has_one_interval(timeline.steps[0], timeline.boot):
+        return _HOST_NOTE
+    worst = (-1, 0)
+    for record in timeline.steps:
+        if len(record) >= 3:
+            worst = max(worst, _decode_clock(record))
+            if record[0] != timeline.boot:  # another host than its engine core's: lengths alone
+                worst = max(worst, (clock.CLOCK_LENGTHS, 0))
+    return None if worst[0] < 0 else ClockNote(names.CLOCK_WORDS[worst[0]], worst[1])
+
+
+def _has_one_interval(record: tuple[int, ...], boot: int) -> bool:
+    """Whether it is of this boot, and has one interval by the host's clock: most steps are such."""
+    return len(record) == 6 and record[0] == boot and record[3] != CODE_CLOCK
+
+
+def _decode_step(record: tuple[int, ...]) -> EngineStep:
+    if len(record) < 3:
+        return EngineStep([], 0, LOST_FORWARD)
+    pairs = list(zip(record[3::3], record[4::3], record[5::3], strict=False))
+    if pairs and pairs[-1][0] == CODE_CLOCK:
+        pairs.pop()
+    return EngineStep(pairs, record[1], record[2])
+
+
+def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:
+    """Which clock placed the record's intervals, and the estimated error of that."""
+    if len(record) < 6 or record[-3] != CODE_CLOCK:
+        return clock.CLOCK_HOST, 0
+    if 0 <= record[-2] < len(names.CLOCK_WORDS):
+        return record[-2], record[-1]
+    return clock.CLOCK_LENGTHS, 0  # a later version's clock: what its places mean is not known

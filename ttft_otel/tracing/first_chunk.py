@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observe what the application sends until its first chunk, at which a request's TTFT ends.
+
+asgi.py puts it in place of the server's `send`; recorder.py gets the first chunk's time. It delays
+`http.response.start` (and early events of a stream) until the first token only for a caller that
+asked for Server-Timing, because the header has to be complete before the start is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final, TypeAlias
+
+from ttft_otel.model import endpoints, names, stages
+from ttft_otel.tracing import clock, handoff, recorder, roles
+from ttft_otel.tracing.guard import Guard
+from ttft_otel.tracing.request_trace import RequestTrace
+
+Message: TypeAlias = MutableMapping[str, Any]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+MAX_HELD_BYTES: Final = 65536  # bytes of early events held back for a caller that asked
+# In an answer of /v1/responses; quotes of texts are escaped.
+_BACKGROUND: Final = b'"background":true'
+# Made once, as they hold nothing of a request.
+_GUARD_SEND, _GUARD_HAND = Guard("asgi send"), Guard("asgi hand")
+
+
+class FirstChunkSender:
+    """`send` replaces ASGI's: it observes messages until the first chunk, and then is the server's own."""
+
+    __slots__ = (
+        *("held_messages", "send", "send_downstream", "first_chunk_sent", "held_bytes", "trace"),
+    )
+
+    def __init__(self, trace: RequestTrace, send_downstream: Send) -> None:
+        self.trace = trace
+        self.send_downstream = send_downstream
+        self.held_messages: list[Message] = []
+        self.held_bytes = 0
+        self.first_chunk_sent = False
+        # The application keeps this object, whose function is replaced when all has been observed.
+        self.send = functools.partial(self._send_message)
+
+    def stop_observing(self) -> None:
+        """From now on `send` is the server's: in a long answer each token would pay for a call of ours."""
+        # As copies and unpickled ones get theirs; C calls it without a frame of Python.
+        self.send.__setstate__((self.send_downstream, (), {}, None))  # type: ignore[attr-defined]
+
+    def _send_message(self, message: Message) -> Awaitable[None]:
+        """Forward `message`, or hold it back until the Server-Timing header can be written."""
+        # No coroutine of ours around the server's: the head would pay for one.
+        if self.first_chunk_sent:
+            return self.send_downstream(message)
+        wait = False
+        with _GUARD_SEND:
+            wait = self._observe_message(message)
+        if wait or self.held_messages or self.first_chunk_sent:
+            return self._send_observed(message, wait)
+        return self.send_downstream(message)
+
+    async def _send_observed(self, message: Message, wait: bool) -> None:
+        """Forward what was held back and `message`, or with `wait` hold it back, too."""
+        if wait:
+            self.held_messages.append(message)
+            return
+        if self.held_messages:
+            # Replaced first: if sending one fails, a later call must not send them again.
+            held, self.held_messages = self.held_messages, []
+            for early in held:
+                await self.send_downstream(early)
+        await self.send_downstream(message)
+        # After the chunk was sent, so that encoding the record does not delay it.
+        if self.first_chunk_sent and self.trace.streamed:
+            with _GUARD_HAND:
+                recorder.send_known_halves(self.trace, handoff.get_sender(), server=False)
+
+    def _observe_message(self, message: Message) -> bool:
+        """Note start and first chunk; True when the message has to be held back."""
+        trace = self.trace
+        if message["type"] == "http.response.start":
+            trace.status = message["status"]
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            trace.streamed = trace.status < 400 and kind.startswith(b"text/event-stream")
+            return trace.timing_requested and trace.status < 400
+        if message["type"] != "http.response.body":
+            return False
+        body = message.get("body", b"")
+        last = not message.get("more_body", False)
+        # vLLM answers "null" to a plain request whose client has left.
+        if trace.status < 400 and (last if trace.streamed else body not in (b"", b"null")):
+            trace.is_answered = True
+        if (
+            trace.streamed
+            and trace.first_output is None
+            and not last
+            and roles.identity.can_see_outputs()
+        ):
+            # Keep-alive comments and opening events come before the first token. Beyond MAX_HELD_BYTES
+            # they are sent, without the header: the caller should not wait for an unbounded buffer.
+            self.held_bytes += len(body)
+            return bool(self.held_messages) and self.held_bytes <= MAX_HELD_BYTES
+        if not body and not last:
+            return bool(self.held_messages)
+        if trace.streamed and body.startswith(b":") and not last:  # an SSE comment is not a token
+            return bool(self.held_messages)
+        self.first_chunk_sent = True
+        trace.is_background = (
+            trace.path == endpoints.RESPONSES_PATH and not trace.streamed and _BACKGROUND in body
+        )
+        if not trace.is_background:
+            self._record_first_chunk()
+        self.stop_observing()
+        return False
+
+    def _record_first_chunk(self) -> None:
+        trace = self.trace
+        now = clock.now_us()
+        # `egress` ends at a stream's first chunk. Encoders and prefill instances answer in one piece,
+        # which is their first result; other plain responses carry later tokens, so they end at `output`.
+        egress = trace.streamed or roles.resolve_role(trace) in stages.INTERMEDIATE_ROLES
+        unseen = egress and trace.status < 400 and not roles.identity.can_see_outputs()
+        if (
+            trace.is_answered
+            and trace.engine_requests
+            and trace.first_output is None
+            and roles.identity.can_see_outputs()
+        ):
+            # The application has answered to the end, so the client was there: the engine ended it.
+            trace.error = trace.error or names.ERROR_ENGINE
+        if trace.has_first_token or unseen:
+            recorder.close_ttft(trace, now if egress else 0)
+        elif not trace.error:
+            return
+        if self.held_messages:  # formatted for whoever waits for it alone: a tenth of our time here
+            # Without a token the engine ended it: a router must not take this chunk for one.
+            text = recorder.format_timing_header(trace, now) or names.TIMING_NO_TOKEN
+            own_header = (names.TIMING.encode(), text.encode())
+            headers = [*self.held_messages[0].get("headers", ()), own_header]
+            self.held_messages[0]["headers"] = headers

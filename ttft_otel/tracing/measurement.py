@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement: what metrics count of one request; all that an unsampled one sends to the exporter.
+
+recorder.py and router/ make its bytes of a Record that is not exported, request_metrics.py counts
+them; of a sampled request it makes the same from the Record itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from ttft_otel.model import names, stages
+from ttft_otel.model.record import Piece, Record, RecordDecodeError, Ttft, encode_record
+from ttft_otel.tracing.context import SAMPLED_FLAG
+
+# Host and exporter are one installation, but a restarted exporter may be a newer one.
+MEASUREMENT_VERSION: Final = 3
+# A Record is a MessagePack array; this byte cannot begin one, it is the number 109.
+PREFIX: Final = b"m"
+# Not 0, which says that a consumer of encodings encoded nothing again.
+NOT_MEASURED: Final = -1
+# Position in stages.WAIT_REASON_NAMES by name.
+REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
+_HELD_CODES: Final = {
+    names.name_held_attribute(kind): code for code, kind in enumerate(stages.HOLDING_KIND_NAMES)
+}
+# (code, microseconds) of parts of queues.
+Waits: TypeAlias = tuple[tuple[int, int], ...]
+_Length = Annotated[int, msgspec.Meta(ge=0)]
+_ReasonCode = Annotated[int, msgspec.Meta(ge=0, lt=len(REASON_CODES))]
+_HeldCode = Annotated[int, msgspec.Meta(ge=0, lt=len(_HELD_CODES))]
+
+
+class MeasurementHead(msgspec.Struct, frozen=True, array_like=True):
+    """What the labels of a request's series are made of: few values, which recur.
+
+    service: as in Record. model, operation, error: "" without one; `error` is that of the TTFT.
+    is_outermost: whether its TTFT is the client's; of others queues, encodings and decoding are counted.
+    is_encoder: its TTFT is an encoder's, which the semantic convention does not count.
+    stages: (full name, host:port of the server behind a router or "") of each piece of the TTFT.
+    has_ttft: a stream's TTFT is sent with its first token, and what follows at its end.
+    end_error: of the whole request, "" without one; None where its end is not measured.
+    has_token_time: whether it has a time per output token.
+    """
+
+    service: str
+    role: str
+    model: str
+    operation: str
+    error: str
+    is_outermost: bool
+    is_encoder: bool
+    stages: tuple[tuple[str, str], ...]
+    has_ttft: bool = True
+    end_error: str | None = None
+    has_token_time: bool = False
+
+
+class Measurement(msgspec.Struct, frozen=True, array_like=True):
+    """The numbers of one request under a head.
+
+    times_us: in this order, what the head has of them: the TTFT, then each piece's length, as many as it
+    has stages; the whole request; the time per output token.
+    recomputed_items: media items encoded again, NOT_MEASURED where nothing can be.
+    reasons, held: the parts of its queues by the reason (a position in stages.WAIT_REASON_NAMES), and by the
+    work that ran (in HOLDING_KIND_NAMES). Not in the head: there are too many combinations of them.
+    """
+
+    version: int
+    head: MeasurementHead
+    times_us: tuple[int, ...]
+    recomputed_items: int
+    reasons: Waits = ()
+    held: Waits = ()
+
+
+class RawMeasurement(msgspec.Struct, frozen=True, array_like=True):
+    """A Measurement whose head is not decoded: its bytes are the key of series that are known already."""
+
+    version: int
+    head: msgspec.Raw
+    times_us: tuple[_Length, ...]
+    recomputed_items: int
+    reasons: tuple[tuple[_ReasonCode, _Length], ...] = ()
+    held: tuple[tuple[_HeldCode, _Length], ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RawMeasurement)
+_head_decoder = msgspec.msgpack.Decoder(MeasurementHead)
+
+
+def measure_record(record: Record) -> Measurement | None:
+    """The measurement of `record`; None where nothing is to count."""
+    ttft, recomputed = record.ttft, _count_recomputed(record.ttft)
+    reasons, held = _list_waits(ttft)
+    # The outermost server counts the client's TTFT; every leg would count it once more.
+    is_inner = not record.outermost and recomputed == NOT_MEASURED
+    if ttft is not None and is_inner and not (reasons or held):
+        ttft = None
+    end_error, token_time_us = _measure_end(record)
+    if ttft is None and end_error is None and not token_time_us:
+        return None
+    pieces: list[Piece] = []
+    times_us: list[int] = []
+    if ttft is not None:
+        # A span that ends before it begins is exported with no length.
+        times_us.append(max(0, ttft.end - ttft.start))
+        if record.outermost:
+            pieces = [piece for piece in ttft.pieces if piece.kind == "stage"]
+            times_us += [max(0, piece.end - piece.start) for piece in pieces]
+    if end_error is not None and record.server is not None:
+        times_us.append(max(0, record.server.end))
+    if token_time_us:
+        times_us.append(token_time_us)
+    head = MeasurementHead(
+        record.service,
+        record.role,
+        str(record.attributes.get(names.MODEL, "")),
+        str(record.attributes.get(names.OPERATION, "")),
+        ttft.error if ttft else "",
+        record.outermost,
+        ttft is not None and ttft.name != names.TTFT,
+        tuple([(piece.name, str(piece.attributes.get(names.INSTANCE, ""))) for piece in pieces]),
+        ttft is not None,
+        end_error,
+        token_time_us > 0,
+    )
+    return Measurement(MEASUREMENT_VERSION, head, tuple(times_us), recomputed, reasons, held)
+
+
+def _count_recomputed(ttft: Ttft | None) -> int:
+    items = ttft.attributes.get(names.EC_RECOMPUTED_ITEMS) if ttft else None
+    # An encoder's own encodings are never "again".
+    return items if ttft and isinstance(items, int) and ttft.name == names.TTFT else NOT_MEASURED
+
+
+def _list_waits(ttft: Ttft | None) -> tuple[Waits, Waits]:
+    """Measurement.reasons and Measurement.held: of its spans those that the collector would count."""
+    reasons: list[tuple[int, int]] = []
+    held: list[tuple[int, int]] = []
+    for piece in ttft.pieces if ttft else ():
+        # Nearly all pieces have none: only waiting ones say why, and behind what.
+        if not piece.attributes:
+            continue
+        reason = REASON_CODES.get(str(piece.attributes.get(names.QUEUE_REASON)))
+        if reason is not None:
+            reasons.append((reason, max(0, piece.end - piece.start)))
+        if piece.name in stages.QUEUE_STAGES and piece.kind == "stage":
+            for key, length in piece.attributes.items():
+                code = _HELD_CODES.get(key)
+                if code is not None and isinstance(length, int):
+                    held.append((code, max(0, length)))
+    return tuple(reasons), tuple(held)
+
+
+def _measure_end(record: Record) -> tuple[str | None, int]:
+    """MeasurementHead.end_error, and the time per output token in microseconds, 0 without one."""
+    server = record.server
+    if server is None:
+        return None, 0
+    found = server.attributes.get(names.TOKEN_TIME_US)
+    token_time_us = found if isinstance(found, int) and found > 0 else 0
+    # As the client sees it: once for each request, but for answers that only say "queued".
+    is_whole = record.outermost and names.OPERATION in record.attributes
+    if not is_whole or names.BACKGROUND in server.attributes:
+        return None, token_time_us
+    # Its span has no error for a refusal, which is the client's; a duration without it would be one.
+    error = server.error or (str(server.status) if server.status >= 400 else "")
+    return error, token_time_us
+
+
+def encode_for_exporter(record: Record) -> bytes:
+    """The bytes that the exporter gets of `record`: all of it if it is sampled, else its measurement.
+
+    b"" when there is nothing to export or to count.
+    """
+    if record.flags & SAMPLED_FLAG:
+        return encode_record(record)
+    measurement = measure_record(record)
+    return b"" if measurement is None else PREFIX + _encoder.encode(measurement)
+
+
+def decode_measurement(data: bytes) -> RawMeasurement:
+    """Bytes with PREFIX -> measurement. Raises RecordDecodeError for another version's, and for others."""
+    try:
+        found = _decoder.decode(data[len(PREFIX) :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordDecodeError(str(error)) from error
+    # An array has no names: another version's fields would be read as this one's.
+    if found.version != MEASUREMENT_VERSION:
+        raise RecordDecodeError(f"measurement version {found.version}, not {MEASUREMENT_VERSION}")
+    return found
+
+
+def encode_head(head: MeasurementHead) -> bytes:
+    """The bytes of a head, as they are in RawMeasurement."""
+    return _encoder.encode(head)
+
+
+def decode_head(data: bytes) -> MeasurementHead:
+    """Bytes of a head -> head. Raises RecordDecodeError for anything else."""
+    try:
+        return _head_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordDecodeError(str(error)) from error

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the environment variables into one frozen Settings, with a list of what is wrong in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from ttft_otel.model import names, stages
+
+# plugin.py has the same words once more: it must not import anything while tracing is off.
+ON_WORDS: Final = frozenset({"1", "true", "yes", "on"})
+OFF_WORDS: Final = frozenset({"", "0", "false", "no", "off"})
+SAMPLERS: Final = (
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+)
+PROTOCOLS: Final = ("http/protobuf", "grpc")
+DETAILS: Final = ("full", "stages", "ttft")  # exporter/spans/span_writer.py: which spans each has
+# lowmemory: delta where the SDK need not keep a sum for it, which is so for all of our metrics.
+TEMPORALITIES: Final = ("cumulative", "delta", "lowmemory")
+SERVER_ROLES: Final = tuple(role for role in stages.ROLES if role != "router")
+GRPC_PORT: Final = 4317  # OTLP's; where no protocol is set, it means grpc
+DEFAULT_HTTP_ENDPOINT: Final = "http://127.0.0.1:4318"
+DEFAULT_GRPC_ENDPOINT: Final = "http://127.0.0.1:4317"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment variables ask for.
+
+    protocol: one of PROTOCOLS. protocol_reason: what chose it: a variable, "port 4317", "default".
+    endpoint: OTLP endpoint, a URL. service: service.name, "" for one per role.
+    ratio: sampling ratio of the traceidratio samplers, 0 to 1.
+    trust_sampled: honour the caller's `sampled` flag; else only its trace ID is used.
+    queue_bytes: send buffer of the socket to the exporter, in bytes.
+    role: "" leaves it to vLLM's configuration and to each request.
+    detail: which spans the exporter makes of a request, one of DETAILS.
+    metrics: the exporter process counts every request, sampled or not, and sends metrics of them.
+    temporality: of these metrics, one of TEMPORALITIES.
+    problems: one line for each invalid variable: "what is wrong; remedy".
+    """
+
+    on: bool = False
+    protocol: str = "http/protobuf"
+    protocol_reason: str = "default"
+    endpoint: str = DEFAULT_HTTP_ENDPOINT
+    service: str = ""
+    sampler: str = "parentbased_always_on"
+    ratio: float = 1.0
+    trust_sampled: bool = True
+    queue_bytes: int = 4 << 20
+    role: str = ""
+    detail: str = "full"
+    metrics: bool = False
+    temporality: str = TEMPORALITIES[0]
+    problems: tuple[str, ...] = ()
+
+
+def parse_switch(value: str) -> bool | None:
+    """Parse an on/off word, ignoring case; None when `value` is neither. "" means off."""
+    word = value.strip().lower()
+    return True if word in ON_WORDS else False if word in OFF_WORDS else None
+
+
+def read_settings(env: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from `env`, by default os.environ.
+
+    Never raises: an invalid variable takes its default and adds a line to `Settings.problems`.
+    """
+    source = os.environ if env is None else env
+    problems: list[str] = []
+    # Wrong means off: a typing error must not switch tracing on in production.
+    on = parse_switch(source.get(names.ENV_ON, ""))
+    if on is None:
+        problems.append(
+            f"{names.ENV_ON}={source[names.ENV_ON]!r} is neither on nor off; "
+            f"set {names.ENV_ON}=1 to trace, 0 not to"
+        )
+    protocol, reason = _read_protocol(source, problems)
+    sampler, ratio = _read_sampler(source, problems)
+    # Not `on=False`: the middleware still has to answer x-ttft-timing.
+    if _is_disabled(source):
+        sampler = "always_off"
+    return Settings(
+        on=bool(on),
+        protocol=protocol,
+        protocol_reason=reason,
+        endpoint=_read_endpoint(source, protocol, problems),
+        service=source.get(names.ENV_SERVICE, ""),
+        sampler=sampler,
+        ratio=ratio,
+        trust_sampled=_read_flag(source, names.ENV_TRUST, True, problems),
+        queue_bytes=_read_bytes(source, names.ENV_QUEUE, 4 << 20, problems),
+        role=_read_role(source, problems),
+        detail=_read_word(source, names.ENV_DETAIL, DETAILS, problems),
+        metrics=_read_metrics(source, problems),
+        temporality=_read_word(source, names.ENV_TEMPORALITY, TEMPORALITIES, problems),
+        problems=tuple(problems),
+    )
+
+
+# A list, filled in place: no `global`, and empty until the plugin has run.
+_frozen: list[Settings] = []
+
+
+def freeze_settings() -> None:
+    """Store the settings of this moment, because vLLM's own tracing sets OTEL_* variables later."""
+    _frozen[:] = [read_settings()]
+
+
+def get_settings() -> Settings:
+    """The settings stored by freeze_settings(); without it, read from the environment now."""
+    return _frozen[0] if _frozen else read_settings()
+
+
+def list_problems(settings: Settings) -> tuple[str, ...]:
+    """The problems in `settings`, each as "what is wrong; remedy"; empty when there are none."""
+    return settings.problems
+
+
+def _read_protocol(source: Mapping[str, str], problems: list[str]) -> tuple[str, str]:
+    """The protocol and what chose it.
+
+    Without a variable the port does: charts set http://HOST:4317 and no protocol, and mean gRPC.
+    """
+    # The signal's own variable first, as OpenTelemetry specifies.
+    for name in (names.ENV_TRACES_PROTOCOL, names.ENV_PROTOCOL):
+        protocol = source.get(name)
+        if protocol in PROTOCOLS:
+            return protocol, name
+        if protocol:
+            problems.append(f"{name}={protocol!r} is unknown; use one of {', '.join(PROTOCOLS)}")
+            break
+    url = source.get(names.ENV_TRACES_ENDPOINT) or source.get(names.ENV_ENDPOINT) or ""
+    try:
+        port = urlsplit(url if "://" in url else f"//{url}").port
+    except ValueError:  # _read_endpoint() names it
+        port = None
+    if port == GRPC_PORT:
+        return "grpc", f"port {GRPC_PORT}"
+    return "http/protobuf", "default"
+
+
+def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]) -> str:
+    default = DEFAULT_GRPC_ENDPOINT if protocol == "grpc" else DEFAULT_HTTP_ENDPOINT
+    # By OpenTelemetry's rules the signal's own variable wins, and an empty variable counts as unset.
+    name = names.ENV_TRACES_ENDPOINT
+    if not source.get(name):
+        name = names.ENV_ENDPOINT
+    url = source.get(name) or default
+    has_no_scheme = protocol == "grpc" and "://" not in url  # gRPC exporters accept host:port
+    if not has_no_scheme and not _is_http_url(url):
+        problems.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
+        return default
+    return url
+
+
+def _read_metrics(source: Mapping[str, str], problems: list[str]) -> bool:
+    """Whether TTFT_OTEL_METRICS asks for metrics, and no standard variable turns them off."""
+    asked = _read_flag(source, names.ENV_METRICS, False, problems)
+    disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
+    without = source.get(names.ENV_METRICS_EXPORTER, "").strip().lower() == "none"
+    # Standard variables win: an operator who turns telemetry off means all of it.
+    return asked and not disabled and not without
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for what is no number
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _is_disabled(source: Mapping[str, str]) -> bool:
+    """Whether OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none turns spans off.
+
+    Server-Timing in responses still works then.
+    """
+    disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
+    return disabled or source.get(names.ENV_EXPORTER, "").strip().lower() == "none"
+
+
+def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, float]:
+    sampler = source.get(names.ENV_SAMPLER) or "parentbased_always_on"
+    if sampler not in SAMPLERS:
+        problems.append(
+            f"{names.ENV_SAMPLER}={sampler!r} is unknown; use one of {', '.join(SAMPLERS)}"
+        )
+        sampler = "parentbased_always_on"
+    text = source.get(names.ENV_SAMPLER_ARG) or "1.0"
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    # Also for nan, which compares as false.
+    if not 0.0 <= ratio <= 1.0:
+        problems.append(
+            f"{names.ENV_SAMPLER_ARG}={text!r} is not a ratio; use a number from 0 to 1"
+        )
+        ratio = 1.0
+    return sampler, ratio
+
+
+def _read_role(source: Mapping[str, str], problems: list[str]) -> str:
+    word = source.get(names.ENV_ROLE, "").strip().lower()
+    if word and word not in SERVER_ROLES:
+        problems.append(
+            f"{names.ENV_ROLE}={word!r} is not a role; use one of {', '.join(SERVER_ROLES)}, or unset it"
+        )
+        return ""
+    return word
+
+
+def _read_word(
+    source: Mapping[str, str], name: str, words: tuple[str, ...], problems: list[str]
+) -> str:
+    """The word in the variable `name`, one of `words`; the first of them is the default."""
+    word = source.get(name, "").strip().lower() or words[0]
+    if word not in words:
+        problems.append(f"{name}={word!r} is unknown; use one of {', '.join(words)}, or unset it")
+        return words[0]
+    return word
+
+
+def _read_flag(source: Mapping[str, str], name: str, default: bool, problems: list[str]) -> bool:
+    if name not in source:
+        return default
+    value = parse_switch(source[name])
+    if value is None:
+        problems.append(f"{name}={source[name]!r} is neither on nor off; use 1 or 0")
+        return default
+    return value
+
+
+def _read_bytes(source: Mapping[str, str], name: str, default: int, problems: list[str]) -> int:
+    text = source.get(name)
+    if not text:
+        return default
+    # A record is one message of the socket: the buffer has to hold at least one.
+    if not text.isdigit() or int(text) < 65536:
+        problems.append(f"{name}={text!r} is not a size; use a number of bytes from 65536")
+        return default
+    return int(text)
