@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hooks.accelerator import SimulatedDevice, SimulatedEvent, SimulatedHost, SimulatedStream
+from hooks.device.accelerator import SimulatedDevice, SimulatedEvent, SimulatedHost, SimulatedStream
 
 from benchmarks import gpu_clock
 from ttft_otel.hooks.worker import device

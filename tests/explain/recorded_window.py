@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from tests.explain.scheduler_truth import STREAM_US, Arrival, Served, run_scheduler
+from tests.explain.whatif.scheduler_truth import STREAM_US, Arrival, Served, run_scheduler
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.engine_parts import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange

@@ -14,7 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from tests.explain.scheduler_truth import STREAM_US, Arrival, Served, draw_arrivals
+from tests.explain.whatif.scheduler_truth import STREAM_US, Arrival, Served, draw_arrivals
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model import names
 from ttft_otel.model.record import Piece, Record, Server, Ttft

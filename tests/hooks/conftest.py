@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from hooks.device.accelerated_runners import wrap_accelerated_classes
+from hooks.fakes import FakeEngineCore, clear_waiting, make_wrapped_core
+from hooks.vllm_import import import_from_vllm
 from ttft_otel import testing
 from ttft_otel.hooks import encoder_runs, wrap
 from ttft_otel.hooks.engine_core import ec_kept, scheduler
 from ttft_otel.hooks.worker import model_runners
-
-from .accelerated_runners import wrap_accelerated_classes
-from .fakes import FakeEngineCore, clear_waiting, make_wrapped_core
-from .vllm_import import import_from_vllm
 
 
 @pytest.fixture

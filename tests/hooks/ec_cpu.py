@@ -19,12 +19,11 @@ from vllm.distributed.ec_transfer.ec_connector.cpu.connector import ECCPUConnect
 from vllm.distributed.ec_transfer.ec_connector.cpu.session import ProducerSession
 from vllm.v1.outputs import ECConnectorOutput
 
+from hooks.fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
 from ttft_otel.hooks.worker import ec_connectors
 from ttft_otel.model import names
 from ttft_otel.testing import FakeClock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
-
-from .fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
 
 WIDTH = 8  # of an encoding; float16: 16 bytes a row, one row a block
 ROWS = 2

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from hooks.fakes import HEADERS
 from lab import tiny_models
 from ttft_otel.hooks import wrap
 from ttft_otel.hooks.engine_core import request_arrival, scheduler
@@ -37,8 +38,6 @@ from ttft_otel.testing import FakeClock
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
 from ttft_otel.tracing.engine_timeline import EngineTimeline
-
-from .fakes import HEADERS
 
 BLOCK_SIZE = 16
 STEP_US = 10_000

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from hooks.wrapping import wrap_methods
 from ttft_otel.hooks import api_server
 from ttft_otel.model import breakdown, names
 from ttft_otel.testing import FakeClock
@@ -21,8 +22,6 @@ from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
 from ttft_otel.tracing.settings import Settings
-
-from .wrapping import wrap_methods
 
 FIRST_TOKEN_US = 900  # until process_outputs has returned
 EGRESS_US = 5

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel import testing
 from ttft_otel.hooks import api_server, target_check, vllm_fields
@@ -19,8 +20,6 @@ from ttft_otel.model import names
 from ttft_otel.tracing import handoff, recorder, settings
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
-
-from .server import STAGES_US, FakeClient, ServerPlan
 
 
 def test_parts(client: FakeClient, records: testing.MemorySender) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_target_check import BIG_VERSION, IS_BIG_MISSING, find_package
+from hooks.test_target_check import BIG_VERSION, IS_BIG_MISSING, find_package
 
 VERSIONS = [
     pytest.param(

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from hooks.fakes import FakeEngineCore, decode_headers, make_request
 from ttft_otel import testing
 from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
 from ttft_otel.model import breakdown, failed_stage
 from ttft_otel.model.breakdown import CODE_FORWARD, Marks
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
-
-from .fakes import FakeEngineCore, decode_headers, make_request
 
 pytestmark = pytest.mark.usefixtures("no_state_left")
 BOOT = clocks.get_boot_number()

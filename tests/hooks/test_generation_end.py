@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from hooks.server import DECODE_US, EGRESS_US, FakeClient, ServerPlan, hang_in_queue
 from ttft_otel import testing
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.model import names
 from ttft_otel.tracing import clock, recorder
 from ttft_otel.tracing.roles import identity
-
-from .server import DECODE_US, EGRESS_US, FakeClient, ServerPlan, hang_in_queue
 
 END_NAMES = {names.OUTPUT_TOKENS, names.FINISH_REASONS, names.TOKEN_TIME_US}
 

@@ -225,3 +225,13 @@ class RunningServer:
     http: str
     grpc: str
     path: Path
+
+
+def fetch_page(served: RunningServer, path: str) -> tuple[int, str, dict[str, str]]:
+    """GET a page."""
+    try:
+        with urllib.request.urlopen(f"{served.http}{path}", timeout=20) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), dict(error.headers)

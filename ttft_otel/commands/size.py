@@ -16,7 +16,7 @@ import click
 from ttft_otel.commands.command_options import make_number_option
 
 SECONDS_PER_DAY: Final = 86_400
-# Span trees of benchmarks/otlp_bodies.py, serialized as the exporter does; tests/test_size.py counts anew.
+# Span trees of benchmarks/otlp_bodies.py, serialized as the exporter does; test_size.py counts anew.
 BYTES_PER_SPAN: Final = 290
 # benchmarks/collector.py, one core, in microseconds of CPU per span: collector/README.md, Sizing.
 COLLECTOR_US: Final = 10.0
@@ -49,7 +49,7 @@ class Deployment:
     server_series: int
 
 
-# Counted from the stages that requests have; tests/test_size.py compares.
+# Counted from the stages that requests have; tests/commands/test_size.py compares.
 DEPLOYMENTS: Final = {
     "mono": Deployment(12, 0, 10),
     "router": Deployment(29, 5, 9),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+from commands.router.test_router_process import CommandProcess, run_command
 
 from router import fake_instances
-from router.cli.test_router_process import CommandProcess, run_command
 from router.discovery.dns_server import DnsServer, run_dns_server
 from router.fake_instances import FakeInstance
 from ttft_otel.model import names

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from commands.router.test_router_process import START_TIMEOUT_S
+from commands.router.test_worker_processes import list_worker_pids, post_alone, wait_for_workers
 
 from router import fake_instances
-from router.cli.test_router_process import START_TIMEOUT_S
-from router.cli.test_worker_processes import list_worker_pids, post_alone, wait_for_workers
 from router.fake_instances import FakeInstance, InstancePlan
 from router.peers.peer_site import KEY, Replica, run_replicas
 from ttft_otel.commands.router.command import command

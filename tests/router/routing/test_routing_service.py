@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 import pytest
+from commands.router.test_router_options import INSTANCE_URL, read_options
 from msgspec import structs
 
 from router import fake_instances, fake_pair, scripted_knowledge
-from router.cli.test_router_options import INSTANCE_URL, read_options
 from router.fake_instances import TRACEPARENT, InstancePlan
 from router.scripted_knowledge import ScriptedReader, ScriptedSource
 from ttft_otel.model import names, timing

@@ -20,7 +20,7 @@ BUSY_S: Final = 2.0  # seconds to wait for another process's lock
 
 # Numbers of traces grow in the order of arrival, without gaps, and are never used again: what is below the
 # smallest has been removed. Spans are in chunks (span_chunks.py), of which only their trace is indexed. Bytes
-# for each span are bounded (tests/report/test_storage_bounds.py): what spans share is in `shared`, and tables
+# for each span are bounded (test_storage_bounds.py): what spans share is in `shared`, and tables
 # of long values have row IDs, because entries of an index beyond 1000 bytes take a page of their own.
 CREATE_TABLES: Final = """
 CREATE TABLE traces (

@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
+from commands.router.test_router_options import read_options as options
 
-from router.cli.test_router_options import read_options as options
 from router.routing.prompts.test_prompt_processes import (
     CHAT_PATH,
     HELLO_BODY,

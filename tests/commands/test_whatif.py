@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ttft-otel whatif` as typed in a shell, over a store with a window that vLLM's Scheduler has served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.explain.shell_commands import StoreCommand
+from tests.explain.stored_records import (
+    build_served_record,
+    build_spans,
+    draw_busy_arrivals,
+    name_window,
+    store_spans,
+)
+from tests.explain.whatif.scheduler_truth import run_scheduler
+from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.model import names
+
+LIMITS = EngineLimits(4, 512)
+WHATIF = StoreCommand("whatif", "--repetitions", "3", "--since", name_window(-1, 600))
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A window of one server whose spans tell its settings."""
+    arrivals = draw_busy_arrivals()
+    served = run_scheduler(arrivals, LIMITS)
+    records = [
+        build_served_record(number, arrival, one)
+        for number, (arrival, one) in enumerate(zip(arrivals, served, strict=True))
+    ]
+    resource = {
+        "service.instance.id": "chat-1",
+        names.ENGINE_MAX_SEQS: LIMITS.max_num_seqs,
+        names.ENGINE_MAX_TOKENS: LIMITS.max_batched_tokens,
+    }
+    return store_spans(
+        tmp_path_factory.mktemp("whatif") / "spans.db", build_spans(records, resource)
+    )
+
+
+def test_json(database: Path) -> None:
+    """Figures keep to the schema; the error of the unchanged window is small and told."""
+    told = WHATIF.read_json(database, "--rate", "1.2x", "--cache-hit", "+10%")
+
+    assert told["requests"] == 160 and told["instances"] == 1
+    assert told["change"] == {"rate": 1.2, "cache_hit": 0.1}
+    assert all(abs(error) < 0.05 for error in told["replay_error"].values())
+    p95 = told["ttft"]["p95"]
+    assert p95["replayed_ms"] == pytest.approx(p95["recorded_ms"], rel=0.05)
+    assert p95["low_ms"] <= p95["predicted_ms"] <= p95["high_ms"]
+
+
+def test_text(database: Path) -> None:
+    """A sentence with the figures, the error of the unchanged window, the stages, what is assumed."""
+    result = WHATIF.run(database, "--instances", "+1", "--max-num-seqs", "8")
+    assert result.exit_code == 0, result.output
+
+    assert "+1 instances, max-num-seqs 8: TTFT p50" in result.output
+    assert "The same model on the 160 recorded requests, unchanged: p50" in result.output
+    assert "prefill.queue" in result.output and "`round_robin`" in result.output
+
+
+def test_nothing_changed(database: Path) -> None:
+    """Without an option it says how well the model knows the window."""
+    result = WHATIF.run(database)
+    assert result.exit_code == 0 and "nothing changed: TTFT" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rate", "4x"], "more requests arrive than are served"),
+        (["--routing-logic", "prefix"], "traces do not tell"),
+        (["--encoders", "+1"], "no request of the window was at an encoder instance"),
+        (["--rate", "fast"], "'fast' is not a factor"),
+        (["--instances", "2"], "write +1"),
+        (["--instances", "+99999999999"], "up to +1000"),
+        (["--encoders", "+1" + "0" * 5000], "up to +1000"),
+        (["--cache-hit", "20"], "write +20%"),
+        (["--since", "1999-01-01..1999-01-02"], "50 are needed"),
+        (["--model", "other"], "50 are needed"),
+        (["--since", "nonsense"], "is not a time"),
+    ],
+)
+def test_remedies(database: Path, words: list[str], told: str) -> None:
+    """What cannot be told is refused with the reason, in words and as JSON."""
+    WHATIF.check_refusal(database, words, told)

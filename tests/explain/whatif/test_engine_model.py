@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's model against vLLM's own Scheduler on random loads, and against queueing theory."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.explain.whatif.scheduler_truth import (
+    BASE_US,
+    GAP_US,
+    TOKEN_US,
+    Arrival,
+    draw_arrivals,
+    run_scheduler,
+)
+from ttft_otel.explain.whatif.engine_model import EngineModel
+from ttft_otel.explain.whatif.engine_parts import EngineLimits, QueuedPrompt, Step, StepLength
+
+
+class LinearClock:
+    """Steps that take BASE_US and TOKEN_US for each token."""
+
+    wake_us = 0
+
+    def measure_step(self, step: Step) -> StepLength:
+        return StepLength(0, 0, BASE_US + TOKEN_US * step.tokens, 0, GAP_US)
+
+
+@dataclass
+class Events:
+    """The simulation's queue of events."""
+
+    queue: list[tuple[int, int, Callable[[int], None]]] = field(default_factory=list)
+    order: Any = field(default_factory=itertools.count)
+
+    def add(self, when: int, action: Callable[[int], None]) -> None:
+        heapq.heappush(self.queue, (when, next(self.order), action))
+
+    def run(self) -> None:
+        while self.queue:
+            when, _, action = heapq.heappop(self.queue)
+            action(when)
+
+
+def run_model(
+    arrivals: list[Arrival], limits: EngineLimits, clock: Any = None
+) -> tuple[list[QueuedPrompt], EngineModel]:
+    events = Events()
+    model = EngineModel(limits, clock or LinearClock(), events.add)
+    prompts = [QueuedPrompt(each.tokens, output_tokens=each.answer) for each in arrivals]
+    for arrival, prompt in zip(arrivals, prompts, strict=True):
+        events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
+    events.run()
+    return prompts, model
+
+
+LIMITS = (
+    EngineLimits(64, 2048),
+    EngineLimits(4, 512),
+    EngineLimits(1, 256),
+    EngineLimits(16, 96),
+    EngineLimits(8, 2048, chunked=False),
+    EngineLimits(64, 2048, async_scheduling=True),
+    EngineLimits(4, 256, async_scheduling=True),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_scheduler(limits: EngineLimits, seed: int) -> None:
+    """The model's queue and first token of each request are those of vLLM's Scheduler, to 1 µs."""
+    arrivals = draw_arrivals(seed)
+    truth = [(each.queue, each.first_token) for each in run_scheduler(arrivals, limits)]
+    prompts, model = run_model(arrivals, limits)
+
+    assert [(each.queue, each.first_token) for each in prompts] == truth
+    assert (model.running, model.decoding, model.kv_tokens) == (0, 0, 0)
+    assert max(queue for queue, _ in truth) > BASE_US
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        EngineLimits(64, 2048, kv_tokens=3200),
+        EngineLimits(16, 512, kv_tokens=2400),
+        EngineLimits(8, 2048, chunked=False, kv_tokens=2400),
+        EngineLimits(64, 128, kv_tokens=2000),
+    ],
+    ids=str,
+)
+def test_few_blocks(limits: EngineLimits, seed: int) -> None:
+    """Where blocks are waited for and requests preempted, too; and how long, and how often, is told."""
+    arrivals = draw_arrivals(seed, mean_gap_us=15_000, answer=(1, 80))
+    served = run_scheduler(arrivals, limits)
+    prompts, model = run_model(arrivals, limits)
+
+    assert [(each.queue, each.first_token, each.last_token) for each in prompts] == [
+        (each.queue, each.first_token, each.end) for each in served
+    ]
+    assert [each.preemptions for each in prompts] == [each.preemptions for each in served]
+    assert (model.running, model.decoding, model.kv_tokens) == (0, 0, 0)
+    assert model.memory is not None and model.memory.free == limits.kv_tokens // 16 - 1
+    assert sum(each.preemptions for each in served) > 0
+    assert model.blocked_us == pytest.approx(sum(each.blocked for each in served), rel=0.2)
+    # Counter-test: with enough memory they come sooner.
+    free, _ = run_model(arrivals, replace(limits, kv_tokens=0))
+    assert sum(each.queue for each in free) < 0.9 * sum(each.queue for each in prompts)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "wrong", [{"max_num_seqs": 5}, {"max_batched_tokens": 540}, {"chunked": False}], ids=str
+)
+def test_wrong_limits(wrong: dict[str, Any]) -> None:
+    """With other limits than the scheduler's the model does not agree: the comparison can fail."""
+    arrivals, limits = draw_arrivals(1), EngineLimits(4, 512)
+    arrivals = [replace(each, tokens=min(each.tokens, 500)) for each in arrivals]
+    truth = [(each.queue, each.first_token) for each in run_scheduler(arrivals, limits)]
+    prompts, _ = run_model(arrivals, replace(limits, **wrong))
+
+    assert [(each.queue, each.first_token) for each in prompts] != truth
+
+
+@pytest.mark.slow
+def test_queueing_theory() -> None:
+    """M/D/1: one place, equal requests of one token: the mean wait is rho / (2 (1 - rho)) services."""
+    service = BASE_US + TOKEN_US * 10 + GAP_US
+    for load in (0.3, 0.6, 0.8):
+        chance, at, arrivals = random.Random(5), 0.0, []
+        for _ in range(60_000):
+            at += chance.expovariate(load / service)
+            arrivals.append(Arrival(round(at), 10, 1))
+        prompts, model = run_model(arrivals, EngineLimits(1, 512))
+        mean = statistics.fmean(each.queue for each in prompts)
+
+        assert mean == pytest.approx(service * load / (2 * (1 - load)), rel=0.06)
+        assert model.steps >= len(prompts)
+
+
+def test_stages_add_up() -> None:
+    """Queue, dispatch, compute, stall and sample of a prompt are the time until its first token."""
+
+    class FullClock:
+        wake_us = 50
+
+        def measure_step(self, step: Step) -> StepLength:
+            return StepLength(700, 900 * step.items, 3000 + 10 * step.tokens, 200, 400)
+
+    for is_async in (False, True):
+        limits = EngineLimits(4, 300, async_scheduling=is_async)
+        prompts, _ = run_model(draw_arrivals(7), limits, FullClock())
+        for each in prompts:
+            stages = (
+                each.queue,
+                each.dispatch,
+                each.encoder,
+                each.compute,
+                each.stall,
+                each.sample,
+            )
+            assert sum(stages) == each.first_token - each.arrived
+            assert each.chunks == 1 or each.stall >= (0 if is_async else 1300) * (each.chunks - 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_held() -> None:
+    """A request of unknown length leaves when it did; told as steps, they replay to the same tokens."""
+    arrivals, limits = draw_arrivals(3), EngineLimits(6, 256)
+    known, _ = run_model(arrivals, limits)
+    ends = [each.end for each in run_scheduler(arrivals, limits)]
+    held = [
+        QueuedPrompt(each.tokens, output_tokens=0, hold_us=end - prompt.first_token)
+        for each, end, prompt in zip(arrivals, ends, known, strict=True)
+    ]
+    events = Events()
+    model = EngineModel(limits, LinearClock(), events.add)
+    for arrival, prompt in zip(arrivals, held, strict=True):
+        events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
+    events.run()
+
+    assert [each.decode_steps + 1 for each in held] == [each.answer for each in arrivals]
+    assert [each.first_token for each in held] == [each.first_token for each in known]

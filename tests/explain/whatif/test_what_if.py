@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What-if answers against vLLM's own Scheduler with the other settings; refusals: test_window_check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy
+import pytest
+
+from tests.explain.recorded_window import (
+    BEFORE_US,
+    SMALL,
+    find_truth,
+    predict,
+    record,
+)
+from tests.explain.whatif.scheduler_truth import (
+    BASE_US,
+    GAP_US,
+    STREAM_US,
+    TOKEN_US,
+    Arrival,
+    draw_arrivals,
+    run_scheduler,
+)
+from ttft_otel.explain.whatif.engine_parts import EngineLimits, Step
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import ReplayRequest
+from ttft_otel.explain.whatif.step_fit import fit_steps
+from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.explain.whatif.window_check import CannotTellError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+CASES: dict[str, tuple[PlannedChange, Callable[[list[Arrival]], list[Arrival]], EngineLimits]] = {
+    "max_num_seqs": (PlannedChange(max_num_seqs=16), list, EngineLimits(16, 512)),
+    "fewer_seqs": (PlannedChange(max_num_seqs=3), list, EngineLimits(3, 512)),
+    "max_num_batched_tokens": (PlannedChange(max_batched_tokens=128), list, EngineLimits(4, 128)),
+    "rate": (
+        PlannedChange(rate=1.2),
+        lambda some: [replace(each, at_us=round(each.at_us / 1.2)) for each in some],
+        SMALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("tells_answers", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_change(name: str, tells_answers: bool) -> None:
+    """Predicted p50 and p95 are within 5 % of those of vLLM's Scheduler with the changed setting."""
+    change, move, limits = CASES[name]
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    answer, predicted = predict(record(arrivals, SMALL, tells_answers=tells_answers), change)
+    truth = find_truth(move(arrivals), limits)
+    before = find_truth(arrivals, SMALL)
+
+    assert predicted == pytest.approx(truth, rel=0.05)
+    assert abs(truth[1] / before[1] - 1) > 0.1, "a change that changes nothing would test nothing"
+    assert max(abs(each) for each in answer.errors) < 0.05
+    figure = answer.figures[TTFT][1]
+    assert figure.low <= figure.predicted <= figure.high
+
+
+def test_disturbed_window() -> None:
+    """Steps that something else made longer are told, and the intervals reach to what is without it."""
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    recording, change = record(arrivals, SMALL), PlannedChange(max_num_seqs=5)
+    calm, _ = predict(recording, change)
+    late = [
+        delay_visit(each, 60_000) if number % 15 == 0 else each
+        for number, each in enumerate(recording.requests)
+    ]
+    disturbed, _ = predict(replace(recording, requests=tuple(late)), change)
+
+    assert calm.unexplained < 0.02 and not any("explain" in each for each in calm.warnings)
+    assert disturbed.unexplained > 0.05
+    assert any(f"vary by {disturbed.unexplained:.0%}" in each for each in disturbed.warnings)
+    truth = find_truth(arrivals, replace(SMALL, max_num_seqs=5))
+    for figure, true in zip(disturbed.figures[TTFT], truth, strict=False):
+        assert figure.low <= true <= figure.high
+    widths = [each.figures[TTFT][1].high - each.figures[TTFT][1].low for each in (calm, disturbed)]
+    assert widths[1] > 2 * widths[0]
+
+
+def delay_visit(request: ReplayRequest, us: int) -> ReplayRequest:
+    """Its prefill has taken so much longer."""
+    stages = {**request.main.stages, "prefill.compute": request.main.stages["prefill.compute"] + us}
+    main = replace(request.main, stages=stages)
+    return replace(request, main=main, stages={**request.stages, **stages})
+
+
+def test_async_scheduling() -> None:
+    """Where steps are composed while others run, too; most of `dispatch` is then another step."""
+    arrivals, limits = (
+        draw_arrivals(17, 300, 40_000, (5, 25)),
+        replace(SMALL, async_scheduling=True),
+    )
+    answer, predicted = predict(record(arrivals, limits), PlannedChange(max_num_seqs=3))
+    truth = find_truth(arrivals, replace(limits, max_num_seqs=3))
+
+    assert predicted == pytest.approx(truth, rel=0.08)
+    assert max(abs(each) for each in answer.errors) < 0.05
+    assert truth[1] > 1.1 * find_truth(arrivals, limits)[1]
+
+
+def test_wrong_settings() -> None:
+    """Told wrong settings, the model misses the window itself, and says by how much or refuses."""
+    arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
+    recording = record(arrivals, SMALL)
+    try:
+        answer, _ = predict(recording, PlannedChange(rate=1.1), PlannedChange(max_num_seqs=2))
+    except CannotTellError:
+        return
+    assert max(abs(each) for each in answer.errors) > 0.15
+
+
+def test_second_instance() -> None:
+    """Two instances that take turns: each is vLLM's Scheduler with every other request."""
+    arrivals = draw_arrivals(12, 300, 40_000, (5, 25))
+    answer, predicted = predict(record(arrivals, SMALL), PlannedChange(instances=1))
+    halves = [arrivals[0::2], arrivals[1::2]]
+    ttfts = [
+        BEFORE_US + one.first_token - each.at_us + STREAM_US
+        for half in halves
+        for each, one in zip(half, run_scheduler(half, SMALL), strict=True)
+    ]
+
+    assert predicted == pytest.approx(numpy.quantile(ttfts, [0.5, 0.95]), rel=0.05)
+    assert any("round_robin" in note for note in answer.notes)
+
+
+def test_policies() -> None:
+    """The router's own policies: by load, two instances serve better than by turns; none is refused."""
+    slow = record(draw_arrivals(13, 400, 40_000, (5, 25)), SMALL)
+    by_turns, by_load, by_ttft = (
+        predict(slow, PlannedChange(instances=1, policy=policy, rate=1.8))[1]
+        for policy in ("round_robin", "least_requests", "ttft")
+    )
+
+    assert by_load[1] < by_turns[1] and by_ttft[1] < by_turns[1]
+    with pytest.raises(CannotTellError, match="traces do not tell"):
+        predict(slow, PlannedChange(policy="prefix"))
+
+
+def test_cache_hit() -> None:
+    """More cached tokens are fewer computed ones: as if prompts were so much shorter."""
+    arrivals = draw_arrivals(14, 300, 40_000, (5, 25))
+    _, predicted = predict(record(arrivals, SMALL), PlannedChange(cache_hit=0.3))
+    shorter = [replace(each, tokens=max(1, round(each.tokens * 0.7))) for each in arrivals]
+
+    assert predicted == pytest.approx(find_truth(shorter, SMALL), rel=0.05)
+
+
+def test_fit() -> None:
+    """The steps' cost is what the clock took, also where something else has delayed every tenth."""
+    visits = [each.main for each in record(draw_arrivals(15, 300), SMALL).requests]
+    for number in range(0, len(visits), 10):
+        late = {**visits[number].stages, "prefill.compute": 900_000}
+        visits[number] = replace(visits[number], stages=late)
+    fit = fit_steps(visits, False)
+
+    assert fit.times.forward[0] == pytest.approx(BASE_US, rel=0.05)
+    assert fit.times.forward[1] == pytest.approx(TOKEN_US, rel=0.05)
+    assert fit.times.gap_us == pytest.approx(GAP_US, abs=5) and fit.knows_gap
+    assert fit.speeds == {"chat-1": pytest.approx(1.0)}
+
+
+def test_slow_period() -> None:
+    """What slowed the machine down for a while slows the replay down then, and not all the time."""
+    visits = [each.main for each in record(draw_arrivals(18, 300), SMALL).requests]
+    middle = visits[150].arrived
+    slow = [
+        replace(each, stages={**each.stages, "prefill.compute": 2 * each.stages["prefill.compute"]})
+        if each.arrived > middle
+        else each
+        for each in visits
+    ]
+    times = fit_steps(slow, False).times
+    early, late = (
+        times.measure_step(Step(1, middle + shift, [], 0, tokens=100)).forward
+        for shift in (-1_000_000, 1_000_000)
+    )
+
+    assert late == pytest.approx(2 * early, rel=0.05)
+    assert early == pytest.approx(BASE_US + 100 * TOKEN_US, rel=0.1)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that cannot tell what would be with other settings: refused, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.explain.recorded_window import SMALL, predict, record
+from tests.explain.whatif.scheduler_truth import BASE_US, draw_arrivals
+from ttft_otel.explain.whatif import window_check
+from ttft_otel.explain.whatif.planned_change import PlannedChange
+from ttft_otel.explain.whatif.replay_facts import Recording
+from ttft_otel.explain.whatif.step_fit import fit_steps
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.model import names
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def window() -> Recording:
+    return record(draw_arrivals(16, 200, 40_000, (5, 25)), SMALL)
+
+
+def change_main(recording: Recording, step: int = 1, **fields: Any) -> Recording:
+    """The recording with these fields in every `step`-th visit."""
+    requests = [
+        replace(each, main=replace(each.main, **fields)) if number % step == 0 else each
+        for number, each in enumerate(recording.requests)
+    ]
+    return replace(recording, requests=tuple(requests))
+
+
+REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]] = {
+    "few": (
+        lambda w: replace(w, requests=w.requests[:20]),
+        PlannedChange(rate=1.1),
+        "50 are needed",
+    ),
+    "failed": (
+        lambda w: replace(w, failed=40),
+        PlannedChange(rate=1.1),
+        "40 of 240 requests failed",
+    ),
+    "untold": (lambda w: replace(w, unreadable=40), PlannedChange(rate=1.1), "ttft-otel doctor"),
+    "settings": (
+        lambda w: replace(w, settings={"chat-1": {}}),
+        PlannedChange(rate=1.1),
+        "--recorded-max-num-seqs and --recorded-max-num-batched-tokens",
+    ),
+    "ends": (
+        lambda w: change_main(w, hold_us=-1),
+        PlannedChange(rate=1.1),
+        "how long they decoded",
+    ),
+    "blocks": (
+        lambda w: change_main(w, reasons={"kv_blocks": 9000}),
+        PlannedChange(rate=1.1),
+        "do not tell the size of the KV cache",
+    ),
+    "roles": (
+        lambda w: replace(w, roles=frozenset({"prefill", "decode"})),
+        PlannedChange(rate=1.1),
+        "prefill and a decode instance",
+    ),
+    "saturated": (lambda w: w, PlannedChange(rate=4), "more requests arrive than are served"),
+    "far": (lambda w: w, PlannedChange(max_num_seqs=64, rate=3.0), "too far|more requests arrive"),
+    "memory": (
+        lambda w: replace(
+            w, settings={"chat-1": {**w.settings["chat-1"], names.ENGINE_KV_TOKENS: 900}}
+        ),
+        PlannedChange(rate=1.1),
+        "a prompt needs .* tokens of KV cache, there are 900",
+    ),
+    "encoders": (lambda w: w, PlannedChange(encoders=1), "at an encoder instance"),
+    "sampled": (
+        lambda w: replace(w, requests=w.requests[::4]),
+        PlannedChange(rate=1.1),
+        "not all requests are traced|misses the recorded window",
+    ),
+    "equal": (
+        lambda w: change_main(w, step_tokens=300, chunks=1, computed=300, own_tokens=300),
+        PlannedChange(max_batched_tokens=2048),
+        "what a token more costs",
+    ),
+}
+
+
+def spread_requests(recording: Recording, models: str, routers: str = "") -> Recording:
+    """Every second request is at another instance; `models` and `routers` have a letter for each half."""
+    requests = [
+        replace(
+            each,
+            model=models[number % 2],
+            router=routers[number % 2 : number % 2 + 1],
+            main=replace(each.main, instance=f"chat-{1 + number % 2}"),
+        )
+        for number, each in enumerate(recording.requests)
+    ]
+    settings = {name: recording.settings["chat-1"] for name in ("chat-1", "chat-2")}
+    return replace(recording, requests=tuple(requests), settings=settings)
+
+
+def test_two_models(window: Recording) -> None:
+    """An instance serves one model: requests for two are moved nowhere, those for one are."""
+    more = PlannedChange(instances=1)
+    fit = fit_steps([each.main for each in window.requests], False)
+    with pytest.raises(CannotTellError, match="'a' and 'b'.*--model"):
+        window_check.check_change(spread_requests(window, "ab"), fit, more)
+    # At a higher rate each stays where it is.
+    window_check.check_change(spread_requests(window, "ab"), fit, PlannedChange(rate=1.1))
+    window_check.check_change(spread_requests(window, "aa"), fit, more)
+    # An adapter has a name of its own, and the same instance.
+    adapted = [
+        replace(each, model="adapter" if number % 3 else "a")
+        for number, each in enumerate(window.requests)
+    ]
+    window_check.check_change(replace(window, requests=tuple(adapted)), fit, more)
+
+
+def test_two_routers(window: Recording) -> None:
+    """Each router knows its own requests only; that the replay has one router is told."""
+    for routers, is_told in (("ab", True), ("aa", False)):
+        requests = spread_requests(window, "mm", routers).requests
+        fit = fit_steps([each.main for each in requests], False)
+        notes = window_check.list_notes(requests, fit, PlannedChange(instances=1), "ttft")
+        assert any("came through 2 routers" in note for note in notes) == is_told
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(window: Recording, name: str) -> None:
+    """What the window cannot tell is refused, with the reason."""
+    spoil, change, told = REFUSALS[name]
+    with pytest.raises(CannotTellError, match=told):
+        predict(spoil(window), change)
+
+
+def test_not_refused(window: Recording) -> None:
+    """The window that the refusals spoil answers by itself, and warns where it leaves what was seen."""
+    answer, _ = predict(window, PlannedChange(max_num_seqs=8))
+
+    assert answer.requests == 200 and answer.warnings
+    assert sum(figure.predicted for figure in (answer.figures["prefill.compute"][0],)) > BASE_US
+
+
+def test_other_reasons(window: Recording) -> None:
+    """What is waited for besides the scheduler's limits is told as a note."""
+    answer, _ = predict(
+        change_main(window, reasons={"in_step": 900, "grammar": 100}), PlannedChange()
+    )
+
+    assert any("10% of all waiting" in note and "(grammar)" in note for note in answer.notes)
+    assert not any("grammar" in note for note in predict(window, PlannedChange())[0].notes)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases in which the device clock is judged, each over both runners and vLLM's step loops.
+
+test_accelerator.py runs them and writes their table; accelerator_loops.py judges one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hooks.device.accelerated_runners import (
+    AcceleratedEcConnector,
+    AcceleratedKvConnector,
+    AcceleratedRunner,
+    StepWork,
+)
+from hooks.device.accelerator import SimulatedDevice, SimulatedHost
+from hooks.device.accelerator_loops import (
+    LOOPS,
+    Judgement,
+    judge_encoder_runs,
+    judge_outcomes,
+    make_step,
+)
+from ttft_otel.hooks import encoder_runs
+from ttft_otel.hooks.worker import device, model_runners
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import clock
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorCase:
+    """One case: what a step costs, and how the server is set up.
+
+    marked: of how many steps one is marked; 0: none. items: steps run the encoder. chunks: steps per request.
+    gap_us: the engine has nothing to do for so long between steps. late_us: see AcceleratedRunner.
+    unknowable_us: by so much more places may be off than in other cases.
+    connector: "" (none), "kv", "ec" or "ec, synchronizing".
+    """
+
+    name: str
+    work: StepWork
+    steps: int = 200
+    marked: int = 1
+    items: bool = False
+    chunks: int = 1
+    gap_us: float = 0.0
+    late_us: float = 0.0
+    unknowable_us: float = 0.0
+    connector: str = ""
+    encode_only: bool = False
+    receive_us: float = 0.0
+    drift_ppm: float = 20.0
+
+
+def make_encoder_case(load: str, **fields: Any) -> AcceleratorCase:
+    """A case of an encoder instance, whose steps run nothing else, for 30 ms. load: ends its name."""
+    fields = {"connector": "ec", **fields}
+    name = f"encoder-only, 30 ms, {load}"
+    return AcceleratorCase(
+        name, StepWork(encoder_us=30_000), items=True, encode_only=True, **fields
+    )
+
+
+CASES: Final[tuple[AcceleratorCase, ...]] = (
+    AcceleratorCase("host-bound, 0.3 ms", StepWork(300)),
+    AcceleratorCase("one request at a time, 40 ms", StepWork(40_000), gap_us=100_000),
+    AcceleratorCase("device-bound, 1 ms", StepWork(1_000).scale_host(0.25), steps=400, chunks=2),
+    AcceleratorCase("device-bound, 10 ms", StepWork(10_000), chunks=2),
+    AcceleratorCase("device-bound, 40 ms", StepWork(40_000), chunks=2),
+    AcceleratorCase("device-bound, 200 ms", StepWork(200_000), chunks=2),
+    AcceleratorCase("device-bound, 10 ms, launched as graphs", StepWork(10_000).scale_host(0.05)),
+    AcceleratorCase(
+        "device-bound, 40 ms, one of 5 steps marked", StepWork(40_000), steps=400, marked=5
+    ),
+    AcceleratorCase(
+        "device-bound, 40 ms, one of 40 steps marked", StepWork(40_000), steps=1200, marked=40
+    ),
+    AcceleratorCase("device-bound, 40 ms, clock 20 ppm slow", StepWork(40_000), drift_ppm=-20.0),
+    AcceleratorCase(
+        "images, 30 ms encoder, 20 ms forward", StepWork(20_000, encoder_us=30_000), items=True
+    ),
+    AcceleratorCase(
+        "drafter and KV connector, 20 ms",
+        StepWork(20_000, drafter_us=6_000, kv_save_us=900),
+        connector="kv",
+    ),
+    AcceleratorCase("KV connector, 20 ms", StepWork(20_000, kv_save_us=900), connector="kv"),
+    AcceleratorCase(
+        "the anchor is renewed in flight, 40 ms, 1000 steps", StepWork(40_000), steps=1000
+    ),
+    AcceleratorCase(
+        "tensor parallel, waits up to 5 ms for other ranks", StepWork(20_000, slowest_rank_us=5_000)
+    ),
+    AcceleratorCase("last of two pipeline stages, 15 ms each", StepWork(15_000), receive_us=15_000),
+    AcceleratorCase("last pipeline stage, images", StepWork(15_000), items=True, receive_us=15_000),
+    AcceleratorCase(
+        "host time slewed by 500 ppm, one request at a time",
+        StepWork(40_000),
+        gap_us=100_000,
+        drift_ppm=-500.0,
+    ),
+    AcceleratorCase(  # what is known of an anchor is up to two seconds old
+        "host time slewed by 500 ppm, device-bound, 400 steps",
+        StepWork(40_000),
+        steps=400,
+        drift_ppm=-500.0,
+        unknowable_us=1_000,
+    ),
+    AcceleratorCase(
+        "late reader (2 ms), one request at a time", StepWork(40_000), gap_us=100_000, late_us=2_000
+    ),
+    AcceleratorCase(
+        "late reader (2 ms), device-bound, 600 steps",
+        StepWork(40_000),
+        steps=600,
+        late_us=2_000,
+        unknowable_us=2_000,
+    ),
+    make_encoder_case(
+        "idle",
+        gap_us=50_000,
+    ),
+    make_encoder_case(
+        "saturated",
+        gap_us=15_000,
+    ),
+    make_encoder_case(
+        "overloaded for 30 s",
+        steps=1000,
+        gap_us=28_000,
+    ),
+    make_encoder_case(
+        "connector waits",
+        connector="ec, synchronizing",
+    ),
+)
+
+
+def run_case(
+    case: AcceleratorCase,
+    kinds: dict[str, Any],
+    runner_kind: str,
+    loop: str,
+    make_clock: Callable[..., device.StepClock] = device.DeviceClock,
+) -> Judgement:
+    """Run `case` on a runner of `kinds` in a loop of LOOPS, and judge it.
+
+    make_clock: called as DeviceClock is.
+    """
+    host = SimulatedHost()
+    began_at = host.at
+    simulated = SimulatedDevice(host, case.drift_ppm)
+    true_clock, clock.now_us = clock.now_us, host
+    model_runners._step_clocks[:] = [make_clock(simulated.make_event, simulated.is_idle)]
+    try:
+        runner = _make_runner(case, kinds[runner_kind], simulated, loop)
+        steps = [
+            make_step(
+                number,
+                marked=bool(case.marked) and number % case.marked == 0,
+                items=case.items,
+                kv=case.connector == "kv",
+                tokens=not case.encode_only or runner_kind != "V1",
+            )
+            for number in range(case.steps)
+        ]
+        step_loop = LOOPS[loop](host, runner, case.gap_us)
+        outcomes = step_loop.run(steps)
+        encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
+    finally:
+        clock.now_us = true_clock
+        model_runners._step_clocks.clear()
+        model_runners.open_steps.clear()
+        model_runners.bound_steps.clear()
+        encoder_runs.unfinished_steps.clear()
+    lost = breakdown.LOST_EARLIER if case.receive_us else 0
+    judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
+    judgement.told_runs = len(step_loop.told_runs)
+    judgement.calls, judgement.virtual_us = simulated.calls, host.at - began_at
+    judgement.encoder_errors = encoder_errors
+    return judgement
+
+
+def _make_runner(
+    case: AcceleratorCase, kind: type[AcceleratedRunner], simulated: SimulatedDevice, loop: str
+) -> AcceleratedRunner:
+    connectors: dict[str, Any] = {}
+    if case.connector == "kv":
+        connectors["kv_connector"] = AcceleratedKvConnector()
+    elif case.connector:
+        connectors["ec_connector"] = AcceleratedEcConnector("synchronizing" in case.connector)
+    return kind(
+        simulated,
+        case.work,
+        asynchronous=loop != "sync",
+        encode_only=case.encode_only,
+        receive_us=case.receive_us,
+        late_us=case.late_us,
+        **connectors,
+    )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device clock under both runners and all of vLLM's loops on a simulated device: places are judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hooks.device.accelerated_runners import StepWork
+from hooks.device.accelerator import SimulatedDevice, SimulatedHost
+from hooks.device.accelerator_cases import CASES, AcceleratorCase, run_case
+from hooks.device.accelerator_loops import LOOPS, make_step
+from hooks.device.accelerator_table import (
+    DOCS_PAGE,
+    Runs,
+    find_percentile,
+    render_page,
+    run_all_cases,
+)
+from ttft_otel.hooks.worker import device, model_runners
+from ttft_otel.tracing import clock
+
+MAX_PLACE_ERROR_US = 150  # at the 99th percentile
+LAUNCH_AND_READ_US = 20  # of the simulation: an event's launch, or the hook's own queries
+MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE = 200, 0.02
+NEVER_US = 10**15
+# Of a device that nobody waits for: where it is idle now and then; else it is looked at with each step.
+MAX_UNAWAITED_ERROR_US = 150
+STEP_HOST_US = 5_000  # most that a step without tokens takes on the host, preempted
+
+
+@pytest.fixture(scope="module")
+def runs(kinds: dict[str, Any]) -> Runs:
+    """Every case over both runners and all loops."""
+    return run_all_cases(kinds)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_places(runs: Runs, case: AcceleratorCase) -> None:
+    """Every mark has a place, at most 150 us from the truth at p99; more only where it cannot be known."""
+    for run, judgement in runs[case].items():
+        errors = [abs(error) for error in judgement.place_errors]
+        limit = MAX_PLACE_ERROR_US + case.unknowable_us
+        assert find_percentile(errors, 0.99) <= limit, run
+        assert judgement.missing == 0, run
+        assert judgement.requests >= case.steps // max(case.chunks, case.marked), run
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_stages(runs: Runs, case: AcceleratorCase) -> None:
+    """Dispatch, output and stall of every request: within 2 % or 200 us; nothing is unattributed."""
+    for run, judgement in runs[case].items():
+        for stage in ("dispatch", "output", "prefill.stall"):
+            for error, length in judgement.stage_errors[stage]:
+                limit = max(MAX_STAGE_ERROR_US, MAX_STAGE_ERROR_SHARE * length) + case.unknowable_us
+                assert abs(error) <= limit, (run, stage, length)
+        unattributed_limit = (MAX_PLACE_ERROR_US + case.unknowable_us) * judgement.requests
+        assert judgement.unattributed <= unattributed_limit, run
+
+
+# Nothing tells a reader that is always late from a device that is; slewed: test_device_drift.py.
+TOLD_CASES = [case for case in CASES if not case.unknowable_us]
+
+
+@pytest.mark.parametrize("case", TOLD_CASES, ids=lambda case: case.name)
+def test_told_error(runs: Runs, case: AcceleratorCase) -> None:
+    """The error that is told covers the true one, but for what the hook itself takes."""
+    for run, judgement in runs[case].items():
+        uncovered = [
+            error for error, told in judgement.told_errors if error > told + LAUNCH_AND_READ_US
+        ]
+        assert len(uncovered) <= 0.01 * len(judgement.told_errors), run
+
+
+# Events of a marked step by the begin of the runner's kind: forward and its end, sampled; an encoder, a
+# KV load and a save two each; one at the end of V1's sample_tokens() where a drafter has run there.
+EVENTS_BY_CASE = {
+    "device-bound, 40 ms": {"V1": 3, "V2": 3},
+    "host-bound, 0.3 ms": {"V1": 3, "V2": 3},
+    "images, 30 ms encoder, 20 ms forward": {"V1": 5, "V2": 5},
+    "KV connector, 20 ms": {"V1": 7, "V2": 7},
+    "drafter and KV connector, 20 ms": {"V1": 8, "V2": 7},
+}
+IN_FLIGHT = 3  # steps whose events are in use at a time
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", EVENTS_BY_CASE)
+def test_calls(
+    kinds: dict[str, Any], name: str, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a marked step asks of the device, to the call: each event is recorded and measured once.
+
+    One query looks whether the output's copy has to be waited for, one whether all is complete. New
+    events are made for the first steps only.
+    """
+    monkeypatch.setattr(device, "IDLE_PROBE_US", NEVER_US)
+    monkeypatch.setattr(device, "ANCHOR_RENEWAL_US", NEVER_US)
+    (case,) = [each for each in CASES if each.name == name]
+    for kind in kinds:
+        events = EVENTS_BY_CASE[name][kind[:2]]
+        if "drafter" in name and loop == "sync" and kind == "V1":
+            events -= 1  # nothing is read later that would have to be told from the drafter
+        calls = run_case(case, kinds, kind, loop).calls
+        first_step = 1  # an event for the idle stream
+        assert calls["record"] == events * case.steps + 1 + first_step, kind  # 1: the anchor
+        assert calls["stream query"] == 1, kind
+        assert calls["make"] <= (events + first_step) * IN_FLIGHT + 1, kind
+        if not case.work.kv_save_us:  # what is saved can be late, and is asked for one by one then
+            queries = 1 if loop == "sync" and kind == "V1" else 2
+            assert calls["query"] == queries * case.steps, kind
+            assert calls["elapsed"] == events * case.steps + first_step, kind
+
+
+@pytest.mark.parametrize("kind", ["V1", "V2"])
+def test_rank_that_nobody_reads(kinds: dict[str, Any], kind: str) -> None:
+    """Of tensor-parallel ranks one is read; the others use their events again, too."""
+    host = SimulatedHost()
+    simulated = SimulatedDevice(host)
+    step_clock = device.DeviceClock(simulated.make_event, simulated.is_idle)
+    true_clock, clock.now_us = clock.now_us, host
+    model_runners._step_clocks[:] = [step_clock]
+    try:
+        runner = kinds[kind](simulated, StepWork(10_000))
+        for number in range(1000):
+            runner.execute_model(make_step(number, marked=True, items=False, kv=False))
+            runner.sample_tokens()
+    finally:
+        clock.now_us = true_clock
+
+    in_use = 4 * (model_runners.MAX_BOUND_STEPS + 1) + 2
+    assert simulated.calls["make"] <= in_use + device.MAX_POOLED_EVENTS
+    assert simulated.calls["record"] >= 3000 and not simulated.calls["query"]
+
+
+def test_probes_are_rare(runs: Runs) -> None:
+    """Whether the stream is idle is asked ten times a second at most, and an anchor lasts a second."""
+    (case,) = [each for each in CASES if each.name == "host-bound, 0.3 ms"]
+    for run, judgement in runs[case].items():
+        seconds = judgement.virtual_us / 1e6
+        probes = judgement.calls["stream query"]
+        assert 1 <= probes <= 1 + seconds * 1e6 / device.IDLE_PROBE_US, run
+        anchors = 1 + seconds * 1e6 / device.ANCHOR_RENEWAL_US
+        assert judgement.calls["record"] <= 3 * case.steps + probes + anchors, run
+
+
+def test_unmarked_steps_call_nothing(kinds: dict[str, Any]) -> None:
+    """A step without a traced request asks the device for nothing."""
+    case = AcceleratorCase("decode steps", StepWork(10_000), steps=50, marked=0)
+    for kind in kinds:
+        for loop in LOOPS:
+            assert not run_case(case, kinds, kind, loop).calls, (kind, loop)
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if each.encode_only], ids=lambda c: c.name)
+def test_encoder_runs(runs: Runs, case: AcceleratorCase) -> None:
+    """An encoder's true length comes later, where the answer left before its end.
+
+    It comes with a later step's output, so that a worker in a process of its own can tell it.
+    """
+    for run, judgement in runs[case].items():
+        waits = "synchronizing" in case.connector
+        if case.gap_us > case.work.encoder_us:
+            assert judgement.told_runs == case.steps - 1, run
+        assert len(judgement.encoder_errors) == (0 if waits else case.steps), run
+        if waits:
+            continue
+        assert max(abs(error) for error, _ in judgement.encoder_errors) <= LAUNCH_AND_READ_US, run
+        begin_error = max(abs(error) for _, error in judgement.encoder_errors)
+        is_idle_between = case.gap_us > case.work.encoder_us
+        limit = MAX_UNAWAITED_ERROR_US if is_idle_between else case.gap_us + STEP_HOST_US
+        assert begin_error <= limit, run
+
+
+def test_table(runs: Runs) -> None:
+    """The docs quote these figures."""
+    page = DOCS_PAGE.read_text()
+
+    assert render_page(page, runs) == page, (
+        "write it anew: see tests/hooks/device/accelerator_table.py"
+    )

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV connectors of any class: waiting for blocks, work inside a step, blocks kept for another instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hooks.fakes import FakeEngineCore, decode_headers, make_request
+from hooks.worker.runners import FORWARD_US as FORWARD_US
+from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_classes
+from ttft_otel import testing
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import kv, request_arrival
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.worker import model_runners
+from ttft_otel.model import names
+from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
+from ttft_otel.tracing.carrier import decode_kept_blocks, list_timeline_attributes
+
+STEP = (clocks.get_boot_number(), 5000, 0, CODE_FORWARD, 3000, 4000)
+LOAD_US, SAVE_US = 400, 300
+
+
+class FakeKvConnector:
+    """Both sides of a KV connector; what it answers is said by the test."""
+
+    def __init__(self, clock: testing.FakeClock) -> None:
+        self.clock = clock
+        self.found: tuple[int | None, bool] = (0, False)
+        self.keeps = False
+        self.slow = True
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """The scheduler's side: how many tokens come from elsewhere, and whether later."""
+        return self.found
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        """A request has ended; its blocks are kept, or not."""
+        return self.keeps, None
+
+    def start_load_kv(self, context: Any) -> None:
+        """The worker's side, before or after the forward."""
+        self.clock.tick(LOAD_US if self.slow else 10)
+
+    def wait_for_save(self) -> None:
+        """After the forward."""
+        self.clock.tick(SAVE_US if self.slow else 10)
+
+
+def make_connector_output(
+    came: tuple[str, ...] = (), fetched: tuple[str, ...] = (), **figures: list[float]
+) -> Any:
+    """A KVConnectorOutput."""
+    stats = SimpleNamespace(data=figures) if figures else None
+    return SimpleNamespace(
+        finished_recving=set(came), finished_sending=set(fetched), kv_connector_stats=stats
+    )
+
+
+@pytest.fixture
+def kv_core(core: FakeEngineCore, clock: testing.FakeClock) -> Iterator[Any]:
+    """An engine core whose scheduler has a connector; every hook is in."""
+
+    def update_transfers(self: Any, kv_connector_output: Any) -> None:
+        return None
+
+    kind = type(core)
+    kind._update_from_kv_xfer_finished = update_transfers  # type: ignore[attr-defined]
+    wrap.patch_attribute(
+        TARGETS_BY_NAME["kv.arrive"], kind, "_update_from_kv_xfer_finished", kv.HOOKS["kv.arrive"]
+    )
+    core.connector = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)  # type: ignore[attr-defined]
+    core.block_size = 16  # type: ignore[attr-defined]
+    kv.wrap_kv_connector(None, core.connector)  # type: ignore[attr-defined]
+    yield core
+    assert not kv.tracked_blocks
+    kv.unasked_answers.clear()
+
+
+def ask_connector(core: Any, name: str, found: tuple[int | None, bool]) -> None:
+    """The scheduler comes by a waiting request and asks the connector."""
+    core.connector.found = found
+    core.connector.get_num_new_matched_tokens(core.requests[name], 0)
+
+
+def finish_first_chunk(core: Any, name: str) -> Any:
+    """Schedule the first chunk of a request and give its first output; its marks and timeline."""
+    mine = core.requests[name]
+    step = core.schedule((name,), {name: mine.num_tokens - mine.num_computed_tokens})
+    return decode_headers(core.update(step, first=(name,), record=STEP)[name])
+
+
+def test_wait(kv_core: Any, clock: testing.FakeClock) -> None:
+    """From the answer "they come" until the engine core hears of them it is kv.transfer."""
+    kv_core.add(make_request("a", 40))
+    clock.tick(100)
+    ask_connector(kv_core, "a", (39, True))
+    kv_core.requests["a"].num_computed_tokens = 39
+    began = clock.at
+    clock.tick(7000)
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(("a",), bytes_transferred=[100, 28], transfer_duration=[0.002, 0.003])
+    )
+    clock.tick(200)
+    marks, timeline = finish_first_chunk(kv_core, "a")
+
+    assert marks.waits == [("kv.transfer", began, began + 7000)]
+    assert marks.scheduled == began + 7200
+    assert not marks.queue_lost and not marks.moving
+    attributes = list_timeline_attributes(timeline)
+    assert (attributes[names.KV_TOKENS], attributes[names.KV_BLOCKS]) == (39, 3)
+    assert (attributes[names.KV_BYTES], attributes[names.KV_MOVE]) == (128, 3000)
+
+
+def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:
+    """While a connector still looks for blocks they are on their way already."""
+    kv_core.add(make_request("a", 40))
+    began = clock.at
+    for _ in range(3):
+        ask_connector(kv_core, "a", (None, False))
+        clock.tick(1000)
+    ask_connector(kv_core, "a", (0, False))
+    marks, timeline = finish_first_chunk(kv_core, "a")
+
+    assert marks.waits == [("kv.transfer", began, began + 3000)]
+    assert names.KV_TOKENS not in list_timeline_attributes(timeline)
+
+
+def test_no_room(kv_core: Any, clock: testing.FakeClock) -> None:
+    """As long as there is no room for its blocks it queues: only the last answer counts."""
+    kv_core.add(make_request("a", 40))
+    for _ in range(3):
+        ask_connector(kv_core, "a", (39, True))
+        clock.tick(1000)
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    marks, _ = finish_first_chunk(kv_core, "a")
+
+    assert [(name, end - start) for name, start, end in marks.waits] == [("kv.transfer", 1000)]
+
+
+def test_found_here_meanwhile(kv_core: Any, clock: testing.FakeClock) -> None:
+    """Blocks that another request has fetched before there was room are none that it waits for."""
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
+    clock.tick(1000)
+    ask_connector(kv_core, "a", (0, False))
+    assert not kv.tracked_blocks
+    marks, _ = finish_first_chunk(kv_core, "a")
+
+    assert not marks.waits and not marks.queue_lost
+
+
+def test_found_nowhere(kv_core: Any) -> None:
+    """A prompt that no other instance has is written as one without a connector."""
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (0, False))
+    _, timeline = finish_first_chunk(kv_core, "a")
+
+    assert timeline.details is None
+
+
+def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
+    """What a preempted request finds when it comes back changes nothing that was told before."""
+    mine = make_request("a", 40)
+    kv_core.add(mine)
+    ask_connector(kv_core, "a", (32, False))
+    kv_core.update(kv_core.schedule(("a",), {"a": 4}), record=STEP)
+    kv_core.update(kv_core.schedule(preempted=("a",)))
+    ask_connector(kv_core, "a", (39, True))
+    clock.tick(1000)
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    _, timeline = decode_headers(
+        kv_core.update(kv_core.schedule(tokens={"a": 40}), first=("a",), record=STEP)["a"]
+    )
+
+    assert not timeline.read_details().waits
+    assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
+
+
+def test_loaded_in_the_step(kv_core: Any) -> None:
+    """A connector that loads inside the step keeps nobody waiting."""
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (32, False))
+    marks, timeline = finish_first_chunk(kv_core, "a")
+
+    assert not marks.waits and not marks.queue_lost
+    assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
+
+
+def test_not_later_after_all(kv_core: Any) -> None:
+    """What was to come later and was scheduled at once did not wait."""
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
+    marks, _ = finish_first_chunk(kv_core, "a")
+
+    assert not marks.waits and not marks.queue_lost and not marks.moving
+
+
+@pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
+def test_unseen(kv_core: Any, clock: testing.FakeClock, gone: str) -> None:
+    """Without one of the two marks the time is unattributed, and not added to the queue."""
+    wrap.switch(off=[gone])
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
+    kv_core.requests["a"].num_computed_tokens = 39
+    clock.tick(7000)
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+    marks, _ = finish_first_chunk(kv_core, "a")
+    wrap.switch()
+
+    assert marks.queue_lost and not marks.waits
+
+
+def test_unseen_without_blocks(kv_core: Any) -> None:
+    """Where nothing came from elsewhere nothing is lost with the marks."""
+    wrap.switch(off=["kv.match", "kv.arrive"])
+    kv_core.add(make_request("a", 40))
+    marks, _ = finish_first_chunk(kv_core, "a")
+    wrap.switch()
+
+    assert not marks.queue_lost
+
+
+def test_figures_of_two(kv_core: Any, clock: testing.FakeClock) -> None:
+    """With two loads at once the connector's figures belong to neither request, the times to both."""
+    for name in ("a", "b"):
+        kv_core.add(make_request(name, 40))
+        ask_connector(kv_core, name, (39, True))
+    clock.tick(500)
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(("a", "b"), bytes_transferred=[100])
+    )
+
+    for name in ("a", "b"):
+        marks, timeline = finish_first_chunk(kv_core, name)
+        assert len(marks.waits) == 1
+        assert names.KV_BYTES not in list_timeline_attributes(timeline)
+
+
+def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
+    """One that is aborted while its blocks are on their way says so, and leaves nothing."""
+    kv_core.add(make_request("a", 40))
+    ask_connector(kv_core, "a", (39, True))
+    began = clock.at
+    clock.tick(500)
+    kv_core.free("a")
+
+    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(kv_core, "a")})
+    assert marks.moving == began
+    kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
+
+
+def test_untraced(kv_core: Any) -> None:
+    """A request that is not traced is not looked at."""
+    kv_core.add(make_request("a", 40, traced=False))
+    ask_connector(kv_core, "a", (39, True))
+    kv_core.connector.keeps = True
+    kv_core.connector.request_finished(kv_core.requests["a"], [1])
+
+    assert not kv.tracked_blocks
+
+
+def end_request(core: Any, name: str, block_ids: Any) -> None:
+    """P's request ends with its first token, as inside vLLM's update."""
+    core.add(make_request(name, 40))
+    core.requests[name].num_computed_tokens = 40
+    step = core.schedule((name,), {name: 0})
+    core.connector.keeps = True
+    core.connector.request_finished(core.requests[name], block_ids)
+    assert (
+        decode_headers(core.update(step, finish=(name,), record=STEP)[name])[1].read_details().kept
+    )
+
+
+def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
+    """P keeps its blocks until they are fetched; who asked before that hears of it then."""
+    end_request(kv_core, "a", ([1, 2, 3],))
+    began = clock.at
+    answer_future = kv.answer_kept_blocks(kv_core, "a")
+    clock.tick(900)
+    assert not answer_future.done()
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("a",)))
+
+    assert decode_kept_blocks(answer_future.result()) == carrier.KeptBlocks(
+        began, began + 900, 40, 3, False
+    )
+    assert kv.answer_kept_blocks(kv_core, "a") == ""
+
+
+def test_kept_and_asked_late(kv_core: Any, clock: testing.FakeClock) -> None:
+    """Who asks after they were fetched hears of it too, once; leases that ran out are told apart."""
+    end_request(kv_core, "a", [7, 8])
+    clock.tick(900)
+    kv_core._update_from_kv_xfer_finished(
+        make_connector_output(fetched=("a",), num_kv_expired_reqs=[1])
+    )
+    kept_blocks = decode_kept_blocks(kv.answer_kept_blocks(kv_core, "a"))
+
+    assert kept_blocks is not None and (kept_blocks.blocks, kept_blocks.expired) == (2, True)
+    assert kv.answer_kept_blocks(kv_core, "a") == ""
+
+
+def test_not_kept(kv_core: Any) -> None:
+    """Without blocks kept there is nothing to ask for."""
+    kv_core.add(make_request("a", 40))
+    kv_core.connector.request_finished(kv_core.requests["a"], [1])
+
+    assert kv.answer_kept_blocks(kv_core, "a") == "" and not kv.tracked_blocks
+    assert not finish_first_chunk(kv_core, "a")[1].read_details().kept
+
+
+def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait or were fetched unasked, the state has a bound."""
+    monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 10)
+    monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 5)
+    for number in range(30):
+        end_request(kv_core, f"r{number}", [1])
+    assert len(kv.tracked_blocks) == 10
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=tuple(kv.tracked_blocks)))
+
+    assert not kv.tracked_blocks and len(kv.unasked_answers) == 5
+
+
+def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for blocks that the bound pushed out is answered: nobody will know."""
+    monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 1)
+    end_request(kv_core, "a", [1])
+    answer_future = kv.answer_kept_blocks(kv_core, "a")
+    end_request(kv_core, "b", [2])
+
+    assert list(kv.tracked_blocks) == ["b"] and decode_kept_blocks(answer_future.result(0)) is None
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("b",)))
+
+
+def test_not_ours() -> None:
+    """An answer of another form than ours is ignored."""
+    assert (
+        decode_kept_blocks("") is None
+        and decode_kept_blocks("[1]") is None
+        and decode_kept_blocks("é") is None
+    )
+
+
+def test_older_class(nothing_patched: None) -> None:
+    """A class without one of the methods is wrapped as far as it goes."""
+
+    class Old:
+        def start_load_kv(self, context: Any) -> str:
+            return "loaded"
+
+    made = Old()
+    kv.wrap_kv_connector(None, made)
+
+    assert made.start_load_kv(None) == "loaded"
+    assert wrap.is_active("kv.load") and not wrap.is_active("kv.save")
+
+
+class KvRunner(RunnerV1):
+    """V1's runner with a KV connector around its forward."""
+
+    kv: Any
+
+    def _model_forward(self) -> None:
+        if self.state.has_sync_kv_loads:
+            self.kv.start_load_kv(None)
+        self._forward()
+        if not self.state.has_sync_kv_loads:
+            self.kv.start_load_kv(None)
+        self.kv.wait_for_save()
+
+    def _forward(self) -> None:
+        self.clock.tick(FORWARD_US)
+
+
+@pytest.fixture
+def runner(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
+    """One of these, with a connector that takes its time; the wrapped classes are put back."""
+    wrap_runner_classes()
+    kind = type("Own", (KvRunner,), dict(vars(KvRunner)))
+    wrap.patch_attribute(
+        TARGETS_BY_NAME["worker.forward"], kind, "_forward", model_runners.HOOKS["worker.forward"]
+    )
+    made: Any = kind(clock)
+    made.kv = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)
+    kv.wrap_kv_connector(None, made.kv)
+    yield made
+    for patches in wrap.installed_patches.values():
+        for patch in patches:
+            setattr(patch.owner, patch.name, patch.original)
+
+
+def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
+    """One marked step: what was lost, and (stage's code, length) in order."""
+    output = make_scheduler_output({"a": 9})
+    output.has_sync_kv_loads = sync
+    output.kv_connector_metadata = object()
+    runner.execute_model(output)
+    record = runner.sample_tokens()._ttft
+    pairs = zip(record[3::3], record[4::3], record[5::3], strict=True)
+    return record[2], [(code, end - start) for code, start, end in pairs]
+
+
+FORWARD_LENGTH = (CODE_FORWARD, FORWARD_US)
+
+
+def test_step_loads_first(runner: Any) -> None:
+    """A load that the forward needs comes before it, a save after it."""
+    assert run_step(runner, True) == (
+        0,
+        [(CODE_KV_TRANSFER, LOAD_US), FORWARD_LENGTH, (CODE_KV_TRANSFER, SAVE_US)],
+    )
+
+
+def test_step_loads_after(runner: Any) -> None:
+    """Loads for other requests are submitted after the forward, and keep this step's from sampling."""
+    assert run_step(runner, False) == (
+        0,
+        [FORWARD_LENGTH, (CODE_KV_TRANSFER, LOAD_US), (CODE_KV_TRANSFER, SAVE_US)],
+    )
+
+
+def test_step_of_nothing(runner: Any) -> None:
+    """Most connectors find nothing to do in a step: that makes no stage of its own."""
+    runner.kv.slow = False
+
+    assert run_step(runner, True) == (0, [FORWARD_LENGTH])
+
+
+@pytest.mark.parametrize(
+    ("gone", "sync", "lost"),
+    [
+        ("kv.load", True, LOST_BEFORE | LOST_AFTER),
+        ("kv.load", False, LOST_AFTER),
+        ("kv.save", True, LOST_AFTER),
+    ],
+)
+def test_step_unseen(runner: Any, gone: str, sync: bool, lost: int) -> None:
+    """Without its hook nobody knows where a load or a save was."""
+    wrap.switch(off=[gone])
+    found = run_step(runner, sync)[0]
+    wrap.switch()
+
+    assert found == lost
+
+
+def test_step_elsewhere(runner: Any, clock: testing.FakeClock) -> None:
+    """Outside a measured step connectors just work."""
+    runner.kv.start_load_kv(None)
+    runner.kv.wait_for_save()
+
+    assert clock.at == 1_000_000 + LOAD_US + SAVE_US

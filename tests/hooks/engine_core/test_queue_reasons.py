@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why requests wait: vLLM's own Scheduler is driven into each reason alone, and into any by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hooks.engine_core.scheduler_events import with_any_events
+from hooks.fakes import clear_waiting
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.engine_core import held_steps, scheduler, waiting
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
+from ttft_otel.model.wait_reasons import divide_waits
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MakeDriver = Callable[..., Any]
+
+
+def assert_reason(driver: Any, name: str, reason: str, *stages: str) -> None:
+    """At least 95 % of the request's wait has this reason, and the reasons' times are the stages'."""
+    sums = driver.sum_reasons(name, *(stages or QUEUE_STAGES))
+    cut, _ = driver.read(name)
+    total = sum(cut.stages.get(stage, 0) for stage in stages or QUEUE_STAGES)
+
+    assert sum(sums.values()) == total > 0
+    assert sums.get(reason, 0) >= 0.95 * total, sums
+
+
+def test_in_step(drive: MakeDriver) -> None:
+    """It comes while a step runs, and the next one takes it: all of its wait is that step."""
+    driver = drive()
+    driver.add("first", answer=4)
+    driver.scheduler.schedule()
+    late = driver.build("late")
+    driver.clock.tick(7_000)
+    driver.scheduler.add_request(late)
+    driver.run_until_answered("late")
+
+    assert driver.sum_reasons("late", *QUEUE_STAGES) == {"in_step": 7_000}
+
+
+def test_max_num_seqs(drive: MakeDriver) -> None:
+    """One place: the second request waits for the end of the first one's answer."""
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(40)
+    driver.run_until_answered("second")
+
+    assert_reason(driver, "second", "max_num_seqs")
+
+
+def test_token_budget(drive: MakeDriver) -> None:
+    """Few tokens a step: behind a long prompt, a short one waits for its last chunk."""
+    driver = drive(max_num_batched_tokens=64)
+    driver.add("long", tokens=64 * 30)
+    driver.step()
+    driver.add("short", tokens=8)
+    driver.run_until_answered("long", "short")
+
+    assert_reason(driver, "short", "token_budget")
+    assert_reason(driver, "long", "token_budget", STALL_STAGE)
+
+
+def test_no_chunks(drive: MakeDriver) -> None:
+    """Without chunks a prompt waits for a step that has room for all of it."""
+    driver = drive(max_num_batched_tokens=2048, max_model_len=2048, enable_chunked_prefill=False)
+    for number in range(30):
+        driver.add(f"other{number}", tokens=2000, answer=1)
+    driver.step()
+    driver.add("last", tokens=500)
+    driver.run_until_answered("last")
+
+    assert_reason(driver, "last", "token_budget")
+
+
+def test_kv_blocks(drive: MakeDriver) -> None:
+    """Few blocks: a prompt waits until answers that fill them have ended."""
+    driver = drive(blocks=14)  # one is vLLM's own
+    driver.add("holder", tokens=100, answer=60)
+    driver.step()
+    driver.add("waiter", tokens=120)
+    driver.run_until_answered("waiter")
+
+    assert_reason(driver, "waiter", "kv_blocks")
+
+
+def test_preempted(drive: MakeDriver) -> None:
+    """A prompt that loses its blocks between two chunks waits for them again."""
+    driver = drive(blocks=14, max_num_seqs=4, max_num_batched_tokens=16)
+    driver.add("holder", tokens=60, answer=90)
+    driver.step()
+    driver.run_until_answered("holder")
+    driver.add("waiter", tokens=140)
+    driver.run_until_answered("waiter")
+    cut, _ = driver.read("waiter")
+
+    assert driver.timelines["waiter"].read_details().preempted
+    assert driver.sum_reasons("waiter", STALL_STAGE).get("kv_blocks", 0) >= (
+        0.95 * cut.stages[STALL_STAGE]
+    )
+
+
+def test_encoder_budget(drive: MakeDriver) -> None:
+    """One image a step: behind twenty of them a request with an image waits for the encoder."""
+    driver = drive()
+    driver.limit_encoder(64)
+    for number in range(20):
+        driver.add(f"image{number}", tokens=80, images=(64,), answer=1)
+    driver.clock.tick(1)  # else the first step is the one in which it came
+    driver.run_until_answered("image19")
+
+    assert_reason(driver, "image19", "encoder_budget")
+
+
+def test_late_encoding(drive: MakeDriver) -> None:
+    """An encoder-cache connector says "not yet": what the scheduler tells is what `ec.transfer` has."""
+    target = TARGETS_BY_NAME["transfer.wait"]
+    hook = ec_connectors.HOOKS["transfer.wait"]
+    wrap.patch_attribute(target, FakeEcConnector, "ensure_cache_available", hook)
+    driver = drive()
+    driver.scheduler.ec_connector = connector = FakeEcConnector()
+    connector.missing.add("late")
+    driver.add("late", tokens=80, images=(64,))
+    driver.limit_encoder(64)
+    for _ in range(30):
+        driver.step()
+    connector.missing.clear()
+    driver.run_until_answered("late")
+    cut, marks = driver.read("late")
+    whole = divide_waits([("prefill.queue", marks.added, marks.scheduled)], marks.reasons)
+
+    assert [part.reason for part in whole] == ["remote_ec"]
+    assert cut.stages["ec.transfer"] == 300_000 == whole[0].end - whole[0].start
+    assert not driver.sum_reasons("late")
+
+
+class FakeEcConnector:
+    """The scheduler's side of an encoder-cache connector: what is missing is said to come later."""
+
+    def __init__(self) -> None:
+        self.missing: set[str] = set()
+
+    def ensure_cache_available(self, request: Any, computed: int) -> bool:
+        return request.request_id not in self.missing
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return False
+
+    def build_connector_meta(self, output: Any) -> None:
+        return None
+
+    def request_finished(self, request: Any) -> tuple[bool, None]:
+        return False, None
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None if "stats" in name else ()
+
+
+def test_grammar(drive: MakeDriver) -> None:
+    """A grammar that is being compiled; also where all places are taken meanwhile."""
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    driver = drive(max_num_seqs=1)
+    driver.add("first", answer=10)
+    sampling = SamplingParams(
+        max_tokens=2, ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="a")
+    )
+    request = driver.add("formal", sampling=sampling)
+    grammar: Future[Any] = Future()
+    request.structured_output_request.grammar = grammar
+    for _ in range(40):
+        driver.step()
+    grammar.set_result(SimpleNamespace())
+    driver.run_until_answered("formal")
+
+    assert_reason(driver, "formal", "grammar")
+
+
+def test_lora(drive: MakeDriver) -> None:
+    """One adapter at a time: the request of another one waits."""
+    driver = drive()
+    driver.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    driver.add("first", answer=40, lora_request=SimpleNamespace(lora_int_id=1))
+    driver.step()
+    driver.add("second", lora_request=SimpleNamespace(lora_int_id=2))
+    driver.run_until_answered("second")
+
+    assert_reason(driver, "second", "lora")
+
+
+def test_priority(drive: MakeDriver) -> None:
+    """Those that come later with a higher priority go first, one after the other."""
+    driver = drive(max_num_seqs=1, policy="priority")
+    driver.add("low", priority=5)
+    for number in range(30):
+        driver.add(f"high{number}", priority=1, arrival_time=driver.clock.at / 1e6 + 1 + number)
+    driver.run_until_answered("low")
+
+    assert_reason(driver, "low", "priority")
+
+
+@pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])
+def test_paused(drive: MakeDriver, state: str) -> None:
+    """Whether the engine core still runs steps while it is paused, or none until it goes on."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    driver = drive()
+    driver.scheduler.set_pause_state(PauseState[state])
+    driver.add("paused")
+    if state == "PAUSED_NEW":
+        for _ in range(40):
+            driver.step()
+    driver.clock.tick(400_000)
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run_until_answered("paused")
+
+    assert_reason(driver, "paused", "paused")
+
+
+def test_paused_while_waiting(drive: MakeDriver) -> None:
+    """A pause in which no step runs is told from the queue before it."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(8)
+    for _ in range(3):
+        driver.step()
+    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    driver.clock.tick(400_000)
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run_until_answered("second")
+
+    assert driver.sum_reasons("second", *QUEUE_STAGES) == {
+        "max_num_seqs": 70_000,
+        "paused": 400_000,
+    }
+
+
+# Two at once: which of them counts, written before the first run.
+TWO_AT_ONCE = {
+    ("max_num_seqs", "token_budget"): "max_num_seqs",
+    ("grammar", "max_num_seqs"): "grammar",
+    ("paused", "max_num_seqs"): "paused",
+}
+
+
+def test_two_at_once(drive: MakeDriver) -> None:
+    """A long prompt takes the only place and all tokens: no budget would help, another place would."""
+    driver = drive(max_num_seqs=1, max_num_batched_tokens=64)
+    driver.add("long", tokens=64 * 30)
+    driver.step()
+    driver.add("short")
+    driver.run_until_answered("short")
+
+    assert_reason(driver, "short", TWO_AT_ONCE["max_num_seqs", "token_budget"])
+
+
+def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler with none of the fields: the reason is "other", and nothing is raised."""
+    driver = drive(max_num_seqs=1)
+    driver.queue_behind(20)
+    real = driver.scheduler
+    output = SimpleNamespace(
+        scheduled_new_reqs=[], num_scheduled_tokens={}, total_num_scheduled_tokens=0
+    )
+    bare = SimpleNamespace(requests=real.requests, vllm_config=None)
+    driver.clock.tick(1)
+    waiting.record_queue(bare, output, None, driver.clock.at)
+
+    assert waiting._codes == [len(WAIT_REASON_NAMES) - 1]
+
+
+def test_ended_while_waiting(drive: MakeDriver) -> None:
+    """An aborted request leaves nothing behind, and what was known of its wait is kept."""
+    from vllm.v1.request import RequestStatus
+
+    driver = drive(max_num_seqs=1)
+    driver.add("first", answer=20)
+    driver.add("second")
+    driver.add("third")
+    driver.step()
+    driver.step()
+    driver.scheduler.finish_requests(["second", "third"], RequestStatus.FINISHED_ABORTED)
+
+    assert not waiting.waiting_requests and not waiting.arrived
+    assert "second" in scheduler.aborted_timelines
+
+
+def test_untraced(drive: MakeDriver) -> None:
+    """Requests that are not traced are not followed."""
+    driver = drive(max_num_seqs=1)
+    for number in range(4):
+        driver.add(f"r{number}", traced=False)
+    driver.step()
+
+    assert not (waiting.arrived or waiting.waiting_requests or waiting._times)
+
+
+@with_any_events(["add", "step", "pause", "resume", "abort", "image"])
+def test_sums(
+    drive: MakeDriver, events: list[tuple[str, int, int]], places: int, tokens: int
+) -> None:
+    """Whatever happens, the reasons of a stage add up to it, to the microsecond."""
+    clear_waiting()
+    driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=64)
+    driver.limit_encoder(48)
+    names = []
+    for number, (what, size, gap) in enumerate(events):
+        driver.clock.tick(gap)
+        perform_event(driver, what, f"r{number}", size)
+        if what in ("add", "image"):
+            names.append(f"r{number}")
+    perform_event(driver, "resume", "", 0)
+    for _ in range(400):
+        driver.step(1_000)
+    for name in names:
+        if name in driver.headers:
+            cut, _ = driver.read(name)
+            for stage in (*QUEUE_STAGES, STALL_STAGE):
+                assert sum(driver.sum_reasons(name, stage).values()) == cut.stages.get(stage, 0)
+    assert not waiting.waiting_requests and not waiting.arrived
+    assert not held_steps.unanswered and not held_steps.followed and not held_steps._log.edge
+
+
+def perform_event(driver: Any, what: str, name: str, size: int) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
+
+    if what == "add":
+        driver.add(name, tokens=size, answer=1 + size % 7)
+    elif what == "image":
+        driver.add(name, tokens=size, images=(1 + size % 48, 20), answer=2)
+    elif what == "step":
+        driver.step(size * 10)
+    elif what == "abort":
+        running = [each for each in driver.scheduler.requests if size % 2]
+        driver.scheduler.finish_requests(running[:1], RequestStatus.FINISHED_ABORTED)
+    else:
+        driver.scheduler.set_pause_state(
+            PauseState.PAUSED_NEW if what == "pause" else PauseState.UNPAUSED
+        )

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core's input thread, and its answer to where an aborted request was."""
+
+from __future__ import annotations
+
+from hooks.fakes import FakeEngineCore, make_request
+from ttft_otel import testing
+from ttft_otel.hooks.engine_core import request_arrival
+from ttft_otel.model import names
+
+
+def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
+    """IPC ends at the entry of the call, not at its end."""
+    made = core.preprocess_add_request(make_request("a"))[0]
+
+    assert clock.at == 1_000_500
+    assert made._ttft.added == 1_000_000
+
+
+def test_untraced(core: FakeEngineCore) -> None:
+    """vLLM's own trace headers alone start no timeline, nor does their absence."""
+    made = make_request("a")
+    made.trace_headers = {names.TRACEPARENT: "x"}
+
+    assert not hasattr(core.preprocess_add_request(made)[0], "_ttft")
+    assert not hasattr(core.preprocess_add_request(make_request("b", traced=False))[0], "_ttft")
+
+
+def test_utility(core: FakeEngineCore) -> None:
+    """The engine core answers over its own utility channel; an unknown request is an empty answer."""
+    core.preprocess_add_request(make_request("a"))
+
+    assert getattr(core, request_arrival.ABORTED_QUERY)("unknown") == ""

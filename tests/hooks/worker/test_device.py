@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clocks of worker marks, each alone: what a device's events tell of places, and which clock is used.
+
+test_accelerator.py judges the device clock under both runners and vLLM's loops.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hooks.device.accelerator import SimulatedDevice, SimulatedHost
+from hooks.device.accelerator_loops import make_step
+from ttft_otel import testing
+from ttft_otel.hooks import encoder_runs
+from ttft_otel.hooks.worker import device, device_anchor, model_runners
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
+
+NEAR_US = 40  # of an idle stream: launch latency, and device.IDLE_LATENCY_US
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> SimulatedHost:
+    """A host whose time is ours."""
+    made = SimulatedHost()
+    monkeypatch.setattr(clocks, "now_us", made)
+    return made
+
+
+@pytest.fixture
+def simulated(host: SimulatedHost) -> SimulatedDevice:
+    """A device of this host."""
+    return SimulatedDevice(host)
+
+
+@pytest.fixture
+def device_clock(simulated: SimulatedDevice) -> device.DeviceClock:
+    """A clock of this device."""
+    return device.DeviceClock(simulated.make_event, simulated.is_idle)
+
+
+def stamp_work(
+    device_clock: device.DeviceClock, simulated: SimulatedDevice, us: float
+) -> device.DeviceStamps:
+    """A step of one piece of work; its first stamp is that of the idle stream, if there is one."""
+    stamps = device_clock.open_step()
+    device_clock.add_stamp(stamps)
+    simulated.main.queue_work(us)
+    device_clock.add_stamp(stamps)
+    return stamps
+
+
+def list_errors(stamps: device.DeviceStamps, placement: device.Placement) -> list[float]:
+    """How far each place is from when its event happened."""
+    return [place - event.at for place, (event, _) in zip(placement.places, stamps, strict=True)]
+
+
+def test_idle_stream(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """On an idle stream the place is known to what a launch takes; the length is the device's."""
+    stamps = stamp_work(device_clock, simulated, 5000)
+    host.sleep(6000)
+    placement = device_clock.place_stamps(stamps)
+
+    assert max(map(abs, list_errors(stamps, placement))) <= NEAR_US
+    assert placement.error_us <= NEAR_US
+    assert abs(placement.places[-1] - placement.places[-2] - 5000) <= 5
+
+
+def test_unfinished(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Marks that the device has not reached have no place, the others have; nothing waits for the device."""
+    stamps = stamp_work(device_clock, simulated, 5000)
+    host.sleep(4000)
+    asked_at = host.at
+    placement = device_clock.place_stamps(stamps)
+
+    assert host.at - asked_at < 10
+    assert all(placement.places[:-1]) and placement.places[-1] == 0
+    assert asked_at - 1 < placement.read_at < host.at
+    host.sleep(2000)
+    assert all(device_clock.place_stamps(stamps).places)
+
+
+def test_nothing_reached(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """On a device that is busy with other work no mark has a place, not even the anchor."""
+    simulated.main.queue_work(1e6)
+    placement = device_clock.place_stamps(stamp_work(device_clock, simulated, 5000))
+
+    assert placement.places == [0, 0]
+    assert host.at - placement.read_at < 10
+
+
+def test_pending_before_the_wait(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Behind 40 ms of other work a stamp's place follows from when the wait for it ended."""
+    simulated.main.queue_work(40_000)
+    stamps = stamp_work(device_clock, simulated, 5000)
+    device_clock.note_pending(stamps, -1)
+    stamps[-1][0].synchronize()
+    errors = list_errors(stamps, device_clock.place_stamps(stamps))
+
+    assert max(map(abs, errors)) <= device_anchor.READING_US
+
+
+def test_never_after_the_reading(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Over an hour of random steps: in order, none after the moment of its reading, lengths true."""
+    chance = random.Random(7)
+    placed = 0
+    for _ in range(400):
+        host.sleep(chance.randrange(100, 9_000_000))
+        stamps = stamp_work(device_clock, simulated, chance.randrange(50, 40_000))
+        length = stamps[-1][0].at - stamps[-2][0].at
+        host.sleep(chance.randrange(60_000))
+        begin, end = device_clock.place_stamps(stamps).places[-2:]
+        if end:
+            placed += 1
+            assert begin <= end <= host.at
+            assert abs(end - begin - length) <= 5
+    assert placed > 200
+
+
+def test_events_used_again(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Events are pooled: a thousand steps make a handful."""
+    for _ in range(1000):
+        stamps = stamp_work(device_clock, simulated, 10)
+        host.sleep(1000)
+        device_clock.place_stamps(stamps)
+        device_clock.release_stamps(stamps)
+
+    assert simulated.calls["make"] < 10
+    assert len(device_clock.pool) <= 2 * device.MAX_POOLED_EVENTS
+
+
+@pytest.mark.parametrize("result", [object(), SimpleNamespace(req_ids=[])])
+def test_step_without_output(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock, result: Any
+) -> None:
+    """An earlier pipeline stage hands on tensors, which carry no record: its events are used again."""
+    model_runners._step_clocks.append(device_clock)
+    step = make_step(0, marked=True, items=True, kv=False)
+    for _ in range(1000):
+        opened = model_runners.open_step(None, step)
+        model_runners.record_encoder(model_runners.stamp_encoder_start(), None)
+        model_runners.close_step(opened, result)
+        host.sleep(1000)
+
+    assert simulated.calls["record"] >= 2000 and simulated.calls["make"] < 20
+    assert not simulated.calls["elapsed"] and not model_runners.open_steps
+
+
+def test_never_read(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Steps whose output nobody reads leave nothing: no events, no chain of anchors."""
+    for _ in range(100):
+        stamp_work(device_clock, simulated, 10)
+        host.sleep(device.ANCHOR_RENEWAL_US + 1)
+    gc.collect()
+
+    assert not device_clock.pool
+    anchors = [each for each in gc.get_objects() if type(each) is device_anchor.Anchor]
+    assert len(anchors) <= 2
+
+
+def test_bounds_pass_to_the_next_anchor(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """What was known of an anchor holds for its successor: no step after a renewal knows less."""
+    for _ in range(device.MIN_ANCHOR_STEPS):
+        first = stamp_work(device_clock, simulated, 500)
+        host.sleep(1_000)
+        device_clock.place_stamps(first)
+    host.sleep(device.ANCHOR_RENEWAL_US)
+    simulated.main.queue_work(90_000)
+    stamps = stamp_work(device_clock, simulated, 5000)  # nothing of its own tells its place
+    host.sleep(200_000)
+    placement = device_clock.place_stamps(stamps)
+
+    assert stamps.anchor is not first.anchor
+    assert max(map(abs, list_errors(stamps, placement))) <= 150
+
+
+def test_error_without_knowledge(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """A first step behind other work that is read late: the told error covers the true one."""
+    simulated.main.queue_work(40_000)
+    stamps = stamp_work(device_clock, simulated, 5000)
+    host.sleep(90_000)
+    placement = device_clock.place_stamps(stamps)
+    error = max(map(abs, list_errors(stamps, placement)))
+
+    assert error > 10_000
+    assert placement.error_us >= error
+
+
+def test_events_of_a_shared_encoder(
+    host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock
+) -> None:
+    """Two requests ask for the same step's encoder: both get the same, and no event is pooled twice."""
+    step = model_runners.StepStamps(device_clock, True, False, 0)
+    step.encoded_ids = ("a", "b")
+    begin = step.take_stamp()
+    simulated.main.queue_work(30_000)
+    step.close_interval(breakdown.CODE_ENCODER, begin)
+    assert step.resolve()[2] & carrier.ENCODER_UNFINISHED
+    assert encoder_runs.answer_encoder_run(None, "a") == carrier.PENDING_ANSWER
+    host.sleep(40_000)
+    first = encoder_runs.answer_encoder_run(None, "a")
+    stamp_work(device_clock, simulated, 5_000)  # uses the events again
+
+    assert encoder_runs.answer_encoder_run(None, "b") == first
+    run = carrier.decode_encoder_run(first)
+    assert run is not None and abs(run.end - run.start - 30_000) <= 20
+    assert len(set(map(id, device_clock.pool))) == len(device_clock.pool)
+    assert encoder_runs.answer_encoder_run(None, "a") == ""
+
+
+def test_host_clock(clock: testing.FakeClock) -> None:
+    """On a CPU a stamp is the place."""
+    host_clock, stamps = device.HostClock(), list[int]()
+    host_clock.add_stamp(stamps)
+    clock.tick(5)
+    host_clock.add_stamp(stamps)
+
+    assert host_clock.place_stamps(stamps).places == [1_000_000, 1_000_005]
+
+
+def test_lengths_clock(host: SimulatedHost, simulated: SimulatedDevice) -> None:
+    """Where events were never placed, differences are the device's and what is unfinished is out."""
+    lengths, stamps = device.LengthsClock(simulated.make_event), list[Any]()
+    lengths.add_stamp(stamps)
+    simulated.main.queue_work(5000)
+    lengths.add_stamp(stamps)
+
+    host.sleep(100)
+    assert lengths.place_stamps(stamps).places[1] == 0
+    host.sleep(6000)
+    begin, end = lengths.place_stamps(stamps).places
+    assert abs(end - begin - 5000) <= 10
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """vLLM's platform and a torch, as far as choose_clock() asks them."""
+    made = SimpleNamespace(cpu=False, cuda=False, alike=False, accelerator=False, untimed=False)
+
+    def make_event(enable_timing: bool) -> object:
+        if made.untimed:
+            raise RuntimeError("timing is not supported by this backend")
+        return object()
+
+    current = SimpleNamespace(
+        is_cpu=lambda: made.cpu, is_cuda=lambda: made.cuda, is_cuda_alike=lambda: made.alike
+    )
+    torch = SimpleNamespace(
+        accelerator=SimpleNamespace(is_available=lambda: made.accelerator),
+        cuda=None,
+        Event=make_event,
+    )
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=current))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    yield made
+
+
+@pytest.mark.parametrize(
+    ("has", "kind"),
+    [
+        (["cpu"], clocks.CLOCK_HOST),
+        (["cuda", "alike", "accelerator"], clocks.CLOCK_DEVICE),
+        (["alike", "accelerator"], clocks.CLOCK_LENGTHS),  # ROCm
+        (["accelerator"], clocks.CLOCK_LENGTHS),  # XPU
+        (["accelerator", "untimed"], clocks.CLOCK_NONE),
+        ([], clocks.CLOCK_NONE),
+    ],
+)
+def test_choice(platform: SimpleNamespace, has: list[str], kind: int) -> None:
+    """A device clock is used only where it was tested; launch times are never reported as compute."""
+    for name in has:
+        setattr(platform, name, True)
+
+    assert device.choose_clock().kind == kind
+
+
+def test_choice_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no platform is known, the host's clock is used."""
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+
+    assert isinstance(device.choose_clock(), device.HostClock)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder-cache connectors of any class: how long a request waited for an item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hooks.worker.runners import FakeEcConnector
+from ttft_otel import testing
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.hooks.worker.device import HostClock
+from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_SAVE
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+
+
+@pytest.fixture
+def connector(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
+    """A connector of a class of its own, as its factory hands it out."""
+    ec_connector = type("Mine", (FakeEcConnector,), {})(clock)
+    ec_connectors.wrap_ec_connector(None, ec_connector)
+    yield ec_connector
+
+
+def test_wait(connector: Any, clock: testing.FakeClock) -> None:
+    """From the first no to the first yes the request waits for its item."""
+    timeline = EngineTimeline(1)
+    request = SimpleNamespace(_ttft=timeline)
+    for _ in range(3):
+        assert not connector.ensure_cache_available(request, 0)
+        clock.tick(100)
+    connector.available = True
+    connector.ensure_cache_available(request, 0)
+    connector.ensure_cache_available(request, 0)
+
+    assert timeline.read_details().waits == [CODE_EC_TRANSFER, 1_000_000, 1_000_300]
+
+
+def test_no_wait(connector: Any) -> None:
+    """An item that is there at once is no wait."""
+    timeline = EngineTimeline(1)
+    connector.available = True
+    connector.ensure_cache_available(SimpleNamespace(_ttft=timeline), 0)
+
+    assert timeline.details is None
+
+
+def test_untraced(connector: Any) -> None:
+    """A request that is not traced is not looked at."""
+    assert not connector.ensure_cache_available(SimpleNamespace(), 0)
+
+
+def test_outside_a_step(connector: Any, clock: testing.FakeClock) -> None:
+    """Loads outside a measured step just happen."""
+    connector.start_load_caches()
+    connector.save_caches()
+
+    assert clock.at == 1_000_080
+    assert not model_runners.open_steps
+
+
+def test_roles(connector: Any) -> None:
+    """The worker knows from the connector what it can lose."""
+    assert model_runners.ec_roles == {"producer", "consumer"}
+
+
+class EmptyConnector:
+    """In vLLM's base class these do nothing."""
+
+    def get_finished(self, ids: Any) -> None:
+        """Nothing to tell."""
+
+    def ensure_cache_available(self, request: Any, computed: int) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def start_save_caches(self) -> None:
+        """Nothing to publish; the worker was there all the same."""
+
+
+class FlushingConnector(FakeEcConnector):
+    """A connector that starts its copies at the end of a step."""
+
+    def get_finished(self, ids: Any) -> None:
+        """Start them; here that takes until they are over."""
+        self.clock.tick(70)
+
+
+def test_empty_methods(nothing_patched: None) -> None:
+    """vLLM's empty methods of the scheduler's side, and the empty flush, are left alone."""
+    base = type("ECConnectorBase", (EmptyConnector,), dict(vars(EmptyConnector)))
+    ec_connector = type("Mine", (base,), {"save_caches": lambda self: None})()
+    ec_connectors.wrap_ec_connector(None, ec_connector)
+
+    assert {name: len(patches) for name, patches in wrap.installed_patches.items()} == {
+        "transfer.save": 2
+    }
+
+
+@pytest.mark.parametrize(
+    ("encodes", "roles", "expected"),
+    [(True, {"producer"}, [70]), (False, {"producer"}, []), (True, {"consumer"}, [])],
+)
+def test_flush(
+    nothing_patched: None,
+    clock: testing.FakeClock,
+    encodes: bool,
+    roles: set[str],
+    expected: list[int],
+) -> None:
+    """Copies that a step's end starts are ec.transfer, where it has encoded something to copy."""
+    ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
+    ec_connectors.wrap_ec_connector(None, ec_connector)
+    model_runners.ec_roles.clear()
+    model_runners.ec_roles.update(roles)
+    step = model_runners.StepStamps(HostClock(), encodes, False, 0)
+    model_runners.open_steps.append(step)
+    ec_connector.get_finished(set())
+    _, _, lost, *flat = step.resolve()
+
+    assert lost & LOST_SAVE == 0
+    pairs = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    assert [end - start for code, start, end in pairs if code == CODE_EC_TRANSFER] == expected
+
+
+def test_flush_unseen(nothing_patched: None, clock: testing.FakeClock) -> None:
+    """Without its hook nobody knows how long a step's end copied."""
+    ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
+    ec_connectors.wrap_ec_connector(None, ec_connector)
+    wrap.switch(off=["transfer.flush"])
+    lost = [
+        model_runners.StepStamps(HostClock(), encodes, False, 0).resolve()[2]
+        for encodes in (True, False)
+    ]
+    wrap.switch()
+
+    assert [each & LOST_SAVE for each in lost] == [LOST_SAVE, 0]
+
+
+def test_scheduled_already(connector: Any, clock: testing.FakeClock) -> None:
+    """Once a request is scheduled nothing is noted: vLLM asks on every decode step, too."""
+    timeline = EngineTimeline(scheduled=5)
+    connector.ensure_cache_available(SimpleNamespace(_ttft=timeline), 0)
+
+    assert timeline.details is None
+
+
+def test_older_class(nothing_patched: None) -> None:
+    """A class without wait or publishing is wrapped as far as it goes."""
+
+    class Old:
+        def save_caches(self) -> str:
+            return "saved"
+
+    ec_connector = Old()
+    ec_connectors.wrap_ec_connector(None, ec_connector)
+
+    assert ec_connector.save_caches() == "saved"
+    assert wrap.is_active("transfer.save")
+    assert not wrap.is_active("transfer.wait")
+
+
+def test_created_twice(connector: Any, clock: testing.FakeClock) -> None:
+    """Scheduler's side and worker's side of one class in one process: wrapped once."""
+    ec_connectors.wrap_ec_connector(None, connector)
+    ec_connectors.wrap_ec_connector(None, type(connector)(clock))
+
+    assert all(len(patches) == 1 for patches in wrap.installed_patches.values())

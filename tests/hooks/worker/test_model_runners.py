@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both model runners through the real hooks: one record per marked step, on that step's output."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hooks.worker.runners import (
+    EMPTY,
+    ENCODER_US,
+    FORWARD_US,
+    LOGITS_US,
+    PREPARE_US,
+    SAMPLER_US,
+    SAVE_US,
+    PendingOutput,
+    connect_ec,
+    make_scheduler_output,
+    wrap_runner_classes,
+)
+from ttft_otel import testing
+from ttft_otel.hooks import wrap
+from ttft_otel.hooks.worker import device, model_runners
+from ttft_otel.model import breakdown
+from ttft_otel.tracing import carrier
+from ttft_otel.tracing import clock as clocks
+
+RunnerMaker = Callable[..., Any]
+START_US = 1_000_000
+E, F, C = breakdown.CODE_ENCODER, breakdown.CODE_FORWARD, breakdown.CODE_EC_TRANSFER
+
+
+@pytest.fixture(params=["V1", "V2"])
+def make_runner(request: pytest.FixtureRequest, clock: testing.FakeClock) -> Iterator[RunnerMaker]:
+    """A runner of either kind; the wrapped classes are put back afterwards."""
+    before = dict(wrap.installed_patches)
+    kind = wrap_runner_classes()[request.param]
+    yield lambda **more: kind(clock, **more)
+    for patches in wrap.installed_patches.values():
+        for patch in patches:
+            setattr(patch.owner, patch.name, patch.original)
+    wrap.installed_patches.clear()
+    wrap.installed_patches.update(before)
+
+
+def run_step(runner: Any, step: Any) -> Any:
+    """Both calls of a step, as vLLM's executor makes them."""
+    output = runner.execute_model(step)
+    return runner.sample_tokens() if output is None else output
+
+
+def test_marked(make_runner: RunnerMaker) -> None:
+    """A step's record says when its forward ran and when its sampler was done."""
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
+
+    begin = START_US + PREPARE_US
+    end = begin + FORWARD_US
+    boot, sampled, lost, *pairs = output._ttft
+    assert (boot, lost) == (clocks.get_boot_number(), 0)
+    assert pairs[:2] == [F, begin]
+    assert pairs[2] - end in (0, LOGITS_US)  # V2's forward ends with execute_model
+    assert sampled == end + LOGITS_US + SAMPLER_US
+    assert not model_runners.open_steps
+
+
+def test_unmarked(make_runner: RunnerMaker) -> None:
+    """A step without a traced request leaves nothing on its output, and no state."""
+    output = run_step(make_runner(), make_scheduler_output({"a": 1}, marked=False))
+
+    assert not hasattr(output, "_ttft")
+    assert not model_runners.open_steps and not model_runners._step_clocks
+
+
+def test_encoder(make_runner: RunnerMaker) -> None:
+    """Items are encoded before the forward, as a pair of their own."""
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}, {"a": [0]}))
+
+    begin = START_US + PREPARE_US
+    assert output._ttft[3:6] == (E, begin, begin + ENCODER_US)
+    assert output._ttft[6:8] == (F, begin + ENCODER_US)
+
+
+def test_encoded_before(make_runner: RunnerMaker) -> None:
+    """Items of a step that need no encoding, for which V2 does not call the encoder, are not told as lost."""
+    runner = make_runner()
+    runner.has_encoded = True
+    output = run_step(runner, make_scheduler_output({"a": 10}, {"a": [0]}))
+
+    assert output._ttft[2] == 0
+    pairs = output._ttft[3:]
+    encoded_us = sum(
+        pairs[at + 2] - pairs[at + 1] for at in range(0, len(pairs), 3) if pairs[at] == E
+    )
+    assert encoded_us == 0
+
+
+def test_encode_only(make_runner: RunnerMaker) -> None:
+    """An encoder instance's output is final after the first call."""
+    runner = make_runner()
+    runner.encode_only = True
+    output = run_step(runner, make_scheduler_output({}, {"a": [0]}))
+
+    assert output._ttft[1:] == (0, 0, E, START_US + PREPARE_US, START_US + PREPARE_US + ENCODER_US)
+    assert not model_runners.open_steps
+
+
+def test_save(make_runner: RunnerMaker, clock: testing.FakeClock) -> None:
+    """What a connector does inside the encoder is a pair too; none of it is lost."""
+    runner = make_runner(connector=connect_ec(clock))
+    step = make_scheduler_output({"a": 10}, {"a": [0]})
+    step.ec_connector_metadata = object()
+    output = run_step(runner, step)
+
+    saved = START_US + PREPARE_US + ENCODER_US
+    assert output._ttft[2] == 0
+    assert output._ttft[3:6] == (C, saved, saved + SAVE_US)
+    assert output._ttft[6:9] == (E, START_US + PREPARE_US, saved + SAVE_US)
+
+
+@pytest.mark.parametrize(
+    ("off", "lost"),
+    [
+        ("worker.encoder", breakdown.LOST_ENCODER),
+        ("worker.forward", breakdown.LOST_FORWARD),
+        ("transfer.load", breakdown.LOST_LOAD),
+        ("transfer.save", breakdown.LOST_SAVE),
+    ],
+)
+def test_taken_out(make_runner: RunnerMaker, clock: testing.FakeClock, off: str, lost: int) -> None:
+    """A target that is gone is told as lost with the step."""
+    runner = make_runner(connector=connect_ec(clock))
+    step = make_scheduler_output({"a": 10}, {"a": [0]})
+    step.ec_connector_metadata = object()
+    wrap.switch(off=[off])
+    output = run_step(runner, step)
+    wrap.switch()
+
+    assert output._ttft[2] == lost
+
+
+def test_sampler_gone(make_runner: RunnerMaker) -> None:
+    """Without the sampler's hook its mark is missing, nothing else."""
+    wrap.switch(off=["worker.sample"])
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
+    wrap.switch()
+
+    assert output._ttft[1:3] == (0, 0)
+
+
+def test_async(make_runner: RunnerMaker) -> None:
+    """An asynchronous output gets its step's record when it is read, in whatever order."""
+    runner = make_runner(pending=True)
+    first = run_step(runner, make_scheduler_output({"a": 10}))
+    second = run_step(runner, make_scheduler_output({"b": 10}))
+    third = run_step(runner, make_scheduler_output({"c": 1}, marked=False))
+
+    assert len(model_runners.bound_steps) == 2
+    assert isinstance(first, PendingOutput)
+    late, early = second.get_output(), first.get_output()
+    assert not hasattr(third.get_output(), "_ttft")
+    assert early._ttft[4] < late._ttft[4]
+    assert not model_runners.bound_steps
+
+
+def test_async_unread(make_runner: RunnerMaker) -> None:
+    """Outputs that nobody reads do not pile up."""
+    runner = make_runner(pending=True)
+    for _ in range(model_runners.MAX_BOUND_STEPS + 10):
+        run_step(runner, make_scheduler_output({"a": 10}))
+
+    assert len(model_runners.bound_steps) == model_runners.MAX_BOUND_STEPS
+
+
+def test_async_read_too_late(make_runner: RunnerMaker) -> None:
+    """An output that is read after so many others tells nothing: its events are others' by then."""
+    runner = make_runner(pending=True)
+    outputs = [
+        run_step(runner, make_scheduler_output({"a": 10}))
+        for _ in range(model_runners.MAX_BOUND_STEPS + 1)
+    ]
+    late, last = outputs[0].get_output(), outputs[-1].get_output()
+
+    assert not hasattr(late, "_ttft") and last._ttft[3] == F
+
+
+def test_empty(make_runner: RunnerMaker) -> None:
+    """The empty output that all steps share is never touched."""
+    output = run_step(make_runner(), make_scheduler_output({}))
+
+    assert output is EMPTY
+    assert not hasattr(EMPTY, "_ttft")
+    assert not model_runners.open_steps
+
+
+def test_raised(make_runner: RunnerMaker) -> None:
+    """After a step that raised in the host, the next one's record is its own."""
+    runner = make_runner()
+    runner.raises = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.execute_model(make_scheduler_output({"a": 10}))
+    runner.raises = False
+    idle = run_step(runner, make_scheduler_output({"a": 1}, marked=False))
+    output = run_step(runner, make_scheduler_output({"a": 10}))
+
+    assert not hasattr(idle, "_ttft")
+    assert len(output._ttft) == 6
+    assert not model_runners.open_steps
+
+
+def test_sampler_raised(make_runner: RunnerMaker) -> None:
+    """The same when the second call raised."""
+    runner = make_runner()
+    assert runner.execute_model(make_scheduler_output({"a": 10})) is None
+    output = run_step(runner, make_scheduler_output({"b": 10}))
+
+    assert len(output._ttft) == 6
+    assert not model_runners.open_steps
+
+
+class PartlyReached(device.HostClock):
+    """A device that has reached the first stamps of a step and is behind with the others."""
+
+    kind = clocks.CLOCK_DEVICE
+
+    def __init__(self, reached: int) -> None:
+        self.reached = reached
+
+    def place_stamps(self, stamps: list[int]) -> device.Placement:
+        """Only the first ones have a place; the reading is later than all of them."""
+        places = [*stamps[: self.reached], *(0 for _ in stamps[self.reached :])]
+        return device.Placement(places, READ_AT, 17)
+
+
+READ_AT = START_US + 5000
+CLOCK_ENTRY = (carrier.CODE_CLOCK, clocks.CLOCK_DEVICE, 17)
+
+
+def test_unready(make_runner: RunnerMaker) -> None:
+    """A device that is not done yet costs the step its marks, and says so."""
+    model_runners._step_clocks.append(PartlyReached(0))
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
+
+    boot = clocks.get_boot_number()
+    assert output._ttft == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
+
+
+def test_late_stamp(make_runner: RunnerMaker) -> None:
+    """One stamp that is late costs its own interval, not the step's."""
+    model_runners._step_clocks.append(PartlyReached(2))
+    output = run_step(make_runner(), make_scheduler_output({"a": 10}))
+
+    begin = START_US + PREPARE_US
+    assert output._ttft[1:3] == (0, 0)
+    assert output._ttft[3:5] == (F, begin)
+    assert len(output._ttft) == 9
+
+
+@pytest.mark.parametrize("reached", [0, 1, 2])
+def test_encode_only_unfinished(make_runner: RunnerMaker, reached: int) -> None:
+    """An encoder instance answers before its encoder has ended: its time ends with the reading.
+
+    Not begun: the time until then was dispatch. Begun: it ran until then. Ended: as it was.
+    """
+    runner = make_runner()
+    runner.encode_only = True
+    model_runners._step_clocks.append(PartlyReached(reached))
+    output = run_step(runner, make_scheduler_output({}, {"a": [0]}))
+
+    begin = START_US + PREPARE_US if reached else READ_AT
+    end = begin + ENCODER_US if reached == 2 else READ_AT
+    flags = 0 if reached == 2 else carrier.ENCODER_UNFINISHED
+    assert output._ttft[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
+
+
+def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
+    """How long such an encoder ran leaves with the next step, on vLLM's own output, between processes."""
+    outputs = pytest.importorskip("vllm.v1.outputs", reason="no vLLM: run scripts/install")
+    runner = make_runner()
+    runner.encode_only = True
+    runner.make_output = lambda: outputs.ModelRunnerOutput(
+        req_ids=list(runner.state.scheduled_encoder_inputs), req_id_to_index={}
+    )
+    step_clock = PartlyReached(1)
+    model_runners._step_clocks.append(step_clock)
+    first = run_step(runner, make_scheduler_output({}, {"a": [0]}))
+    step_clock.reached = 2
+    second = run_step(runner, make_scheduler_output({}, {"b": [0]}))
+    third = pickle.loads(pickle.dumps(run_step(runner, make_scheduler_output({}, {"c": [0]}))))
+
+    begin = START_US + PREPARE_US
+    assert first._ttft[2] & carrier.ENCODER_UNFINISHED and not hasattr(first, "_ttft_runs")
+    assert pickle.loads(pickle.dumps(second))._ttft_runs == {"a": (begin, begin + ENCODER_US)}
+    assert third._ttft and not hasattr(third, "_ttft_runs")
+
+
+def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
+    """The last stage saw neither the encoder nor what the stages before it did; it claims neither."""
+    runner = make_runner()
+    runner.execute_model(make_scheduler_output({"a": 10}, {"a": [0]}), object())
+    output = runner.sample_tokens()
+
+    assert output._ttft[2] == breakdown.LOST_EARLIER
+    assert output._ttft[3] == F
+
+
+def test_cached_items(make_runner: RunnerMaker) -> None:
+    """V2 does not call its encoder when all items are cached already: nothing is lost then."""
+    make_runner()
+    step = model_runners.StepStamps(device.HostClock(), True, False, 0)
+    step.close_interval(F, step.take_stamp())
+
+    assert step.resolve()[2] == 0
+
+
+def test_partition(make_runner: RunnerMaker) -> None:
+    """The record's pairs cut a step into stages that add up."""
+    boot, sampled, lost, *flat = run_step(
+        make_runner(), make_scheduler_output({"a": 10}, {"a": [0]})
+    )._ttft
+    pairs = list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
+    marks = breakdown.Marks(START_US - 40, START_US - 30, START_US - 20, START_US - 10, START_US)
+    marks.steps.append(breakdown.EngineStep(pairs, sampled, lost))
+    marks.output = sampled + 11
+    cut = breakdown.partition_marks(marks)
+
+    assert cut.unattributed == 0
+    assert sum(cut.stages.values()) == cut.end - cut.start
+    assert cut.stages["encoder.compute"] == ENCODER_US
+    assert cut.stages["dispatch"] == PREPARE_US
+    assert cut.stages["output"] == 11
