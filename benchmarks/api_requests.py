@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from benchmarks.fake_vllm import REQUESTS_PER_ROUND
 from ttft_otel.hooks import api_server
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import CHAT_PATH
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
@@ -72,7 +72,7 @@ def mark_trip(name: str) -> None:
     ENGINE_REQUEST.request_id = ENGINE_OUTPUT.request_id = name
     api_server.stamp_assigned(None, None, ENGINE_REQUEST)
     api_server.register_request(None, ENGINE_REQUEST)
-    ENGINE_OUTPUT.trace_headers[names.CARRIER] = run_engine()
+    ENGINE_OUTPUT.trace_headers[header_names.CARRIER_KEY] = run_engine()
     api_server.record_outputs(api_server.stamp_outputs_received(), None, None, [ENGINE_OUTPUT])
     ENGINE_STATE.request_id = name
     api_server.record_end(None, None, None, ENGINE_STATE, "stop")

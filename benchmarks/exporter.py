@@ -37,7 +37,7 @@ from benchmarks.figures import (
 from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes
 from ttft_otel.exporter.metrics.request_metrics import MAX_PENDING_ROWS
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.settings import Settings
 
@@ -201,7 +201,10 @@ def send_measurements(sender: handoff.RecordSender, unsampled: list[bytes], numb
 
 def measure_sdk(protocol: str, endpoint: str, requests: int, costs: ExporterCosts) -> None:
     """One round of the SDK's tracer, processor and exporter."""
-    env = {names.ENV_ENDPOINT: endpoint, names.ENV_TRACES_PROTOCOL: protocol}
+    env = {
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: endpoint,
+        env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: protocol,
+    }
     with run_module("benchmarks.sdk_exporter", **env) as process:
         start_cpu_s = run_sdk_command(process, "start")
         before_s = run_sdk_command(process, f"requests {WARM_UP_REQUESTS}")

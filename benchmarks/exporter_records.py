@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from benchmarks.otlp_bodies import LAST_STAGES, TEXT_STAGES, build_benchmark_record
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Piece, Record, encode_record
 from ttft_otel.tracing.measurement import encode_for_exporter
 
@@ -33,12 +33,12 @@ def build_request_halves(number: int) -> list[Record]:
         for place, name in enumerate(PARTS)
     )
     waits = _describe_queue(lengths_us[QUEUE])
-    told = {names.QUEUE_REASON: "token_budget"} | waits
+    told = {keys.QUEUE_REASON: "token_budget"} | waits
     pieces = [
         msgspec.structs.replace(piece, attributes=told) if piece.name == QUEUE else piece
         for piece in whole.ttft.pieces
     ]
-    sums = waits | {names.name_reason_attribute(QUEUE, "token_budget"): lengths_us[QUEUE]}
+    sums = waits | {keys.name_reason_attribute(QUEUE, "token_budget"): lengths_us[QUEUE]}
     ttft = msgspec.structs.replace(
         whole.ttft, pieces=(*pieces, *parts), attributes=whole.ttft.attributes | sums
     )
@@ -53,7 +53,7 @@ def _describe_queue(length_us: int) -> Attributes:
     prefill_us, decode_us = length_us // 2, length_us // 3
     rest_us = length_us - prefill_us - decode_us
     lengths = {"prefill": prefill_us, "decode": decode_us, "idle": rest_us}
-    return {names.name_held_attribute(kind): length for kind, length in lengths.items()}
+    return {keys.name_held_attribute(kind): length for kind, length in lengths.items()}
 
 
 def encode_request(number: int) -> list[bytes]:

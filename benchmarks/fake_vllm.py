@@ -15,7 +15,7 @@ from ttft_otel.hooks import wrap
 from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.hooks.worker import device, ec_connectors, model_runners
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 
 # Rounds of some milliseconds: process_time_ns() is exact enough, and a round rarely interrupted.
 REQUESTS_PER_ROUND: Final = 400
@@ -231,7 +231,7 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0, overlaps: bool =
         name = f"r{n}"
         request = SimpleNamespace(
             request_id=name,
-            trace_headers={names.CARRIER: "1", names.TRACEPARENT: "x"},
+            trace_headers={header_names.CARRIER_KEY: "1", header_names.TRACEPARENT: "x"},
             num_computed_tokens=100,
             num_prompt_tokens=100,
             num_tokens=100,

@@ -18,7 +18,7 @@ from lab.guests import join_guest_paths
 from lab.injection import InjectionControl
 from lab.server_commands import HOST, ServerCommand
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, header_names
 
 RUNNERS: Final = {"v1": "0", "v2": "1"}
 COMPILATION: Final = {
@@ -73,7 +73,7 @@ def build_gpu_command(
     guests = join_guest_paths(*(["inject"] if control else []))
     env["PYTHONPATH"] = ":".join(filter(None, (guests, os.environ.get("PYTHONPATH", ""))))
     if control:
-        env |= {names.ENV_ON: "1", "TTFT_LAB_CONTROL": str(control)}
+        env |= {env_names.TTFT_OTEL: "1", "TTFT_LAB_CONTROL": str(control)}
     return ServerCommand(name, argv, env, port)
 
 
@@ -114,7 +114,7 @@ class GpuServer:
                 words=PROBE_WORDS,
                 pictures=(seed,) if image else (),
                 max_tokens=tokens,
-                headers={names.ASK: "1"},
+                headers={header_names.ASK_TIMING: "1"},
             )
             for seed in seeds
         ]

@@ -13,8 +13,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from ttft_otel.exporter.spans import span_builder as exporter
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.endpoints import CHAT_PATH
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
 
 SPANS_PER_BATCH: Final = 512  # spans of one request, as our exporter sends them
@@ -55,7 +56,7 @@ def build_benchmark_record(
     pieces, offset_us = [], 0
     for name, us in stages_us.items():
         leg = stages.split_stage(name)[0]
-        where: Attributes = {names.INSTANCE: f"10.0.0.{number % 4}:8000"} if leg else {}
+        where: Attributes = {keys.INSTANCE: f"10.0.0.{number % 4}:8000"} if leg else {}
         pieces.append(Piece("stage", name, offset_us, offset_us + us, where))
         offset_us += us
     # A rest on every request: its span and its statement in the collector cost, too.
@@ -77,28 +78,28 @@ def build_benchmark_record(
         service=stages.SERVICE_NAMES[role],
         request_id=f"{number:032x}",
         attributes={
-            names.OPERATION: "chat",
-            names.PROVIDER: names.PROVIDER_VLLM,
-            names.MODEL: "Qwen/Qwen2.5-VL-7B-Instruct",
-            names.STREAM: True,
+            keys.OPERATION: "chat",
+            keys.PROVIDER: keys.PROVIDER_VLLM,
+            keys.MODEL: "Qwen/Qwen2.5-VL-7B-Instruct",
+            keys.STREAM: True,
         },
         ttft=Ttft(
             span_id=f"f{span[1:]}",
-            name=names.ENCODE if role == "encode" else names.TTFT,
+            name=span_names.ENCODE if role == "encode" else span_names.TTFT,
             start=0,
             end=offset_us + 7,
             stages=stages_us,
             unattributed=7,
             clamped=0,
             pieces=tuple(pieces),
-            attributes={names.STREAMING: True, names.INPUT_TOKENS: 512, names.CHUNKS: 1},
+            attributes={keys.STREAMING: True, keys.INPUT_TOKENS: 512, keys.PREFILL_CHUNKS: 1},
         ),
         server=Server(
             f"POST {CHAT_PATH}",
             # The stream ends 90 ms after the first token.
             offset_us + 90_000,
             200,
-            {names.HTTP_METHOD: "POST", names.HTTP_ROUTE: CHAT_PATH},
+            {keys.HTTP_METHOD: "POST", keys.HTTP_ROUTE: CHAT_PATH},
         ),
         calls=calls,
     )

@@ -27,7 +27,7 @@ from opentelemetry.trace import Status, Tracer, set_span_in_context
 
 from benchmarks.exporter_records import build_request_spans
 from ttft_otel.exporter.otlp_exporter import build_span_exporter
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, span_names
 
 REQUESTS_PER_FLUSH: Final = 64  # then wait: more than 2,048 spans would be dropped from its queue
 
@@ -71,7 +71,7 @@ class EncodingExporter(SpanExporter):
 def build_exported_spans(requests: int, spans: int) -> Callable[[], int]:
     """A loop in which the SDK makes and encodes `spans` for each of so many requests; it returns CPU ns."""
     provider = build_provider(EncodingExporter())
-    tracer = provider.get_tracer(names.SCOPE)
+    tracer = provider.get_tracer(span_names.SCOPE)
     templates = build_request_spans(0)[:spans]
 
     def run_requests() -> int:
@@ -88,9 +88,9 @@ def build_exported_spans(requests: int, spans: int) -> Callable[[], int]:
 
 def serve_commands() -> None:
     """Answer commands until standard input ends."""
-    protocol = os.environ.get(names.ENV_TRACES_PROTOCOL, "http/protobuf")
+    protocol = os.environ.get(env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, "http/protobuf")
     provider = build_provider(build_span_exporter(protocol))
-    tracer = provider.get_tracer(names.SCOPE)
+    tracer = provider.get_tracer(span_names.SCOPE)
     # All requests from the same templates: what is measured
     # is the SDK, which keeps nothing of them.
     templates = build_request_spans(0)

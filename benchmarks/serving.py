@@ -36,7 +36,7 @@ from benchmarks.serving_load import CONCURRENT_CLIENTS, LoadResult, list_exporte
 from lab import local_deployment, server_commands, session_processes, tiny_models
 from lab.evidence import estimate_median
 from lab.local_servers import LocalServer, run_servers
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 # Of each round, to the server without tracing in the same round.
 RATIO_GOALS: Final = {"throughput": 0.98, "itl_p99": 1.03, "itl_median": 1.02, "cpu_us": None}
@@ -103,7 +103,7 @@ def measure_tracing_modes(
         base = server_commands.VllmOptions(model=tiny_models.build_model(tiny_models.TEXT_RECIPE))
         # vLLM's own spans, as the alternative that a reader has in mind.
         own_tracing_flags = ("--otlp-traces-endpoint", f"{endpoint}/v1/traces")
-        env = {names.ENV_ON: "1", names.ENV_ENDPOINT: endpoint}
+        env = {env_names.TTFT_OTEL: "1", env_names.OTEL_EXPORTER_OTLP_ENDPOINT: endpoint}
         # The receiver's HTTP port: vLLM exports by gRPC unless it is told.
         protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
         wanted = {mode.server for mode in modes.values()}

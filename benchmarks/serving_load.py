@@ -19,7 +19,7 @@ from benchmarks.process_cpu import read_process_cpu_s
 from lab import session_processes, ttft_client
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 
 CONCURRENT_CLIENTS: Final = 12
 TOKENS_PER_ANSWER: Final = 48
@@ -61,7 +61,7 @@ def list_exporters(server: LocalServer) -> list[int]:
 def build_trace_headers(flags: str) -> dict[str, str]:
     """The headers of a request that continues a new trace with these flags; "" for one without a trace."""
     parent = f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-{flags}"
-    return {names.TRACEPARENT: parent} if flags else {}
+    return {header_names.TRACEPARENT: parent} if flags else {}
 
 
 def run_load(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks import fake_vllm
 from benchmarks.fake_vllm import DECODE_BATCH, STEPS_PER_ROUND, FakeVllmHost
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 
 WAITING_REQUESTS: Final = 200  # all traced
 
@@ -25,7 +25,7 @@ def run_waiting_steps(kind: type[FakeVllmHost], prompts: int = 0) -> int:
     for n in range(WAITING_REQUESTS):
         request = SimpleNamespace(
             request_id=f"w{n}",
-            trace_headers={names.CARRIER: "1"},
+            trace_headers={header_names.CARRIER_KEY: "1"},
             status="waiting",
             num_computed_tokens=0,
             num_prompt_tokens=100,

@@ -26,8 +26,8 @@ from lab.server_commands import (
 )
 from lab.ttft_client import TimedRequest, send_timed_request
 from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.names import env_names
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter, open_reader
 
 RATE_BY_STEP: Final = 0.16  # requests that arrive within a step's sleep, on average
@@ -147,7 +147,7 @@ class Bench:
     @property
     def environment(self) -> dict[str, str]:
         """Of servers and routers: traced, sending to the receiver."""
-        return {names.ENV_ON: "1", names.ENV_ENDPOINT: self.receiver.url}
+        return {env_names.TTFT_OTEL: "1", env_names.OTEL_EXPORTER_OTLP_ENDPOINT: self.receiver.url}
 
     def build_server(self, core: int, **limits: int) -> Any:
         """A server's command; limits: of VllmOptions."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the parts of collector/config.yaml that depend on stages.py and names.py.
+"""Generate the parts of collector/config.yaml that depend on stages.py and names/.
 
 `python -m lab.collector_config` rewrites them between their marks; a test compares. OTTL (the
-collector's transformation language) cannot sum over the keys of a map, hence one statement per stage.
+collector's transformation language) cannot sum over the own_keys of a map, hence one statement per stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Final
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.metric_labels import (
     BUCKET_BOUNDS_S,
     MAX_HISTOGRAM_BUCKETS,
@@ -22,6 +22,7 @@ from ttft_otel.model.metric_labels import (
     PLACE_LABELS,
     STATUS_LABEL,
 )
+from ttft_otel.model.names import keys, metric_names, span_names
 
 CONFIG_PATH: Final = Path(__file__).parents[1] / "collector" / "config.yaml"
 # The head line stays as it is: it names the block, and a person may have added to it.
@@ -32,7 +33,7 @@ GENERATED_BLOCK: Final = re.compile(
 # TTFT on spans of other instrumentations: an attribute in seconds, or an event at the first token.
 # The first one that is present is used.
 TTFT_SECONDS_ATTRIBUTES: Final = (
-    names.FIRST_CHUNK,
+    keys.TIME_TO_FIRST_CHUNK,
     "gen_ai.response.time_to_first_token",
     "gen_ai.latency.time_to_first_token",  # vLLM's own llm_request, SGLang
 )
@@ -68,33 +69,33 @@ def generate_derive_statements() -> Iterator[str]:
     for router, summed in zip((False, True), list_full_stage_names(), strict=True):
         yield from _format_group(
             # Our spans by scope, not by name: anybody may call a span `ttft`.
-            f'scope.name == "{names.SCOPE}"'
-            f' and (span.name == "{names.TTFT}" or span.name == "{names.ENCODE}")'
-            f' and {format_attribute(names.ROLE)} {"==" if router else "!="} "router"'
+            f'scope.name == "{span_names.SCOPE}"'
+            f' and (span.name == "{span_names.TTFT}" or span.name == "{span_names.ENCODE}")'
+            f' and {format_attribute(keys.ROLE)} {"==" if router else "!="} "router"'
             # A clock that went backwards would make a negative length.
             " and span.end_time_unix_nano >= span.start_time_unix_nano",
             [
-                f"set({format_attribute(names.DERIVED_MS)}, Milliseconds{SPAN_DURATION})",
+                f"set({format_attribute(keys.DERIVED_MS)}, Milliseconds{SPAN_DURATION})",
                 'set(span.cache["sum"], 0)',
                 *map(_format_add_stage, summed),
-                f'set({format_attribute(names.DERIVED_SUM_US)}, span.cache["sum"])',
-                f"set({format_attribute(names.DERIVED_REST_US)}, Microseconds{SPAN_DURATION} - "
+                f'set({format_attribute(keys.DERIVED_STAGE_SUM_US)}, span.cache["sum"])',
+                f"set({format_attribute(keys.DERIVED_UNATTRIBUTED_US)}, Microseconds{SPAN_DURATION} - "
                 f'span.cache["sum"])',
             ],
         )
-    ttft_ms = format_attribute(names.DERIVED_MS)
+    ttft_ms = format_attribute(keys.DERIVED_MS)
     is_first_token = " or ".join(f'spanevent.name == "{name}"' for name in FIRST_TOKEN_EVENTS)
     yield from _format_group(
-        f'scope.name != "{names.SCOPE}"',
+        f'scope.name != "{span_names.SCOPE}"',
         [
             # Another program's attribute of this name, if no integer: TraceQL could not compare it.
-            f'delete_key(span.attributes, "{names.DERIVED_MS}")'
+            f'delete_key(span.attributes, "{keys.DERIVED_MS}")'
             f" where {ttft_ms} != nil and not IsInt({ttft_ms})",
             *map(_format_seconds_to_ms, TTFT_SECONDS_ATTRIBUTES),
         ],
     )
     yield from _format_group(
-        f'scope.name != "{names.SCOPE}" and {ttft_ms} == nil and ({is_first_token})'
+        f'scope.name != "{span_names.SCOPE}" and {ttft_ms} == nil and ({is_first_token})'
         " and spanevent.time_unix_nano >= span.start_time_unix_nano",
         [f"set({ttft_ms}, Milliseconds(spanevent.time - span.start_time))"],
         "spanevent",
@@ -103,7 +104,7 @@ def generate_derive_statements() -> Iterator[str]:
 
 def _format_add_stage(stage: str) -> str:
     """Add one stage to the sum. Compare with nil first: IsInt(nil) is an error, which is slow."""
-    span_attribute = format_attribute(names.name_stage_attribute(stage))
+    span_attribute = format_attribute(keys.name_stage_attribute(stage))
     return (
         f'set(span.cache["sum"], span.cache["sum"] + {span_attribute}) where {span_attribute} '
         f"!= nil and IsInt({span_attribute})"
@@ -112,7 +113,7 @@ def _format_add_stage(stage: str) -> str:
 
 def _format_seconds_to_ms(name: str) -> str:
     """Seconds -> whole milliseconds; rounded to microseconds first, else 0.29 s became 289 ms."""
-    span_attribute, ttft_ms = format_attribute(name), format_attribute(names.DERIVED_MS)
+    span_attribute, ttft_ms = format_attribute(name), format_attribute(keys.DERIVED_MS)
     return (
         f"set({ttft_ms}, Int(Double({span_attribute}) * 1000000.0 + 0.5) / 1000) where {ttft_ms} == nil"
         f" and (IsDouble({span_attribute}) or IsInt({span_attribute})) and {span_attribute} >= 0 "
@@ -132,26 +133,25 @@ def _format_group(
 
 def generate_own_keys() -> Iterator[str]:
     """A statement that removes all attributes from our spans that are not in our vocabulary."""
-    # Prefixes tell attributes from headers and variables, which names.py holds too.
     conventions = ("ttft.", "gen_ai.", "http.", "url.", "server.", "error.")
-    keys = {
+    own_keys = {
         value
-        for value in vars(names).values()
-        if isinstance(value, str) and value.startswith(conventions) and value not in METRIC_LABELS
+        for value in vars(keys).values()
+        if isinstance(value, str) and value.startswith(conventions)
     }
     server, router = list_full_stage_names()
-    keys |= {names.name_stage_attribute(stage) for stage in (*server, *router)}
-    keys |= {
-        names.name_reason_attribute(stage, reason)
+    own_keys |= {keys.name_stage_attribute(stage) for stage in (*server, *router)}
+    own_keys |= {
+        keys.name_reason_attribute(stage, reason)
         for stage in (*stages.QUEUE_STAGES, stages.STALL_STAGE)
         for reason in stages.WAIT_REASON_NAMES
     }
-    keys |= {names.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES}
-    after = (*router, names.FIRST_DECODE, stages.UNATTRIBUTED)
-    keys |= {names.name_handover_attribute(stage) for stage in after}
+    own_keys |= {keys.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES}
+    after = (*router, span_names.FIRST_DECODE, stages.UNATTRIBUTED)
+    own_keys |= {keys.name_handover_attribute(stage) for stage in after}
     yield "- keep_keys(span.attributes, ["
-    yield from (f'    "{key}",' for key in sorted(keys)[:-1])
-    yield f'    "{sorted(keys)[-1]}"])'
+    yield from (f'    "{key}",' for key in sorted(own_keys)[:-1])
+    yield f'    "{sorted(own_keys)[-1]}"])'
 
 
 def generate_connectors() -> Iterator[str]:
@@ -159,7 +159,7 @@ def generate_connectors() -> Iterator[str]:
     for metric, labels in METRIC_LABELS.items():
         # Default dimensions of the connector; service.name is a resource attribute already (`job`).
         excluded = ["service.name", "span.name", "span.kind", "collector.instance.id"]
-        excluded += [] if metric == names.METRIC_TTFT else [STATUS_LABEL]
+        excluded += [] if metric == metric_names.TTFT_DURATION else [STATUS_LABEL]
         yield f"span_metrics/{metric}:"
         # The connector appends `.duration` itself.
         yield f"  namespace: {metric.removesuffix('.duration')}"
@@ -168,7 +168,7 @@ def generate_connectors() -> Iterator[str]:
         if metric in BUCKET_BOUNDS_S:
             buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S[metric])
             yield f"    explicit: {{buckets: [{buckets}]}}"
-        elif metric == names.METRIC_RECOMPUTED:
+        elif metric == metric_names.EC_RECOMPUTED:
             yield "    explicit: {buckets: [1s]} # only the sum is taken out of it"
         else:
             yield f"    exponential: {{max_size: {MAX_HISTOGRAM_BUCKETS}}}"
@@ -182,8 +182,7 @@ def generate_connectors() -> Iterator[str]:
 def generate_held() -> Iterator[str]:
     """Processors that make of a queue's span one for each kind of work that held it."""
     held = {
-        kind: format_attribute(names.name_held_attribute(kind))
-        for kind in stages.HOLDING_KIND_NAMES
+        kind: format_attribute(keys.name_held_attribute(kind)) for kind in stages.HOLDING_KIND_NAMES
     }
     yield "# Queues that work of one kind held."
     for kind, length in held.items():
@@ -191,7 +190,7 @@ def generate_held() -> Iterator[str]:
         yield "  error_mode: ignore"
         yield "  trace_conditions:"
         yield (
-            f"    - {format_attribute(names.STAGE)} == nil or {length} == nil or not IsInt({length})"
+            f"    - {format_attribute(keys.STAGE)} == nil or {length} == nil or not IsInt({length})"
         )
     yield "# As of recomputed items: in its branch a span is as long as that work held it."
     for kind, length in held.items():
@@ -201,7 +200,7 @@ def generate_held() -> Iterator[str]:
         yield "    - context: span"
         yield "      statements:"
         yield f"        - set(span.end_time_unix_nano, span.start_time_unix_nano + {length} * 1000)"
-        yield f'        - set({format_attribute(names.HELD_BY_KIND)}, "{kind}")'
+        yield f'        - set({format_attribute(keys.HELD_BY_KIND)}, "{kind}")'
 
 
 def generate_held_pipelines() -> Iterator[str]:
@@ -210,7 +209,7 @@ def generate_held_pipelines() -> Iterator[str]:
         yield f"traces/held_{kind}:"
         yield "  receivers: [forward/held]"
         yield f"  processors: [filter/held_{kind}, transform/held_{kind}]"
-        yield f"  exporters: [span_metrics/{names.METRIC_HELD}]"
+        yield f"  exporters: [span_metrics/{metric_names.QUEUE_HELD_DURATION}]"
 
 
 # Resource attributes that may hold a secret; transform/scrub has the same for spans.
@@ -236,7 +235,7 @@ def generate_received() -> Iterator[str]:
     yield "filter/received:"
     yield "  error_mode: ignore"
     yield "  metric_conditions:"
-    yield f'    - scope.name != "{names.SCOPE}"'
+    yield f'    - scope.name != "{span_names.SCOPE}"'
     yield f'    - not IsMatch(metric.name, "^({known})$")'
     yield "# Labels are those of the metrics made here, so that nobody's IDs become series."
     yield "transform/received:"
@@ -247,7 +246,11 @@ def generate_received() -> Iterator[str]:
     yield f'        - delete_matching_keys(resource.attributes, "{SECRET_KEYS}")'
     yield "        - truncate_all(resource.attributes, 512)"
     for metric, labels in METRIC_LABELS.items():
-        kept = (*labels, *((STATUS_LABEL,) if metric == names.METRIC_TTFT else ()), OVERFLOW_LABEL)
+        kept = (
+            *labels,
+            *((STATUS_LABEL,) if metric == metric_names.TTFT_DURATION else ()),
+            OVERFLOW_LABEL,
+        )
         listed = ", ".join(f'"{label}"' for label in kept)
         yield "    - context: datapoint"
         yield f"      conditions: ['metric.name == \"{metric}\"']"

@@ -36,7 +36,8 @@ from lab.server_commands import VllmOptions
 from lab.source_check import SourceError, check_source
 from lab.ttft_client import TimedResponse
 from ttft_otel.hooks import target_check
-from ttft_otel.model import names, stages, timing
+from ttft_otel.model import stages, timing
+from ttft_otel.model.names import header_names
 
 # Sixteen times the tolerance: what shows elsewhere is told from noise.
 DELAY_MS: Final = 80.0  # injected into one place at a time
@@ -197,7 +198,7 @@ class ReleaseProbe:
         question: dict[str, Any] = {"pictures": (self.seed,)} if kind == "image" else {}
         # One token: nothing of TTFT comes after it.
         return ttft_client.send_timed_request(
-            self.fleet.front_url, headers={names.ASK: "1"}, max_tokens=1, **question
+            self.fleet.front_url, headers={header_names.ASK_TIMING: "1"}, max_tokens=1, **question
         )
 
     def explain_unclosed(self, kind: str) -> str:
@@ -205,11 +206,11 @@ class ReleaseProbe:
         answer = self.send_probe(kind)
         if answer.status != 200:
             return f"status {answer.status}: {answer.body[:200]!r}"
-        text = answer.headers.get(names.TIMING, "")
+        text = answer.headers.get(header_names.SERVER_TIMING, "")
         return (
             ""
             if timing.parse_server_timing(text)
-            else f"{names.TIMING}: {text or 'no such header'}"
+            else f"{header_names.SERVER_TIMING}: {text or 'no such header'}"
         )
 
     def measure_unattributed_ms(self, kind: str) -> float:
@@ -219,7 +220,9 @@ class ReleaseProbe:
     def sample_stages_us(self, kind: str) -> StageSample:
         """One request's stages and remainder, µs."""
         # Without a breakdown an empty sample: its stages count as 0, which the judgement shows.
-        breakdown = timing.parse_server_timing(self.send_probe(kind).headers.get(names.TIMING, ""))
+        breakdown = timing.parse_server_timing(
+            self.send_probe(kind).headers.get(header_names.SERVER_TIMING, "")
+        )
         return (
             {**breakdown.stages, stages.UNATTRIBUTED: breakdown.unattributed} if breakdown else {}
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
 from ttft_otel.report.store.database_reader import StoredTrace
 
@@ -77,23 +77,23 @@ def judge_requests(all_seen: Sequence[RequestObservation]) -> dict[str, list[str
 def _find_sum_faults(span: StoredSpan) -> list[str]:
     """Faults of one span that carries a breakdown, from its attributes alone."""
     attributes = span.attributes
-    role = attributes.get(names.ROLE)
-    parts = [attributes[key] for key in attributes if names.parse_stage_attribute(key)]
+    role = attributes.get(keys.ROLE)
+    parts = [attributes[key] for key in attributes if keys.parse_stage_attribute(key)]
     # Attributes, not child spans: they hold the sums as the server made them.
-    total = attributes[names.TOTAL_US]
+    total = attributes[keys.TOTAL_US]
     problems = []
     if sum(parts) != total:
         problems.append(f"{role}: stages and unattributed are {sum(parts)} µs, ttft {total} µs")
     if any(part < 0 for part in parts):
         problems.append(f"{role}: a stage is negative")
-    unattributed_us = attributes.get(names.UNATTRIBUTED_US, 0)
+    unattributed_us = attributes.get(keys.UNATTRIBUTED_US, 0)
     if unattributed_us and role != "router":
         problems.append(f"{role}: {unattributed_us} µs unattributed")
-    if recomputed_items := attributes.get(names.EC_RECOMPUTED_ITEMS):
+    if recomputed_items := attributes.get(keys.EC_RECOMPUTED_ITEMS):
         problems.append(
             f"{role}: encoded {recomputed_items} media items that an encoder had encoded; "
             f"{ENCODED_TWICE_REMEDY}"
         )
-    if error := attributes.get(names.ERROR_TYPE):
+    if error := attributes.get(keys.ERROR_TYPE):
         problems.append(f"{role}: error {error}")
     return problems

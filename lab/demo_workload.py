@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lab.ttft_client import TimedRequest
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.names import header_names
 
 LONG_PROMPT_WORDS: Final = 1300  # three or more chunks of 512 tokens
 WARMUP_SEED_OFFSET: Final = 1_000_000  # seeds of images from here on are the warm-up's
@@ -108,5 +108,5 @@ def make_unsampled(request: TimedRequest) -> TimedRequest:
         prompt=f"warm {request.prompt}",
         request_id=f"warm-{request.request_id}",
         pictures=tuple(seed + WARMUP_SEED_OFFSET for seed in request.pictures),
-        headers={names.TRACEPARENT: parent},
+        headers={header_names.TRACEPARENT: parent},
     )

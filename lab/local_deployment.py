@@ -17,7 +17,7 @@ from pathlib import Path
 from lab import free_ports, server_commands, tiny_models
 from lab.local_servers import LocalServer, ProgressCallback, run_servers
 from lab.server_commands import ServerCommand, VllmOptions
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 # The test-only connector whose items can come late.
 WAITING_CONNECTOR_MODULE = "lab.guests.inject.ttft_inject.connector"
@@ -77,9 +77,11 @@ def start_deployment(
         folder = plan.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         receiver_command = build_receiver_command(folder / "spans.db")
-        endpoint = {names.ENV_ENDPOINT: f"http://{receiver_command.host}:{receiver_command.port}"}
+        endpoint = {
+            env_names.OTEL_EXPORTER_OTLP_ENDPOINT: f"http://{receiver_command.host}:{receiver_command.port}"
+        }
         if plan.traced:
-            endpoint[names.ENV_ON] = "1"
+            endpoint[env_names.TTFT_OTEL] = "1"
         commands = _build_vllm_commands(plan, folder, endpoint)
         if plan.shape != "mono":
             # A command's name is its role, by which the router wants to have it.

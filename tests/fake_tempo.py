@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 
 @dataclass
@@ -115,7 +115,7 @@ def is_matching(span: ReadableSpan, query: str) -> bool:
     wanted = {
         key: json.loads(value) for key, value in re.findall(r'span\.(\S+) = ("[^ ]*")', query)
     }
-    has_total = f"span.{names.TOTAL_US} >= 0" not in query or names.TOTAL_US in attributes
+    has_total = f"span.{keys.TOTAL_US} >= 0" not in query or keys.TOTAL_US in attributes
     return (
         (not kinds or span.name in kinds)
         and has_total

@@ -15,7 +15,7 @@ import yaml
 from lab import chart
 from lab.kube_tools import run_helm
 from ttft_otel import __version__
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 CHECKOUT = Path(__file__).parents[1]
 KUBERNETES = CHECKOUT / "deploy" / "kubernetes"
@@ -137,7 +137,10 @@ def test_names_are_those_of_the_repository() -> None:
         for (kind, name), each in scaled.items()
         if kind == "HorizontalPodAutoscaler" and name.endswith("router")
     )
-    assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == names.METRIC_UNDER_WAY
+    assert (
+        scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+        == metric_names.ROUTER_REQUESTS_IN_FLIGHT
+    )
 
 
 def test_the_router_drains_before_it_is_killed() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 import click
 import pytest
 
+from tests.model.test_names import list_constants as list_all_constants
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import command as router
-from ttft_otel.model import names, stages, timing, ttft_report
+from ttft_otel.model import stages, timing, ttft_report
+from ttft_otel.model.names import env_names, header_names, keys
 from ttft_otel.router import errors
 from ttft_otel.tracing import settings
 
@@ -65,12 +67,8 @@ def strip_code(cell: str) -> str:
 
 
 def list_constants(prefix: str = "") -> dict[str, str]:
-    """The public names in names.py, by their constant."""
-    return {
-        key: value
-        for key, value in vars(names).items()
-        if key.isupper() and isinstance(value, str) and key.startswith(prefix)
-    }
+    """The public names in names/ whose constant begins with `prefix`, by their constant."""
+    return {key: value for key, value in list_all_constants().items() if key.startswith(prefix)}
 
 
 def make_anchor(heading: str) -> str:
@@ -185,7 +183,7 @@ def test_vocabulary(page: Path) -> None:
     words = {word for word in WORD.findall(page.read_text("utf-8")) if OURS.fullmatch(word)}
     known = set(list_constants().values())
 
-    read = (names.parse_stage_attribute, names.parse_reason_attribute)
+    read = (keys.parse_stage_attribute, keys.parse_reason_attribute)
     assert [] == sorted(word for word in words - known if not any(call(word) for call in read))
 
 
@@ -198,17 +196,17 @@ def test_variables() -> None:
     }
     plain = settings.Settings()
     defaults = {
-        names.ENV_ENDPOINT: plain.endpoint,
-        names.ENV_PROTOCOL: plain.protocol,
-        names.ENV_SAMPLER: plain.sampler,
-        names.ENV_SAMPLER_ARG: str(plain.ratio),
-        names.ENV_TRUST: str(int(plain.trust_sampled)),
-        names.ENV_QUEUE: str(plain.queue_bytes),
-        names.ENV_DETAIL: plain.detail,
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: plain.endpoint,
+        env_names.OTEL_EXPORTER_OTLP_PROTOCOL: plain.protocol,
+        env_names.OTEL_TRACES_SAMPLER: plain.sampler,
+        env_names.OTEL_TRACES_SAMPLER_ARG: str(plain.ratio),
+        env_names.TTFT_OTEL_TRUST_SAMPLED: str(int(plain.trust_sampled)),
+        env_names.TTFT_OTEL_QUEUE_BYTES: str(plain.queue_bytes),
+        env_names.TTFT_OTEL_DETAIL: plain.detail,
     }
 
-    assert set(list_constants("ENV_").values()) == set(table)
-    assert table[names.ENV_ON] == "off" and not plain.on
+    assert set(list_constants("env_names.").values()) == set(table)
+    assert table[env_names.TTFT_OTEL] == "off" and not plain.on
     assert defaults == {name: strip_code(table[name]) for name in defaults}
 
 
@@ -258,9 +256,9 @@ def list_first_cells(page: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "pattern"),
     [
-        ("metrics", r"METRIC_\w+: "),
-        ("headers", r"\w+: (x-|server-timing|traceparent|tracestate)"),
-        ("attributes", r"(?!METRIC_|ENV_|SCOPE)\w+: (\w+\.|ttft_)"),
+        ("metrics", r"metric_names\."),
+        ("headers", r"header_names\.\w+: (x-|server-timing|traceparent|tracestate)"),
+        ("attributes", r"keys\.\w+: (\w+\.|ttft_)"),
     ],
 )
 def test_reference_is_complete(page: str, pattern: str) -> None:
@@ -288,7 +286,7 @@ def test_spans() -> None:
 
 def test_timing_entries() -> None:
     """The table of Server-Timing has every entry that is no stage."""
-    entries = {stages.UNATTRIBUTED, *list_constants("TIMING_").values()}
+    entries = {stages.UNATTRIBUTED, *list_constants("header_names.TIMING_").values()}
 
     assert {
         row[0].split("`")[1]
@@ -307,7 +305,7 @@ def test_picture() -> None:
     found = {
         line.split()[0]: round(float(line.split()[-1]) * 1000) for line in picture.splitlines()
     }
-    whole = found.pop(names.TIMING_TTFT)
+    whole = found.pop(header_names.TIMING_TTFT)
 
     assert all(stages.is_known_stage(name) for name in found)
     assert sum(found.values()) == whole

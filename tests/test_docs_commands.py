@@ -153,7 +153,7 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
             Path(name).touch()
     while "=" in words[0]:
         name = words[0].partition("=")[0]
-        assert name in list_constants("ENV_").values() or f'"{name}"' in vllm_variables()
+        assert name in list_constants("env_names.").values() or f'"{name}"' in vllm_variables()
         words = words[1:]
 
     CHECKS[words[0]](words[1:])

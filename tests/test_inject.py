@@ -19,7 +19,7 @@ from exporter.conftest import OtlpCollector
 from injected_folder import PYTHON, build_injected_folder, make_host_python
 from test_wheel import run_uv
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 # As vLLM does it in every process, by name; then what a test wants to know.
 LOAD_PLUGIN: Final = """
@@ -115,7 +115,10 @@ def test_traced(injected: Path, tmp_path: Path) -> None:
     collector = OtlpCollector()
     try:
         told, _ = run_python(
-            bare, SEND_RECORD, injected, **{names.ENV_ON: "1", names.ENV_ENDPOINT: collector.url}
+            bare,
+            SEND_RECORD,
+            injected,
+            **{env_names.TTFT_OTEL: "1", env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url},
         )
     finally:
         collector.close()

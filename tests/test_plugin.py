@@ -13,7 +13,7 @@ import textwrap
 import pytest
 
 from ttft_otel import plugin
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 # What a process looks like after the plugin was called: modules, patches, threads, sockets.
 PROBE_CODE = """
@@ -42,9 +42,9 @@ def run_probe(
     value: str | None, calls: str = "register()"
 ) -> tuple[list[str], list[str], bool, str]:
     """Our modules, newly imported ones, whether nothing was installed or started, the log."""
-    env = {name: word for name, word in os.environ.items() if name != names.ENV_ON}
+    env = {name: word for name, word in os.environ.items() if name != env_names.TTFT_OTEL}
     if value is not None:
-        env[names.ENV_ON] = value
+        env[env_names.TTFT_OTEL] = value
     code = PROBE_CODE.format(calls=textwrap.dedent(calls))
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
@@ -71,7 +71,7 @@ def test_nonsense() -> None:
     assert ours == ["ttft_otel", "ttft_otel.plugin"]
     assert quiet
     assert len(log.strip().splitlines()) == 1
-    assert "maybe" in log and f"{names.ENV_ON}=1" in log
+    assert "maybe" in log and f"{env_names.TTFT_OTEL}=1" in log
 
 
 def test_on() -> None:

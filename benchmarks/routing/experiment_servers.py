@@ -19,8 +19,8 @@ from benchmarks.process_cpu import read_process_cpu_s
 from lab import free_ports, local_deployment, server_commands, session_processes, tiny_models
 from lab.local_servers import LocalServer, ProgressCallback, run_servers
 from lab.server_commands import ServerCommand
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.names import env_names
 
 # Servers, routers and the load share the processors; the latter two go first, as with one of their own.
 REALTIME_PREFIX: Final = ("chrt", "--rr", "1") if os.geteuid() == 0 and shutil.which("chrt") else ()
@@ -28,7 +28,7 @@ EXPERIMENT_MODEL: Final = tiny_models.ModelRecipe(
     vision=False, hidden=512, layers=8
 )  # 4k tokens take over a second
 # Port 9 (discard), where nobody listens: a receiver would compete for the two cores.
-NO_EXPORT_ENV: Final = {names.ENV_ENDPOINT: "http://127.0.0.1:9"}
+NO_EXPORT_ENV: Final = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:9"}
 
 
 class ExperimentServers:
@@ -131,7 +131,7 @@ def _build_server_command(folder: Path, core: int) -> ServerCommand:
         *("--kv-events-config", json.dumps(events)),
     )
     # Traced, because routers learn prefill times from Server-Timing.
-    env = {names.ENV_ON: "1", "VLLM_SERVER_DEV_MODE": "1", **NO_EXPORT_ENV}
+    env = {env_names.TTFT_OTEL: "1", "VLLM_SERVER_DEV_MODE": "1", **NO_EXPORT_ENV}
     model = tiny_models.build_model(EXPERIMENT_MODEL)
     command = server_commands.build_mono_command(
         server_commands.VllmOptions(model=model, core=core, extra=extra, env=env)
@@ -145,7 +145,7 @@ def _build_policy_router_command(
     flags = ("--admin-port", str(admin), *more)
     # Not traced: records of the router itself would be work without a use here.
     made = local_deployment.build_router_command(
-        {"mono": urls}, {names.ENV_ON: "0", **NO_EXPORT_ENV}, *flags
+        {"mono": urls}, {env_names.TTFT_OTEL: "0", **NO_EXPORT_ENV}, *flags
     )
     return replace(made, name=f"router-{policy}", argv=(*REALTIME_PREFIX, *made.argv))
 

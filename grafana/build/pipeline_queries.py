@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromQL over the pipeline's own counters: our processes' (names.py), the collector's, Tempo's.
+"""PromQL over the pipeline's own counters: our processes' (names/), the collector's, Tempo's.
 
 health_dashboard.py draws them, grafana/prometheus/alerts compares them with limits.
 """
@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Final
 
 from grafana.build import ttft_queries
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 # prometheus_client appends `_total` to the names of counters; gauges stay as they are.
-RECORDS_TOTAL: Final = f"{names.METRIC_RECORDS}_total"
-DROPPED_TOTAL: Final = f"{names.METRIC_DROPPED}_total"
-LOST_TOTAL: Final = f"{names.METRIC_LOST}_total"
-ERRORS_TOTAL: Final = f"{names.METRIC_ERRORS}_total"
-PENDING: Final = names.METRIC_PENDING
+RECORDS_TOTAL: Final = f"{metric_names.RECORDS}_total"
+DROPPED_TOTAL: Final = f"{metric_names.DROPPED}_total"
+LOST_TOTAL: Final = f"{metric_names.LOST}_total"
+ERRORS_TOTAL: Final = f"{metric_names.HOOK_ERRORS}_total"
+PENDING: Final = metric_names.PENDING
 
 # Of routers. Prometheus calls the instance behind one `exported_instance`: `instance` is the router.
-STATE: Final = names.METRIC_INSTANCE
-BREAKER: Final = names.METRIC_BREAKER
-IN_FLIGHT: Final = names.METRIC_IN_FLIGHT
-ATTEMPTS: Final = f"{names.METRIC_ATTEMPTS}_total"
-RETRIES: Final = f"{names.METRIC_RETRIES}_total"
+STATE: Final = metric_names.ROUTER_INSTANCE
+BREAKER: Final = metric_names.ROUTER_BREAKER_OPEN
+IN_FLIGHT: Final = metric_names.ROUTER_IN_FLIGHT
+ATTEMPTS: Final = f"{metric_names.ROUTER_ATTEMPTS}_total"
+RETRIES: Final = f"{metric_names.ROUTER_RETRIES}_total"
 INSTANCE_LABELS: Final = "instance, leg, exported_instance"
 
 # The collector's own metrics, under the names that Prometheus gives them (with `_total`).

@@ -12,7 +12,8 @@ from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.models import common as shapes
 
 from grafana.build import panel_kinds, series_colors, ttft_queries
-from ttft_otel.model import metric_labels, names
+from ttft_otel.model import metric_labels
+from ttft_otel.model.names import keys
 
 TTFT_UID: Final = "ttft"
 WHY_PANEL: Final = 35  # the id of the panel "Why?"; tests/stack/test_dashboards.py holds it
@@ -45,13 +46,13 @@ def add_slow_requests(dashboard_builder: Any) -> None:
     # names of both kinds of table may stand here.
     named = (
         ("duration", "TTFT"),
-        (names.MODEL, "Model"),
+        (keys.MODEL, "Model"),
         (metric_labels.K8S_NAMESPACE, "Namespace"),
         (metric_labels.K8S_POD, "Pod"),
-        (names.ROLE, "Role"),
-        (names.INPUT_TOKENS, "Prompt tokens"),
-        (names.ERROR_TYPE, "Error"),
-        (names.REQUEST_ID, "Request"),
+        (keys.ROLE, "Role"),
+        (keys.INPUT_TOKENS, "Prompt tokens"),
+        (keys.ERROR_TYPE, "Error"),
+        (keys.REQUEST_ID, "Request"),
         ("traceService", "Service"),
     )
     for field, title in named:

@@ -15,14 +15,16 @@ from grafana.build.ttft_queries import (
     format_label,
     histogram_rate,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, metric_names
 
-REASON_METRIC: Final = f"{format_label(names.METRIC_REASON)}_seconds"
-HELD_METRIC: Final = f"{format_label(names.METRIC_HELD)}_seconds"
-RECOMPUTED_METRIC: Final = f"{format_label(names.METRIC_RECOMPUTED)}_total"
-TOKEN_TIME_METRIC: Final = f"{format_label(names.METRIC_TOKEN_TIME)}_seconds_bucket"
-REASON_LABEL: Final = format_label(names.QUEUE_REASON)
-HELD_LABEL: Final = format_label(names.HELD_BY_KIND)
+REASON_METRIC: Final = f"{format_label(metric_names.QUEUE_REASON_DURATION)}_seconds"
+HELD_METRIC: Final = f"{format_label(metric_names.QUEUE_HELD_DURATION)}_seconds"
+RECOMPUTED_METRIC: Final = f"{format_label(metric_names.EC_RECOMPUTED)}_total"
+TOKEN_TIME_METRIC: Final = (
+    f"{format_label(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN)}_seconds_bucket"
+)
+REASON_LABEL: Final = format_label(keys.QUEUE_REASON)
+HELD_LABEL: Final = format_label(keys.HELD_BY_KIND)
 MODEL_SELECTOR: Final = f'{MODEL_LABEL}=~"$model"'
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromQL and TraceQL of the dashboards, built from the names in names.py and stages.py.
+"""PromQL and TraceQL of the dashboards, built from the names in names/ and stages.py.
 
 All these metrics come from outermost spans only (the collector sees to that), so a request that crosses
 router, encoder and decoder counts once; those of every server are in server_queries.py. `$__rate_interval` is
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.model import metric_labels, names, palette, stages
+from ttft_otel.model import metric_labels, palette, stages
+from ttft_otel.model.names import keys, metric_names, span_names
 
 
 def format_label(name: str) -> str:
@@ -20,18 +21,22 @@ def format_label(name: str) -> str:
 
 
 # Native histograms: one series without suffix, to which histogram_quantile() and the like apply.
-DURATION_METRIC: Final = f"{format_label(names.METRIC_TTFT)}_seconds"
-STAGE_METRIC: Final = f"{format_label(names.METRIC_STAGE)}_seconds"
+DURATION_METRIC: Final = f"{format_label(metric_names.TTFT_DURATION)}_seconds"
+STAGE_METRIC: Final = f"{format_label(metric_names.STAGE_DURATION)}_seconds"
 # The convention fixes bounds, so this is a classic histogram: one series per bucket, with `le`.
-CONVENTION_METRIC: Final = f"{format_label(names.METRIC_CONVENTION)}_seconds_bucket"
-REQUEST_METRIC: Final = f"{format_label(names.METRIC_REQUEST)}_seconds_bucket"
+CONVENTION_METRIC: Final = (
+    f"{format_label(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN)}_seconds_bucket"
+)
+REQUEST_METRIC: Final = (
+    f"{format_label(metric_names.GEN_AI_SERVER_REQUEST_DURATION)}_seconds_bucket"
+)
 
-MODEL_LABEL: Final = format_label(names.MODEL)
-ROLE_LABEL: Final = format_label(names.ROLE)
-LEG_LABEL: Final = format_label(names.LEG)
-STAGE_LABEL: Final = format_label(names.STAGE)
-INSTANCE_LABEL: Final = format_label(names.INSTANCE)
-ERROR_LABEL: Final = format_label(names.ERROR_TYPE)
+MODEL_LABEL: Final = format_label(keys.MODEL)
+ROLE_LABEL: Final = format_label(keys.ROLE)
+LEG_LABEL: Final = format_label(keys.LEG)
+STAGE_LABEL: Final = format_label(keys.STAGE)
+INSTANCE_LABEL: Final = format_label(keys.INSTANCE)
+ERROR_LABEL: Final = format_label(keys.ERROR_TYPE)
 NAMESPACE_LABEL: Final = format_label(metric_labels.K8S_NAMESPACE)
 POD_LABEL: Final = format_label(metric_labels.K8S_POD)
 
@@ -50,7 +55,7 @@ CHOSEN_SELECTOR: Final = (
 ANSWERED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=""'
 # The others by whose doing it was. A client that left, or sent what was refused, says nothing of servers.
 # Prometheus anchors patterns at both ends: `4..` is a status, not any text with a 4 in it.
-LEFT_ERRORS: Final = f"{names.ERROR_CANCELLED}|{names.ERROR_DISCONNECTED}"
+LEFT_ERRORS: Final = f"{keys.ERROR_CANCELLED}|{keys.ERROR_DISCONNECTED}"
 REFUSED_ERRORS: Final = "4.."
 LEFT_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"{LEFT_ERRORS}"'
 REFUSED_SELECTOR: Final = f'{CHOSEN_SELECTOR},{ERROR_LABEL}=~"{REFUSED_ERRORS}"'
@@ -236,7 +241,7 @@ def ttft_heatmap(window: str) -> str:
 # Attributes that a span may lack (the model of a refused request; places outside of Kubernetes), by the
 # variable that filters them.
 _OPTIONAL_ATTRIBUTES: Final = {
-    "model": f"span.{names.MODEL}",
+    "model": f"span.{keys.MODEL}",
     "namespace": f"resource.{metric_labels.K8S_NAMESPACE}",
     "pod": f"resource.{metric_labels.K8S_POD}",
 }
@@ -249,9 +254,9 @@ def select_slow_spans() -> str:
     after the attribute, because Tempo takes what follows a constant for a condition that has to be met.
     """
     conditions = (
-        f'span:name = "{names.TTFT}"',
-        f"span.{names.OUTERMOST} = true",
-        f'span.{names.ROLE} =~ "${{role:pipe}}"',
+        f'span:name = "{span_names.TTFT}"',
+        f"span.{keys.OUTERMOST} = true",
+        f'span.{keys.ROLE} =~ "${{role:pipe}}"',
         'resource.service.instance.id =~ "${instance:pipe}"',
         # Whole milliseconds: TraceQL aggregates and compares integers (collector/README.md).
         "span.ttft_ms >= $slo",
@@ -268,10 +273,10 @@ def find_slow_requests() -> str:
     # A TraceQL search returns only attributes that it compares: select() adds these as columns.
     shown = (
         *_OPTIONAL_ATTRIBUTES.values(),
-        f"span.{names.ROLE}",
-        f"span.{names.INPUT_TOKENS}",
-        f"span.{names.ERROR_TYPE}",
-        f"span.{names.REQUEST_ID}",
+        f"span.{keys.ROLE}",
+        f"span.{keys.INPUT_TOKENS}",
+        f"span.{keys.ERROR_TYPE}",
+        f"span.{keys.REQUEST_ID}",
     )
     return f"{select_slow_spans()} | select({', '.join(shown)})"
 
@@ -279,6 +284,6 @@ def find_slow_requests() -> str:
 def sum_slow_stages() -> str:
     """Where the slow requests' time went, by stage, from their traces."""
     return (
-        f"{select_slow_spans()} > {{ span.{names.STAGE} != nil }}"
-        f" | sum_over_time(span:duration) by (span.{names.STAGE})"
+        f"{select_slow_spans()} > {{ span.{keys.STAGE} != nil }}"
+        f" | sum_over_time(span:duration) by (span.{keys.STAGE})"
     )

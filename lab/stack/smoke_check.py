@@ -19,7 +19,8 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resou
 from lab.stack import backend_queries, stack_parts
 from lab.stack.stack_parts import StackAddresses
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model import names, record
+from ttft_otel.model import record
+from ttft_otel.model.names import keys, span_names
 
 SMOKE_SERVICE: Final = "ttft-smoke"
 # Almost three seconds, above sampling's limit of one; a sum that no other span has by chance.
@@ -90,7 +91,7 @@ def check_hops(
         0.0,
         COLLECTOR_HOP_REMEDY,
     )
-    query = f'{{ span:name = "{names.ENCODE}" && span.ttft_ms = {SMOKE_TTFT_MS} }}'
+    query = f'{{ span:name = "{span_names.ENCODE}" && span.ttft_ms = {SMOKE_TTFT_MS} }}'
 
     def is_trace_found() -> bool:
         traces = backend_queries.search_traces(
@@ -169,7 +170,7 @@ def build_smoke_record(trace_id: str) -> record.Record:
         pieces.append(record.Piece("stage", stage, offset_us, offset_us + length))
         offset_us += length
     ttft = record.Ttft(
-        secrets.token_hex(8), names.ENCODE, 0, total, SMOKE_STAGES_US, 0, 0, tuple(pieces)
+        secrets.token_hex(8), span_names.ENCODE, 0, total, SMOKE_STAGES_US, 0, 0, tuple(pieces)
     )
     return record.Record(
         version=record.RECORD_VERSION,
@@ -184,7 +185,7 @@ def build_smoke_record(trace_id: str) -> record.Record:
         outermost=True,
         service=SMOKE_SERVICE,
         request_id=f"smoke-{trace_id[:8]}",
-        attributes={names.MODEL: "smoke"},
+        attributes={keys.MODEL: "smoke"},
         ttft=ttft,
         server=record.Server("POST /smoke", total, 200),
     )

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_server import ListeningPorts, ServeOptions, run_server
 
 JSON_TYPE, PROTOBUF_TYPE = "application/json", "application/x-protobuf"
@@ -34,8 +35,8 @@ TEXTS = st.one_of(
 TRACE_IDS = st.sampled_from([b"\x01" * 16, b"\x02" * 16, b"\x00" * 16, b"\x03" * 15, b""])
 SPAN_IDS = st.sampled_from([bytes([number]) * 8 for number in range(5)] + [b"\x01" * 7])
 OUR_KEYS = (
-    *(names.ROLE, names.OUTERMOST, names.TOTAL_US, names.UNATTRIBUTED_US, names.REQUEST_ID),
-    *(names.MODEL, names.ERROR_TYPE, names.DIED_IN, names.STREAMING, names.EC_RECOMPUTED_ITEMS),
+    *(keys.ROLE, keys.OUTERMOST, keys.TOTAL_US, keys.UNATTRIBUTED_US, keys.REQUEST_ID),
+    *(keys.MODEL, keys.ERROR_TYPE, keys.DIED_IN, keys.STREAMING, keys.EC_RECOMPUTED_ITEMS),
     "ttft.stage.sample_us",
     "service.name",
     "service.instance.id",
@@ -79,7 +80,7 @@ SPANS = st.fixed_dictionaries(
     {
         "traceId": TRACE_IDS.map(bytes.hex),
         "spanId": SPAN_IDS.map(bytes.hex),
-        "name": st.one_of(st.sampled_from([names.TTFT, names.ENCODE]), TEXTS),
+        "name": st.one_of(st.sampled_from([span_names.TTFT, span_names.ENCODE]), TEXTS),
         "startTimeUnixNano": TIMES.map(str),
         "endTimeUnixNano": TIMES.map(str),
     },
@@ -99,7 +100,7 @@ EXPORTS = st.lists(
                 st.fixed_dictionaries(
                     {
                         "scope": st.fixed_dictionaries(
-                            {"name": st.one_of(st.just(names.SCOPE), TEXTS)}
+                            {"name": st.one_of(st.just(span_names.SCOPE), TEXTS)}
                         ),
                         "spans": st.lists(SPANS, max_size=6),
                     }
@@ -208,7 +209,7 @@ def test_protobuf_of_any_shape(receiver_url: str, data: bytes, cut: int) -> None
     """Bytes, and messages that end anywhere or go on with anything, are 200 or 400."""
     message = ExportTraceServiceRequest()
     span = message.resource_spans.add().scope_spans.add().spans.add()
-    span.trace_id, span.span_id, span.name = b"\x01" * 16, b"\x09" * 8, names.TTFT
+    span.trace_id, span.span_id, span.name = b"\x01" * 16, b"\x09" * 8, span_names.TTFT
     for body in (data, (message.SerializeToString() * 8)[:cut] + data):
         status = request_status(f"{receiver_url}/v1/traces", body, PROTOBUF_TYPE)
         assert status in (200, 400)

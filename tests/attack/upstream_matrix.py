@@ -18,7 +18,7 @@ import aiohttp
 from router import fake_instances
 
 from attack.faulty_instance import FAULTS, run_instance
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.stages import DECODE, ENCODE, MONO, PREFILL, PREFILL_DECODE
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.types import Instance
@@ -128,9 +128,7 @@ async def run_cell(cell: FaultCell) -> FaultOutcome:
         assert record.server is not None
         address = faulty.url.rpartition(":")[2]
         attempt_errors = [
-            call.error
-            for call in record.calls
-            if f"{call.attributes[names.SERVER_PORT]}" == address
+            call.error for call in record.calls if f"{call.attributes[keys.SERVER_PORT]}" == address
         ]
         return FaultOutcome(
             client_text,

@@ -24,7 +24,7 @@ from bench.conftest import RunBench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.commands import main as cli
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 
 QUICK_SCRIPT = ServerScript(first_token_ms=[5.0], queue_ms=[2.0], token_count=2, gap_ms=2.0)
 
@@ -46,11 +46,11 @@ def test_closed(bench: RunBench) -> None:
         notes = server.fetch_notes()
 
     run = found["targets"][0]["runs"][0]
-    headers = {note["headers"][names.REQUEST_HEADER]: note["headers"] for note in notes}
+    headers = {note["headers"][header_names.REQUEST_ID]: note["headers"] for note in notes}
     assert (run["succeeded"], run["failures"], run["unfinished"]) == (6, {}, 0)
     for request in run["requests"]:
         sent = headers[request["request_id"]]
-        assert sent[names.TRACEPARENT].split("-")[1] == request["trace_id"]
+        assert sent[header_names.TRACEPARENT].split("-")[1] == request["trace_id"]
         assert sum(request["stages_ms"].values()) == pytest.approx(request["ttft_ms"], abs=0.01)
         assert (request["input_tokens"], request["output_tokens"]) == (40, 2)
     assert {"prefill.queue", "prefill.compute", "unattributed", "outside"} == set(
@@ -384,12 +384,12 @@ def test_failure_traced(bench: RunBench, tmp_path: Path) -> None:
         (cut, *_) = server.fetch_notes()
 
     (failed,) = found["targets"][0]["runs"][0]["failed"].values()
-    traces = [headers[names.TRACEPARENT].split("-")[1] for headers in sent[1:11]]
+    traces = [headers[header_names.TRACEPARENT].split("-")[1] for headers in sent[1:11]]
     assert [each["trace_id"] for each in failed] == traces
-    assert failed[3]["request_id"] == sent[4][names.REQUEST_HEADER]
+    assert failed[3]["request_id"] == sent[4][header_names.REQUEST_ID]
     assert failed[0]["sent_ms"] > 0
     assert f"first trace {traces[0]}" in page.read_text("utf-8")
-    first = cut["headers"][names.TRACEPARENT].split("-")[1]
+    first = cut["headers"][header_names.TRACEPARENT].split("-")[1]
     assert f"cut off: first trace {first}" in " ".join(shown.split())
 
 

@@ -19,7 +19,7 @@ import pytest
 from bench.conftest import RunBench
 from bench.scripted_server import ServerScript, run_scripted_server
 from lab import free_ports
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 START_TIMEOUT_S = 120  # a process takes its time to start where others are busy
 
@@ -29,7 +29,7 @@ def run_router_process(backend: str, **env: str) -> Iterator[str]:
     """Our router in front of a server; its URL."""
     url = f"http://127.0.0.1:{(port := free_ports.find_free_port())}"
     words = ["router", "--backend", backend, "--port", str(port)]
-    quiet = {names.ENV_ENDPOINT: "http://127.0.0.1:9", **env}
+    quiet = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:9", **env}
     with subprocess.Popen(
         [sys.executable, "-m", "ttft_otel.commands.main", *words],
         env={**os.environ, **quiet},
@@ -111,7 +111,7 @@ def test_untold(bench: RunBench) -> None:
         run_scripted_server(
             ServerScript(first_token_ms=[5.0], token_count=1, sends_timing=False)
         ) as server,
-        run_router_process(server.url, **{names.ENV_ON: "0"}) as router,
+        run_router_process(server.url, **{env_names.TTFT_OTEL: "0"}) as router,
     ):
         found = bench("--url", router, "--concurrency", 2, "--requests", 8)["targets"][0]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 
 DIFF = StoreCommand("diff")
@@ -85,9 +85,9 @@ def make_given_up(number: int, wait_us: int) -> Record:
     """A request whose client left while it waited."""
     record = build_noisy_record(number, 200, wait_us)
     assert record.ttft is not None and record.server is not None
-    died = {names.DIED_IN: "prefill.queue"}
+    died = {keys.DIED_IN: "prefill.queue"}
     ttft = msgspec.structs.replace(
-        record.ttft, error=names.ERROR_DISCONNECTED, attributes={**record.ttft.attributes, **died}
+        record.ttft, error=keys.ERROR_DISCONNECTED, attributes={**record.ttft.attributes, **died}
     )
     return msgspec.structs.replace(record, ttft=ttft)
 

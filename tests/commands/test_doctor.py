@@ -18,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily
 
 from ttft_otel.commands import doctor
 from ttft_otel.hooks import target_check
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import env_names, header_names, metric_names
 from ttft_otel.tracing import settings
 
 TIMING = timing.format_server_timing({"receive": 1000, "prefill.compute": 9000}, 100, 10100)
@@ -54,8 +55,8 @@ class FakeHost:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 data = b"" if "traces" in self.path else data
                 self.send_response(status)
-                if outer.timing and self.headers.get(names.ASK):
-                    self.send_header(names.TIMING, outer.timing)
+                if outer.timing and self.headers.get(header_names.ASK_TIMING):
+                    self.send_header(header_names.SERVER_TIMING, outer.timing)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -78,11 +79,15 @@ class FakeHost:
 @pytest.fixture
 def fake_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
     """A fake host in the environment's variables; restores the SDK's loggers."""
-    for name in (names.ENV_TRACES_ENDPOINT, names.ENV_TRACES_PROTOCOL, names.ENV_PROTOCOL):
+    for name in (
+        env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+        env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
+        env_names.OTEL_EXPORTER_OTLP_PROTOCOL,
+    ):
         monkeypatch.delenv(name, raising=False)
     made = FakeHost()
-    monkeypatch.setenv(names.ENV_ON, "1")
-    monkeypatch.setenv(names.ENV_ENDPOINT, made.url)
+    monkeypatch.setenv(env_names.TTFT_OTEL, "1")
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, made.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     loggers = [logging.getLogger(name) for name in ("opentelemetry", "urllib3", "requests", "grpc")]
     before = [(each, each.handlers[:], each.propagate) for each in loggers]
@@ -122,7 +127,7 @@ def test_well(fake_host: FakeHost) -> None:
     (span_path, _, span), (path, headers, body) = fake_host.asked
     assert (span_path, path) == ("/v1/traces", "/v1/chat/completions")
     assert b"ttft-otel doctor" in span
-    assert headers[names.ASK] == "1"
+    assert headers[header_names.ASK_TIMING] == "1"
     assert (body["model"], body["max_tokens"]) == ("tiny", 1)
 
 
@@ -151,17 +156,20 @@ def test_endpoint_refuses(fake_host: FakeHost, status: int, remedy: str) -> None
 
 def test_wrong_protocol(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """An HTTP endpoint that is taken for gRPC: which protocol was used, by what, and which to set."""
-    monkeypatch.setenv(names.ENV_PROTOCOL, "grpc")
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, "grpc")
     code, found = read_states()
 
     assert code == 1
-    assert f"grpc (by {names.ENV_PROTOCOL}) to {fake_host.url}" in found["endpoint"]["says"]
-    assert f"{names.ENV_PROTOCOL}=http/protobuf" in found["endpoint"]["remedy"]
+    assert (
+        f"grpc (by {env_names.OTEL_EXPORTER_OTLP_PROTOCOL}) to {fake_host.url}"
+        in found["endpoint"]["says"]
+    )
+    assert f"{env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=http/protobuf" in found["endpoint"]["remedy"]
 
 
 def test_endpoint_away(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens the remedy is a receiver."""
-    monkeypatch.setenv(names.ENV_ENDPOINT, "http://127.0.0.1:9")
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, "http://127.0.0.1:9")
     code, found = read_states()
 
     assert code == 1
@@ -229,7 +237,7 @@ def test_clock(fake_host: FakeHost, note: timing.ClockNote, state: str, says: st
 def write_router_page(**items: int) -> bytes:
     """A /metrics page as a router writes it, with these counts of items encoded twice by instance."""
     counted = CounterMetricFamily(
-        names.METRIC_RECOMPUTED_ITEMS, "Items.", labels=["leg", "instance"]
+        metric_names.ROUTER_RECOMPUTED_ITEMS, "Items.", labels=["leg", "instance"]
     )
     for instance, count in items.items():
         counted.add_metric(["prefill_decode", f"http://{instance}:8002"], count)
@@ -271,22 +279,40 @@ def test_no_media_encoded_twice(fake_host: FakeHost, page: bytes, says: str | No
 
 def test_off(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that does not trace is noted with the word that would."""
-    monkeypatch.delenv(names.ENV_ON)
+    monkeypatch.delenv(env_names.TTFT_OTEL)
     code, found = read_states()
 
     assert code == 0
     assert found["settings"]["state"] == "note"
-    assert f"{names.ENV_ON}=1" in found["settings"]["remedy"]
+    assert f"{env_names.TTFT_OTEL}=1" in found["settings"]["remedy"]
 
 
 @pytest.mark.parametrize(
     ("env", "state", "says"),
     [
         ({}, "ok", "the collector makes them of the spans"),
-        ({names.ENV_SAMPLER: "traceidratio", names.ENV_SAMPLER_ARG: "0.1"}, "note", "ratio 0.1"),
-        ({names.ENV_SAMPLER: "always_off"}, "note", "sampled requests alone"),
-        ({names.ENV_METRICS: "1", names.ENV_SAMPLER: "always_off"}, "ok", "counts every request"),
-        ({names.ENV_METRICS: "1", names.ENV_METRICS_ENDPOINT: "http://m:1"}, "ok", "http://m:1"),
+        (
+            {
+                env_names.OTEL_TRACES_SAMPLER: "traceidratio",
+                env_names.OTEL_TRACES_SAMPLER_ARG: "0.1",
+            },
+            "note",
+            "ratio 0.1",
+        ),
+        ({env_names.OTEL_TRACES_SAMPLER: "always_off"}, "note", "sampled requests alone"),
+        (
+            {env_names.TTFT_OTEL_METRICS: "1", env_names.OTEL_TRACES_SAMPLER: "always_off"},
+            "ok",
+            "counts every request",
+        ),
+        (
+            {
+                env_names.TTFT_OTEL_METRICS: "1",
+                env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT: "http://m:1",
+            },
+            "ok",
+            "http://m:1",
+        ),
     ],
 )
 def test_metrics(
@@ -302,12 +328,14 @@ def test_metrics(
     ]
 
     assert (found.state, says in found.says) == (state, True), found
-    assert (f"{names.ENV_METRICS}=1" in found.remedy) == (state == "note")
+    assert (f"{env_names.TTFT_OTEL_METRICS}=1" in found.remedy) == (state == "note")
 
 
 def test_wrong_settings() -> None:
     """What is wrong in the environment fails, each with its remedy."""
-    now = settings.read_settings({names.ENV_ON: "1", names.ENV_SAMPLER_ARG: "half"})
+    now = settings.read_settings(
+        {env_names.TTFT_OTEL: "1", env_names.OTEL_TRACES_SAMPLER_ARG: "half"}
+    )
     first, *_ = doctor.check_settings(now)
 
     assert (first.state, first.remedy) == ("fail", "use a number from 0 to 1")

@@ -14,7 +14,7 @@ from tests.explain.shell_commands import StoreCommand
 from tests.explain.stored_records import build_noisy_record, build_spans, name_window, store_spans
 from tests.fake_tempo import FakeTempo
 from ttft_otel.commands import main as cli
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record, Server
 
 EXPLAIN = StoreCommand("explain")
@@ -31,7 +31,7 @@ def make_record(number: int) -> Record:
     queue = record.ttft.stages["prefill.queue"]
     reasons = {"in_step": queue - wait_us, "max_num_seqs": wait_us}
     attributes = {
-        names.name_reason_attribute("prefill.queue", reason): us
+        keys.name_reason_attribute("prefill.queue", reason): us
         for reason, us in reasons.items()
         if us
     }

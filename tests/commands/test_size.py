@@ -16,8 +16,9 @@ from benchmarks import otlp_bodies
 from ttft_otel.commands import main as cli
 from ttft_otel.commands import size
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S
+from ttft_otel.model.names import metric_names
 from ttft_otel.model.record import Call, Record
 
 LOAD = size.Load(
@@ -97,10 +98,15 @@ def test_series_of_histograms() -> None:
     """Each histogram with bounds has a series for each, +Inf, sum and count; a native one has one."""
     bounded = {name: len(bounds) + 3 for name, bounds in BUCKET_BOUNDS_S.items()}
 
-    whole = bounded[names.METRIC_CONVENTION] + bounded[names.METRIC_REQUEST]
+    whole = (
+        bounded[metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN]
+        + bounded[metric_names.GEN_AI_SERVER_REQUEST_DURATION]
+    )
     assert size.SERIES_PER_MODEL == 1 + whole
     waits = len(stages.WAIT_REASONS) + len(stages.HOLDING_KINDS)
-    assert size.SERIES_PER_SERVER == bounded[names.METRIC_TOKEN_TIME] + waits
+    assert (
+        size.SERIES_PER_SERVER == bounded[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN] + waits
+    )
     one, two = (size.estimate_sizing(replace(LOAD, instances=each)).series for each in (4, 5))
     assert two - one == size.DEPLOYMENTS["epd"].server_series + size.SERIES_PER_SERVER
 

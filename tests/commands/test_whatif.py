@@ -17,7 +17,7 @@ from tests.explain.stored_records import (
 )
 from tests.explain.whatif.scheduler_truth import run_scheduler
 from ttft_otel.explain.whatif.engine_parts import EngineLimits
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 LIMITS = EngineLimits(4, 512)
 WHATIF = StoreCommand("whatif", "--repetitions", "3", "--since", name_window(-1, 600))
@@ -35,8 +35,8 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     resource = {
         "service.instance.id": "chat-1",
-        names.ENGINE_MAX_SEQS: LIMITS.max_num_seqs,
-        names.ENGINE_MAX_TOKENS: LIMITS.max_batched_tokens,
+        keys.ENGINE_MAX_SEQS: LIMITS.max_num_seqs,
+        keys.ENGINE_MAX_TOKENS: LIMITS.max_batched_tokens,
     }
     return store_spans(
         tmp_path_factory.mktemp("whatif") / "spans.db", build_spans(records, resource)

@@ -13,7 +13,7 @@ from ttft_otel.explain.whatif.engine_parts import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
 from ttft_otel.explain.whatif.what_if_figures import TTFT
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 BEFORE_US = 1500  # from the arrival at the server to that at its engine
 SMALL = EngineLimits(4, 512)
@@ -31,10 +31,10 @@ def record(
         )
     ]
     told = {
-        names.ENGINE_MAX_SEQS: limits.max_num_seqs,
-        names.ENGINE_MAX_TOKENS: limits.max_batched_tokens,
-        names.ENGINE_ASYNC: int(limits.async_scheduling),
-        **({names.ENGINE_KV_TOKENS: limits.kv_tokens} if limits.kv_tokens else {}),
+        keys.ENGINE_MAX_SEQS: limits.max_num_seqs,
+        keys.ENGINE_MAX_TOKENS: limits.max_batched_tokens,
+        keys.ENGINE_ASYNC: int(limits.async_scheduling),
+        **({keys.ENGINE_KV_TOKENS: limits.kv_tokens} if limits.kv_tokens else {}),
     }
     return Recording(tuple(found), {"chat-1": told}, roles=frozenset({"mono"}))
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from tests.explain.whatif.scheduler_truth import STREAM_US, Arrival, Served, draw_arrivals
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, Server, Ttft
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore
@@ -36,7 +36,7 @@ def build_record(number: int, start_us: int, lengths: dict[str, int], **more: An
     for name, length in lengths.items():
         pieces.append(Piece("stage", name, at, at + length))
         at += length
-    ttft = Ttft(f"{number + 9001:016x}", names.TTFT, 0, at, lengths, 0, 0, tuple(pieces))
+    ttft = Ttft(f"{number + 9001:016x}", span_names.TTFT, 0, at, lengths, 0, 0, tuple(pieces))
     return Record(
         version=1,
         trace_id=f"{number + 1:032x}",
@@ -49,7 +49,7 @@ def build_record(number: int, start_us: int, lengths: dict[str, int], **more: An
         outermost=True,
         service="vllm",
         request_id=f"r{number}",
-        attributes={names.MODEL: "tiny", names.PROVIDER: "vllm"},
+        attributes={keys.MODEL: "tiny", keys.PROVIDER: "vllm"},
         ttft=msgspec.structs.replace(ttft, **more),
         server=Server("POST /v1/completions", at, 200),
     )
@@ -64,7 +64,7 @@ def build_noisy_record(number: int, tokens: int, wait_us: int) -> Record:
         "prefill.compute": round(30_000 * chance.lognormvariate(0, 0.2)),
     }
     record = build_record(number, number * 1_000_000, lengths)
-    attributes = {**record.attributes, names.INPUT_TOKENS: tokens}
+    attributes = {**record.attributes, keys.INPUT_TOKENS: tokens}
     return msgspec.structs.replace(record, attributes=attributes)
 
 
@@ -78,12 +78,12 @@ def build_served_record(number: int, arrival: Arrival, one: Served) -> Record:
         "output": STREAM_US,
     }
     told = {
-        names.INPUT_TOKENS: arrival.tokens,
-        names.CACHED_TOKENS: 0,
-        names.CHUNKS: one.chunks,
-        names.OWN_TOKENS: arrival.tokens,
-        names.STEP_TOKENS: one.step_tokens,
-        names.STREAMING: True,
+        keys.INPUT_TOKENS: arrival.tokens,
+        keys.CACHED_TOKENS: 0,
+        keys.PREFILL_CHUNKS: one.chunks,
+        keys.PREFILL_OWN_TOKENS: arrival.tokens,
+        keys.PREFILL_STEP_TOKENS: one.step_tokens,
+        keys.STREAMING: True,
     }
     pieces = (Piece("stage", "prefill.compute", 0, one.compute),)
     start_us = arrival.at_us - BEFORE_US

@@ -19,7 +19,7 @@ from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import RecordQueue
 from ttft_otel.exporter.spans.resource_cache import MAX_SERVICES, ResourceCache
 from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, keys
 from ttft_otel.model.record import Record, encode_record
 from ttft_otel.tracing.settings import Settings, read_settings
 
@@ -62,7 +62,10 @@ def export_record(
     """Export one record to `collector` with these variables, as the exporter of the process `host`."""
 
     def export(variables: dict[str, str], host: int = 1) -> None:
-        for name, value in {names.ENV_ENDPOINT: collector.url, **variables}.items():
+        for name, value in {
+            env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url,
+            **variables,
+        }.items():
             monkeypatch.setenv(name, value)
         run_worker(_fill_queue(record_queue, make_record()), host)
 
@@ -94,14 +97,14 @@ def test_detail_setting(
     export_record: Callable[..., None],
 ) -> None:
     """TTFT_OTEL_DETAIL says which spans are exported, and only these are counted."""
-    export_record({names.ENV_DETAIL: detail})
+    export_record({env_names.TTFT_OTEL_DETAIL: detail})
     assert len(collector.spans()) == spans
     assert record_queue.counters.get_counts()["exported"] == spans
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(names.ENV_SERVICE, "mine"), ("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine")],
+    [(env_names.OTEL_SERVICE_NAME, "mine"), ("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine")],
 )
 def test_operator_names_service(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service name that the operator gave wins over the record's."""
@@ -111,9 +114,9 @@ def test_operator_names_service(name: str, value: str, monkeypatch: pytest.Monke
 
 def test_engine_settings() -> None:
     """What the host tells of its scheduler is on every span's resource, as integers."""
-    told = {names.ENGINE_MAX_SEQS: 64, names.ENGINE_ASYNC: 0}
+    told = {keys.ENGINE_MAX_SEQS: 64, keys.ENGINE_ASYNC: 0}
     found = ResourceCache(1, engine_settings=told).get("vllm").attributes
-    assert {name: found.get(name) for name in names.ENGINE_SETTINGS if name in found} == told
+    assert {name: found.get(name) for name in keys.ENGINE_SETTINGS if name in found} == told
 
 
 def test_resources_are_bounded() -> None:
@@ -130,8 +133,8 @@ def test_grpc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """OTEL_EXPORTER_OTLP_PROTOCOL=grpc exports the same spans over gRPC."""
-    monkeypatch.setenv(names.ENV_PROTOCOL, "grpc")
-    monkeypatch.setenv(names.ENV_ENDPOINT, grpc_collector.url)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, "grpc")
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, grpc_collector.url)
     run_worker(_fill_queue(record_queue, make_record()), 1)
     assert [span.name for span in grpc_collector.list_spans()][:2] == [
         "POST /v1/completions",
@@ -234,7 +237,7 @@ def test_collector_refuses(
 ) -> None:
     """Whatever error a collector answers: one warning, no traceback, the loss counted."""
     collector.status = status
-    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
     run_worker(_fill_queue(record_queue, make_record()), 1)
     assert record_queue.counters.get_counts()["failed"] == SPANS_PER_RECORD
     warnings = [
@@ -255,9 +258,11 @@ def test_collector_comes_back(
     eventually: Any,
 ) -> None:
     """A collector that starts later gets what was kept meanwhile, without a restart."""
-    settings = read_settings({names.ENV_ENDPOINT: f"http://127.0.0.1:{unused_port}"})
+    settings = read_settings(
+        {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: f"http://127.0.0.1:{unused_port}"}
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(names.ENV_ENDPOINT, settings.endpoint)
+        patch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, settings.endpoint)
         ship = BatchExporter(
             create_span_exporter(settings),
             record_queue.counters,

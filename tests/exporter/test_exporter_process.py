@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record, encode_record
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.settings import Settings
@@ -69,7 +69,12 @@ def start_host(
     started: list[HostProcess] = []
 
     def start_process(after: str = "time.sleep(60)", before: str = "", **more: str) -> HostProcess:
-        env = {**os.environ, names.ENV_ENDPOINT: collector.url, names.ENV_ON: "1", **more}
+        env = {
+            **os.environ,
+            env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url,
+            env_names.TTFT_OTEL: "1",
+            **more,
+        }
         # Importing vLLM on a CPU preloads torch's libgomp into every process that this one starts.
         env.pop("LD_PRELOAD", None)
         started.append(HostProcess(data, env, before, after))

@@ -14,7 +14,7 @@ from ttft_otel.exporter import batch_exporter, protocol_probe
 from ttft_otel.exporter.export_worker import run_worker
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.record_queue import RecordQueue
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record, encode_record
 
 PATIENCE_S = 20.0  # of a probe on a busy machine; answers come in milliseconds
@@ -44,8 +44,8 @@ def silent_port() -> Iterator[int]:
 def _export_record(endpoint: str, protocol: str, record: Record) -> None:
     """Export one record; the host is there until its first attempt has failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(names.ENV_ENDPOINT, endpoint)
-        patch.setenv(names.ENV_PROTOCOL, protocol)
+        patch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, endpoint)
+        patch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, protocol)
         record_queue = RecordQueue(ExporterCounters())
         record_queue.put(encode_record(record))
         worker = threading.Thread(target=run_worker, args=(record_queue, 1))
@@ -65,7 +65,7 @@ def test_http_at_grpc_port(
 
     (line,) = [line for line in caplog.messages if "failed:" in line]
     assert f"{endpoint} does not speak http/protobuf but grpc" in line
-    assert f"set {names.ENV_PROTOCOL}=grpc" in line
+    assert f"set {env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=grpc" in line
 
 
 def test_grpc_at_http_port(
@@ -76,7 +76,7 @@ def test_grpc_at_http_port(
 
     (line,) = [line for line in caplog.messages if "failed:" in line]
     assert f"{collector.url} does not speak grpc but http/protobuf" in line
-    assert f"set {names.ENV_PROTOCOL}=http/protobuf" in line
+    assert f"set {env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=http/protobuf" in line
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from ttft_otel.exporter.batch_exporter import create_span_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_batch import SpanBatch, take_messages
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record
 from ttft_otel.tracing.settings import read_settings
 
@@ -42,8 +42,8 @@ def connected(
 ) -> Iterator[tuple[SpanExporter, Callable[[], list[Any]]]]:
     """The SDK's exporter for each protocol, and what its receiver got."""
     receiver = grpc_collector if request.param == "grpc" else collector
-    monkeypatch.setenv(names.ENV_ENDPOINT, receiver.url)
-    monkeypatch.setenv(names.ENV_PROTOCOL, request.param)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, receiver.url)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_PROTOCOL, request.param)
     exporter = create_span_exporter(read_settings())
 
     yield exporter, lambda: receiver.received
@@ -103,7 +103,7 @@ def test_compression(
     collector: Any, make_batch: Callable[[], SpanBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SDK's variables hold for messages, too: here compression and a header."""
-    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
     exporter = create_span_exporter(read_settings())

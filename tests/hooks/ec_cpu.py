@@ -21,7 +21,7 @@ from vllm.v1.outputs import ECConnectorOutput
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
 from ttft_otel.hooks.worker import ec_connectors
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
@@ -248,7 +248,7 @@ def make_ec_request(
         feature.modality, feature.data = "image", FakeKwargsItem(pixels=SimpleNamespace(data=1))
     return SimpleNamespace(
         request_id=name,
-        trace_headers={names.TRACEPARENT: "x", names.CARRIER: "1"},
+        trace_headers={header_names.TRACEPARENT: "x", header_names.CARRIER_KEY: "1"},
         num_computed_tokens=computed,
         num_prompt_tokens=tokens,
         num_tokens=tokens,

@@ -14,13 +14,16 @@ from ttft_otel.hooks.engine_core import (
     waiting,
 )
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import Marks
+from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
 from ttft_otel.tracing.carrier import decode_timeline
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
-HEADERS = {names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01", names.CARRIER: "1"}
+HEADERS = {
+    header_names.TRACEPARENT: "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+    header_names.CARRIER_KEY: "1",
+}
 WRAPPED_METHODS = {
     "engine.input": "preprocess_add_request",
     "scheduler.schedule": "schedule",
@@ -167,6 +170,6 @@ def make_wrapped_core(base: type[FakeEngineCore] = FakeEngineCore) -> type[FakeE
 def decode_headers(headers: Any) -> tuple[Marks, EngineTimeline]:
     """The timeline in an output's trace headers."""
     marks = Marks(1)
-    timeline = decode_timeline(headers[names.CARRIER], marks)
+    timeline = decode_timeline(headers[header_names.CARRIER_KEY], marks)
     assert timeline is not None
     return marks, timeline

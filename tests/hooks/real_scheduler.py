@@ -32,8 +32,9 @@ from lab import tiny_models
 from ttft_otel.hooks import wrap
 from ttft_otel.hooks.engine_core import request_arrival, scheduler
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.model import breakdown, names
+from ttft_otel.model import breakdown
 from ttft_otel.model.breakdown import CODE_FORWARD, Breakdown, Marks
+from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
@@ -219,8 +220,10 @@ class SchedulerDriver:
         result._ttft = (clocks.get_boot_number(), end, 0, *pair)  # type: ignore[attr-defined]
         for batch in self.scheduler.update_from_output(output, result).values():
             for each in batch.outputs:
-                if each.trace_headers and names.CARRIER in each.trace_headers:
-                    self.headers.setdefault(each.request_id, each.trace_headers[names.CARRIER])
+                if each.trace_headers and header_names.CARRIER_KEY in each.trace_headers:
+                    self.headers.setdefault(
+                        each.request_id, each.trace_headers[header_names.CARRIER_KEY]
+                    )
 
     def run_until_answered(self, *ids: str, length_us: int = STEP_US, limit: int = 2000) -> None:
         """Steps until all `ids` have their first token."""

@@ -16,7 +16,8 @@ from typing import Any
 
 from hooks.wrapping import wrap_methods
 from ttft_otel.hooks import api_server
-from ttft_otel.model import breakdown, names
+from ttft_otel.model import breakdown
+from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.asgi import TracingMiddleware
@@ -268,7 +269,7 @@ class FakeApiServer:
         )
         if self.plan.ends and self.plan.ends != "stop":  # it waited for an encoding that never came
             timeline = EngineTimeline(added=left + 20, details=EngineDetails(asked=left + 50))
-        headers = {names.CARRIER: carrier.encode_timeline(timeline)}
+        headers = {header_names.CARRIER_KEY: carrier.encode_timeline(timeline)}
         return SimpleNamespace(
             request_id=name,
             trace_headers=headers,
@@ -336,7 +337,7 @@ class FakeClient:
             for _, message in self.messages
         ]
 
-    def get_header(self, name: str = names.TIMING) -> str:
+    def get_header(self, name: str = header_names.SERVER_TIMING) -> str:
         """A header of the response, "" when it has none."""
         return str(dict(self.messages[0][1]["headers"]).get(name.encode(), b"").decode())
 

@@ -16,7 +16,7 @@ from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel import testing
 from ttft_otel.hooks import api_server, target_check, vllm_fields
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, header_names, keys, span_names
 from ttft_otel.tracing import handoff, recorder, settings
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
@@ -52,7 +52,7 @@ def test_siblings(client: FakeClient, records: testing.MemorySender) -> None:
     kinds = [piece.kind for piece in ttft.pieces]
 
     assert kinds.count("sibling") == 2
-    assert {piece.name for piece in ttft.pieces if piece.kind == "sibling"} == {names.SIBLING}
+    assert {piece.name for piece in ttft.pieces if piece.kind == "sibling"} == {span_names.SIBLING}
     assert {**ttft.stages} == {**STAGES_US, "egress": 5}
 
 
@@ -66,9 +66,9 @@ def test_trace_headers(client: FakeClient) -> None:
     )
     (headers,) = seen_headers
 
-    assert headers[names.CARRIER] == "1"
-    assert headers[names.TRACESTATE] == "vendor=1"
-    version, trace_id, span_id, flags = headers[names.TRACEPARENT].split("-")
+    assert headers[header_names.CARRIER_KEY] == "1"
+    assert headers[header_names.TRACESTATE] == "vendor=1"
+    version, trace_id, span_id, flags = headers[header_names.TRACEPARENT].split("-")
     assert (version, trace_id, flags) == ("00", trace, "01")
     assert span_id != "b7ad6b7169203331"
 
@@ -144,10 +144,10 @@ def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> N
     api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
 
     assert handoff.engine_settings == {
-        names.ENGINE_MAX_SEQS: 64,
-        names.ENGINE_MAX_TOKENS: 2048,
-        names.ENGINE_CHUNKED: 1,
-        **({names.ENGINE_KV_TOKENS: 1600, names.ENGINE_BLOCK_TOKENS: 16} if has_blocks else {}),
+        keys.ENGINE_MAX_SEQS: 64,
+        keys.ENGINE_MAX_TOKENS: 2048,
+        keys.ENGINE_CHUNKED: 1,
+        **({keys.ENGINE_KV_TOKENS: 1600, keys.ENGINE_BLOCK_TOKENS: 16} if has_blocks else {}),
     }
 
 
@@ -178,7 +178,7 @@ def test_cache_connector(role: str, takes: bool) -> None:
 @pytest.mark.usefixtures("blank_identity")
 def test_operators_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's setting of the role wins over everything else."""
-    monkeypatch.setenv(names.ENV_ROLE, "encode")
+    monkeypatch.setenv(env_names.TTFT_OTEL_ROLE, "encode")
     monkeypatch.setattr(settings, "_frozen", [])
     start_server("ec_both", None)
 
@@ -270,7 +270,7 @@ def test_an_encoder_that_runs_the_language_model(
     ttft = records.kept[0].ttft
     assert ttft is not None
 
-    assert (ttft.name, ttft.unattributed) == (names.ENCODE, 0)
+    assert (ttft.name, ttft.unattributed) == (span_names.ENCODE, 0)
     assert {name: ttft.stages[name] for name in STAGES_US} == STAGES_US
 
 

@@ -11,11 +11,11 @@ import pytest
 from hooks.server import DECODE_US, EGRESS_US, FakeClient, ServerPlan, hang_in_queue
 from ttft_otel import testing
 from ttft_otel.hooks import vllm_fields
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.tracing import clock, recorder
 from ttft_otel.tracing.roles import identity
 
-END_NAMES = {names.OUTPUT_TOKENS, names.FINISH_REASONS, names.TOKEN_TIME_US}
+END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US}
 
 
 def read_end(records: testing.MemorySender) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def test_end(
 
     # From the first token, processed EGRESS_US before its chunk, to the last one.
     assert read_end(records) == {
-        names.OUTPUT_TOKENS: 5,
-        names.FINISH_REASONS: (finish_reason,),
-        names.TOKEN_TIME_US: round((EGRESS_US + DECODE_US) / 4),
+        keys.OUTPUT_TOKENS: 5,
+        keys.FINISH_REASONS: (finish_reason,),
+        keys.TIME_PER_OUTPUT_TOKEN_US: round((EGRESS_US + DECODE_US) / 4),
     }
 
 
@@ -49,7 +49,7 @@ def test_one_token(client: FakeClient, records: testing.MemorySender) -> None:
     client.server.plan = ServerPlan(tokens=1, finish_reason="length")
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {names.OUTPUT_TOKENS: 1, names.FINISH_REASONS: ("length",)}
+    assert read_end(records) == {keys.OUTPUT_TOKENS: 1, keys.FINISH_REASONS: ("length",)}
 
 
 def test_all_tokens_in_one_step(client: FakeClient, records: testing.MemorySender) -> None:
@@ -77,7 +77,7 @@ def test_all_tokens_in_one_step(client: FakeClient, records: testing.MemorySende
 
     asyncio.run(call())
 
-    assert read_end(records) == {names.OUTPUT_TOKENS: 5, names.FINISH_REASONS: ("stop",)}
+    assert read_end(records) == {keys.OUTPUT_TOKENS: 5, keys.FINISH_REASONS: ("stop",)}
 
 
 def test_several_generations(client: FakeClient, records: testing.MemorySender) -> None:
@@ -85,7 +85,7 @@ def test_several_generations(client: FakeClient, records: testing.MemorySender) 
     client.server.plan = ServerPlan(count=3, tokens=4)
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {names.OUTPUT_TOKENS: 12, names.FINISH_REASONS: ("stop",) * 3}
+    assert read_end(records) == {keys.OUTPUT_TOKENS: 12, keys.FINISH_REASONS: ("stop",) * 3}
 
 
 def test_more_generations_than_fit(client: FakeClient, records: testing.MemorySender) -> None:
@@ -93,7 +93,7 @@ def test_more_generations_than_fit(client: FakeClient, records: testing.MemorySe
     client.server.plan = ServerPlan(count=65, tokens=4)
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {names.OUTPUT_TOKENS: 65 * 4}
+    assert read_end(records) == {keys.OUTPUT_TOKENS: 65 * 4}
 
 
 def test_beam_search(client: FakeClient, records: testing.MemorySender) -> None:
@@ -114,8 +114,8 @@ def test_intermediate(
     asyncio.run(client.call_server())
 
     found = read_end(records)
-    assert names.TOKEN_TIME_US not in found
-    assert (names.OUTPUT_TOKENS in found) is (role == "prefill")
+    assert keys.TIME_PER_OUTPUT_TOKEN_US not in found
+    assert (keys.OUTPUT_TOKENS in found) is (role == "prefill")
 
 
 def test_engine_fails_while_decoding(client: FakeClient, records: testing.MemorySender) -> None:
@@ -123,7 +123,7 @@ def test_engine_fails_while_decoding(client: FakeClient, records: testing.Memory
     client.server.plan = ServerPlan(tokens=3, finish_reason="error")
     asyncio.run(client.call_server())
 
-    assert read_end(records) == {names.OUTPUT_TOKENS: 3, names.FINISH_REASONS: ("error",)}
+    assert read_end(records) == {keys.OUTPUT_TOKENS: 3, keys.FINISH_REASONS: ("error",)}
 
 
 def test_client_leaves_while_decoding(client: FakeClient, records: testing.MemorySender) -> None:
@@ -140,7 +140,7 @@ def test_client_leaves_while_decoding(client: FakeClient, records: testing.Memor
         asyncio.run(client.call_server())
 
     *_, last = records.kept
-    assert last.server is not None and last.server.error == names.ERROR_CANCELLED
+    assert last.server is not None and last.server.error == keys.ERROR_CANCELLED
     assert read_end(records) == {}
 
 
@@ -151,7 +151,7 @@ def test_stream_that_ends_too_soon(client: FakeClient, records: testing.MemorySe
 
     first, last = records.kept
     assert first.ttft is not None and first.ttft.error == ""
-    assert last.server is not None and last.server.error == names.ERROR_INCOMPLETE
+    assert last.server is not None and last.server.error == keys.ERROR_INCOMPLETE
     assert read_end(records) == {}
 
 
@@ -199,7 +199,7 @@ def test_background(client: FakeClient, records: testing.MemorySender) -> None:
     asyncio.run(client.call_server("/v1/responses"))
 
     (record,) = records.kept
-    assert record.server is not None and record.server.attributes[names.BACKGROUND] is True
+    assert record.server is not None and record.server.attributes[keys.BACKGROUND] is True
     assert read_end(records) == {}
 
 
@@ -232,7 +232,7 @@ def test_nothing_is_asked_while_decoding(
     monkeypatch.setattr(client.server, "_decode", decode_in_steps)
     asyncio.run(client.call_server())
 
-    assert read_end(records)[names.OUTPUT_TOKENS] == 5
+    assert read_end(records)[keys.OUTPUT_TOKENS] == 5
 
 
 def test_nothing_is_left(client: FakeClient, records: testing.MemorySender) -> None:

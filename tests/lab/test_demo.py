@@ -16,8 +16,8 @@ from lab import compat_matrix, demo, demo_verdict, demo_workload, progress_scree
 from lab.demo_verdict import RequestObservation
 from lab.demo_workload import DemoRequest
 from lab.ttft_client import TimedRequest
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import StoredTrace
 
@@ -26,13 +26,15 @@ def build_server_spans(
     role: str, span: str, parent: str, parts: dict[str, int]
 ) -> list[StoredSpan]:
     """A server span and the ttft span in it, whose stages add up."""
-    have = {names.name_stage_attribute(name): us for name, us in parts.items()}
-    have |= {names.UNATTRIBUTED_US: 0, names.TOTAL_US: sum(parts.values())}
-    more = {"service": role, "scope": names.SCOPE}
-    attributes = {**have, names.ROLE: role}
+    have = {keys.name_stage_attribute(name): us for name, us in parts.items()}
+    have |= {keys.UNATTRIBUTED_US: 0, keys.TOTAL_US: sum(parts.values())}
+    more = {"service": role, "scope": span_names.SCOPE}
+    attributes = {**have, keys.ROLE: role}
     return [
         StoredSpan("t", span, parent, "POST", demo_verdict.SERVER_KIND, 0, 9, **more),
-        StoredSpan("t", f"{span}-ttft", span, names.TTFT, 1, 0, 9, **more, attributes=attributes),
+        StoredSpan(
+            "t", f"{span}-ttft", span, span_names.TTFT, 1, 0, 9, **more, attributes=attributes
+        ),
     ]
 
 
@@ -99,7 +101,7 @@ def test_warming() -> None:
     mine = {seed for each in asked for seed in each.request.pictures}
 
     assert [each.path for each in warm] == [each.request.path for each in asked]
-    assert all(each.headers[names.TRACEPARENT].endswith("-00") for each in warm)
+    assert all(each.headers[header_names.TRACEPARENT].endswith("-00") for each in warm)
     assert not mine & {seed for each in warm for seed in each.pictures}
 
 
@@ -142,16 +144,16 @@ def test_orphan() -> None:
 @pytest.mark.parametrize(
     "key, by, word",
     [
-        (names.TOTAL_US, 1, "stages and unattributed are"),
-        (names.name_stage_attribute("preprocess"), 1, "stages and unattributed are"),
-        (names.UNATTRIBUTED_US, 7, "7 µs unattributed"),
+        (keys.TOTAL_US, 1, "stages and unattributed are"),
+        (keys.name_stage_attribute("preprocess"), 1, "stages and unattributed are"),
+        (keys.UNATTRIBUTED_US, 7, "7 µs unattributed"),
     ],
 )
 def test_one_microsecond(key: str, by: int, word: str) -> None:
     """A sum of stages that is off by one microsecond is a fault, in any span."""
     spans = build_routed_spans()
     place = next(
-        i for i, s in enumerate(spans) if s.is_ttft_span and s.attributes[names.ROLE] == "encode"
+        i for i, s in enumerate(spans) if s.is_ttft_span and s.attributes[keys.ROLE] == "encode"
     )
     have = spans[place].attributes
     spans[place] = replace(spans[place], attributes={**have, key: have.get(key, 0) + by})
@@ -162,8 +164,8 @@ def test_one_microsecond(key: str, by: int, word: str) -> None:
 def test_what_was_encoded_twice_is_a_fault() -> None:
     """An image that PD encoded again although E had is a fault, with number and remedy."""
     spans = build_routed_spans()
-    again = {**spans[-1].attributes, names.EC_RECOMPUTED_ITEMS: 2}
-    none = {**spans[-1].attributes, names.EC_RECOMPUTED_ITEMS: 0}
+    again = {**spans[-1].attributes, keys.EC_RECOMPUTED_ITEMS: 2}
+    none = {**spans[-1].attributes, keys.EC_RECOMPUTED_ITEMS: 0}
 
     (fault,) = demo_verdict.find_faults(
         build_observation([*spans[:-1], replace(spans[-1], attributes=again)])

@@ -15,16 +15,17 @@ from lab import ttft_client
 from lab.injection import InjectedDelay, InjectionControl
 from lab.local_deployment import LocalDeployment
 from lab.ttft_client import TimedRequest, TimedResponse
-from ttft_otel.model import names, stages, timing
+from ttft_otel.model import stages, timing
+from ttft_otel.model.names import header_names
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
 
 MAX_WAIT_S = 60.0  # for spans of a busy machine; they come within a second
-ASK_HEADERS = {names.ASK: "1"}
+ASK_HEADERS = {header_names.ASK_TIMING: "1"}
 
 
 def read_breakdown(answer: TimedResponse) -> dict[str, int]:
     """Stages, `unattributed` and `ttft` of an answer in microseconds; fails unless they close."""
-    found = timing.parse_server_timing(answer.headers.get(names.TIMING, ""))
+    found = timing.parse_server_timing(answer.headers.get(header_names.SERVER_TIMING, ""))
     assert found is not None, (answer.status, answer.headers, answer.body[:300])
     assert all(us >= 0 for us in found.stages.values())
     return {**found.stages, stages.UNATTRIBUTED: found.unattributed, "ttft": found.ttft}
@@ -116,11 +117,11 @@ class LiveDeployment:
         question = {"prompt": str(self.new_picture_seed()), "words": 300, "max_tokens": 1, **fields}
         extra = {"kv_transfer_params": KEEP_BLOCKS_PARAMS}
         headers = fields.pop("headers", {})
-        leg = {**headers, names.LEG_HEADER: "prefill"}
+        leg = {**headers, header_names.LEG: "prefill"}
         kept = {**question, "max_tokens": 1, "stream": False, "headers": leg, "extra": extra}
         first = self.send_request(self.fleet.get_url("prefill"), **kept)
         question["extra"] = {"kv_transfer_params": first.json()["kv_transfer_params"]}
-        leg = {**headers, names.LEG_HEADER: "decode"}
+        leg = {**headers, header_names.LEG: "decode"}
         return first, self.send_request(
             self.fleet.get_url("decode"), **{**question, "headers": leg}
         )

@@ -33,11 +33,17 @@ from tests import injected_folder
 from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown, read_output_tokens
 from tests.live.conftest import DeploymentDeck
 from tests.stack.otlp_sinks import MetricSink
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import env_names, header_names, keys, metric_names
 from ttft_otel.tracing import meter
 
 END_METRICS = (
-    *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME, names.METRIC_REASON, names.METRIC_HELD),
+    *(
+        metric_names.GEN_AI_SERVER_REQUEST_DURATION,
+        metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
+        metric_names.QUEUE_REASON_DURATION,
+        metric_names.QUEUE_HELD_DURATION,
+    ),
 )
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -93,7 +99,7 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
     """
     extra = ("--num-gpu-blocks-override", "40", "--block-size", "32", "--no-enable-prefix-caching")
     trace = os.urandom(16).hex()
-    header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
     short = TimedRequest(words=60, max_tokens=60, extra={"ignore_eos": True})
     late = TimedRequest(words=850, max_tokens=2, headers=header)
     with run_alone(deck, tmp_path, extra, max_model_len=1024, chunk=64) as bench:
@@ -115,13 +121,13 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
 
     assert answer.status == 200
     found = next(span["attributes"] for span in spans if span["name"] == "ttft")
-    assert found[names.PREEMPTIONS] > 0, found
-    assert found[names.RECOMPUTED_TOKENS] > 0
-    assert found[names.name_stage_attribute("prefill.stall")] > 200_000
-    assert found[names.UNATTRIBUTED_US] == 0
+    assert found[keys.PREEMPTIONS] > 0, found
+    assert found[keys.RECOMPUTED_TOKENS] > 0
+    assert found[keys.name_stage_attribute("prefill.stall")] > 200_000
+    assert found[keys.UNATTRIBUTED_US] == 0
     assert (
-        sum(us for key, us in found.items() if names.parse_stage_attribute(key))
-        == found[names.TOTAL_US]
+        sum(us for key, us in found.items() if keys.parse_stage_attribute(key))
+        == found[keys.TOTAL_US]
     )
 
 
@@ -135,7 +141,7 @@ def test_vllms_own_span_hangs_under_our_server_span(deck: DeploymentDeck, tmp_pa
     sink = local_deployment.build_receiver_command(tmp_path / "own.db", port)
     with LocalServer(sink), run_alone(deck, tmp_path, extra, env=env) as bench:
         trace = os.urandom(16).hex()
-        header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
         bench.send_request(bench.front_url, max_tokens=3, headers=header)
         theirs = _wait_for_trace(f"http://127.0.0.1:{port}", trace, "llm_request")
         ours = bench.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
@@ -165,7 +171,7 @@ def test_two_engines_give_one_record_each_with_its_rank(
 def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
     traces = [os.urandom(16).hex() for _ in range(24)]
     many = [
-        TimedRequest(max_tokens=3, headers={names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"})
+        TimedRequest(max_tokens=3, headers={header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"})
         for trace in traces
     ]
     assert all(
@@ -176,8 +182,8 @@ def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
         spans = bench.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
         found = [span for span in spans if span["name"] == "ttft"]
         assert len(found) == 1
-        assert found[0]["attributes"][names.UNATTRIBUTED_US] == 0
-        seen.add(found[0]["attributes"][names.RANK])
+        assert found[0]["attributes"][keys.UNATTRIBUTED_US] == 0
+        seen.add(found[0]["attributes"][keys.RANK])
     assert seen == ranks
 
 
@@ -199,10 +205,10 @@ def test_shared_metrics_page(deck: DeploymentDeck, tmp_path: Path, flags: tuple[
     for page in pages:
         found = dict(re.findall(r"^(ttft_otel_[^ ]+) ([^ ]+)$", page, re.M))
         # A stream has two records; the three requests at the start are counted, too.
-        assert float(found[f"{names.METRIC_RECORDS}_total"]) >= 2 * len(many)
-        assert float(found[names.METRIC_PENDING]) == 0
+        assert float(found[f"{metric_names.RECORDS}_total"]) >= 2 * len(many)
+        assert float(found[metric_names.PENDING]) == 0
         for reason in meter.LOSS_REASONS:
-            assert float(found[f'{names.METRIC_LOST}_total{{reason="{reason}"}}']) == 0
+            assert float(found[f'{metric_names.LOST}_total{{reason="{reason}"}}']) == 0
     assert bool(list(folder.glob("*.db"))) == bool(env)
 
 
@@ -214,10 +220,10 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
     sink, shared = MetricSink(), tmp_path / "shared"
     shared.mkdir()
     env = {
-        names.ENV_METRICS: "1",
-        names.ENV_METRICS_ENDPOINT: f"{sink.env['TTFT_PROMETHEUS_URL']}/v1/metrics",
-        names.ENV_METRICS_INTERVAL: "1000",
-        names.ENV_SAMPLER: "always_off",
+        env_names.TTFT_OTEL_METRICS: "1",
+        env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT: f"{sink.env['TTFT_PROMETHEUS_URL']}/v1/metrics",
+        env_names.OTEL_METRIC_EXPORT_INTERVAL: "1000",
+        env_names.OTEL_TRACES_SAMPLER: "always_off",
         # Prometheus' metrics of several processes beside ours over OTLP: neither disturbs the other.
         "PROMETHEUS_MULTIPROC_DIR": str(shared),
     }
@@ -241,7 +247,7 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
             bench.control.set_injections({})
             refused = bench.send_request(bench.front_url, model="made-up", stream=False)
             after = {metric: _sum_settled(sink, metric) for metric in END_METRICS}
-        durations = sink.get_series(names.METRIC_REQUEST)
+        durations = sink.get_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION)
     finally:
         sink.close()
     found = {
@@ -249,22 +255,22 @@ def test_ends_are_counted_by_two_api_servers(deck: DeploymentDeck, tmp_path: Pat
         for metric in END_METRICS
     }
 
-    assert {labels.get(names.ERROR_TYPE, "") for labels, _ in durations} == {"", "404"}
+    assert {labels.get(keys.ERROR_TYPE, "") for labels, _ in durations} == {"", "404"}
     # Both processes have answered, each with sums of its own.
     assert len({labels["instance"] for labels, _ in durations}) == 2
     client_s = sum(answer.total_us for answer in (*answers, refused)) / 1e6
-    count, request_s = found[names.METRIC_REQUEST]
+    count, request_s = found[metric_names.GEN_AI_SERVER_REQUEST_DURATION]
     assert count == len(many) + 1
     assert 0.5 * client_s < request_s <= client_s
     # Steps of 20 ms at least, and no more of them than `usage` tells tokens after the first.
     tokens = [read_output_tokens(answer) for answer in answers]
     assert tokens == [8] * len(many)
-    count, token_s = found[names.METRIC_TOKEN_TIME]
+    count, token_s = found[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN]
     assert count == len(many)
     assert 0.02 * count <= token_s <= request_s / 7
     # Two run at a time, so that the others wait: for the same time by reason and by what held them.
-    _, waited_s = found[names.METRIC_REASON]
-    assert found[names.METRIC_HELD][1] == pytest.approx(waited_s, abs=1e-4)
+    _, waited_s = found[metric_names.QUEUE_REASON_DURATION]
+    assert found[metric_names.QUEUE_HELD_DURATION][1] == pytest.approx(waited_s, abs=1e-4)
     assert waited_s >= 6 * 0.02 * len(many)
 
 

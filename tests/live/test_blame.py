@@ -16,7 +16,8 @@ from typing import Any
 from lab.evidence import MAX_ROUNDS, MIN_ROUNDS, estimate_median
 from tests.live.bench import LiveDeployment
 from tests.live.test_engine_features import make_parent_header
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 MAX_ERROR = 0.05
 HEAD_START_S = 0.1  # the other one is at the engine then, and has not ended
@@ -49,9 +50,9 @@ def measure_small(
     )
     found = {span["name"]: span["attributes"] for span in spans}
     queue = found["prefill.queue"]
-    lengths = [queue.get(names.name_held_attribute(kind), 0) for kind in stages.HOLDING_KINDS]
+    lengths = [queue.get(keys.name_held_attribute(kind), 0) for kind in stages.HOLDING_KINDS]
     assert sum(lengths) == found["ttft"]["ttft.prefill.queue_us"]
-    return found["ttft"][names.TOTAL_US], queue | {"us": sum(lengths)}, other_trace
+    return found["ttft"][keys.TOTAL_US], queue | {"us": sum(lengths)}, other_trace
 
 
 def check_error(errors: list[float]) -> bool:
@@ -79,13 +80,13 @@ def test_long_answer(features: LiveDeployment) -> None:
         # The answer had ended, or not begun: the first one takes longer.
         if queue["us"] < MIN_WAIT_US:
             continue
-        first = json.loads(queue[names.HELD_BY])[0]
+        first = json.loads(queue[keys.HELD_BY])[0]
         errors.append(first["us"] / (with_us - without_us) - 1)
 
         # The other one is named, by its kind and with its trace, and nobody where nobody was.
         assert (first["kind"], first["trace_id"]) == ("decode", other_trace)
-        assert abs(first["us"] - queue[names.name_held_attribute("decode")]) <= 0.05 * first["us"]
-        assert names.HELD_BY not in plain
+        assert abs(first["us"] - queue[keys.name_held_attribute("decode")]) <= 0.05 * first["us"]
+        assert keys.HELD_BY not in plain
     raise AssertionError(f"too few requests waited behind the answer: {errors}")
 
 
@@ -105,7 +106,7 @@ def test_long_prompt(features: LiveDeployment) -> None:
         _, queue, other_trace = measure_small(features, LONG_PROMPT, head_start_s)
         if queue["us"] < MIN_WAIT_US:
             continue
-        first = json.loads(queue[names.HELD_BY])[0]
+        first = json.loads(queue[keys.HELD_BY])[0]
         errors.append(first["us"] / (queue["us"] - plain["us"]) - 1)
 
         assert (first["kind"], first["trace_id"]) == ("prefill", other_trace)

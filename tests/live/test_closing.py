@@ -13,8 +13,9 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
 from tests.live.bench import LiveDeployment, read_breakdown
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.names import header_names, keys, span_names
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
@@ -41,15 +42,15 @@ def make_trace_id() -> str:
 
 def make_parent_header(trace: str) -> dict[str, str]:
     """A traceparent header with the sampled flag that continues the trace."""
-    return {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    return {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
 
 
 def sum_span_stages(span: dict[str, Any]) -> tuple[int, int]:
     """(Σ stages + unattributed, total) of a ttft or encode span, in microseconds."""
     found = span["attributes"]
-    parts = [value for key, value in found.items() if names.parse_stage_attribute(key)]
+    parts = [value for key, value in found.items() if keys.parse_stage_attribute(key)]
     assert all(isinstance(value, int) and value >= 0 for value in parts)
-    return sum(parts), found[names.TOTAL_US]
+    return sum(parts), found[keys.TOTAL_US]
 
 
 def check_closed(spans: list[dict[str, Any]]) -> None:
@@ -57,11 +58,11 @@ def check_closed(spans: list[dict[str, Any]]) -> None:
     ids = {span["span_id"] for span in spans} | {"c" * 16}
     assert [span for span in spans if span["parent_id"] not in ids] == []
     for span in spans:
-        if span["name"] in (names.TTFT, names.ENCODE):
+        if span["name"] in (span_names.TTFT, span_names.ENCODE):
             total, length = sum_span_stages(span)
             assert total == length
-            if span["attributes"][names.ROLE] != "router":
-                assert span["attributes"][names.CLAMPED_US] <= max(1, length // 1000), span
+            if span["attributes"][keys.ROLE] != "router":
+                assert span["attributes"][keys.CLAMPED_US] <= max(1, length // 1000), span
 
 
 @pytest.mark.untimed
@@ -78,15 +79,15 @@ def test_each_kind_closes_through_router_and_servers(epd: LiveDeployment, kind: 
     assert answer.status == 200
     check_closed(spans)
     for span in spans:
-        if span["name"] in (names.TTFT, names.ENCODE):
-            is_ours = span["attributes"][names.ROLE] != "router"
-            assert not is_ours or span["attributes"][names.UNATTRIBUTED_US] == 0, span
+        if span["name"] in (span_names.TTFT, span_names.ENCODE):
+            is_ours = span["attributes"][keys.ROLE] != "router"
+            assert not is_ours or span["attributes"][keys.UNATTRIBUTED_US] == 0, span
 
 
 def _is_complete(spans: list[dict[str, Any]], images: int) -> bool:
     """Server span and ttft span of the router, PD and one E per image."""
     servers = [span for span in spans if span["kind"] == "server"]
-    trunks = [span for span in spans if span["name"] in (names.TTFT, names.ENCODE)]
+    trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
     return len(servers) >= 2 + images and len(trunks) >= 2 + images
 
 
@@ -118,5 +119,5 @@ def test_two_hundred_in_a_row_and_fifty_at_once_leave_whole_traces(epd: LiveDepl
     wanted -= {"prefill.stall"}
     for trace in traces:
         spans = epd.wait_for_trace(trace, lambda found: _is_complete(found, 0))
-        own = [span for span in spans if span["attributes"].get(names.ROLE) == "prefill_decode"]
-        assert wanted <= {span["attributes"].get(names.STAGE) for span in own}, trace
+        own = [span for span in spans if span["attributes"].get(keys.ROLE) == "prefill_decode"]
+        assert wanted <= {span["attributes"].get(keys.STAGE) for span in own}, trace

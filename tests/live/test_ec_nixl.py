@@ -18,7 +18,7 @@ from lab.ttft_client import TimedRequest, TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
 from tests.live.test_injected import Injection, Sample, check_stage
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names, keys, span_names
 
 # Kind of request -> its pictures, as numbers of new ones; how many of them are new to E.
 KINDS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
@@ -45,14 +45,16 @@ LEGS = ("encode", "prefill_decode")
 
 def list_role_attributes(spans: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
     """Attributes of this role's `ttft` or `encode` spans."""
-    found = (span["attributes"] for span in spans if span["name"] in (names.TTFT, names.ENCODE))
-    return [each for each in found if each[names.ROLE] == role]
+    found = (
+        span["attributes"] for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)
+    )
+    return [each for each in found if each[keys.ROLE] == role]
 
 
 def is_whole(spans: list[dict[str, Any]], encoders: int, last: str = "prefill_decode") -> bool:
     """Whether the trace has the router, `encoders` encoder legs and the leg that answers, each completely."""
     wanted = {"router": 1, "encode": encoders, last: 1}
-    ended = [span["attributes"][names.ROLE] for span in spans if span["kind"] == "server"]
+    ended = [span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server"]
     return all(
         len(list_role_attributes(spans, role)) >= count and ended.count(role) >= count
         for role, count in wanted.items()
@@ -62,13 +64,13 @@ def is_whole(spans: list[dict[str, Any]], encoders: int, last: str = "prefill_de
 def read_items(spans: list[dict[str, Any]], role: str) -> dict[str, int]:
     """The counts of a request's media items by source, from the consumer's span."""
     (own,) = list_role_attributes(spans, role)
-    keys = (names.EC_ITEMS, names.EC_REMOTE_ITEMS, names.EC_LOCAL_ITEMS, names.EC_RECOMPUTED_ITEMS)
-    return {key: own[key] for key in keys}
+    item_keys = (keys.EC_ITEMS, keys.EC_REMOTE_ITEMS, keys.EC_LOCAL_ITEMS, keys.EC_RECOMPUTED_ITEMS)
+    return {key: own[key] for key in item_keys}
 
 
 def find_wait(spans: list[dict[str, Any]]) -> dict[str, Any]:
     """The span in which PD waited for its encodings; loading them is a separate span, inside the step."""
-    wanted = {names.ROLE: "prefill_decode", names.STAGE: "ec.transfer"}
+    wanted = {keys.ROLE: "prefill_decode", keys.STAGE: "ec.transfer"}
     found = [span for span in spans if wanted.items() <= span["attributes"].items()]
     return min(found, key=lambda span: int(span["start_ns"]))
 
@@ -101,24 +103,25 @@ def test_no_image_is_encoded_twice(nixl: LiveDeployment, kind: str) -> None:
     assert answer.status == 200
     check_closed(spans)
     assert all(
-        each[names.UNATTRIBUTED_US] == 0
+        each[keys.UNATTRIBUTED_US] == 0
         for role in LEGS
         for each in list_role_attributes(spans, role)
     )
     assert (
-        sum(each.get(names.OWN_ITEMS, 0) for each in list_role_attributes(spans, "encode")) == new
+        sum(each.get(keys.ENCODER_OWN_ITEMS, 0) for each in list_role_attributes(spans, "encode"))
+        == new
     )
     (consumer,) = list_role_attributes(spans, "prefill_decode")
-    assert consumer.get(names.OWN_ITEMS, 0) == 0
-    assert names.name_stage_attribute("encoder.compute") not in consumer
+    assert consumer.get(keys.ENCODER_OWN_ITEMS, 0) == 0
+    assert keys.name_stage_attribute("encoder.compute") not in consumer
     items = read_items(spans, "prefill_decode")
-    assert items[names.EC_RECOMPUTED_ITEMS] == 0
-    assert items[names.EC_REMOTE_ITEMS] == new
-    assert items[names.EC_REMOTE_ITEMS] + items[names.EC_LOCAL_ITEMS] == len(pictures)
+    assert items[keys.EC_RECOMPUTED_ITEMS] == 0
+    assert items[keys.EC_REMOTE_ITEMS] == new
+    assert items[keys.EC_REMOTE_ITEMS] + items[keys.EC_LOCAL_ITEMS] == len(pictures)
     if new:
-        assert consumer[names.name_stage_attribute("ec.transfer")] > 0
-        assert consumer[names.EC_BYTES] > 0
-        assert consumer[names.EC_CONNECTOR] == "ECCPUConnector"
+        assert consumer[keys.name_stage_attribute("ec.transfer")] > 0
+        assert consumer[keys.EC_BYTES] > 0
+        assert consumer[keys.EC_CONNECTOR] == "ECCPUConnector"
     assert answer.text == ask_alone(nixl, pictures, prompt=prompt, **fields).text
 
 
@@ -139,9 +142,9 @@ def test_fifty_at_once_are_encoded_once_each(nixl: LiveDeployment) -> None:
         spans = nixl.wait_for_trace(trace, lambda found: is_whole(found, 1))
         check_closed(spans)
         (encoder,), (consumer,) = (list_role_attributes(spans, role) for role in LEGS)
-        assert (encoder[names.OWN_ITEMS], consumer.get(names.OWN_ITEMS, 0)) == (1, 0)
-        assert read_items(spans, "prefill_decode")[names.EC_REMOTE_ITEMS] == 1
-        assert consumer[names.UNATTRIBUTED_US] == encoder[names.UNATTRIBUTED_US] == 0
+        assert (encoder[keys.ENCODER_OWN_ITEMS], consumer.get(keys.ENCODER_OWN_ITEMS, 0)) == (1, 0)
+        assert read_items(spans, "prefill_decode")[keys.EC_REMOTE_ITEMS] == 1
+        assert consumer[keys.UNATTRIBUTED_US] == encoder[keys.UNATTRIBUTED_US] == 0
 
 
 def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
@@ -149,8 +152,8 @@ def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
     pictures, trace = (nixl.new_picture_seed(),), make_trace_id()
     headers = {
         **make_parent_header(trace),
-        names.LEG_HEADER: "prefill_decode",
-        names.ENCODED_HEADER: "1",
+        header_names.LEG: "prefill_decode",
+        header_names.MEDIA_ENCODED: "1",
     }
     ask_alone(nixl, pictures, max_tokens=1, stream=False)
 
@@ -161,8 +164,11 @@ def test_an_image_encoded_twice_is_told(nixl: LiveDeployment) -> None:
         trace, lambda found: bool(list_role_attributes(found, "prefill_decode"))
     )
 
-    assert read_items(spans, "prefill_decode")[names.EC_RECOMPUTED_ITEMS] == 1
-    assert 'ec;desc="items=1 remote=0 local=0 recomputed=1' in answer.headers[names.TIMING]
+    assert read_items(spans, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
+    assert (
+        'ec;desc="items=1 remote=0 local=0 recomputed=1'
+        in answer.headers[header_names.SERVER_TIMING]
+    )
     assert read_breakdown(answer)["encoder.compute"] > 0
 
 
@@ -208,11 +214,11 @@ def measure_late_copy(bench: LiveDeployment) -> Errors:
     )
     spans = bench.wait_for_trace(
         trace,
-        lambda found: is_whole(found, 1) and any(s["name"] == names.EC_KEPT for s in found),
+        lambda found: is_whole(found, 1) and any(s["name"] == span_names.EC_KEPT for s in found),
     )
     (delay,) = bench.control.read_delays(began_ns)
-    (kept,) = [span for span in spans if span["name"] == names.EC_KEPT]
-    ready_ns = kept["start_ns"] + kept["attributes"][names.EC_READY_US] * 1000
+    (kept,) = [span for span in spans if span["name"] == span_names.EC_KEPT]
+    ready_ns = kept["start_ns"] + kept["attributes"][keys.EC_READY_US] * 1000
     assert read_breakdown(answer)["encode.ec.transfer"] < LATE * 100
     return {
         "ready": (ready_ns - delay.end_ns - to_wall_ns) / 1e6,
@@ -240,12 +246,12 @@ def test_an_image_closes_through_all_three_over_nixl(nixl3: LiveDeployment, kind
     assert answer.status == 200
     check_closed(spans)
     for role in ("encode", "prefill", "decode"):
-        assert all(each[names.UNATTRIBUTED_US] == 0 for each in list_role_attributes(spans, role))
+        assert all(each[keys.UNATTRIBUTED_US] == 0 for each in list_role_attributes(spans, role))
     items = read_items(spans, "prefill")
-    assert items[names.EC_RECOMPUTED_ITEMS] == 0
-    assert items[names.EC_REMOTE_ITEMS] == new
+    assert items[keys.EC_RECOMPUTED_ITEMS] == 0
+    assert items[keys.EC_REMOTE_ITEMS] == new
     (consumer,), (decoder,) = (list_role_attributes(spans, role) for role in ("prefill", "decode"))
-    assert consumer[names.name_stage_attribute("ec.transfer")] > 0
-    assert names.name_stage_attribute("encoder.compute") not in {*consumer, *decoder}
-    assert decoder[names.name_stage_attribute("kv.transfer")] > 0
+    assert consumer[keys.name_stage_attribute("ec.transfer")] > 0
+    assert keys.name_stage_attribute("encoder.compute") not in {*consumer, *decoder}
+    assert decoder[keys.name_stage_attribute("kv.transfer")] > 0
     assert answer.text == ask_alone(nixl3, pictures, **fields).text

@@ -22,7 +22,8 @@ import pytest
 from lab import ttft_client
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.server_plans import ADAPTER_NAME
-from ttft_otel.model import names, stages, timing
+from ttft_otel.model import stages, timing
+from ttft_otel.model.names import header_names, keys, metric_names
 
 MAX_WAIT_S = 30.0
 MAX_ARRIVAL_S = 5.0  # of a request at the engine
@@ -60,15 +61,15 @@ def read_metric(bench: LiveDeployment, name: str) -> float:
 
 def make_parent_header(trace: str) -> dict[str, str]:
     """The header that makes a request part of a sampled trace."""
-    return {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    return {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
 
 
 def fetch_ttft_span(bench: LiveDeployment, trace: str) -> dict[str, Any]:
     """The attributes of a trace's `ttft` span, whose sum is checked."""
     spans = bench.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))
     (found,) = [span["attributes"] for span in spans if span["name"] == "ttft"]
-    parts = [us for key, us in found.items() if names.parse_stage_attribute(key)]
-    assert sum(parts) == found[names.TOTAL_US]
+    parts = [us for key, us in found.items() if keys.parse_stage_attribute(key)]
+    assert sum(parts) == found[keys.TOTAL_US]
     return dict(found)
 
 
@@ -103,10 +104,10 @@ def check_nothing_is_left(features: LiveDeployment) -> Iterator[None]:
     """After each test no hook has failed, nothing awaits a first token, and the server still closes."""
     yield
     deadline = time.monotonic() + MAX_WAIT_S
-    while read_metric(features, names.METRIC_PENDING) and time.monotonic() < deadline:
+    while read_metric(features, metric_names.PENDING) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert read_metric(features, names.METRIC_PENDING) == 0
-    assert read_metric(features, f"{names.METRIC_ERRORS}_total") == 0
+    assert read_metric(features, metric_names.PENDING) == 0
+    assert read_metric(features, f"{metric_names.HOOK_ERRORS}_total") == 0
     assert features.list_complaints("mono") == []
     after = read_breakdown(features.send_request(features.front_url, max_tokens=2))
     assert after[stages.UNATTRIBUTED] == 0
@@ -124,7 +125,7 @@ def test_each_feature_closes(features: LiveDeployment, kind: str) -> None:
     assert kind != "choice" or answer.text in ("yes", "no")
     assert read_breakdown(answer)[stages.UNATTRIBUTED] == 0
     found = fetch_ttft_span(features, trace)
-    assert found[names.UNATTRIBUTED_US] == 0 and names.ERROR_TYPE not in found
+    assert found[keys.UNATTRIBUTED_US] == 0 and keys.ERROR_TYPE not in found
 
 
 def test_drafts_are_used(features: LiveDeployment) -> None:
@@ -151,9 +152,9 @@ def test_a_pause_aborts(features: LiveDeployment) -> None:
 
     assert first.status == second.status == 200
     assert read_breakdown(first)[stages.UNATTRIBUTED] == 0
-    assert timing.reports_no_token(second.headers[names.TIMING])
+    assert timing.reports_no_token(second.headers[header_names.SERVER_TIMING])
     found = fetch_ttft_span(features, trace)
-    assert (found[names.ERROR_TYPE], found[names.DIED_IN]) == ("error", "prefill.queue")
+    assert (found[keys.ERROR_TYPE], found[keys.DIED_IN]) == ("error", "prefill.queue")
 
 
 @pytest.mark.parametrize(
@@ -208,4 +209,4 @@ def test_a_background_response(features: LiveDeployment, is_cancelled: bool) -> 
     spans = features.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
 
     assert [span["name"] for span in spans] == ["POST /v1/responses"]
-    assert names.ERROR_TYPE not in spans[0]["attributes"]
+    assert keys.ERROR_TYPE not in spans[0]["attributes"]

@@ -15,7 +15,8 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
 from tests.live.bench import LiveDeployment, read_breakdown
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import header_names
 
 pytestmark = pytest.mark.untimed
 
@@ -55,7 +56,7 @@ def does_trace_arrive(bench: LiveDeployment, url: str) -> bool:
     while time.monotonic() < deadline:
         trace = os.urandom(16).hex()
         bench.send_request(
-            url, max_tokens=1, headers={names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+            url, max_tokens=1, headers={header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
         )
         for _ in range(20):
             time.sleep(0.1)
@@ -137,7 +138,7 @@ def read_pending_requests(bench: LiveDeployment) -> float:
 def test_failing_requests_are_traced_with_their_status(epd: LiveDeployment) -> None:
     """A request that gets 400 has plain vLLM's body, an error span, and the stage in which it ended."""
     trace = "fa" * 16
-    header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
 
     answer = ttft_client.send_timed_request(
         epd.front_url, headers=header, extra={"temperature": "hot"}

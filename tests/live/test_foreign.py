@@ -20,7 +20,7 @@ import pytest
 from lab import ttft_client
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
 from ttft_otel.tracing import clock
@@ -51,7 +51,9 @@ class ForeignRouter:
     def call_instance(self, role: str, **fields: Any) -> TimedResponse:
         """Call an instance as such a router does, without a header of ours."""
         span_id = os.urandom(8).hex()
-        headers = {names.TRACEPARENT: f"00-{self.trace_id}-{span_id}-01"} if self.traced else {}
+        headers = (
+            {header_names.TRACEPARENT: f"00-{self.trace_id}-{span_id}-01"} if self.traced else {}
+        )
         start = time.time_ns()
         answer = ttft_client.send_timed_request(
             self.bench.fleet.get_url(role), request_id=self.request_id, headers=headers, **fields
@@ -135,10 +137,10 @@ def count_first_tokens(
     outermost: Counter[str] = Counter()
     for trace_id in {row["trace_id"] for row in rows}:
         for span in bench.get_json(f"/api/trace/{trace_id}")["spans"]:
-            if span["name"] in (names.TTFT, names.ENCODE):
+            if span["name"] in (span_names.TTFT, span_names.ENCODE):
                 own = span["attributes"]
-                counts[own[names.ROLE], own[names.OUTERMOST]] += 1
-                outermost[own[names.REQUEST_ID]] += own[names.OUTERMOST]
+                counts[own[keys.ROLE], own[keys.OUTERMOST]] += 1
+                outermost[own[keys.REQUEST_ID]] += own[keys.OUTERMOST]
     return counts, outermost
 
 

@@ -11,23 +11,23 @@ import pytest
 
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown, read_output_tokens
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.names import header_names, keys
 
 pytestmark = pytest.mark.untimed  # bounds are of one exchange with itself
 USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}
-END_NAMES = {names.OUTPUT_TOKENS, names.FINISH_REASONS, names.TOKEN_TIME_US}
+END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN_US}
 
 
 def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
     """One request to the server that decodes; its answer, and its server span's attributes."""
     trace = os.urandom(16).hex()
-    headers = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    headers = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
     answer = bench.send_request(bench.fleet.get_url("prefill_decode"), headers=headers, **fields)
     spans = bench.wait_for_trace(
-        trace, lambda got: any(names.HTTP_METHOD in span["attributes"] for span in got)
+        trace, lambda got: any(keys.HTTP_METHOD in span["attributes"] for span in got)
     )
-    (server,) = [span for span in spans if names.HTTP_METHOD in span["attributes"]]
+    (server,) = [span for span in spans if keys.HTTP_METHOD in span["attributes"]]
     others = [span for span in spans if span is not server]
     assert not any(END_NAMES & set(span["attributes"]) for span in others)
     return answer, server["attributes"]
@@ -41,23 +41,23 @@ def test_end(epd: LiveDeployment, path: str, stream: bool) -> None:
     extra = USAGE if stream else {"ignore_eos": True}
     answer, told = call(epd, path=path, stream=stream, max_tokens=12, extra=extra)
 
-    assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
-    assert json.loads(told[names.FINISH_REASONS]) == ["length"]
-    assert told[names.TOKEN_TIME_US] >= 30_000
+    assert told[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 12
+    assert json.loads(told[keys.FINISH_REASONS]) == ["length"]
+    assert told[keys.TIME_PER_OUTPUT_TOKEN_US] >= 30_000
     # What the server says of the time before its first output and after it fits into the client's exchange.
     # The client's own first chunk is no bound: it may come late. Rounding: half a microsecond a token.
     cut = read_breakdown(answer)
     until_output_us = cut["ttft"] - cut.get("egress", 0)
-    assert until_output_us + told[names.TOKEN_TIME_US] * 11 <= answer.total_us + 6
+    assert until_output_us + told[keys.TIME_PER_OUTPUT_TOKEN_US] * 11 <= answer.total_us + 6
 
 
 def test_several_generations(epd: LiveDeployment) -> None:
     """With n = 2 tokens add up, and the steps are nobody's own."""
     answer, told = call(epd, stream=False, n=2, max_tokens=5, extra={"ignore_eos": True})
 
-    assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
-    assert json.loads(told[names.FINISH_REASONS]) == ["length"] * 2
-    assert names.TOKEN_TIME_US not in told
+    assert told[keys.OUTPUT_TOKENS] == read_output_tokens(answer) == 10
+    assert json.loads(told[keys.FINISH_REASONS]) == ["length"] * 2
+    assert keys.TIME_PER_OUTPUT_TOKEN_US not in told
 
 
 def test_stop_string(epd: LiveDeployment) -> None:
@@ -75,8 +75,8 @@ def test_stop_string(epd: LiveDeployment) -> None:
     answer, told = call(epd, stream=False, path=COMPLETIONS_PATH, max_tokens=12, extra=extra)
 
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
-    assert json.loads(told[names.FINISH_REASONS]) == ["stop"]
-    assert told[names.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
+    assert json.loads(told[keys.FINISH_REASONS]) == ["stop"]
+    assert told[keys.OUTPUT_TOKENS] == read_output_tokens(answer) <= 12
 
 
 def test_beam_search(epd: LiveDeployment) -> None:
@@ -94,7 +94,7 @@ def test_client_leaves(epd: LiveDeployment) -> None:
     answer, told = call(epd, max_tokens=200, abort_s=1.0, extra={"ignore_eos": True})
 
     assert answer.aborted
-    assert told[names.ERROR_TYPE] == names.ERROR_INCOMPLETE
+    assert told[keys.ERROR_TYPE] == keys.ERROR_INCOMPLETE
     assert not END_NAMES & set(told)
 
 
@@ -102,7 +102,7 @@ def test_unknown_model(epd: LiveDeployment) -> None:
     """A model that only the client knows is on no span, neither of the router nor of the server."""
     for url in (epd.front_url, epd.fleet.get_url("prefill_decode")):
         trace = os.urandom(16).hex()
-        headers = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        headers = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
         answer = epd.send_request(url, headers=headers, model="made-up", stream=False)
         assert answer.status == 404
         spans = epd.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))

@@ -15,7 +15,8 @@ from tests.live.conftest import DeploymentDeck
 from tests.live.test_closing import make_parent_header, make_trace_id
 from tests.live.test_ec_nixl import ask_alone, list_role_attributes, read_items
 from tests.live.test_faults import list_exporters
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import header_names, keys
 
 PATIENCE_S = 3.0
 
@@ -30,8 +31,8 @@ def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: Live
 
     headers = {
         **make_parent_header(trace),
-        names.LEG_HEADER: "prefill_decode",
-        names.ENCODED_HEADER: "1",
+        header_names.LEG: "prefill_decode",
+        header_names.MEDIA_ENCODED: "1",
     }
     extra = get_announced_params(first)
     answer = newer.send_request(newer.front_url, pictures=pictures, headers=headers, extra=extra)
@@ -44,7 +45,7 @@ def test_an_encoder_killed_after_its_answer_costs_a_wait_and_is_told(newer: Live
     assert found[stages.UNATTRIBUTED] == 0
     assert 0 <= found["ec.transfer"] - PATIENCE_S * 1e6 <= 200_000
     assert found["encoder.compute"] > 0
-    assert read_items(spans, "prefill_decode")[names.EC_RECOMPUTED_ITEMS] == 1
+    assert read_items(spans, "prefill_decode")[keys.EC_RECOMPUTED_ITEMS] == 1
 
 
 def test_a_killed_process_tree_loses_no_record(newer: LiveDeployment, deck: DeploymentDeck) -> None:
@@ -52,7 +53,7 @@ def test_a_killed_process_tree_loses_no_record(newer: LiveDeployment, deck: Depl
     server = newer.fleet.servers["prefill_decode"]
     traces = [os.urandom(16).hex() for _ in range(8)]
     for trace in traces:
-        header = {names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
         # Hung up after the first token: the ttft half of the record is on its way by then.
         newer.send_request(newer.front_url, max_tokens=2, headers=header)
     born = list_exporters(server.pid)

@@ -23,8 +23,8 @@ from tests.live.bench import LiveDeployment
 from tests.live.server_plans import BLOCK_TOKENS
 from tests.live.test_closing import make_parent_header, make_trace_id
 from tests.live.test_routing import list_attribute_values, read_metric
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.names import env_names, keys, metric_names, span_names
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
@@ -142,7 +142,7 @@ def test_index_is_the_engines_cache(small: LiveDeployment) -> None:
 @pytest.fixture
 def workers(small: LiveDeployment) -> Iterator[LocalServer]:
     """A router of two workers, whose index of KV events a third process keeps."""
-    sink = {names.ENV_ENDPOINT: small.fleet.get_url("receiver")}
+    sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: small.fleet.get_url("receiver")}
     flags = ("--workers", "2", "--routing-logic", "prefix", "--prefix-index", "kv-events")
     command = local_deployment.build_router_command({"mono": [small.front_url]}, sink, *flags)
     with LocalServer(command) as router:
@@ -152,12 +152,12 @@ def workers(small: LiveDeployment) -> Iterator[LocalServer]:
 def count_lookups(router: LocalServer, result: str = "") -> float:
     """Lookups that the workers have asked for, those with this result alone if one is given."""
     wanted = f'{{result="{result}"' if result else ""
-    return sum(read_metric(router.url, f"{names.METRIC_INDEX_LOOKUPS}_total{wanted}"))
+    return sum(read_metric(router.url, f"{metric_names.ROUTER_INDEX_LOOKUPS}_total{wanted}"))
 
 
 def count_stored(router: LocalServer) -> float:
     """Blocks that the index of the workers has been told of."""
-    return sum(read_metric(router.url, f'{names.METRIC_KV_EVENTS}_total{{.*event="stored"'))
+    return sum(read_metric(router.url, f'{metric_names.ROUTER_KV_EVENTS}_total{{.*event="stored"'))
 
 
 def store_prompt(small: LiveDeployment, router: LocalServer, asked: dict[str, Any]) -> None:
@@ -186,10 +186,10 @@ def test_workers_ask_one_index(small: LiveDeployment, workers: LocalServer) -> N
         headers = make_parent_header(trace)
         assert small.send_request(workers.url, headers=headers, **asked).status == 200
         spans = small.wait_for_trace(
-            trace, lambda found: sum(each["name"] == names.TTFT for each in found) == 2
+            trace, lambda found: sum(each["name"] == span_names.TTFT for each in found) == 2
         )
-        expected = list_attribute_values(spans, "router.route", names.ROUTE_CACHED)
-        (found,) = list_attribute_values(spans, names.TTFT, names.CACHED_TOKENS)
+        expected = list_attribute_values(spans, "router.route", keys.ROUTE_CACHED_TOKENS)
+        (found,) = list_attribute_values(spans, span_names.TTFT, keys.CACHED_TOKENS)
         # Nothing is expected where the lookup was late.
         pairs.append((json.loads(expected[0])[0] if expected else None, found))
 

@@ -17,7 +17,8 @@ from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause
 from tests.live.test_alone import run_alone
 from tests.live.test_engine_features import fetch_ttft_span
 from tests.live.test_queue_reasons import MIN_SHARE
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 EDGE: Final = 504  # pixels: 324 tokens, more than half of the encoder's 512 of a step
 LARGE: Final[dict[str, Any]] = {
@@ -34,9 +35,9 @@ def read_stall_reasons(found: dict[str, Any]) -> dict[str, int]:
     reasons = {
         parsed[1]: us
         for key, us in found.items()
-        if (parsed := names.parse_reason_attribute(key)) and parsed[0] == "stall"
+        if (parsed := keys.parse_reason_attribute(key)) and parsed[0] == "stall"
     }
-    assert sum(reasons.values()) == found.get(names.name_stage_attribute(stages.STALL_STAGE), 0)
+    assert sum(reasons.values()) == found.get(keys.name_stage_attribute(stages.STALL_STAGE), 0)
     return reasons
 
 
@@ -82,6 +83,6 @@ def test_one_image_at_a_time(deck: DeploymentDeck, tmp_path: Path) -> None:
 
     assert reasons["encoder_budget"] >= MIN_SHARE * sum(reasons.values()), reasons
     # Else few of the others were encoded in between.
-    queued = [found.get(names.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
+    queued = [found.get(keys.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
     assert reasons["encoder_budget"] >= sum(queued)
     check_cause(told, "encoder_budget")

@@ -12,8 +12,9 @@ from tests.live.echo_server import EchoServer
 from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
 from tests.live.test_injected import check_stage
 from tests.live.unaccounted_share import check_unaccounted_share
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.names import keys, span_names
 
 WAIT_PLACE = "kv_wait"
 KINDS: dict[str, dict[str, Any]] = {
@@ -28,16 +29,16 @@ LEGS = ("prefill", "decode")
 def get_trunks_by_role(spans: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Attributes of the `ttft` or `encode` span of each role."""
     return {
-        span["attributes"][names.ROLE]: span["attributes"]
+        span["attributes"][keys.ROLE]: span["attributes"]
         for span in spans
-        if span["name"] in (names.TTFT, names.ENCODE)
+        if span["name"] in (span_names.TTFT, span_names.ENCODE)
     }
 
 
 def is_whole(spans: list[dict[str, Any]], *roles: str) -> bool:
     """Whether the trace has both halves of each role, and the span of the blocks that P kept."""
-    servers = {span["attributes"][names.ROLE] for span in spans if span["kind"] == "server"}
-    fetched = any(span["name"] == names.KEPT for span in spans)
+    servers = {span["attributes"][keys.ROLE] for span in spans if span["kind"] == "server"}
+    fetched = any(span["name"] == span_names.KV_KEPT for span in spans)
     return set(roles) <= set(get_trunks_by_role(spans)) and set(roles) <= servers and fetched
 
 
@@ -58,10 +59,10 @@ def test_each_kind_closes_on_prefill_and_decode(pd: LiveDeployment, kind: str) -
     assert answer.status == 200
     check_closed(spans)
     found = get_trunks_by_role(spans)
-    assert found["prefill"][names.UNATTRIBUTED_US] == found["decode"][names.UNATTRIBUTED_US] == 0
-    assert found["decode"][names.name_stage_attribute("kv.transfer")] > 0
+    assert found["prefill"][keys.UNATTRIBUTED_US] == found["decode"][keys.UNATTRIBUTED_US] == 0
+    assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
     # A connector's call that has nothing to do, and whose process had to wait for its core.
-    assert found["prefill"].get(names.name_stage_attribute("kv.transfer"), 0) < 5_000
+    assert found["prefill"].get(keys.name_stage_attribute("kv.transfer"), 0) < 5_000
     timing = read_breakdown(answer)
     assert sum(us for name, us in timing.items() if name != "ttft") == timing["ttft"]
 
@@ -77,17 +78,17 @@ def test_what_moved_is_told(pd: LiveDeployment) -> None:
     (blocks,) = params["remote_block_ids"]
     found = get_trunks_by_role(spans)["decode"]
     assert second.status == 200
-    assert found[names.KV_CONNECTOR] == "NixlConnector"
-    assert found[names.KV_TOKENS] == params["remote_num_tokens"]
-    assert found[names.KV_BLOCKS] == len(blocks)
-    assert found[names.KV_BYTES] > 0 and found[names.KV_BYTES] % len(blocks) == 0
-    assert 0 < found[names.KV_MOVE] <= found[names.name_stage_attribute("kv.transfer")]
-    (kept,) = [span for span in spans if span["name"] == names.KEPT]
+    assert found[keys.KV_CONNECTOR] == "NixlConnector"
+    assert found[keys.KV_TOKENS] == params["remote_num_tokens"]
+    assert found[keys.KV_BLOCKS] == len(blocks)
+    assert found[keys.KV_BYTES] > 0 and found[keys.KV_BYTES] % len(blocks) == 0
+    assert 0 < found[keys.KV_MOVE_US] <= found[keys.name_stage_attribute("kv.transfer")]
+    (kept,) = [span for span in spans if span["name"] == span_names.KV_KEPT]
     own = kept["attributes"]
-    assert (own[names.KV_TOKENS], own[names.KV_BLOCKS]) == (found[names.KV_TOKENS], len(blocks))
-    assert names.ERROR_TYPE not in own
+    assert (own[keys.KV_TOKENS], own[keys.KV_BLOCKS]) == (found[keys.KV_TOKENS], len(blocks))
+    assert keys.ERROR_TYPE not in own
     above = next(span for span in spans if span["span_id"] == kept["parent_id"])
-    assert (above["kind"], above["attributes"][names.ROLE]) == ("server", "prefill")
+    assert (above["kind"], above["attributes"][keys.ROLE]) == ("server", "prefill")
     assert above["start_ns"] <= kept["start_ns"] <= kept["end_ns"]
 
 
@@ -136,8 +137,8 @@ def test_one_that_hangs_up_while_blocks_move_died_there(pd: LiveDeployment) -> N
 
     assert second.aborted
     found = get_trunks_by_role(spans)["decode"]
-    assert found[names.DIED_IN] == "kv.transfer", found
-    assert found[names.name_stage_attribute("kv.transfer")] > 300_000
+    assert found[keys.DIED_IN] == "kv.transfer", found
+    assert found[keys.name_stage_attribute("kv.transfer")] > 300_000
     assert read_breakdown(pd.prefill_then_decode()[1])[stages.UNATTRIBUTED] == 0
 
 
@@ -189,10 +190,10 @@ def test_an_image_closes_through_all_three(epd3: LiveDeployment, kind: str) -> N
     assert answer.status == 200
     check_closed(spans)
     found = get_trunks_by_role(spans)
-    assert all(found[role][names.UNATTRIBUTED_US] == 0 for role in roles[1:])
-    assert found["decode"][names.name_stage_attribute("kv.transfer")] > 0
-    assert found["encode"][names.name_stage_attribute("encoder.compute")] > 0
-    assert names.name_stage_attribute("encoder.compute") not in found["prefill"]
+    assert all(found[role][keys.UNATTRIBUTED_US] == 0 for role in roles[1:])
+    assert found["decode"][keys.name_stage_attribute("kv.transfer")] > 0
+    assert found["encode"][keys.name_stage_attribute("encoder.compute")] > 0
+    assert keys.name_stage_attribute("encoder.compute") not in found["prefill"]
 
 
 @pytest.mark.full

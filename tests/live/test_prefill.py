@@ -22,8 +22,8 @@ from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_closing import make_parent_header, make_trace_id
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
+from ttft_otel.model.names import env_names, keys, span_names
 
 MODES = ("off", "strip", "continue")
 BLOCK_TOKENS = 128  # tokens of a KV block on CPU
@@ -85,7 +85,7 @@ class ModeRouters:
                 for role in servers
                 if role in local_deployment.ROUTER_FLAG_BY_ROLE
             }
-            sink = {names.ENV_ENDPOINT: bench.fleet.get_url("receiver")}
+            sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: bench.fleet.get_url("receiver")}
             commands = {
                 mode: local_deployment.build_router_command(legs, sink, "--first-token", mode)
                 for mode in MODES
@@ -324,22 +324,22 @@ def test_the_handover_is_in_the_trace(modes: RouterModes) -> None:
             mode, prompt=modes.make_prompt(), words=200, headers=make_parent_header(trace)
         )
         spans = modes.bench.wait_for_trace(
-            trace, lambda found: list_spans_named(found, names.HANDOVER)
+            trace, lambda found: list_spans_named(found, span_names.HANDOVER)
         )
-        (handover,) = list_spans_named(spans, names.HANDOVER)
+        (handover,) = list_spans_named(spans, span_names.HANDOVER)
         own = handover["attributes"]
         steps = [span for span in spans if span["parent_id"] == handover["span_id"]]
-        total = own[names.HANDOVER_TOTAL_US]
+        total = own[keys.HANDOVER_TOTAL_US]
         assert total == sum(
             us
             for name, us in own.items()
-            if name.endswith("_us") and name != names.HANDOVER_TOTAL_US
+            if name.endswith("_us") and name != keys.HANDOVER_TOTAL_US
         )
-        assert own[names.name_handover_attribute("decode.kv.transfer")] > 0
-        assert (names.name_handover_attribute(names.FIRST_DECODE) in own) == (mode == "strip")
+        assert own[keys.name_handover_attribute("decode.kv.transfer")] > 0
+        assert (keys.name_handover_attribute(span_names.FIRST_DECODE) in own) == (mode == "strip")
         assert {step["name"] for step in steps} >= {"router.hop.decode", "decode.kv.transfer"}
         above = next(span for span in spans if span["span_id"] == handover["parent_id"])
-        assert (above["kind"], above["attributes"][names.ROLE]) == ("server", "router")
+        assert (above["kind"], above["attributes"][keys.ROLE]) == ("server", "router")
 
 
 def list_spans_named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from tests.live.test_engine_features import (
     make_parent_header,
     run_request,
 )
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 MIN_SHARE = 0.95
 MAX_ATTEMPTS = 6
@@ -35,9 +36,9 @@ def read_reasons(bench: LiveDeployment, trace: str) -> dict[str, int]:
     reasons = {
         parsed[1]: us
         for key, us in found.items()
-        if (parsed := names.parse_reason_attribute(key)) and parsed[0] == "queue"
+        if (parsed := keys.parse_reason_attribute(key)) and parsed[0] == "queue"
     }
-    queues = [found.get(names.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
+    queues = [found.get(keys.name_stage_attribute(stage), 0) for stage in stages.QUEUE_STAGES]
     assert sum(reasons.values()) == sum(queues) > 0
     return reasons
 
@@ -106,7 +107,7 @@ def test_alone(features: LiveDeployment) -> None:
     (queue,) = [span for span in spans if span["name"] == "prefill.queue"]
 
     assert set(reasons) == {"in_step"}
-    assert queue["attributes"][names.QUEUE_REASON] == "in_step"
+    assert queue["attributes"][keys.QUEUE_REASON] == "in_step"
 
 
 def make_grammar() -> dict[str, Any]:
@@ -148,7 +149,7 @@ def test_grammar_and_place(features: LiveDeployment) -> None:
         ):
             assert second.result().status == 200
         held_by_decoding = fetch_ttft_span(features, trace).get(
-            names.name_held_attribute("decode"), 0
+            keys.name_held_attribute("decode"), 0
         )
         if held_by_decoding:
             break

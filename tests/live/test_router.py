@@ -21,7 +21,7 @@ from tests.live.echo_server import EchoServer, measure_clock
 from tests.live.test_injected import CONTROL_MS, DELAY_MS, MAX_STRAY_MS
 from tests.live.test_routing import READ_PROMPTS_METRIC, read_metric
 from tests.live.unaccounted_share import MAX_SHARE, check_unaccounted_share
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import REPORT_FIELDS
 
 WIRE_MS = 0.02 * DELAY_MS + 0.5
@@ -110,7 +110,7 @@ def run_router_behind_proxies(
 ) -> Iterator[tuple[LocalServer, dict[str, DelayProxy]]]:
     """Run a second router that reaches E and PD through TCP proxies."""
     legs = {name: DelayProxy(bench.fleet.get_url(name)) for name in ("encode", "prefill_decode")}
-    sink = {names.ENV_ENDPOINT: bench.fleet.get_url("receiver")}
+    sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: bench.fleet.get_url("receiver")}
     command = local_deployment.build_router_command(
         {name: [proxy.url] for name, proxy in legs.items()}, sink
     )
@@ -168,7 +168,10 @@ def test_the_report_speaks_the_original_names(epd: LiveDeployment) -> None:
 def test_a_real_encoders_items_are_learnt_from(epd: LiveDeployment) -> None:
     """With --encoder-routing-logic ttft GET /instances shows how long an item takes on E."""
     legs = {name: [epd.fleet.get_url(name)] for name in ("encode", "prefill_decode")}
-    sink, port = {names.ENV_ENDPOINT: epd.fleet.get_url("receiver")}, free_ports.find_free_port()
+    sink, port = (
+        {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: epd.fleet.get_url("receiver")},
+        free_ports.find_free_port(),
+    )
     flags = ("--routing-logic", "ttft", "--encoder-routing-logic", "ttft")
     command = local_deployment.build_router_command(legs, sink, *flags, "--admin-port", str(port))
     with LocalServer(command) as router:

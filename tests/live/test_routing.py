@@ -16,18 +16,18 @@ from lab import local_deployment
 from lab.local_servers import LocalServer
 from tests.live.bench import LiveDeployment, read_breakdown
 from tests.live.test_closing import make_parent_header, make_trace_id
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, keys, metric_names, span_names
 
 BLOCK_TOKENS = 128  # tokens of a KV block on CPU
 WORDS = (100, 400, 1200)
 ROUTING_FLAGS = ("--routing-logic", "ttft")
-READ_PROMPTS_METRIC = names.METRIC_PROMPTS + '_total{result="read"}'
+READ_PROMPTS_METRIC = metric_names.ROUTER_PROMPTS + '_total{result="read"}'
 
 
 @pytest.fixture
 def routed(newer: LiveDeployment) -> Iterator[LocalServer]:
     """A router with TTFT prediction in front of one server."""
-    sink = {names.ENV_ENDPOINT: newer.fleet.get_url("receiver")}
+    sink = {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: newer.fleet.get_url("receiver")}
     with LocalServer(
         local_deployment.build_router_command({"mono": [newer.front_url]}, sink, *ROUTING_FLAGS)
     ) as router:
@@ -75,18 +75,18 @@ def test_prompts_prefixes_and_predictions(newer: LiveDeployment, routed: LocalSe
         }
         assert newer.send_request(routed.url, **asked).status == 200
     spans = newer.wait_for_trace(
-        traces[1], lambda found: sum(each["name"] == names.TTFT for each in found) == 2
+        traces[1], lambda found: sum(each["name"] == span_names.TTFT for each in found) == 2
     )
 
-    (predicted,) = list_attribute_values(spans, names.TTFT, names.PREDICTED_MS)
-    (believed,) = list_attribute_values(spans, "router.route", names.ROUTE_CACHED)
-    (found,) = list_attribute_values(spans, names.TTFT, names.CACHED_TOKENS)
+    (predicted,) = list_attribute_values(spans, span_names.TTFT, keys.PREDICTED_MS)
+    (believed,) = list_attribute_values(spans, "router.route", keys.ROUTE_CACHED_TOKENS)
+    (found,) = list_attribute_values(spans, span_names.TTFT, keys.CACHED_TOKENS)
     assert predicted > 0
     assert (
         found > 1000 and found <= json.loads(believed)[0] < found + BLOCK_TOKENS
     )  # stored as text
     assert read_metric(routed.url, READ_PROMPTS_METRIC) == [before + 17]
-    assert read_metric(routed.url, names.METRIC_FIT_SAMPLES)[0] >= 18
-    assert read_metric(routed.url, names.METRIC_PENDING_TOKENS) == [0]
-    (mape,) = read_metric(routed.url, names.METRIC_PREDICTION_ERROR)
+    assert read_metric(routed.url, metric_names.ROUTER_PREFILL_SAMPLES)[0] >= 18
+    assert read_metric(routed.url, metric_names.ROUTER_PENDING_TOKENS) == [0]
+    (mape,) = read_metric(routed.url, metric_names.ROUTER_PREDICTION_MAPE)
     assert 0 < mape < 10  # how good it is depends on what else two cores do

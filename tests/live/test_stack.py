@@ -24,7 +24,7 @@ from lab.stack.go_builds import GoMissingError
 from tests.live.bench import LiveDeployment as Live
 from tests.stack.known_requests import export_spans
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import open_reader
 
@@ -67,7 +67,7 @@ def export_again(span: StoredSpan) -> ReadableSpan:
 
 def is_whole(spans: Sequence[dict[str, Any]]) -> bool:
     """Whether the trace has both halves of router, E and PD."""
-    trunks = [span for span in spans if span["name"] in (names.TTFT, names.ENCODE)]
+    trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
     servers = [span for span in spans if span["kind"] == "server"]
     return len(trunks) >= 3 and len(servers) >= 3
 
@@ -88,7 +88,7 @@ def wait_for_spans(stack: RunningStack, trace_id: str, many: int) -> list[dict[s
 def test_a_live_request_through_the_stack(epd: Live, stack: RunningStack) -> None:
     """One trace is found by request ID; its ttft_ms is the router's TTFT rounded down; metrics add up."""
     trace_id = os.urandom(16).hex()
-    parent = {names.TRACEPARENT: f"00-{trace_id}-{'c' * 16}-01"}
+    parent = {header_names.TRACEPARENT: f"00-{trace_id}-{'c' * 16}-01"}
     answer = epd.send_request(
         epd.front_url, pictures=(epd.new_picture_seed(),), max_tokens=2, headers=parent
     )
@@ -101,22 +101,21 @@ def test_a_live_request_through_the_stack(epd: Live, stack: RunningStack) -> Non
     export_spans(stack.collector.http, [export_again(span) for span in stored.spans])
 
     spans = wait_until(partial(wait_for_spans, stack, trace_id, len(stored.spans)), 60)
-    query = f'{{ span.{names.REQUEST_ID} = "{answer.request_id}" }}'
+    query = f'{{ span.{keys.REQUEST_ID} = "{answer.request_id}" }}'
     [found] = wait_until(partial(stack.tempo.search_traces, query), 60)
     assert found["traceID"].zfill(32) == trace_id
 
-    trunks = [span for span in spans if span["name"] in (names.TTFT, names.ENCODE)]
+    trunks = [span for span in spans if span["name"] in (span_names.TTFT, span_names.ENCODE)]
     for span in trunks:
         assert (
-            get_tempo_attribute(span, "ttft_ms")
-            == get_tempo_attribute(span, names.TOTAL_US) // 1000
+            get_tempo_attribute(span, "ttft_ms") == get_tempo_attribute(span, keys.TOTAL_US) // 1000
         )
         total = get_tempo_attribute(span, "ttft_stage_sum_us") + get_tempo_attribute(
             span, "ttft_unattributed_us"
         )
-        assert total == get_tempo_attribute(span, names.TOTAL_US)
-    [outermost] = [span for span in trunks if get_tempo_attribute(span, names.OUTERMOST)]
-    assert get_tempo_attribute(outermost, names.ROLE) == "router"
+        assert total == get_tempo_attribute(span, keys.TOTAL_US)
+    [outermost] = [span for span in trunks if get_tempo_attribute(span, keys.OUTERMOST)]
+    assert get_tempo_attribute(outermost, keys.ROLE) == "router"
     assert get_tempo_attribute(outermost, "ttft_ms") == own // 1000
 
     count = "sum(histogram_count(ttft_duration_seconds))"

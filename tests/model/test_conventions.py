@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import pytest
 
+from tests.model.test_names import list_constants
 from ttft_otel import testing
 from ttft_otel.exporter.metrics.measured_series import BoundedSeries
 from ttft_otel.exporter.metrics.series_registry import METRIC_KINDS
-from ttft_otel.model import names
 from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S, METRIC_LABELS
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.tracing import carrier, recorder
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -65,13 +66,13 @@ def test_metrics(metric: str) -> None:
     assert list(BUCKET_BOUNDS_S[metric]) == expected["buckets"]
     assert set(METRIC_LABELS[metric]) <= set(expected["attributes"])
     # Required by the model, or by a condition that can be met here.
-    wanted = {names.OPERATION, names.PROVIDER, names.MODEL}
-    assert wanted | ({names.ERROR_TYPE} & set(expected["attributes"])) == set(METRIC_LABELS[metric])
+    wanted = {keys.OPERATION, keys.PROVIDER, keys.MODEL}
+    assert wanted | ({keys.ERROR_TYPE} & set(expected["attributes"])) == set(METRIC_LABELS[metric])
 
 
 def test_names() -> None:
     """Every gen_ai name of ours is one of the model's, as an attribute or as a metric."""
-    ours = {value for value in vars(names).values() if str(value).startswith("gen_ai.")}
+    ours = {value for value in list_constants().values() if value.startswith("gen_ai.")}
 
     assert ours <= set(MODEL["attributes"]) | set(MODEL["metrics"])
 
@@ -84,7 +85,7 @@ def test_values(spans: dict[str, Any]) -> None:
     told = [(key, value) for each in spans.values() for key, value in each.items()]
     found = {key: value for key, value in told if key.startswith("gen_ai.")}
 
-    assert {names.OPERATION, names.PROVIDER, names.MODEL, names.RESPONSE_MODEL} <= set(found)
+    assert {keys.OPERATION, keys.PROVIDER, keys.MODEL, keys.RESPONSE_MODEL} <= set(found)
     for key, value in found.items():
         assert type(value) is TYPES[MODEL["attributes"][key]], key
 
@@ -96,25 +97,25 @@ def test_values(spans: dict[str, Any]) -> None:
 )
 def test_streams_only(spans: dict[str, Any], expected: bool) -> None:
     """What the model defines for streams is on the `ttft` span of a stream; our own total is on all."""
-    (ttft,) = [each for name, each in spans.items() if name in (names.TTFT, names.ENCODE)]
+    (ttft,) = [each for name, each in spans.items() if name in (span_names.TTFT, span_names.ENCODE)]
 
     for name in MODEL["streams only"]:
         assert (name in ttft) is expected
         assert not any(name in each for each in spans.values() if each is not ttft)
-    assert names.TOTAL_US in ttft
+    assert keys.TOTAL_US in ttft
 
 
 @pytest.mark.parametrize(
     ("spans", "expected"),
     [
-        (("mono", True), {names.OUTPUT_TOKENS: 8, names.FINISH_REASONS: ("length",)}),
+        (("mono", True), {keys.OUTPUT_TOKENS: 8, keys.FINISH_REASONS: ("length",)}),
         (("encode", False), {}),
     ],
     indirect=["spans"],
 )
 def test_end(spans: dict[str, Any], expected: dict[str, Any]) -> None:
     """What is known only at the end is on the span that ends then, the request's own."""
-    ends = {names.OUTPUT_TOKENS, names.FINISH_REASONS}
+    ends = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS}
     found = {name: {key: each[key] for key in ends & set(each)} for name, each in spans.items()}
 
     assert found.pop("POST /v1/chat/completions") == expected
@@ -124,9 +125,9 @@ def test_end(spans: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spans", [("mono", True)], indirect=True)
 def test_facts(spans: dict[str, Any]) -> None:
     """Tokens, the answering model and the server's address are the request's."""
-    ttft, server = spans[names.TTFT], spans["POST /v1/chat/completions"]
+    ttft, server = spans[span_names.TTFT], spans["POST /v1/chat/completions"]
 
-    assert (ttft[names.INPUT_TOKENS], ttft[names.CACHE_READ_TOKENS]) == (100, 64)
+    assert (ttft[keys.INPUT_TOKENS], ttft[keys.CACHE_READ_TOKENS]) == (100, 64)
     for each in (ttft, server):
-        assert each[names.RESPONSE_MODEL] == "tiny"
-        assert (each[names.SERVER_ADDRESS], each[names.SERVER_PORT]) == ("10.1.2.3", 8000)
+        assert each[keys.RESPONSE_MODEL] == "tiny"
+        assert (each[keys.SERVER_ADDRESS], each[keys.SERVER_PORT]) == ("10.1.2.3", 8000)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.test_wait_reasons import PIECES, QUEUE
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.held_waits import SEGMENT_SIZE, divide_held, halve_segments, split_length
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import HeldBy, Ttft
 from ttft_otel.model.stages import STALL_STAGE
 from ttft_otel.tracing.context import start_context
@@ -106,7 +106,7 @@ def test_recorded() -> None:
         HeldBy(90, 7, "prefill", "a", "a" * 32, "b" * 16),
         HeldBy(60, 2, "decode", "b"),
     )
-    assert not stall.held_by and names.HELD_BY_TRUNCATED not in ttft.attributes
+    assert not stall.held_by and keys.HELD_BY_TRUNCATED not in ttft.attributes
 
 
 def test_not_sampled() -> None:
@@ -114,4 +114,4 @@ def test_not_sampled() -> None:
     ttft = make_record_part([(90, 7, 0, "a", TRACEPARENT[:-1] + "0")], lost=True)
 
     assert ttft.pieces[1].held_by == (HeldBy(90, 7, "prefill", "a"),)
-    assert ttft.attributes[names.HELD_BY_TRUNCATED] is True
+    assert ttft.attributes[keys.HELD_BY_TRUNCATED] is True

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 import ttft_otel
-from ttft_otel.model import names, stages, ttft_report
+from ttft_otel.model import stages, ttft_report
+from ttft_otel.model.names import env_names, header_names, keys, metric_names, span_names
 from ttft_otel.tracing import settings
 
 PACKAGE = Path(ttft_otel.__file__).parent
 ROOT = PACKAGE.parent
 GOLDEN = Path(__file__).parents[1] / "golden"
-HOMES = ("names.py", "stages.py")
+HOMES = ("names", "stages.py")
+MODULES = (env_names, header_names, keys, metric_names, span_names)
 
 # Modules of our own are spelled with an underscore or a dot after ttft_otel, never `ttft.`.
 WORD = re.compile(r"(?<![\w./-])ttft\.[a-z_]+(?:\.[a-z_]+)*(?![\w(])")
@@ -30,7 +32,7 @@ SHIPPED = [
     for path in sorted(folder.rglob("*"))
     if path.suffix in (".py", ".html", ".js", ".yaml", ".yml", ".json", ".md")
     and "__pycache__" not in path.parts
-    and path.name not in HOMES
+    and not {path.name, path.parent.name} & set(HOMES)
 ]
 
 
@@ -39,9 +41,12 @@ WAITING_STAGES = (stages.QUEUE_STAGES[0], stages.STALL_STAGE)
 
 @functools.cache
 def list_constants() -> dict[str, str]:
-    """Every public name in names.py, by the constant that holds it."""
+    """Every public name in names/, by its module and the constant that holds it."""
     return {
-        key: value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)
+        f"{module.__name__.rpartition('.')[2]}.{key}": value
+        for module in MODULES
+        for key, value in vars(module).items()
+        if key.isupper() and isinstance(value, str)
     }
 
 
@@ -49,11 +54,11 @@ def build_vocabulary() -> dict[str, Any]:
     """The public vocabulary: all names that users may rely on."""
     return {
         "stages": [asdict(stage) for stage in stages.STAGES],
-        "stage attributes": {name: names.name_stage_attribute(name) for name in stages.STAGE_NAMES},
+        "stage attributes": {name: keys.name_stage_attribute(name) for name in stages.STAGE_NAMES},
         "unattributed": stages.UNATTRIBUTED,
         "parts": stages.STAGE_PARTS,
         "wait reasons": {
-            reason: [names.name_reason_attribute(stage, reason) for stage in WAITING_STAGES]
+            reason: [keys.name_reason_attribute(stage, reason) for stage in WAITING_STAGES]
             for reason in stages.WAIT_REASON_NAMES
         },
         "router stages": stages.ROUTER_STAGES,
@@ -78,12 +83,12 @@ def is_known_word(word: str) -> bool:
         word in list_constants().values()
         # The collector's connector appends the end of a metric's name itself.
         or f"{word}.duration" in list_constants().values()
-        or names.parse_stage_attribute(word) is not None
-        or names.parse_reason_attribute(word) is not None
-        or names.parse_held_attribute(word) is not None
+        or keys.parse_stage_attribute(word) is not None
+        or keys.parse_reason_attribute(word) is not None
+        or keys.parse_held_attribute(word) is not None
         or stages.is_known_stage(word.removeprefix("ttft."))
-        or names.parse_stage_attribute(word.replace(f"{names.HANDOVER}.", "ttft.")) is not None
-        or word == names.name_handover_attribute(names.FIRST_DECODE)
+        or keys.parse_stage_attribute(word.replace(f"{span_names.HANDOVER}.", "ttft.")) is not None
+        or word == keys.name_handover_attribute(span_names.FIRST_DECODE)
     )
 
 
@@ -96,7 +101,7 @@ def test_vocabulary() -> None:
 
 def test_unique() -> None:
     """No stage, code or attribute name stands for two things."""
-    shared = {names.TTFT, names.TIMING_TTFT, names.PROVIDER_VLLM}
+    shared = {span_names.TTFT, header_names.TIMING_TTFT, keys.PROVIDER_VLLM}
     values = [value for value in list_constants().values() if value not in shared]
 
     assert len(values) == len(set(values))
@@ -111,9 +116,9 @@ def test_attributes_round_trip() -> None:
         "encode.preprocess",
         "router.hop.encode",
     ):
-        assert names.parse_stage_attribute(names.name_stage_attribute(stage)) == stage
-    for attribute in (names.TOTAL_US, names.CLAMPED_US, "other"):
-        assert names.parse_stage_attribute(attribute) is None
+        assert keys.parse_stage_attribute(keys.name_stage_attribute(stage)) == stage
+    for attribute in (keys.TOTAL_US, keys.CLAMPED_US, "other"):
+        assert keys.parse_stage_attribute(attribute) is None
 
 
 def test_no_double() -> None:
@@ -121,7 +126,7 @@ def test_no_double() -> None:
 
     A prediction and its error are in whole milliseconds: nobody predicts microseconds.
     """
-    whole = {names.PREDICTED_MS, names.PREDICTION_ERROR_MS}
+    whole = {keys.PREDICTED_MS, keys.PREDICTION_ERROR_MS}
     own = [v for v in list_constants().values() if v.startswith("ttft.") and v not in whole]
 
     assert not [name for name in own if name.endswith(("_ms", "_s", "_seconds"))]
@@ -144,14 +149,14 @@ SUFFIXES = {"json", "db", "sqlite", "py", "yaml", "html", "js", "otel"}
 
 @pytest.mark.parametrize("path", [each for each in SHIPPED if str(each.id).endswith(".py")])
 def test_literals(path: Path) -> None:
-    """Code takes attribute, header and environment names from names.py: it never spells them."""
+    """Code takes attribute, header and environment names from names/: it never spells them."""
     spelled = {
         value
         for value in list_constants().values()
         if value.startswith(("ttft.", "gen_ai.", "x-ttft", "TTFT_", "OTEL_", "ttft_otel_"))
     }
     # plugin.py may import nothing while off.
-    free = {"plugin.py": {names.ENV_ON}}.get(path.name, set())
+    free = {"plugin.py": {env_names.TTFT_OTEL}}.get(path.name, set())
 
     assert [] == sorted((set(list_literals(path)) & spelled) - free)
 
@@ -179,14 +184,13 @@ def list_literals(path: Path, prose: bool = False) -> tuple[str, ...]:
 
 
 def test_used() -> None:
-    """Every name in names.py is used by the package or the laboratory: none outlives its purpose."""
+    """Every name in names/ is used by the package or the laboratory: none outlives its purpose."""
     used: set[str] = set()
     for path in (*PACKAGE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")):
-        if path.name != "names.py":
-            used |= set(re.findall(r"names\.([A-Z][A-Z0-9_]*)", path.read_text(encoding="utf-8")))
-    own: set[str] = set()
+        if path.parent.name != "names":
+            used |= set(re.findall(r"\w+\.[A-Z][A-Z0-9_]*", path.read_text(encoding="utf-8")))
 
-    assert [] == sorted(set(list_constants()) - used - own)
+    assert [] == sorted(set(list_constants()) - used)
 
 
 def test_original_names() -> None:

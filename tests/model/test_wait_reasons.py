@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import Breakdown
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Ttft
 from ttft_otel.model.stages import STALL_STAGE, WAIT_REASON_NAMES, WAIT_REASONS
 from ttft_otel.model.wait_reasons import MAX_SLICES, ReasonSlice, divide_waits
@@ -85,9 +85,9 @@ def test_one_reason() -> None:
 
     assert [piece.attributes for piece in ttft.pieces] == [
         {},
-        {names.QUEUE_REASON: "kv_blocks"},
+        {keys.QUEUE_REASON: "kv_blocks"},
         {},
-        {names.STALL_REASON: "kv_blocks"},
+        {keys.STALL_REASON: "kv_blocks"},
     ]
     assert ttft.attributes["ttft.queue.kv_blocks_us"] == 300
     assert ttft.attributes["ttft.stall.kv_blocks_us"] == 100

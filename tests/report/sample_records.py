@@ -16,7 +16,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from ttft_otel.exporter.spans import span_builder as exporter
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import Role
 from ttft_otel.report.receive import otlp_decoder
@@ -77,7 +78,7 @@ def make_leg_record(
             pieces.append(Piece("part", "media", at, at + length // 3))
             pieces.append(Piece("part", "tokenize", at + length // 3, at + length // 2))
         at += length
-    identity: Attributes = {names.MODEL: model, names.PROVIDER: "vllm", names.STREAMING: True}
+    identity: Attributes = {keys.MODEL: model, keys.PROVIDER: "vllm", keys.STREAMING: True}
     end = at + lost
     return Record(
         version=1,
@@ -94,7 +95,7 @@ def make_leg_record(
         attributes=identity,
         ttft=Ttft(
             span_id=make_random_id(16),
-            name=names.ENCODE if role == "encode" else names.TTFT,
+            name=span_names.ENCODE if role == "encode" else span_names.TTFT,
             start=0,
             end=end,
             stages=dict(lengths),
@@ -179,8 +180,8 @@ def make_routed_records(
             outermost=True,
             service=stages.SERVICE_NAMES["router"],
             request_id=request_id,
-            attributes={names.MODEL: model, names.STREAMING: True},
-            ttft=Ttft(make_random_id(16), names.TTFT, 0, at, parts, lost, 0, tuple(pieces)),
+            attributes={keys.MODEL: model, keys.STREAMING: True},
+            ttft=Ttft(make_random_id(16), span_names.TTFT, 0, at, parts, lost, 0, tuple(pieces)),
             server=Server("POST /v1/chat/completions", at + 245_000, 200),
             calls=tuple(calls),
         )

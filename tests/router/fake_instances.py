@@ -17,7 +17,8 @@ from aiohttp import web
 from yarl import URL
 
 from lab.free_ports import find_free_port
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names
 from ttft_otel.model.record import Record, decode_record
 from ttft_otel.router import types
 from ttft_otel.router.control import app
@@ -127,7 +128,7 @@ class FakeInstance:
                 plan.reported_us, 0, sum(plan.reported_us.values()), rest_us
             )
         if plan.reports_no_token:
-            headers["Server-Timing"] = names.TIMING_NO_TOKEN
+            headers["Server-Timing"] = header_names.TIMING_NO_TOKEN
         body = await request.read()
         if plan.status >= 400 or b'"stream":true' not in body.replace(b" ", b""):
             text = b'{"error": "no"}' if plan.status >= 400 else plan.answers(body)

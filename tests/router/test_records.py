@@ -9,7 +9,7 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import (
     Handover,
     HandoverCall,
@@ -145,9 +145,9 @@ def test_stages_name_their_server() -> None:
                     for leg, url in legs.items()
                     if leg in piece.name.removeprefix("router.hop.").split(".")
                 ]
-                said = piece.attributes.get(names.INSTANCE)
+                said = piece.attributes.get(keys.INSTANCE)
                 assert ([] if said is None else [said]) == own, piece
-            assert len({piece.attributes.get(names.INSTANCE) for piece in ttft.pieces}) == 3
+            assert len({piece.attributes.get(keys.INSTANCE) for piece in ttft.pieces}) == 3
 
     fake_instances.run_with_timeout(run_scenario)
 

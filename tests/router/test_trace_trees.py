@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.fake_instances import TRACEPARENT, InstancePlan
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names, keys, span_names
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trees.json"
 REQUEST_ID = "golden"
@@ -135,7 +135,7 @@ async def build_tree(topology: str) -> Any:
         records = await router.wait_for_records(1 if topology == "failed" else 2)
         made = [span for each in records for span in span_builder.build_spans(each, Resource({}))]
         served = {
-            seen.headers["traceparent"].split("-")[2]: [seen.headers[names.LEG_HEADER], seen.path]
+            seen.headers["traceparent"].split("-")[2]: [seen.headers[header_names.LEG], seen.path]
             for instance in instances
             for seen in instance.received
         }
@@ -165,15 +165,15 @@ def nest_spans(made: list[ReadableSpan], parent: int, served: dict[str, list[str
 
 def normalize_attribute(key: str, value: Any) -> Any:
     """An attribute without what differs from run to run: lengths and ports."""
-    if key.endswith("_us") or key == names.FIRST_CHUNK:
+    if key.endswith("_us") or key == keys.TIME_TO_FIRST_CHUNK:
         return "length"
-    if key == names.SERVER_PORT:
+    if key == keys.SERVER_PORT:
         return "port"
-    if key == names.ROUTE_INSTANCES:
+    if key == keys.ROUTE_INSTANCES:
         return [each.rpartition(":")[0] + ":port" for each in value]
     if isinstance(value, tuple):
         return list(value)
-    return value.rpartition(":")[0] + ":port" if key == names.INSTANCE else value
+    return value.rpartition(":")[0] + ":port" if key == keys.INSTANCE else value
 
 
 def build_tree_sync(topology: str) -> Any:
@@ -209,9 +209,9 @@ def test_attempts_are_spans() -> None:
     golden = json.loads(GOLDEN.read_text())
     (server,) = golden["retried"]
     calls = [each for each in server["children"] if each["kind"] == "CLIENT"]
-    assert [each["attributes"].get(names.ERROR_TYPE) for each in calls] == ["503", None]
-    assert [each["attributes"].get(names.ATTEMPT) for each in calls] == [None, 2]
+    assert [each["attributes"].get(keys.ERROR_TYPE) for each in calls] == ["503", None]
+    assert [each["attributes"].get(keys.ATTEMPT) for each in calls] == [None, 2]
     (server,) = golden["failed"]
     told = {each["name"]: each for each in server["children"]}
-    assert told[names.TTFT]["attributes"][names.DIED_IN] == "router.hop.mono"
+    assert told[span_names.TTFT]["attributes"][keys.DIED_IN] == "router.hop.mono"
     assert len(server["children"]) == 2

@@ -44,7 +44,7 @@ from tests.stack.known_requests import (
 )
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 SCRAPE_INTERVAL = "5s"  # of the collector's pushes; 15 s where people look
 PORTIONS = 5
@@ -203,7 +203,10 @@ def send_requests_meanwhile(url: str) -> Iterator[None]:
 def run_router_meanwhile(stack: RunningStack) -> Iterator[None]:
     """Run a router in front of two instances, one of which refuses, and let the stack scrape its metrics."""
     instances = [HttpInstance(200), HttpInstance(503)]
-    env = {names.ENV_SAMPLER: "always_off", names.ENV_ENDPOINT: stack.collector.http}
+    env = {
+        env_names.OTEL_TRACES_SAMPLER: "always_off",
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: stack.collector.http,
+    }
     targets = stack.prometheus.folder / "data" / "config" / "own" / "router.yml"
     try:
         command = local_deployment.build_router_command(

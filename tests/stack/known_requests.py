@@ -21,7 +21,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from ttft_otel.exporter.spans import span_builder as exporter
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import RECORD_VERSION, Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import QUEUE_STAGES, UNATTRIBUTED, Role
 
@@ -343,7 +344,7 @@ def build_known_records(row: KnownRequest, end_ns: int) -> list[SourcedRecord]:
 
 def _get_server_attributes(leg: KnownLeg) -> Attributes:
     host, _, port = leg.instance.partition(":")
-    return {names.HTTP_METHOD: "POST", names.SERVER_ADDRESS: host, names.SERVER_PORT: int(port)}
+    return {keys.HTTP_METHOD: "POST", keys.SERVER_ADDRESS: host, keys.SERVER_PORT: int(port)}
 
 
 def sum_reasons_us(rows: Iterable[KnownRequest]) -> dict[str, int]:
@@ -392,9 +393,9 @@ def _build_server_record(
     for name, us in leg.lengths.items():
         waited: Attributes = {}
         if name in QUEUE_STAGES:
-            waited[names.QUEUE_REASON] = get_reason(us)
+            waited[keys.QUEUE_REASON] = get_reason(us)
             held = divide_by_work(us)
-            waited |= {names.name_held_attribute(kind): length for kind, length in held.items()}
+            waited |= {keys.name_held_attribute(kind): length for kind, length in held.items()}
         pieces.append(Piece("stage", name, at, at + us, waited))
         if name == "preprocess":
             pieces.append(Piece("part", "tokenize", at, at + us // 2))
@@ -402,12 +403,12 @@ def _build_server_record(
     if leg.lost:
         pieces.append(Piece("stage", UNATTRIBUTED, at, at + leg.lost))
     error = "" if row.routed else row.error
-    attributes: Attributes = {names.STREAMING: row.streaming, names.INPUT_TOKENS: 512}
+    attributes: Attributes = {keys.STREAMING: row.streaming, keys.INPUT_TOKENS: 512}
     if leg.recomputed is not None:
-        attributes[names.EC_RECOMPUTED_ITEMS] = leg.recomputed
+        attributes[keys.EC_RECOMPUTED_ITEMS] = leg.recomputed
     ttft = Ttft(
         span_id=_draw_id(draw),
-        name=names.ENCODE if leg.role == "encode" else names.TTFT,
+        name=span_names.ENCODE if leg.role == "encode" else span_names.TTFT,
         start=0,
         end=leg.ttft,
         stages=dict(leg.lengths),
@@ -436,7 +437,7 @@ def _build_router_record(
         )
     ]
     for leg in row.legs:
-        where: Attributes = {names.INSTANCE: leg.instance}
+        where: Attributes = {keys.INSTANCE: leg.instance}
         laid.append((f"router.hop.{leg.role}", leg.hop, where))
         laid += [(f"{leg.role}.{name}", us, where) for name, us in leg.lengths.items()]
         laid.append((UNATTRIBUTED, leg.lost, {}))
@@ -448,14 +449,14 @@ def _build_router_record(
         at += us
     ttft = Ttft(
         span_id=_draw_id(draw),
-        name=names.TTFT,
+        name=span_names.TTFT,
         start=0,
         end=row.ttft,
         stages=row.stages,
         unattributed=row.unattributed,
         clamped=0,
         pieces=tuple(pieces),
-        attributes={names.STREAMING: row.streaming},
+        attributes={keys.STREAMING: row.streaming},
         error=row.error,
         died=f"{row.legs[-1].role}.prefill.queue" if row.error else "",
     )
@@ -486,10 +487,10 @@ def _build_record(
         service=stages.SERVICE_NAMES[role],
         request_id=row.request_id,
         attributes={
-            names.OPERATION: "chat",
-            names.PROVIDER: names.PROVIDER_VLLM,
-            names.MODEL: row.model,
-            names.STREAM: row.streaming,
+            keys.OPERATION: "chat",
+            keys.PROVIDER: keys.PROVIDER_VLLM,
+            keys.MODEL: row.model,
+            keys.STREAM: row.streaming,
         },
         ttft=ttft,
         server=Server(
@@ -497,13 +498,13 @@ def _build_record(
             ttft.end + response_us,
             int(ttft.error) if ttft.error.isdigit() else 504 if ttft.error else 200,
             {
-                names.HTTP_METHOD: "POST",
-                names.HTTP_ROUTE: "/v1/chat/completions",
+                keys.HTTP_METHOD: "POST",
+                keys.HTTP_ROUTE: "/v1/chat/completions",
                 # Only instances that decode know it, and only of answers.
                 **(
                     {}
                     if ttft.error or role in ("router", *stages.INTERMEDIATE_ROLES)
-                    else {names.TOKEN_TIME_US: 5_000 + row.number}
+                    else {keys.TIME_PER_OUTPUT_TOKEN_US: 5_000 + row.number}
                 ),
             },
             ttft.error,

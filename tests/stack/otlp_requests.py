@@ -21,7 +21,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 
 from ttft_otel.exporter.spans import span_builder as exporter
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import RECORD_VERSION, Attributes, Piece, Record, Server, Ttft
 
 span_numbers = itertools.count(1)
@@ -93,7 +94,7 @@ def build_own_record(
     outermost: bool = True,
     error: str = "",
     model: str = "tiny",
-    name: str = names.TTFT,
+    name: str = span_names.TTFT,
     service: str = "vllm",
     state: str = "",
     trace_id: str = "",
@@ -106,7 +107,7 @@ def build_own_record(
     for stage, us in (*parts.items(), (stages.UNATTRIBUTED, 100)):
         pieces.append(Piece("stage", stage, at, at + us))
         at += us
-    shared: Attributes = {names.OPERATION: "chat", names.PROVIDER: "vllm", names.MODEL: model}
+    shared: Attributes = {keys.OPERATION: "chat", keys.PROVIDER: "vllm", keys.MODEL: model}
     return Record(
         version=RECORD_VERSION,
         trace_id=trace_id or f"{number + (0x5EED << 96):032x}",
@@ -129,7 +130,7 @@ def build_own_record(
             unattributed=100,
             clamped=0,
             pieces=(*pieces, Piece("part", "tokenize", 0, 10)),
-            attributes={names.STREAMING: True},
+            attributes={keys.STREAMING: True},
             error=error,
         ),
         server=Server("POST /v1/completions", total + 500, 500 if error else 200, {}, error),

@@ -24,7 +24,8 @@ from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import metric_labels, names, stages
+from ttft_otel.model import metric_labels, stages
+from ttft_otel.model.names import keys, metric_names, span_names
 
 FOLDER = COLLECTOR_CONFIG.parent
 TIER1, TIER2 = FOLDER / "scale-out" / "tier1.yaml", FOLDER / "scale-out" / "tier2.yaml"
@@ -65,7 +66,7 @@ class CollectorFront:
 
     def wait_until_counted(self, job: str, many: int) -> None:
         """Wait until so many TTFTs of a job have been counted."""
-        wait_until(lambda: self.metrics.sum_field(names.METRIC_TTFT, job=job) >= many)
+        wait_until(lambda: self.metrics.sum_field(metric_names.TTFT_DURATION, job=job) >= many)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def front(bench: StackStarter) -> Iterator[CollectorFront]:
 
 
 def test_blocks_are_in_step() -> None:
-    """The generated blocks of config.yaml are what names.py and stages.py give today."""
+    """The generated blocks of config.yaml are what names/ and stages.py give today."""
     text = COLLECTOR_CONFIG.read_text("utf-8")
 
     assert text == collector_config.rewrite_config(text), "python -m lab.collector_config"
@@ -105,21 +106,24 @@ def test_every_stage_is_summed() -> None:
 def test_every_name_is_kept() -> None:
     """Whatever attribute the vocabulary names is among those that our spans may keep."""
     listed = set(re.findall(r'"([^"]+)"', "\n".join(collector_config.generate_own_keys())))
-    named = {key: value for key, value in vars(names).items() if isinstance(value, str)}
+    named = {key: value for key, value in vars(keys).items() if isinstance(value, str)}
     said = {value for key, value in named.items() if key.isupper() and "." in value}
-    metrics = {names.METRIC_TTFT, names.METRIC_STAGE}
-    metrics |= {names.METRIC_REASON, names.METRIC_HELD}
-    metrics |= {names.METRIC_RECOMPUTED, names.METRIC_CONVENTION}
-    metrics |= {names.METRIC_REQUEST, names.METRIC_TOKEN_TIME}
+    metrics = {metric_names.TTFT_DURATION, metric_names.STAGE_DURATION}
+    metrics |= {metric_names.QUEUE_REASON_DURATION, metric_names.QUEUE_HELD_DURATION}
+    metrics |= {metric_names.EC_RECOMPUTED, metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN}
+    metrics |= {
+        metric_names.GEN_AI_SERVER_REQUEST_DURATION,
+        metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
+    }
 
     assert said - listed <= metrics
     for stage in (
         *collector_config.list_full_stage_names()[1],
-        names.FIRST_DECODE,
+        span_names.FIRST_DECODE,
         stages.UNATTRIBUTED,
     ):
-        assert names.name_handover_attribute(stage) in listed
-    assert {names.name_held_attribute(kind) for kind in stages.HOLDING_KINDS} <= listed
+        assert keys.name_handover_attribute(stage) in listed
+    assert {keys.name_held_attribute(kind) for kind in stages.HOLDING_KINDS} <= listed
 
 
 @pytest.mark.parametrize(
@@ -188,18 +192,18 @@ def test_known_requests(front: CollectorFront, rows: list[known_requests.KnownRe
     for span_id, ttft in expected.items():
         length = ttft.end - ttft.start
         derived = found.pop(span_id)
-        assert derived[names.DERIVED_MS] == length // 1000
-        assert derived[names.DERIVED_SUM_US] == sum(ttft.stages.values())
-        assert derived[names.DERIVED_REST_US] == ttft.unattributed
-    ours = [each for each in found.values() if names.ROLE in each]
-    assert ours and not any(names.DERIVED_MS in each for each in ours if names.STAGE in each)
+        assert derived[keys.DERIVED_MS] == length // 1000
+        assert derived[keys.DERIVED_STAGE_SUM_US] == sum(ttft.stages.values())
+        assert derived[keys.DERIVED_UNATTRIBUTED_US] == ttft.unattributed
+    ours = [each for each in found.values() if keys.ROLE in each]
+    assert ours and not any(keys.DERIVED_MS in each for each in ours if keys.STAGE in each)
 
 
 def sum_stages(front: CollectorFront, job: str, model: str) -> dict[str, float]:
     """Seconds of each stage of a job and a model, as counted so far."""
     counted: dict[str, float] = {}
-    for labels, point in list_points(front, names.METRIC_STAGE, job, model):
-        stage = labels[names.STAGE]
+    for labels, point in list_points(front, metric_names.STAGE_DURATION, job, model):
+        stage = labels[keys.STAGE]
         counted[stage] = counted.get(stage, 0) + point.sum
     return counted
 
@@ -219,7 +223,7 @@ def test_metrics_are_the_truth(
     for role, model in {(row.role, row.model) for row in rows}:
         mine = [row for row in rows if (row.role, row.model) == (role, model)]
         job = stages.SERVICE_NAMES[role]
-        whole = list_points(front, names.METRIC_TTFT, job, model)
+        whole = list_points(front, metric_names.TTFT_DURATION, job, model)
         assert sum(point.count for _, point in whole) == len(mine)
         assert isclose(sum(point.sum for _, point in whole), sum(row.ttft for row in mine) / 1e6)
 
@@ -238,7 +242,7 @@ def list_points(
 ) -> list[tuple[dict[str, Any], Any]]:
     """Labels and newest points of a metric's series of one service and model."""
     found = front.metrics.get_series(metric, job=job)
-    return [(labels, point) for labels, point in found if labels.get(names.MODEL) == model]
+    return [(labels, point) for labels, point in found if labels.get(keys.MODEL) == model]
 
 
 def test_ends(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
@@ -251,34 +255,45 @@ def test_ends(front: CollectorFront, rows: list[known_requests.KnownRequest]) ->
             token_times += [
                 each
                 for key, each in record.server.attributes.items()
-                if key == names.TOKEN_TIME_US and isinstance(each, int)
+                if key == keys.TIME_PER_OUTPUT_TOKEN_US and isinstance(each, int)
             ]
             if record.outermost:
                 durations.setdefault(record.server.error, []).append(record.server.end)
     assert len(durations) > 2 and token_times
     inner = sum(
-        names.TOKEN_TIME_US in record.server.attributes
+        keys.TIME_PER_OUTPUT_TOKEN_US in record.server.attributes
         for record in records
         if record.server and not record.outermost
     )
     assert inner, "no request behind a router: nothing would be shown"
 
-    wait_until(lambda: front.metrics.sum_field(names.METRIC_TOKEN_TIME) >= len(token_times))
     wait_until(
-        lambda: front.metrics.sum_field(names.METRIC_REQUEST) >= sum(map(len, durations.values()))
+        lambda: (
+            front.metrics.sum_field(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN)
+            >= len(token_times)
+        )
     )
-    points = [point for _, point in front.metrics.get_series(names.METRIC_TOKEN_TIME)]
+    wait_until(
+        lambda: (
+            front.metrics.sum_field(metric_names.GEN_AI_SERVER_REQUEST_DURATION)
+            >= sum(map(len, durations.values()))
+        )
+    )
+    points = [
+        point
+        for _, point in front.metrics.get_series(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN)
+    ]
     assert sum(point.count for point in points) == len(token_times)
     assert isclose(sum(point.sum for point in points), sum(token_times) / 1e6)
     assert {tuple(point.explicit_bounds) for point in points} == {
-        metric_labels.BUCKET_BOUNDS_S[names.METRIC_TOKEN_TIME]
+        metric_labels.BUCKET_BOUNDS_S[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN]
     }
     found: dict[str, list[Any]] = {}
-    for labels, point in front.metrics.get_series(names.METRIC_REQUEST):
-        assert labels.keys() - {names.ERROR_TYPE} == {
-            *("job", "instance", names.OPERATION, names.PROVIDER, names.MODEL)
+    for labels, point in front.metrics.get_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION):
+        assert labels.keys() - {keys.ERROR_TYPE} == {
+            *("job", "instance", keys.OPERATION, keys.PROVIDER, keys.MODEL)
         }
-        found.setdefault(str(labels.get(names.ERROR_TYPE, "")), []).append(point)
+        found.setdefault(str(labels.get(keys.ERROR_TYPE, "")), []).append(point)
     assert found.keys() == durations.keys()
     for error, lengths in durations.items():
         assert sum(point.count for point in found[error]) == len(lengths)
@@ -291,15 +306,21 @@ def test_convention(front: CollectorFront, rows: list[known_requests.KnownReques
     bounds += [0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 
     answered = [row for row in rows if row.role != "encode" and not row.error]
-    wait_until(lambda: front.metrics.sum_field(names.METRIC_CONVENTION) >= len(answered))
+    wait_until(
+        lambda: (
+            front.metrics.sum_field(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN) >= len(answered)
+        )
+    )
 
     for model in {row.model for row in answered}:
         mine = [row.ttft / 1e6 for row in answered if row.model == model]
         buckets = [0] * (len(bounds) + 1)
-        for labels, point in front.metrics.get_series(names.METRIC_CONVENTION):
-            if labels[names.MODEL] == model:
+        for labels, point in front.metrics.get_series(
+            metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN
+        ):
+            if labels[keys.MODEL] == model:
                 assert labels.keys() == {
-                    *("job", "instance", names.OPERATION, names.PROVIDER, names.MODEL)
+                    *("job", "instance", keys.OPERATION, keys.PROVIDER, keys.MODEL)
                 }
                 assert list(point.explicit_bounds) == bounds
                 buckets = [a + b for a, b in zip(buckets, point.bucket_counts, strict=True)]
@@ -312,29 +333,29 @@ def test_convention(front: CollectorFront, rows: list[known_requests.KnownReques
 def test_recomputed_items(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Items encoded twice are a counter of the server that did it, though a router is outermost."""
     wanted = sum(known_requests.KnownTruth(rows).count_recomputed_items().values())
-    metric, job = names.METRIC_RECOMPUTED, stages.SERVICE_NAMES["prefill_decode"]
+    metric, job = metric_names.EC_RECOMPUTED, stages.SERVICE_NAMES["prefill_decode"]
     wait_until(lambda: front.metrics.sum_field(metric, "as_double") >= wanted)
 
     [(labels, point)] = front.metrics.get_series(metric)
     assert point.as_double == wanted > 10
-    assert labels.keys() == {"job", "instance", names.ROLE, names.MODEL}
-    assert (labels["job"], labels[names.ROLE]) == (job, "prefill_decode")
+    assert labels.keys() == {"job", "instance", keys.ROLE, keys.MODEL}
+    assert (labels["job"], labels[keys.ROLE]) == (job, "prefill_decode")
     # The consumer's own ttft span is in no histogram: the router's counts for the request.
-    assert not front.metrics.get_series(names.METRIC_TTFT, job=job)
+    assert not front.metrics.get_series(metric_names.TTFT_DURATION, job=job)
     assert not [name for name, _ in front.metrics.points if name.startswith(f"{metric}.")]
 
 
 def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
     """The counter is there before it counts; a malformed number of items makes none, and no item."""
     for number, service in ((0, "none-twice"), ("2", "a-text"), (-3, "below-0")):
-        attributes = {names.ROLE: "prefill_decode", names.EC_RECOMPUTED_ITEMS: number}
+        attributes = {keys.ROLE: "prefill_decode", keys.EC_RECOMPUTED_ITEMS: number}
         front.send_and_wait(
             otlp_requests.build_export_request(
-                [otlp_requests.build_raw_span(names.TTFT, **attributes)], service=service
+                [otlp_requests.build_raw_span(span_names.TTFT, **attributes)], service=service
             )
         )
 
-    metric = names.METRIC_RECOMPUTED
+    metric = metric_names.EC_RECOMPUTED
     wait_until(lambda: front.metrics.get_series(metric, job="below-0"))
     assert front.metrics.sum_field(metric, "as_double", job="none-twice") == 0
     assert front.metrics.get_series(metric, job="none-twice")
@@ -345,11 +366,11 @@ def test_no_item_encoded_twice_counts_as_0(front: CollectorFront) -> None:
 def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Each server's queue counts for its reason, though a router is outermost; stages do not change."""
     wanted = known_requests.sum_reasons_us(rows)
-    metric = names.METRIC_REASON
+    metric = metric_names.QUEUE_REASON_DURATION
     wait_until(lambda: front.metrics.sum_field(metric, "sum") >= sum(wanted.values()) / 1e6 - 1e-6)
     told = dict.fromkeys(wanted, 0.0)
     for labels, point in front.metrics.get_series(metric):
-        told[labels[names.QUEUE_REASON]] += point.sum
+        told[labels[keys.QUEUE_REASON]] += point.sum
 
     assert told == pytest.approx({reason: us / 1e6 for reason, us in wanted.items()})
 
@@ -357,35 +378,39 @@ def test_queue_reasons(front: CollectorFront, rows: list[known_requests.KnownReq
 def test_holding_work(front: CollectorFront, rows: list[known_requests.KnownRequest]) -> None:
     """Each server's queue counts for each kind of work that held it; together they are the queues."""
     wanted = known_requests.sum_held_us(rows)
-    metric, whole = names.METRIC_HELD, sum(wanted.values()) / 1e6
+    metric, whole = metric_names.QUEUE_HELD_DURATION, sum(wanted.values()) / 1e6
     assert whole == pytest.approx(sum(known_requests.sum_reasons_us(rows).values()) / 1e6)
     wait_until(lambda: front.metrics.sum_field(metric, "sum") >= whole - 1e-6)
     told = dict.fromkeys(wanted, 0.0)
     for labels, point in front.metrics.get_series(metric):
-        told[labels[names.HELD_BY_KIND]] += point.sum
+        told[labels[keys.HELD_BY_KIND]] += point.sum
 
     assert told == pytest.approx({kind: us / 1e6 for kind, us in wanted.items()})
 
 
 def test_queue_with_several_reasons(front: CollectorFront) -> None:
     """Its parts tell the reasons, its own span the work; sums on `ttft` spans and stalls are in neither."""
-    held = {names.name_held_attribute("decode"): 300, names.name_held_attribute("own"): 700}
-    inner = {names.ROLE: "prefill", names.OUTERMOST: False, names.MODEL: "several"}
-    in_queue = {names.STAGE: "prefill.queue"} | held
+    held = {keys.name_held_attribute("decode"): 300, keys.name_held_attribute("own"): 700}
+    inner = {keys.ROLE: "prefill", keys.OUTERMOST: False, keys.MODEL: "several"}
+    in_queue = {keys.STAGE: "prefill.queue"} | held
     spans = [
-        otlp_requests.build_raw_span(names.TTFT, **inner, **held),
+        otlp_requests.build_raw_span(span_names.TTFT, **inner, **held),
         otlp_requests.build_raw_span("prefill.queue", us=1000, **inner, **in_queue),
-        otlp_requests.build_raw_span("lora", us=400, **inner, **{names.QUEUE_REASON: "lora"}),
-        otlp_requests.build_raw_span("grammar", us=600, **inner, **{names.QUEUE_REASON: "grammar"}),
+        otlp_requests.build_raw_span("lora", us=400, **inner, **{keys.QUEUE_REASON: "lora"}),
+        otlp_requests.build_raw_span("grammar", us=600, **inner, **{keys.QUEUE_REASON: "grammar"}),
         otlp_requests.build_raw_span(
-            "prefill.stall", us=1000, **inner, **held, **{names.STAGE: "prefill.stall"}
+            "prefill.stall", us=1000, **inner, **held, **{keys.STAGE: "prefill.stall"}
         ),
     ]
     front.send_and_wait(otlp_requests.build_export_request(spans, service="several"))
 
     for metric, label, sums in (
-        (names.METRIC_REASON, names.QUEUE_REASON, {"lora": 400e-6, "grammar": 600e-6}),
-        (names.METRIC_HELD, names.HELD_BY_KIND, {"decode": 300e-6, "own": 700e-6}),
+        (
+            metric_names.QUEUE_REASON_DURATION,
+            keys.QUEUE_REASON,
+            {"lora": 400e-6, "grammar": 600e-6},
+        ),
+        (metric_names.QUEUE_HELD_DURATION, keys.HELD_BY_KIND, {"decode": 300e-6, "own": 700e-6}),
     ):
         wait_until(lambda metric=metric: front.metrics.sum_field(metric, job="several") >= 2)
         told = {
@@ -399,12 +424,22 @@ def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) 
     """Labels are those listed, and no request or trace id is the value of one."""
     ids = {each for row in rows for each in (row.trace_id, row.request_id)}
     allowed = {
-        names.METRIC_TTFT: {names.ROLE, names.MODEL, names.ERROR_TYPE, "status.code"},
-        names.METRIC_STAGE: {
-            *(names.ROLE, names.MODEL, names.ERROR_TYPE, names.STAGE, names.LEG, names.INSTANCE)
+        metric_names.TTFT_DURATION: {keys.ROLE, keys.MODEL, keys.ERROR_TYPE, "status.code"},
+        metric_names.STAGE_DURATION: {
+            *(keys.ROLE, keys.MODEL, keys.ERROR_TYPE, keys.STAGE, keys.LEG, keys.INSTANCE)
         },
-        names.METRIC_REASON: {names.ROLE, names.MODEL, names.ERROR_TYPE, names.QUEUE_REASON},
-        names.METRIC_HELD: {names.ROLE, names.MODEL, names.ERROR_TYPE, names.HELD_BY_KIND},
+        metric_names.QUEUE_REASON_DURATION: {
+            keys.ROLE,
+            keys.MODEL,
+            keys.ERROR_TYPE,
+            keys.QUEUE_REASON,
+        },
+        metric_names.QUEUE_HELD_DURATION: {
+            keys.ROLE,
+            keys.MODEL,
+            keys.ERROR_TYPE,
+            keys.HELD_BY_KIND,
+        },
     }
     for metric, labels in allowed.items():
         found = [each for each, _ in front.metrics.get_series(metric)]
@@ -413,8 +448,10 @@ def test_labels(front: CollectorFront, rows: list[known_requests.KnownRequest]) 
         told = {str(value) for each in found for value in each.values()}
         assert not told & ids
     legs = {
-        (labels.get(names.LEG), labels.get(names.INSTANCE))
-        for labels, _ in front.metrics.get_series(names.METRIC_STAGE, job="ttft-otel-router")
+        (labels.get(keys.LEG), labels.get(keys.INSTANCE))
+        for labels, _ in front.metrics.get_series(
+            metric_names.STAGE_DURATION, job="ttft-otel-router"
+        )
     }
     assert ("encode", "10.0.0.11:8001") in legs and (None, None) in legs
 
@@ -435,12 +472,12 @@ def test_one_request_counts_once(front: CollectorFront) -> None:
     )
     records = [told.record for told in known_requests.build_known_records(row, time.time_ns())]
     assert [each.role for each in records] == ["encode", "prefill_decode", "router"]
-    before = front.metrics.sum_field(names.METRIC_TTFT)
+    before = front.metrics.sum_field(metric_names.TTFT_DURATION)
     front.send_and_wait(otlp_requests.build_own_request(records, "once"))
 
-    wait_until(lambda: front.metrics.sum_field(names.METRIC_TTFT) > before)
-    assert front.metrics.sum_field(names.METRIC_TTFT, instance="once") == 1
-    assert front.metrics.sum_field(names.METRIC_TTFT) == before + 1
+    wait_until(lambda: front.metrics.sum_field(metric_names.TTFT_DURATION) > before)
+    assert front.metrics.sum_field(metric_names.TTFT_DURATION, instance="once") == 1
+    assert front.metrics.sum_field(metric_names.TTFT_DURATION) == before + 1
 
 
 def test_callers_cannot_multiply(front: CollectorFront) -> None:
@@ -452,7 +489,7 @@ def test_callers_cannot_multiply(front: CollectorFront) -> None:
     )
 
     front.wait_until_counted("claims", 1)
-    assert front.metrics.sum_field(names.METRIC_TTFT, job="claims") == 1
+    assert front.metrics.sum_field(metric_names.TTFT_DURATION, job="claims") == 1
 
 
 @pytest.mark.parametrize(
@@ -482,9 +519,9 @@ def test_malformed_stages(front: CollectorFront, change: dict[str, Any], total: 
     front.send_and_wait(otlp_requests.build_export_request([span]))
     found = to_attributes(front.spans.get_span(span.span_id).attributes)
 
-    assert found[names.DERIVED_MS] == 1
-    assert found[names.DERIVED_SUM_US] == total
-    assert found[names.DERIVED_REST_US] == 1_999 - total
+    assert found[keys.DERIVED_MS] == 1
+    assert found[keys.DERIVED_STAGE_SUM_US] == total
+    assert found[keys.DERIVED_UNATTRIBUTED_US] == 1_999 - total
 
 
 def test_backwards(front: CollectorFront) -> None:
@@ -529,8 +566,8 @@ def test_others(front: CollectorFront, case: str) -> None:
     front.send_and_wait(otlp_requests.build_export_request([span], "vllm.llm_engine"))
     found = to_attributes(front.spans.get_span(span.span_id).attributes)
 
-    assert found.get(names.DERIVED_MS) == expected
-    assert not front.metrics.get_series(names.METRIC_TTFT, job="vllm", ttft_role=None)
+    assert found.get(keys.DERIVED_MS) == expected
+    assert not front.metrics.get_series(metric_names.TTFT_DURATION, job="vllm", ttft_role=None)
 
 
 SECRET = "the secret of the day"
@@ -579,7 +616,7 @@ def test_scrub_others(front: CollectorFront) -> None:
 
 
 def test_scrub_ours(front: CollectorFront) -> None:
-    """Our own spans keep the keys of names.py and lose any other, whatever a mistake put there."""
+    """Our own spans keep the keys of names/keys.py and lose any other, whatever a mistake put there."""
     row = next(row for row in known_requests.build_known_requests() if row.kind == "epd")
     records = [told.record for told in known_requests.build_known_records(row, time.time_ns())]
     sent = {
@@ -588,7 +625,7 @@ def test_scrub_ours(front: CollectorFront) -> None:
         for span in build_spans(each, otlp_requests.build_own_resource("kept"))
     }
     front.send_and_wait(otlp_requests.build_own_request(records, "kept"))
-    derived = {names.DERIVED_MS, names.DERIVED_SUM_US, names.DERIVED_REST_US}
+    derived = {keys.DERIVED_MS, keys.DERIVED_STAGE_SUM_US, keys.DERIVED_UNATTRIBUTED_US}
     by_name: dict[str, set[str]] = {}
     for span in front.spans.list_spans():
         by_name.setdefault(span.name, set()).update(to_attributes(span.attributes))
@@ -623,7 +660,7 @@ def test_cardinality(bench: StackStarter) -> None:
             [otlp_requests.build_own_record(10, model=f"model-{turn}") for turn in range(300)]
         )
         assert otlp_requests.post_export(collector.http, body) == 200
-        for metric, each in ((names.METRIC_TTFT, 1), (names.METRIC_STAGE, 3)):
+        for metric, each in ((metric_names.TTFT_DURATION, 1), (metric_names.STAGE_DURATION, 3)):
             # Each has its own export.
             wait_until(lambda metric=metric, each=each: metrics.sum_field(metric) >= 300 * each)
             series = metrics.get_series(metric)
@@ -641,7 +678,11 @@ def test_places_are_labels(front: CollectorFront) -> None:
     record = otlp_requests.build_own_record(500.0, model="placed")
     resource = otlp_requests.build_own_resource("placed").merge(Resource(place))
     front.send_and_wait(encode_spans(build_spans(record, resource)))
-    for metric in (names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION):
+    for metric in (
+        metric_names.TTFT_DURATION,
+        metric_names.STAGE_DURATION,
+        metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN,
+    ):
         wait_until(lambda metric=metric: front.metrics.get_series(metric, instance="placed"))
         for labels, _ in front.metrics.get_series(metric, instance="placed"):
             assert {name: labels.get(name) for name in place} == place

@@ -27,7 +27,8 @@ from grafana.build.all_dashboards import JSONEncoder, render_dashboards
 from lab.stack.program_pins import CHECKOUT
 from tests.stack.panel_queries import CommittedDashboard, PanelQuery, list_dashboards
 from ttft_otel.commands import main as cli
-from ttft_otel.model import names, palette, stages
+from ttft_otel.model import palette, stages
+from ttft_otel.model.names import keys, span_names
 
 FOLDER = CHECKOUT / "grafana"
 BOARDS = list_dashboards()
@@ -42,11 +43,8 @@ ASKED = [pytest.param(query, id=query.name) for query in QUERIES]
 
 # Labels that the collector's metrics have, and Prometheus adds to what it scrapes.
 LABELS = {
-    *(
-        ttft_queries.format_label(name)
-        for name in (names.MODEL, names.ROLE, names.LEG, names.STAGE)
-    ),
-    *(ttft_queries.format_label(name) for name in (names.INSTANCE, names.ERROR_TYPE)),
+    *(ttft_queries.format_label(name) for name in (keys.MODEL, keys.ROLE, keys.LEG, keys.STAGE)),
+    *(ttft_queries.format_label(name) for name in (keys.INSTANCE, keys.ERROR_TYPE)),
     *(ttft_queries.NAMESPACE_LABEL, ttft_queries.POD_LABEL),
     *(server_queries.REASON_LABEL, server_queries.HELD_LABEL),
     *("job", "instance", "exported_instance", "le", "status_code"),
@@ -186,9 +184,9 @@ def test_traceql_words(query: PanelQuery) -> None:
     if query.prometheus or query.text == "$trace":
         return
     found = set(re.findall(r"\bspan\.([a-z_]+(?:\.[a-z_]+)*)", query.text))
-    ours = {value for key, value in vars(names).items() if key.isupper()}
+    ours = {value for key, value in vars(keys).items() if key.isupper()}
     assert found <= ours | {"ttft_ms"}
-    assert f'span:name = "{names.TTFT}"' in query.text
+    assert f'span:name = "{span_names.TTFT}"' in query.text
 
 
 def test_encoders_are_left_out() -> None:

@@ -17,15 +17,24 @@ from lab.stack.stack_parts import COLLECTOR_CONFIG
 from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.measurement import encode_for_exporter
 from ttft_otel.tracing.settings import Settings
 
 METRICS = (
-    *(names.METRIC_TTFT, names.METRIC_STAGE, names.METRIC_CONVENTION),
-    *(names.METRIC_REQUEST, names.METRIC_TOKEN_TIME, names.METRIC_REASON, names.METRIC_HELD),
+    *(
+        metric_names.TTFT_DURATION,
+        metric_names.STAGE_DURATION,
+        metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN,
+    ),
+    *(
+        metric_names.GEN_AI_SERVER_REQUEST_DURATION,
+        metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
+        metric_names.QUEUE_REASON_DURATION,
+        metric_names.QUEUE_HELD_DURATION,
+    ),
 )
 OWN_LABELS = ("instance", "collector.instance.id")
 SeriesSums = dict[tuple[str, frozenset[tuple[str, Any]]], tuple[int, float]]
@@ -97,7 +106,7 @@ def count_outermost(records: list[Record]) -> int:
 
 def settle(stack: CountingStack, many: int) -> SeriesSums:
     """The series, three pushes after so many TTFTs were in them: a second count of them would show."""
-    wait_until(lambda: stack.metrics.sum_field(names.METRIC_TTFT) >= many)
+    wait_until(lambda: stack.metrics.sum_field(metric_names.TTFT_DURATION) >= many)
     time.sleep(3)
     return stack.sum_series()
 
@@ -137,7 +146,7 @@ def test_exact_when_few_are_sampled(counting: CountingStack, records: list[Recor
     counting.send_counted(mixed)
     settle(counting, count_outermost(records))
 
-    assert counting.metrics.sum_field(names.METRIC_TTFT) == count_outermost(records)
+    assert counting.metrics.sum_field(metric_names.TTFT_DURATION) == count_outermost(records)
     assert set(counting.spans.group_by_trace()) == sampled
     exemplars = counting.metrics.list_exemplars()
     assert exemplars and {each.trace_id.hex() for each in exemplars} <= sampled
@@ -147,15 +156,15 @@ def test_foreign_metrics_stay_out(counting: CountingStack, records: list[Record]
     """The collector passes on our metrics under our labels, and nothing else that calls itself one."""
     body = ExportMetricsServiceRequest()
     scope = body.resource_metrics.add().scope_metrics.add()
-    scope.scope.name = names.SCOPE
-    for name in ("someones.metric", names.METRIC_TTFT):
+    scope.scope.name = span_names.SCOPE
+    for name in ("someones.metric", metric_names.TTFT_DURATION):
         point = scope.metrics.add(name=name).sum.data_points.add(as_int=1)
         point.attributes.add(key="user.id").value.string_value = "secret"
         scope.metrics[-1].sum.aggregation_temporality = 2
     posted = otlp_requests.post_export(counting.collector.http, body, path="/v1/metrics")
     assert posted == 200
     counting.send_counted(records[:10])
-    wait_until(lambda: counting.metrics.sum_field(names.METRIC_TTFT) >= 1)
+    wait_until(lambda: counting.metrics.sum_field(metric_names.TTFT_DURATION) >= 1)
     time.sleep(3)  # some pushes, in which the foreign ones would be
 
     assert "someones.metric" not in {name for name, _ in counting.metrics.points}

@@ -30,7 +30,7 @@ from tests.stack.running_stack import (
 from ttft_otel.exporter.batch_exporter import BatchExporter
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 
 LIMIT_MIB = 64  # GOMEMLIMIT below, the container a half above, as in docker-compose.yml
@@ -172,8 +172,8 @@ def test_garbage(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> Non
             < 500
         )
         post_records(collector, [otlp_requests.build_own_record(20)])
-        wait_until(lambda: metrics.sum_field(names.METRIC_TTFT) == 1)
-        wait_until(lambda: names.TTFT in {span.name for span in spans.list_spans()})
+        wait_until(lambda: metrics.sum_field(metric_names.TTFT_DURATION) == 1)
+        wait_until(lambda: span_names.TTFT in {span.name for span in spans.list_spans()})
 
 
 def read_resident_mib(pid: int) -> float:

@@ -25,8 +25,8 @@ from tests.stack.known_requests import (
     sum_reasons_us,
 )
 from tests.stack.panel_queries import PanelAsker, PanelQuery
-from ttft_otel.model import names
 from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S
+from ttft_otel.model.names import keys, metric_names
 
 # Exponential histograms, 16 buckets an octave over what TTFT spans here: as wide as an error can be.
 BUCKET = 2 ** (1 / 16) - 1
@@ -206,7 +206,7 @@ def test_the_distribution(filled: FilledStack) -> None:
 
 def test_who(filled: FilledStack) -> None:
     """The table has one row for each model, role and instance, with that row's numbers."""
-    keys = {(row.model, row.role, row.instance) for row in filled.truth.all}
+    groups = {(row.model, row.role, row.instance) for row in filled.truth.all}
     ask = build_asker(filled)
     for ref, share in (("B", 0.5), ("C", 0.9), ("D", 0.99)):
         found = {
@@ -217,8 +217,8 @@ def test_who(filled: FilledStack) -> None:
             ): float(series["value"][1])
             for series in query_whole_range(ask, get_query("Models, roles and instances", ref))
         }
-        assert set(found) == keys
-        for model, role, instance in keys:
+        assert set(found) == groups
+        for model, role, instance in groups:
             true = filled.truth.select_rows(model=model, role=role, instance=instance)
             assert is_near(found[model, role, instance], true.compute_quantile_s(share), BUCKET)
 
@@ -289,16 +289,16 @@ def test_whole_answers(filled: FilledStack, share: float) -> None:
     for title, metric, values in (
         (
             "Request duration",
-            names.METRIC_REQUEST,
+            metric_names.GEN_AI_SERVER_REQUEST_DURATION,
             [each.end for record, each in servers if record.outermost and not each.error],
         ),
         (
             "Time per output token",
-            names.METRIC_TOKEN_TIME,
+            metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
             [
-                int(str(each.attributes[names.TOKEN_TIME_US]))
+                int(str(each.attributes[keys.TIME_PER_OUTPUT_TOKEN_US]))
                 for _, each in servers
-                if names.TOKEN_TIME_US in each.attributes
+                if keys.TIME_PER_OUTPUT_TOKEN_US in each.attributes
             ],
         ),
     ):

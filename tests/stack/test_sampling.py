@@ -18,7 +18,7 @@ from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from tests.stack.test_collector import TIER1, TIER2
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 
 SHORT_S, LONG_S = 2.0, 60.0  # for a reason to keep a trace
@@ -100,12 +100,12 @@ def check_kept_traces(
 
 def check_counts(rows: Sequence[known_requests.KnownRequest], metrics: MetricSink) -> None:
     """Metrics are those of all requests, kept or not."""
-    wait_until(lambda: metrics.sum_field(names.METRIC_TTFT) >= len(rows))
+    wait_until(lambda: metrics.sum_field(metric_names.TTFT_DURATION) >= len(rows))
     whole = sum(row.ttft for row in rows) / 1e6
 
-    assert metrics.sum_field(names.METRIC_TTFT) == len(rows)
-    assert isclose(metrics.sum_field(names.METRIC_TTFT, "sum"), whole)
-    wait_until(lambda: isclose(metrics.sum_field(names.METRIC_STAGE, "sum"), whole))
+    assert metrics.sum_field(metric_names.TTFT_DURATION) == len(rows)
+    assert isclose(metrics.sum_field(metric_names.TTFT_DURATION, "sum"), whole)
+    wait_until(lambda: isclose(metrics.sum_field(metric_names.STAGE_DURATION, "sum"), whole))
 
 
 def test_ratio(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
@@ -145,7 +145,7 @@ def test_late(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     ]
     broken = [otlp_requests.build_own_record(30) for _ in range(5)]  # fails in mid-stream
     early = [
-        otlp_requests.build_own_record(5, role="encode", name=names.ENCODE, outermost=False)
+        otlp_requests.build_own_record(5, role="encode", name=span_names.ENCODE, outermost=False)
         for _ in range(5)
     ]
     whole = [  # the router's own, of a request whose encoder was done long before
@@ -220,6 +220,7 @@ def test_two_tiers(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> N
     assert not halves_of[0].keys() & halves_of[1].keys()
     check_kept_traces(rows, records, halves_of[0] | halves_of[1])
     owners = {
-        labels["collector.instance.id"] for labels, _ in metrics.get_series(names.METRIC_TTFT)
+        labels["collector.instance.id"]
+        for labels, _ in metrics.get_series(metric_names.TTFT_DURATION)
     }
     assert len(owners) == 2

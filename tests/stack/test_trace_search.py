@@ -18,7 +18,8 @@ from tests.stack import otlp_requests, panel_queries
 from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import RunningStack, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import metric_labels, names
+from ttft_otel.model import metric_labels
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import encode_record
 from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.settings import Settings
@@ -52,7 +53,7 @@ def measure_search(stack: RunningStack, sender: RecordSender) -> float:
     record = otlp_requests.build_own_record(10.0, service="search-soon")
     ended = time.monotonic()
     assert sender.send(encode_record(record))
-    query = f'{{ span.{names.REQUEST_ID} = "{record.request_id}" }}'
+    query = f'{{ span.{keys.REQUEST_ID} = "{record.request_id}" }}'
     now = time.time()
     wait_until(
         lambda: backend_queries.search_traces(stack.tempo.url, query, 20, now - 60, now + 60),
@@ -68,7 +69,7 @@ def sent(stack: RunningStack) -> Iterator[dict[str, str]]:
     for name, (namespace, pod, model) in REQUESTS.items():
         record = otlp_requests.build_own_record(float(TTFT_MS), model=model)
         if not model:
-            kept = {key: each for key, each in record.attributes.items() if key != names.MODEL}
+            kept = {key: each for key, each in record.attributes.items() if key != keys.MODEL}
             record = msgspec.structs.replace(record, attributes=kept)
         place = {metric_labels.K8S_NAMESPACE: namespace, metric_labels.K8S_POD: pod}
         resource = otlp_requests.build_own_resource(INSTANCE).merge(

@@ -20,7 +20,8 @@ from hooks.server import (
 )
 
 from ttft_otel import testing
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names, keys, span_names
 from ttft_otel.model.record import Piece, Record
 from ttft_otel.tracing import asgi, carrier, first_chunk, kept_spans, meter, recorder
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
@@ -66,8 +67,8 @@ def test_first_half_survives(client: FakeClient, records: testing.MemorySender) 
 
     assert get_closed_stages(first)["prefill.compute"] == 500
     assert first.ttft is not None and first.ttft.error == ""
-    assert last.server is not None and last.server.error == names.ERROR_ENGINE
-    assert names.OUTPUT_TOKENS not in last.server.attributes
+    assert last.server is not None and last.server.error == keys.ERROR_ENGINE
+    assert keys.OUTPUT_TOKENS not in last.server.attributes
 
 
 def test_stream_asked(client: FakeClient, records: testing.MemorySender) -> None:
@@ -252,9 +253,9 @@ def test_kept_blocks(client: FakeClient, records: testing.MemorySender) -> None:
     assert first.server is not None and not first.late
     assert last.server is None and last.ttft is None
     (piece,) = last.late
-    assert (piece.name, piece.start, piece.end) == (names.KEPT, 900, 9_900)
-    assert piece.attributes[names.KV_BLOCKS] == 2
-    assert piece.attributes[names.ERROR_TYPE] == "expired"
+    assert (piece.name, piece.start, piece.end) == (span_names.KV_KEPT, 900, 9_900)
+    assert piece.attributes[keys.KV_BLOCKS] == 2
+    assert piece.attributes[keys.ERROR_TYPE] == "expired"
     assert (first.trace_id, first.span_id) == (last.trace_id, last.span_id)
     assert records.build_spans()[-1].parent is not None
 
@@ -269,12 +270,12 @@ def test_kept_encodings(client: FakeClient, records: testing.MemorySender) -> No
     _, last = records.kept
 
     (piece,) = last.late
-    assert (piece.name, piece.start, piece.end) == (names.EC_KEPT, 900, 9_900)
+    assert (piece.name, piece.start, piece.end) == (span_names.EC_KEPT, 900, 9_900)
     assert piece.attributes == {
-        names.EC_ITEMS: 2,
-        names.EC_BYTES: 8192,
-        names.EC_READY_US: 100,
-        names.ERROR_TYPE: "evicted",
+        keys.EC_ITEMS: 2,
+        keys.EC_BYTES: 8192,
+        keys.EC_READY_US: 100,
+        keys.ERROR_TYPE: "evicted",
     }
 
 
@@ -297,7 +298,7 @@ def test_encoder_run(
 
     assert len(client.server.queried_ids) == min(pending, 4) + 1
     if pending <= 4:
-        assert pieces == [Piece("late", names.ENCODER_RUN, 500, 4_500)] and not dropped
+        assert pieces == [Piece("late", span_names.ENCODER_RUN, 500, 4_500)] and not dropped
     else:
         assert not pieces and dropped == ["kept"]
 
@@ -311,7 +312,7 @@ def test_kept_both(client: FakeClient, records: testing.MemorySender) -> None:
     asyncio.run(client.call_server())
 
     names_told = {piece.name for record in records.kept for piece in record.late}
-    assert names_told == {names.KEPT, names.EC_KEPT}
+    assert names_told == {span_names.KV_KEPT, span_names.EC_KEPT}
 
 
 def test_kept_too_many(
@@ -334,7 +335,7 @@ def test_kept_by_no_encoder(client: FakeClient, records: testing.MemorySender) -
     """What a leg announces that a router calls no encoder is fetched by nobody: it is not asked for."""
     client.server.plan = ServerPlan(stream=False, kept=carrier.KEPT_ITEMS_BIT)
     for leg in ("prefill_decode", "encode"):
-        asyncio.run(client.call_server(**{names.LEG_HEADER: leg}))
+        asyncio.run(client.call_server(**{header_names.LEG: leg}))
 
     assert len(client.server.queried_ids) == 1
 
@@ -342,12 +343,12 @@ def test_kept_by_no_encoder(client: FakeClient, records: testing.MemorySender) -
 @pytest.mark.parametrize(
     ("plan", "error", "header"),
     [
-        (ServerPlan(ends="error"), "error", names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="error"), "error", header_names.TIMING_NO_TOKEN),
         (ServerPlan(ends="error", stream=False, refused=500), "500", ""),
         # A pause or sleep mode aborts what runs; the server answers 200, without a token.
-        (ServerPlan(ends="abort"), "error", names.TIMING_NO_TOKEN),
-        (ServerPlan(ends="abort", stream=False), "error", names.TIMING_NO_TOKEN),
-        (ServerPlan(ends="length", stream=False), "error", names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="abort"), "error", header_names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="abort", stream=False), "error", header_names.TIMING_NO_TOKEN),
+        (ServerPlan(ends="length", stream=False), "error", header_names.TIMING_NO_TOKEN),
     ],
 )
 def test_engine_ends_it(
@@ -376,7 +377,7 @@ def test_a_stream_that_ends_without_any_output(
     asyncio.run(client.call_server(**TIMING_HEADERS))
     (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
 
-    assert ttft.error == names.ERROR_ENGINE
+    assert ttft.error == keys.ERROR_ENGINE
     assert timing.reports_no_token(client.get_header())
 
 
@@ -433,7 +434,7 @@ def test_an_encoder_stops_without_a_token(
 ) -> None:
     """An encoder-only instance samples nothing: its output without a token is its whole result."""
     client.server.plan = ServerPlan(stream=False, ends="stop")
-    asyncio.run(client.call_server(**{names.LEG_HEADER: "encode", **TIMING_HEADERS}))
+    asyncio.run(client.call_server(**{header_names.LEG: "encode", **TIMING_HEADERS}))
     (ttft,) = [record.ttft for record in records.kept if record.ttft is not None]
 
     assert (ttft.error, ttft.died, ttft.unattributed) == ("", "", 0)
@@ -599,8 +600,8 @@ def test_spans(client: FakeClient, records: testing.MemorySender) -> None:
     assert picture == sorted(
         [
             ("", "POST /v1/chat/completions"),
-            ("POST /v1/chat/completions", names.TTFT),
-            *((names.TTFT, stage) for stage in (*STAGES_US, "egress")),
+            ("POST /v1/chat/completions", span_names.TTFT),
+            *((span_names.TTFT, stage) for stage in (*STAGES_US, "egress")),
             *(("preprocess", part) for part in ("tokenize", "multimodal")),
             *(("output", part) for part in ("collect", "transport", "detokenize")),
         ]

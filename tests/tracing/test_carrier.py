@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import (
     CODE_EC_TRANSFER,
     CODE_ENCODER,
@@ -15,6 +14,7 @@ from ttft_otel.model.breakdown import (
     LOST_FORWARD,
     Marks,
 )
+from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.engine_timeline import MAX_STEPS, EngineTimeline
 
@@ -98,8 +98,8 @@ def test_media() -> None:
     found = carrier.decode_timeline(carrier.encode_timeline(made), Marks(1))
 
     assert found is not None and found.details == made.details
-    assert names.EC_ITEMS not in carrier.list_timeline_attributes(found)
-    assert carrier.list_timeline_attributes(found)[names.OWN_ITEMS] == 1
+    assert keys.EC_ITEMS not in carrier.list_timeline_attributes(found)
+    assert carrier.list_timeline_attributes(found)[keys.ENCODER_OWN_ITEMS] == 1
     made.open_details().media = [1, 2]
     assert carrier.decode_timeline(carrier.encode_timeline(made), Marks(1)) is None
 
@@ -149,14 +149,14 @@ def test_clock_entry() -> None:
     attributes = carrier.list_timeline_attributes(timeline)
 
     assert [step.pairs for step in marks.steps] == [[(10, 100, 200)], [(10, 300, 390)]]
-    assert (attributes[names.CLOCK], attributes[names.CLOCK_ERROR_US]) == ("device", 23)
-    assert names.ENCODER_UNFINISHED not in attributes and not marks.foreign
+    assert (attributes[keys.CLOCK], attributes[keys.CLOCK_ERROR_US]) == ("device", 23)
+    assert keys.ENCODER_UNFINISHED not in attributes and not marks.foreign
 
 
 def test_clock_of_a_later_version() -> None:
     """A worker on another host may have a later release, with a clock that this one does not know."""
     marks = Marks(1)
-    record = (5, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, len(names.CLOCK_WORDS), 23)
+    record = (5, 400, 0, 10, 300, 390, carrier.CODE_CLOCK, len(keys.CLOCK_WORDS), 23)
     timeline = carrier.decode_timeline(
         carrier.encode_timeline(EngineTimeline(steps=[record])), marks
     )
@@ -175,5 +175,5 @@ def test_clock_lengths() -> None:
     assert timeline is not None
     attributes = carrier.list_timeline_attributes(timeline)
 
-    assert marks.foreign and attributes[names.CLOCK] == "lengths"
-    assert attributes[names.ENCODER_UNFINISHED] is True and names.CLOCK_ERROR_US not in attributes
+    assert marks.foreign and attributes[keys.CLOCK] == "lengths"
+    assert attributes[keys.ENCODER_UNFINISHED] is True and keys.CLOCK_ERROR_US not in attributes

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttft_otel import testing
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, CODE_ENCODER, CODE_FORWARD, Breakdown
+from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock, clock_offsets, kept_spans, recorder
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
@@ -190,7 +190,7 @@ def test_one_clock_is_not_estimated(records: testing.MemorySender) -> None:
     assert (cut.stages, cut.unattributed, cut.clamped) == (TRUE_STAGES_US, 0, 0)
     assert trace.clock_error == 0 and not clock_offsets._bounds
     assert records.kept[0].ttft is not None
-    assert names.CLOCK_ERROR_US not in records.kept[0].ttft.attributes
+    assert keys.CLOCK_ERROR_US not in records.kept[0].ttft.attributes
 
 
 def test_requests_narrow_the_offset(records: testing.MemorySender) -> None:
@@ -205,7 +205,7 @@ def test_requests_narrow_the_offset(records: testing.MemorySender) -> None:
     # 355, and what the clocks can have drifted apart in the meantime.
     assert (first.clock_error, second.clock_error, third.clock_error) == (550, 358, 358)
     assert records.kept[0].ttft is not None
-    assert records.kept[0].ttft.attributes[names.CLOCK_ERROR_US] == 358
+    assert records.kept[0].ttft.attributes[keys.CLOCK_ERROR_US] == 358
     assert abs(cut.stages["ipc"] - 400) <= 358
     late, _ = trace_request(api, remote, remote, 300_000 + clock_offsets.MAX_BOUND_AGE_US)
     assert late.clock_error == 550  # older bounds are forgotten, as clocks drift

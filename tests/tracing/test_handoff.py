@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.handoff import RecordSender
 from ttft_otel.tracing.settings import Settings
@@ -161,7 +161,7 @@ def test_environment(
     reader_log: Path, sender: RecordSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exporter is not told to trace itself."""
-    monkeypatch.setenv(names.ENV_ON, "1")
+    monkeypatch.setenv(env_names.TTFT_OTEL, "1")
     assert sender.send(b"x")
     sender.close(10)
     assert _read_lines(reader_log, "start")[0].endswith(" None")
@@ -170,16 +170,16 @@ def test_environment(
 @pytest.mark.parametrize(
     ("settings", "env", "expected"),
     [
-        (Settings(), {}, {names.ENV_ENDPOINT: "http://127.0.0.1:4318"}),
+        (Settings(), {}, {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:4318"}),
         (
             Settings(endpoint="http://c/v1/traces"),
-            {names.ENV_TRACES_ENDPOINT: "http://c/v1/traces"},
-            {names.ENV_TRACES_ENDPOINT: "http://c/v1/traces"},
+            {env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "http://c/v1/traces"},
+            {env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "http://c/v1/traces"},
         ),
         (
             Settings(endpoint="http://127.0.0.1:4318"),
-            {names.ENV_TRACES_ENDPOINT: "nonsense"},
-            {names.ENV_ENDPOINT: "http://127.0.0.1:4318"},
+            {env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "nonsense"},
+            {env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:4318"},
         ),
     ],
 )
@@ -190,12 +190,18 @@ def test_endpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The exporter is given what Settings made of the environment, mistakes mended."""
-    for name in (names.ENV_ENDPOINT, names.ENV_TRACES_ENDPOINT):
+    for name in (
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
+        env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     found = handoff._build_environment(settings)
-    given = {names.ENV_ENDPOINT, names.ENV_TRACES_ENDPOINT} & found.keys()
+    given = {
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
+        env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+    } & found.keys()
     assert {name: found[name] for name in given} == expected
 
 

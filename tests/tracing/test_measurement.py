@@ -7,24 +7,25 @@ import msgspec
 import pytest
 from full_record import make_short_record
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, RecordDecodeError, Server, Ttft, decode_record
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.measurement import MEASUREMENT_VERSION, NOT_MEASURED, MeasurementHead
 
 PIECES = (
     Piece("stage", "router.receive", 0, 10),
-    Piece("stage", "mono.prefill.compute", 10, 90, {names.INSTANCE: "a:1"}),
+    Piece("stage", "mono.prefill.compute", 10, 90, {keys.INSTANCE: "a:1"}),
     Piece("part", "tokenize", 0, 5),
     Piece("stage", "unattributed", 90, 100),
 )
-TTFT = Ttft("00f067aa0ba902b8", names.TTFT, 0, 100, {"router.receive": 10}, 10, 0, PIECES)
+TTFT = Ttft("00f067aa0ba902b8", span_names.TTFT, 0, 100, {"router.receive": 10}, 10, 0, PIECES)
 RECORD = make_short_record(
     flags=0,
     role="router",
     service="ttft-otel-router",
     request_id="secret",
-    attributes={names.MODEL: "m", names.OPERATION: "chat"},
+    attributes={keys.MODEL: "m", keys.OPERATION: "chat"},
     ttft=TTFT,
 )
 
@@ -81,7 +82,7 @@ def test_sampled_is_sent_whole() -> None:
             id="the end of one behind a router",
         ),
         pytest.param(
-            change_record(ttft=None, server=Server("POST", 5, 200, {names.BACKGROUND: True})),
+            change_record(ttft=None, server=Server("POST", 5, 200, {keys.BACKGROUND: True})),
             id="an answer that says 'queued'",
         ),
         pytest.param(
@@ -117,7 +118,7 @@ def test_end(server: Server, error: str, ttft: Ttft | None) -> None:
 @pytest.mark.parametrize("outermost", [True, False])
 def test_token_time(outermost: bool) -> None:
     """The time per output token is told by whoever decodes, behind a router too; its duration is not."""
-    server = Server("POST", 70, 200, {names.TOKEN_TIME_US: 7})
+    server = Server("POST", 70, 200, {keys.TIME_PER_OUTPUT_TOKEN_US: 7})
     found = measurement.measure_record(change_record(ttft=None, outermost=outermost, server=server))
 
     assert found is not None and found.head.has_token_time
@@ -128,7 +129,7 @@ def test_token_time(outermost: bool) -> None:
 def test_items_behind_a_router() -> None:
     """Of a consumer of encodings behind a router the items count, and no time."""
     inner = msgspec.structs.replace(
-        change_ttft(attributes={names.EC_RECOMPUTED_ITEMS: 2}), outermost=False
+        change_ttft(attributes={keys.EC_RECOMPUTED_ITEMS: 2}), outermost=False
     )
     found = measurement.measure_record(inner)
 
@@ -139,13 +140,13 @@ def test_items_behind_a_router() -> None:
 @pytest.mark.parametrize("outermost", [True, False])
 def test_waits(outermost: bool) -> None:
     """Queues count by reason and by what held them, at any server; stalls and sums count in neither."""
-    held = {names.name_held_attribute("prefill"): 20, names.name_held_attribute("own"): 10}
+    held = {keys.name_held_attribute("prefill"): 20, keys.name_held_attribute("own"): 10}
     pieces = (
-        Piece("stage", "prefill.queue", 0, 30, {names.QUEUE_REASON: "in_step"} | held),
-        Piece("stage", "encoder.queue", 30, 35, {names.name_held_attribute("decode"): 5}),
-        Piece("reason", "lora", 30, 32, {names.QUEUE_REASON: "lora"}),
-        Piece("reason", "lora", 32, 35, {names.QUEUE_REASON: "lora"}),
-        Piece("stage", "prefill.stall", 40, 70, {names.STALL_REASON: "in_step"} | held),
+        Piece("stage", "prefill.queue", 0, 30, {keys.QUEUE_REASON: "in_step"} | held),
+        Piece("stage", "encoder.queue", 30, 35, {keys.name_held_attribute("decode"): 5}),
+        Piece("reason", "lora", 30, 32, {keys.QUEUE_REASON: "lora"}),
+        Piece("reason", "lora", 32, 35, {keys.QUEUE_REASON: "lora"}),
+        Piece("stage", "prefill.stall", 40, 70, {keys.STALL_REASON: "in_step"} | held),
     )
     record = msgspec.structs.replace(
         change_ttft(pieces=pieces, attributes=dict(held)), outermost=outermost

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.timing import EncoderCacheCounts
 from ttft_otel.tracing import media_items
 from ttft_otel.tracing.media_items import (
@@ -88,11 +88,11 @@ def test_nobody_saw() -> None:
 
     assert found == ItemCounts(2, 1, None, None, None, 0)
     assert summarize_items(found) is None
-    assert list_item_attributes(found, "") == {names.CACHED_ITEMS: 1}
+    assert list_item_attributes(found, "") == {keys.ENCODER_CACHED_ITEMS: 1}
     assert list_item_attributes(found, "X") == {
-        names.CACHED_ITEMS: 1,
-        names.EC_CONNECTOR: "X",
-        names.EC_ITEMS: 2,
+        keys.ENCODER_CACHED_ITEMS: 1,
+        keys.EC_CONNECTOR: "X",
+        keys.EC_ITEMS: 2,
     }
 
 
@@ -105,13 +105,13 @@ def test_attributes() -> None:
     )
 
     assert list_item_attributes(found, "X") == {
-        names.CACHED_ITEMS: 1,
-        names.EC_CONNECTOR: "X",
-        names.EC_ITEMS: 2,
-        names.EC_LOCAL_ITEMS: 0,
-        names.EC_REMOTE_ITEMS: 1,
-        names.EC_RECOMPUTED_ITEMS: 1,
-        names.EC_BYTES: 64,
+        keys.ENCODER_CACHED_ITEMS: 1,
+        keys.EC_CONNECTOR: "X",
+        keys.EC_ITEMS: 2,
+        keys.EC_LOCAL_ITEMS: 0,
+        keys.EC_REMOTE_ITEMS: 1,
+        keys.EC_RECOMPUTED_ITEMS: 1,
+        keys.EC_BYTES: 64,
     }
     assert summarize_items(found) == EncoderCacheCounts(2, 1, 0, 1, 64)
     assert list_item_attributes(None, "X") == {} and summarize_items(None) is None

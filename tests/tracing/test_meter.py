@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 
 from ttft_otel import testing
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.tracing import guard, handoff, meter, recorder
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.context import start_context
@@ -31,12 +31,12 @@ def test_records(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = testing.MemorySender()
     monkeypatch.setattr(handoff, "_process_sender", sender)
     monkeypatch.setattr(meter._collectors[0], "counts", handoff.get_counts)
-    lost = read_value(f"{names.METRIC_DROPPED}_total", reason="handoff")
+    lost = read_value(f"{metric_names.DROPPED}_total", reason="handoff")
     for sender.full in (False, False, True):
         recorder.send_record(make_trace(), sender)
 
-    assert read_value(f"{names.METRIC_RECORDS}_total") == 2
-    assert read_value(f"{names.METRIC_DROPPED}_total", reason="handoff") == lost + 1
+    assert read_value(f"{metric_names.RECORDS}_total") == 2
+    assert read_value(f"{metric_names.DROPPED}_total", reason="handoff") == lost + 1
 
 
 def test_pending(no_state_left: None) -> None:
@@ -46,9 +46,9 @@ def test_pending(no_state_left: None) -> None:
     recorder.register_engine_request(trace, "a")
     recorder.register_engine_request(trace, "b")
 
-    assert read_value(names.METRIC_PENDING) == 2
+    assert read_value(metric_names.PENDING) == 2
     recorder.forget_trace(trace)
-    assert read_value(names.METRIC_PENDING) == 0
+    assert read_value(metric_names.PENDING) == 0
 
 
 def test_errors(guard_keeps: None) -> None:
@@ -57,7 +57,7 @@ def test_errors(guard_keeps: None) -> None:
     with guard.Guard("some place"):
         raise ValueError
 
-    assert read_value(f"{names.METRIC_ERRORS}_total", place="some place") == 1
+    assert read_value(f"{metric_names.HOOK_ERRORS}_total", place="some place") == 1
 
 
 def test_watch_twice() -> None:
@@ -65,4 +65,4 @@ def test_watch_twice() -> None:
     for _ in range(3):
         meter.register_collector(recorder.awaiting_traces, dict)
 
-    assert generate_latest().count(f"# TYPE {names.METRIC_PENDING} gauge".encode()) == 1
+    assert generate_latest().count(f"# TYPE {metric_names.PENDING} gauge".encode()) == 1

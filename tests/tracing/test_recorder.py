@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import RECORD_VERSION
 from ttft_otel.tracing import carrier, measurement, recorder
 from ttft_otel.tracing.context import start_context
@@ -186,7 +187,7 @@ def test_no_content(records: testing.MemorySender) -> None:
     recorder.fail_trace(made, 2000)
     recorder.send_known_halves(made, records, server=True)
     (record,) = records.kept
-    known = {value for key, value in vars(names).items() if key.isupper()}
+    known = {value for key, value in vars(keys).items() if key.isupper()}
 
     assert record.ttft is not None and record.server is not None
     for attributes in (record.attributes, record.ttft.attributes, record.server.attributes):
@@ -251,12 +252,12 @@ def test_items_on_spans(monkeypatch: pytest.MonkeyPatch, records: testing.Memory
 
     assert record.ttft is not None
     found = record.ttft.attributes
-    assert found[names.EC_CONNECTOR] == "ECCPUConnector"
-    assert (found[names.EC_ITEMS], found[names.EC_REMOTE_ITEMS], found[names.EC_BYTES]) == (
+    assert found[keys.EC_CONNECTOR] == "ECCPUConnector"
+    assert (found[keys.EC_ITEMS], found[keys.EC_REMOTE_ITEMS], found[keys.EC_BYTES]) == (
         *(2, 1, 64),
     )
-    assert (found[names.EC_LOCAL_ITEMS], found[names.EC_RECOMPUTED_ITEMS]) == (0, 0)
-    assert found[names.CACHED_ITEMS] == 1
+    assert (found[keys.EC_LOCAL_ITEMS], found[keys.EC_RECOMPUTED_ITEMS]) == (0, 0)
+    assert found[keys.ENCODER_CACHED_ITEMS] == 1
 
 
 @pytest.mark.parametrize(("takes", "leg"), [(False, ""), (True, "encode")])
@@ -271,8 +272,8 @@ def test_encoders_take_nothing(
     (record,) = records.kept
 
     assert record.ttft is not None
-    assert record.ttft.attributes[names.EC_ITEMS] == 2
-    assert not {names.EC_REMOTE_ITEMS, names.EC_RECOMPUTED_ITEMS} & set(record.ttft.attributes)
+    assert record.ttft.attributes[keys.EC_ITEMS] == 2
+    assert not {keys.EC_REMOTE_ITEMS, keys.EC_RECOMPUTED_ITEMS} & set(record.ttft.attributes)
     told = timing.parse_server_timing(recorder.format_timing_header(made, 9000))
     assert told is not None and told.ec is None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing import settings
 
 
@@ -21,13 +21,13 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("word", ["1", "true", "YES", " On "])
 def test_on(word: str) -> None:
     """On in any case."""
-    assert settings.read_settings({names.ENV_ON: word}).on
+    assert settings.read_settings({env_names.TTFT_OTEL: word}).on
 
 
 @pytest.mark.parametrize("word", ["", "0", "false", "No", "OFF"])
 def test_off(word: str) -> None:
     """Off in any case, without complaint."""
-    read = settings.read_settings({names.ENV_ON: word})
+    read = settings.read_settings({env_names.TTFT_OTEL: word})
 
     assert not read.on and not read.problems
 
@@ -35,10 +35,13 @@ def test_off(word: str) -> None:
 def test_grpc() -> None:
     """gRPC has its own default and takes an address without a scheme."""
     assert (
-        settings.read_settings({names.ENV_PROTOCOL: "grpc"}).endpoint
+        settings.read_settings({env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "grpc"}).endpoint
         == settings.DEFAULT_GRPC_ENDPOINT
     )
-    env = {names.ENV_TRACES_PROTOCOL: "grpc", names.ENV_ENDPOINT: "collector:4317"}
+    env = {
+        env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: "grpc",
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "collector:4317",
+    }
     assert settings.read_settings(env).endpoint == "collector:4317"
     assert not settings.read_settings(env).problems
 
@@ -46,26 +49,35 @@ def test_grpc() -> None:
 @pytest.mark.parametrize(
     ("env", "protocol", "reason"),
     [
-        ({names.ENV_ENDPOINT: "http://c:4317"}, "grpc", "port 4317"),
-        ({names.ENV_ENDPOINT: "https://c:4317"}, "grpc", "port 4317"),
-        ({names.ENV_ENDPOINT: "c:4317"}, "grpc", "port 4317"),
-        ({names.ENV_ENDPOINT: "http://c:4318"}, "http/protobuf", "default"),
-        ({names.ENV_ENDPOINT: "http://c:14317"}, "http/protobuf", "default"),
-        ({names.ENV_ENDPOINT: "http://c"}, "http/protobuf", "default"),
+        ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:4317"}, "grpc", "port 4317"),
+        ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "https://c:4317"}, "grpc", "port 4317"),
+        ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "c:4317"}, "grpc", "port 4317"),
+        ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:4318"}, "http/protobuf", "default"),
+        ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:14317"}, "http/protobuf", "default"),
+        ({env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c"}, "http/protobuf", "default"),
         (
-            {names.ENV_ENDPOINT: "http://c:4317", names.ENV_TRACES_ENDPOINT: "http://d/v1/traces"},
+            {
+                env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:4317",
+                env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "http://d/v1/traces",
+            },
             "http/protobuf",
             "default",
         ),
         (
-            {names.ENV_ENDPOINT: "http://c:4317", names.ENV_PROTOCOL: "http/protobuf"},
+            {
+                env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:4317",
+                env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "http/protobuf",
+            },
             "http/protobuf",
-            names.ENV_PROTOCOL,
+            env_names.OTEL_EXPORTER_OTLP_PROTOCOL,
         ),
         (
-            {names.ENV_PROTOCOL: "grpc", names.ENV_TRACES_PROTOCOL: "http/protobuf"},
+            {
+                env_names.OTEL_EXPORTER_OTLP_PROTOCOL: "grpc",
+                env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: "http/protobuf",
+            },
             "http/protobuf",
-            names.ENV_TRACES_PROTOCOL,
+            env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
         ),
     ],
 )
@@ -79,18 +91,23 @@ def test_protocol_by_port(env: dict[str, str], protocol: str, reason: str) -> No
 
 def test_unknown_protocol_at_grpc_port() -> None:
     """A protocol that is not known is a problem, and the port decides as if there were none."""
-    env = {names.ENV_ENDPOINT: "http://c:4317", names.ENV_TRACES_PROTOCOL: "http/json"}
+    env = {
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://c:4317",
+        env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: "http/json",
+    }
     read = settings.read_settings(env)
 
     assert (read.protocol, read.endpoint) == ("grpc", "http://c:4317")
-    assert read.problems[0].startswith(f"{names.ENV_TRACES_PROTOCOL}='http/json'")
+    assert read.problems[0].startswith(
+        f"{env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL}='http/json'"
+    )
 
 
 def test_specific_first() -> None:
     """The traces' own variables win over the general ones."""
     env = {
-        names.ENV_ENDPOINT: "http://general:4318",
-        names.ENV_TRACES_ENDPOINT: "http://own:4318/v1/traces",
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://general:4318",
+        env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: "http://own:4318/v1/traces",
     }
 
     assert settings.read_settings(env).endpoint == "http://own:4318/v1/traces"
@@ -99,22 +116,30 @@ def test_specific_first() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        (names.ENV_ON, "maybe", f"{names.ENV_ON}=1"),
-        (names.ENV_PROTOCOL, "http/json", "http/protobuf"),
-        (names.ENV_ENDPOINT, "collector:4318", settings.DEFAULT_HTTP_ENDPOINT),
-        (names.ENV_ENDPOINT, "http://collector:43l7", settings.DEFAULT_HTTP_ENDPOINT),
-        (names.ENV_TRACES_ENDPOINT, "ftp://x", settings.DEFAULT_HTTP_ENDPOINT),
-        (names.ENV_SAMPLER, "jaeger_remote", "always_on"),
-        (names.ENV_SAMPLER_ARG, "half", "from 0 to 1"),
-        (names.ENV_SAMPLER_ARG, "1.5", "from 0 to 1"),
-        (names.ENV_SAMPLER_ARG, "nan", "from 0 to 1"),
-        (names.ENV_TRUST, "perhaps", "1 or 0"),
-        (names.ENV_QUEUE, "many", "65536"),
-        (names.ENV_ROLE, "router", "prefill_decode"),
-        (names.ENV_DETAIL, "parts", "full, stages, ttft"),
-        (names.ENV_METRICS, "some", "1 or 0"),
-        (names.ENV_TEMPORALITY, "absolute", "cumulative, delta, lowmemory"),
-        (names.ENV_QUEUE, "12", "65536"),
+        (env_names.TTFT_OTEL, "maybe", f"{env_names.TTFT_OTEL}=1"),
+        (env_names.OTEL_EXPORTER_OTLP_PROTOCOL, "http/json", "http/protobuf"),
+        (env_names.OTEL_EXPORTER_OTLP_ENDPOINT, "collector:4318", settings.DEFAULT_HTTP_ENDPOINT),
+        (
+            env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
+            "http://collector:43l7",
+            settings.DEFAULT_HTTP_ENDPOINT,
+        ),
+        (env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, "ftp://x", settings.DEFAULT_HTTP_ENDPOINT),
+        (env_names.OTEL_TRACES_SAMPLER, "jaeger_remote", "always_on"),
+        (env_names.OTEL_TRACES_SAMPLER_ARG, "half", "from 0 to 1"),
+        (env_names.OTEL_TRACES_SAMPLER_ARG, "1.5", "from 0 to 1"),
+        (env_names.OTEL_TRACES_SAMPLER_ARG, "nan", "from 0 to 1"),
+        (env_names.TTFT_OTEL_TRUST_SAMPLED, "perhaps", "1 or 0"),
+        (env_names.TTFT_OTEL_QUEUE_BYTES, "many", "65536"),
+        (env_names.TTFT_OTEL_ROLE, "router", "prefill_decode"),
+        (env_names.TTFT_OTEL_DETAIL, "parts", "full, stages, ttft"),
+        (env_names.TTFT_OTEL_METRICS, "some", "1 or 0"),
+        (
+            env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE,
+            "absolute",
+            "cumulative, delta, lowmemory",
+        ),
+        (env_names.TTFT_OTEL_QUEUE_BYTES, "12", "65536"),
     ],
 )
 def test_wrong(name: str, value: str, remedy: str) -> None:
@@ -131,14 +156,14 @@ def test_empty_is_unset() -> None:
     """An empty standard variable counts as unset, as OpenTelemetry has it."""
     env = dict.fromkeys(
         (
-            names.ENV_ENDPOINT,
-            names.ENV_PROTOCOL,
-            names.ENV_SAMPLER,
-            names.ENV_QUEUE,
-            names.ENV_ROLE,
-            names.ENV_DETAIL,
-            names.ENV_METRICS,
-            names.ENV_TEMPORALITY,
+            env_names.OTEL_EXPORTER_OTLP_ENDPOINT,
+            env_names.OTEL_EXPORTER_OTLP_PROTOCOL,
+            env_names.OTEL_TRACES_SAMPLER,
+            env_names.TTFT_OTEL_QUEUE_BYTES,
+            env_names.TTFT_OTEL_ROLE,
+            env_names.TTFT_OTEL_DETAIL,
+            env_names.TTFT_OTEL_METRICS,
+            env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE,
         ),
         "",
     )
@@ -150,14 +175,14 @@ def test_all() -> None:
     """Everything said is taken."""
     read = settings.read_settings(
         {
-            names.ENV_ON: "1",
-            names.ENV_SERVICE: "mine",
-            names.ENV_SAMPLER: "traceidratio",
-            names.ENV_SAMPLER_ARG: "0.25",
-            names.ENV_TRUST: "0",
-            names.ENV_QUEUE: "131072",
-            names.ENV_ROLE: "Encode",
-            names.ENV_DETAIL: "Stages",
+            env_names.TTFT_OTEL: "1",
+            env_names.OTEL_SERVICE_NAME: "mine",
+            env_names.OTEL_TRACES_SAMPLER: "traceidratio",
+            env_names.OTEL_TRACES_SAMPLER_ARG: "0.25",
+            env_names.TTFT_OTEL_TRUST_SAMPLED: "0",
+            env_names.TTFT_OTEL_QUEUE_BYTES: "131072",
+            env_names.TTFT_OTEL_ROLE: "Encode",
+            env_names.TTFT_OTEL_DETAIL: "Stages",
         }
     )
 
@@ -193,10 +218,15 @@ def test_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_metrics() -> None:
     """Metrics are asked for by our variable; the standard ones choose their kind, and turn them off."""
-    asked = {names.ENV_METRICS: "1"}
+    asked = {env_names.TTFT_OTEL_METRICS: "1"}
 
     assert settings.read_settings(asked).metrics
-    assert settings.read_settings(asked | {names.ENV_TEMPORALITY: "Delta"}).temporality == "delta"
-    assert settings.read_settings(asked | {names.ENV_EXPORTER: "none"}).metrics
-    for off in ({names.ENV_DISABLED: "true"}, {names.ENV_METRICS_EXPORTER: "none"}):
+    assert (
+        settings.read_settings(
+            asked | {env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE: "Delta"}
+        ).temporality
+        == "delta"
+    )
+    assert settings.read_settings(asked | {env_names.OTEL_TRACES_EXPORTER: "none"}).metrics
+    for off in ({env_names.OTEL_SDK_DISABLED: "true"}, {env_names.OTEL_METRICS_EXPORTER: "none"}):
         assert not settings.read_settings(asked | off).metrics

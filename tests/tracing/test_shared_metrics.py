@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, metric_names
 from ttft_otel.tracing import meter
 
 SERVER = Path(__file__).parent / "shared_metrics_server.py"
@@ -31,7 +31,7 @@ def start_server(folder: Path, numbers: tuple[int, int, int]) -> Iterator[str]:
     env |= {
         meter.ENV_SHARED_METRICS: str(folder),
         "PYTHONPATH": str(SERVER.parents[1]),
-        names.ENV_ENDPOINT: "http://127.0.0.1:9",
+        env_names.OTEL_EXPORTER_OTLP_ENDPOINT: "http://127.0.0.1:9",
     }
     command = [sys.executable, str(SERVER), *map(str, numbers)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -68,10 +68,10 @@ def test_sums_of_all_servers(tmp_path: Path) -> None:
     losses, errors, pending = (sum(numbers) for numbers in zip(*SERVERS, strict=True))
     lost = dict.fromkeys(meter.LOSS_REASONS, 0.0) | {"foreign": losses}
     wanted: Samples = {
-        (names.METRIC_PENDING, ""): pending,
-        (f"{names.METRIC_RECORDS}_total", ""): losses,
-        (f"{names.METRIC_ERRORS}_total", "a place"): errors,
-        **{(f"{names.METRIC_LOST}_total", reason): number for reason, number in lost.items()},
+        (metric_names.PENDING, ""): pending,
+        (f"{metric_names.RECORDS}_total", ""): losses,
+        (f"{metric_names.HOOK_ERRORS}_total", "a place"): errors,
+        **{(f"{metric_names.LOST}_total", reason): number for reason, number in lost.items()},
     }
     with ExitStack() as stack:
         urls = [stack.enter_context(start_server(tmp_path, numbers)) for numbers in SERVERS]
@@ -86,8 +86,8 @@ def test_all_before_the_first_request(tmp_path: Path) -> None:
     with start_server(tmp_path, (0, 0, 0)) as url:
         found = wait_for_samples(
             url,
-            {(names.METRIC_PENDING, ""): 0.0, (f"{names.METRIC_RECORDS}_total", ""): 0.0}
-            | {(f"{names.METRIC_LOST}_total", reason): 0.0 for reason in meter.LOSS_REASONS},
+            {(metric_names.PENDING, ""): 0.0, (f"{metric_names.RECORDS}_total", ""): 0.0}
+            | {(f"{metric_names.LOST}_total", reason): 0.0 for reason in meter.LOSS_REASONS},
         )
     assert len(found) == 2 + len(meter.LOSS_REASONS)
     assert not any(found.values())

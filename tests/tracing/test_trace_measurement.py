@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from ttft_otel import testing
-from ttft_otel.model import breakdown, names, stages
+from ttft_otel.model import breakdown, stages
+from ttft_otel.model.names import keys
 from ttft_otel.tracing import measurement, recorder, trace_measurement
 from ttft_otel.tracing.context import TraceContext
 from ttft_otel.tracing.engine_timeline import EngineDetails, EngineTimeline
@@ -42,7 +43,7 @@ def make_trace(chance: random.Random, sampled: bool) -> RequestTrace:
     trace.path = chance.choice(["/v1/completions", "/v1/chat/completions", "/v1/messages"])
     trace.leg = chance.choice(["", "", "decode", "prefill", "encode"])
     trace.status = chance.choice([200, 200, 200, 0, 404, 503])
-    trace.error = chance.choice(["", "", names.ERROR_ENGINE, names.ERROR_CANCELLED])
+    trace.error = chance.choice(["", "", keys.ERROR_ENGINE, keys.ERROR_CANCELLED])
     trace.is_background = chance.random() < 0.1
     trace.is_beam_search = chance.random() < 0.1
     trace.end = 5000 + chance.randrange(1000)

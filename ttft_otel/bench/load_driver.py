@@ -18,7 +18,8 @@ from typing import Final
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange, sleep_until
 from ttft_otel.bench.request_factory import BenchRequest
 from ttft_otel.bench.stream_parser import StreamContent, StreamParser
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import context
 
 # Enough for TCP and TLS within a data centre; beyond it the send itself is late.
@@ -120,10 +121,10 @@ class LoadDriver:
         headers = {
             **request.headers,
             # Flag 01: sampled, so that the server's spans of every request are exported.
-            names.TRACEPARENT: f"00-{trace_id}-{context.new_span_id()}-01",
-            names.REQUEST_HEADER: request_id,
+            header_names.TRACEPARENT: f"00-{trace_id}-{context.new_span_id()}-01",
+            header_names.REQUEST_ID: request_id,
             # Asks for Server-Timing: with it no trace store is needed to see the stages.
-            names.ASK: "1",
+            header_names.ASK_TIMING: "1",
         }
         self.run.started += 1
         try:
@@ -134,7 +135,7 @@ class LoadDriver:
             # process's work and not the server's.
             self.release_slot()
         content = await _parse_response(response)
-        breakdown = timing.parse_server_timing(response.headers.get(names.TIMING, ""))
+        breakdown = timing.parse_server_timing(response.headers.get(header_names.SERVER_TIMING, ""))
         error = classify_failure(response, content)
         result = RequestResult(
             request_id,

@@ -28,8 +28,9 @@ from ttft_otel import __version__
 from ttft_otel.commands import doctor_clock, doctor_media, doctor_metrics
 from ttft_otel.hooks import target_check
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.model import names, record, stages, timing
+from ttft_otel.model import record, stages, timing
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
+from ttft_otel.model.names import env_names, header_names
 from ttft_otel.tracing import context, settings
 
 CheckState = Literal["ok", "note", "fail"]
@@ -38,13 +39,16 @@ PLUGIN_GROUP: Final = "vllm.general_plugins"
 ENV_PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's variable: comma-separated plugins that it may load
 DOCTOR_SERVICE: Final = "ttft-otel-doctor"
 STATE_STYLES: Final[dict[CheckState, str]] = {"ok": "green", "note": "yellow", "fail": "bold red"}
-NO_RECEIVER_REMEDY: Final = f"start a receiver there (ttft-otel serve) or set {names.ENV_ENDPOINT}"
+NO_RECEIVER_REMEDY: Final = (
+    f"start a receiver there (ttft-otel serve) or set {env_names.OTEL_EXPORTER_OTLP_ENDPOINT}"
+)
 ENDPOINT_REMEDIES: Final = {
     "401": "the endpoint requires credentials: set OTEL_EXPORTER_OTLP_HEADERS",
     "403": "the endpoint refuses these credentials: correct OTEL_EXPORTER_OTLP_HEADERS",
     "404": "no OTLP receiver at this path: http/protobuf is port 4318 as a rule; for port 4317 "
-    f"set {names.ENV_PROTOCOL}=grpc",
-    "UNIMPLEMENTED": f"no OTLP receiver there: set {names.ENV_PROTOCOL}=http/protobuf for port 4318",
+    f"set {env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=grpc",
+    "UNIMPLEMENTED": "no OTLP receiver there: set "
+    f"{env_names.OTEL_EXPORTER_OTLP_PROTOCOL}=http/protobuf for port 4318",
 }
 EXAMPLES: Final = """
 \b
@@ -72,10 +76,10 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
         message, _, remedy = line.partition("; ")
         yield Check("settings", "fail", message, remedy)
     if chosen.on:
-        yield Check("settings", "ok", f"{names.ENV_ON} is on, sampler {chosen.sampler}")
+        yield Check("settings", "ok", f"{env_names.TTFT_OTEL} is on, sampler {chosen.sampler}")
     else:
-        remedy = f"set {names.ENV_ON}=1 where vllm serve is started"
-        yield Check("settings", "note", f"{names.ENV_ON} is off in this environment", remedy)
+        remedy = f"set {env_names.TTFT_OTEL}=1 where vllm serve is started"
+        yield Check("settings", "note", f"{env_names.TTFT_OTEL} is off in this environment", remedy)
     well, description, remedy = doctor_metrics.describe_metrics(chosen)
     yield Check("metrics", "ok" if well else "note", description, remedy)
 
@@ -182,7 +186,7 @@ def check_server(url: str, timeout: float) -> Iterator[Check]:
     parsed = timing.parse_server_timing(header)
     if parsed is None:
         remedy = (
-            f"start it with {names.ENV_ON}=1 and ttft-otel in its Python; its log has one line "
+            f"start it with {env_names.TTFT_OTEL}=1 and ttft-otel in its Python; its log has one line "
             "that begins with 'ttft-otel'"
         )
         yield Check(base, "fail", "answers without timings: it is not traced", remedy)
@@ -223,10 +227,10 @@ def _request_first_token(base: str, timeout: float) -> str:
 
 
 def _request_json(url: str, body: Any, timeout: float) -> tuple[str, Any]:
-    headers = {names.ASK: "1", "content-type": "application/json"}
+    headers = {header_names.ASK_TIMING: "1", "content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     with urlopen(Request(url, data, headers), timeout=timeout) as answer:
-        return answer.headers.get(names.TIMING, ""), json.load(answer)
+        return answer.headers.get(header_names.SERVER_TIMING, ""), json.load(answer)
 
 
 def run_checks(urls: tuple[str, ...], timeout: float) -> Iterator[Check]:

@@ -12,7 +12,7 @@ from typing import Final
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 MAX_PAGE_BYTES: Final = 8 << 20  # of a /metrics page; the rest is not read
 RECOMPUTED_REMEDY: Final = (
@@ -21,7 +21,8 @@ RECOMPUTED_REMEDY: Final = (
     "(docs/router.md#encoder-cache-parameters)"
 )
 _SAMPLE: Final = re.compile(
-    rf'^{names.METRIC_RECOMPUTED_ITEMS}_total\{{(?:.*,)?instance="([^"]*)".*\}} (\d+(?:\.\d+)?(?:e\+?\d+)?)$',
+    rf'^{metric_names.ROUTER_RECOMPUTED_ITEMS}_total\{{(?:.*,)?instance="([^"]*)".*\}} '
+    r"(\d+(?:\.\d+)?(?:e\+?\d+)?)$",
     re.M,
 )
 

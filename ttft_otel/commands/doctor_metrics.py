@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import os
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing.settings import Settings
 
-COUNT_REMEDY = f"set {names.ENV_METRICS}=1, and the exporter process counts all of them"
+COUNT_REMEDY = f"set {env_names.TTFT_OTEL_METRICS}=1, and the exporter process counts all of them"
 
 
 def describe_metrics(chosen: Settings) -> tuple[bool, str, str]:
     """Whether metrics count every request, a sentence that says who makes them, and what to do if not."""
     if chosen.metrics:
-        where = os.environ.get(names.ENV_METRICS_ENDPOINT) or chosen.endpoint
+        where = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or chosen.endpoint
         return (
             True,
-            f"{names.ENV_METRICS} is on: the exporter process counts every request and sends "
+            f"{env_names.TTFT_OTEL_METRICS} is on: the exporter process counts every request and sends "
             f"{chosen.temporality} metrics to {where}; the collector makes none of its spans",
             "",
         )

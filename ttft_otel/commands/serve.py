@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from ttft_otel.commands.command_options import make_number_option
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.report.app import RequestExplainer
 from ttft_otel.report.report_server import ServeOptions, is_loopback_host, run_server
 from ttft_otel.report.store import database_schema
@@ -118,10 +118,12 @@ def _print_addresses(host: str, http: int, grpc: int, path: Path) -> None:
         lines.append(f"                 OTLP/gRPC on {at}:{grpc}")
     lines.append(f"                 spans in {path}")
     # 4318 is where servers send unless they are told otherwise (settings.py).
-    endpoint_setting = "" if http == 4318 else f"{names.ENV_ENDPOINT}=http://{at}:{http} "
+    endpoint_setting = (
+        "" if http == 4318 else f"{env_names.OTEL_EXPORTER_OTLP_ENDPOINT}=http://{at}:{http} "
+    )
     # Set already: the line would contradict it.
-    if names.ENV_ENDPOINT not in os.environ:
+    if env_names.OTEL_EXPORTER_OTLP_ENDPOINT not in os.environ:
         lines.append(
-            f"                 send here: {endpoint_setting}{names.ENV_ON}=1 vllm serve MODEL"
+            f"                 send here: {endpoint_setting}{env_names.TTFT_OTEL}=1 vllm serve MODEL"
         )
     click.echo("\n".join(lines))

@@ -19,7 +19,7 @@ import click
 from opentelemetry.util.re import parse_env_headers
 
 from ttft_otel.commands.command_options import Command, add_options
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.report.breakdown_source import SourceChoice
 from ttft_otel.report.show.terminal import remove_controls
 from ttft_otel.report.store import database_schema
@@ -63,7 +63,7 @@ def add_source_options(command: Command) -> Command:
             multiple=True,
             # Not click's envvar: its help would print what the variable holds.
             help="Header for Tempo, for example a token or X-Scope-OrgID; several times. "
-            f"Others see a command line: ${names.ENV_TEMPO_HEADERS} takes NAME=VALUE,NAME=VALUE.",
+            f"Others see a command line: ${env_names.TTFT_OTEL_TEMPO_HEADERS} takes NAME=VALUE,NAME=VALUE.",
         ),
         click.option(
             "--tempo-ca",
@@ -97,7 +97,9 @@ def parse_headers(given: tuple[str, ...]) -> dict[str, str]:
 
     Raises click.UsageError, which does not repeat the value.
     """
-    headers = dict(parse_env_headers(os.environ.get(names.ENV_TEMPO_HEADERS, ""), liberal=True))
+    headers = dict(
+        parse_env_headers(os.environ.get(env_names.TTFT_OTEL_TEMPO_HEADERS, ""), liberal=True)
+    )
     for each in given:
         name, found, value = each.partition("=")
         # "Name: value" is what curl takes.

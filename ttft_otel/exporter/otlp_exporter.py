@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 def is_endpoint_configured(env: Mapping[str, str]) -> bool:
     """Whether the environment variables `env` name an OTLP endpoint for spans."""
     # By OpenTelemetry's rules an empty variable counts as unset.
-    return bool(env.get(names.ENV_TRACES_ENDPOINT) or env.get(names.ENV_ENDPOINT))
+    return bool(
+        env.get(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)
+        or env.get(env_names.OTEL_EXPORTER_OTLP_ENDPOINT)
+    )
 
 
 def build_span_exporter(protocol: str) -> SpanExporter:

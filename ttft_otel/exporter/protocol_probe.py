@@ -10,7 +10,7 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 PROBE_TIMEOUT_S: Final = 1.0  # seconds for connecting, and for each answer
 MAX_ANSWER_BYTES: Final = 65536  # that are read of an answer
@@ -33,7 +33,8 @@ def find_protocol_remedy(protocol: str, endpoint: str, timeout: float | None = N
         return ""
     usual = "4317" if spoken == "http/protobuf" else "4318"
     return (
-        f"{endpoint} does not speak {protocol} but {spoken}: set {names.ENV_PROTOCOL}={spoken}, "
+        f"{endpoint} does not speak {protocol} but {spoken}: "
+        f"set {env_names.OTEL_EXPORTER_OTLP_PROTOCOL}={spoken}, "
         f"or the port that takes {protocol} (usually {usual})"
     )
 

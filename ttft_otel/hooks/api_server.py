@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ttft_otel.hooks import target_check, vllm_fields, wrap
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import clock, handoff, record_parts, recorder, settings
 from ttft_otel.tracing.asgi import TracingMiddleware
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -92,11 +92,11 @@ def register_request(processor: Any, request: Any, *args: Any, **kwargs: Any) ->
         return
     # Here, because AsyncLLM.add_request() drops headers without --otlp-traces-endpoint.
     request.trace_headers = {
-        names.TRACEPARENT: trace.context.format_traceparent(),
-        names.CARRIER: UNMEASURED,
+        header_names.TRACEPARENT: trace.context.format_traceparent(),
+        header_names.CARRIER_KEY: UNMEASURED,
     }
     if trace.context.tracestate:
-        request.trace_headers[names.TRACESTATE] = trace.context.tracestate
+        request.trace_headers[header_names.TRACESTATE] = trace.context.tracestate
     # Cut to 256 characters: the client chooses it, and it goes on spans.
     trace.request_id = (
         trace.request_id or str(getattr(request, "external_req_id", None) or "")[:256]
@@ -118,7 +118,7 @@ def record_outputs(
     # Most batches are decode steps: one dictionary lookup for each output is all they pay.
     for output in engine_core_outputs:
         if output.request_id in recorder.awaiting_traces:
-            marks = (output.trace_headers or {}).get(names.CARRIER, "")
+            marks = (output.trace_headers or {}).get(header_names.CARRIER_KEY, "")
             # Our own value came back: the engine core has no hooks, and told nothing.
             if marks == UNMEASURED:
                 marks = ""

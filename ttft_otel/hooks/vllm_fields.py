@@ -8,7 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from ttft_otel.hooks import ec_fields
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 
 class SchedulerFacts:
@@ -201,20 +202,20 @@ def count_output_tokens(req_state: Any) -> int:
 
 
 def read_engine_settings(config: Any) -> dict[str, int]:
-    """What `config` tells of the scheduler, by names.ENGINE_SETTINGS; what it lacks is left out."""
+    """What `config` tells of the scheduler, by keys.ENGINE_SETTINGS; what it lacks is left out."""
     scheduler = getattr(config, "scheduler_config", None)
     cache = getattr(config, "cache_config", None)
     blocks = getattr(cache, "num_gpu_blocks", None)
     size = getattr(cache, "block_size", None)
     ranks = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
     told = {
-        names.ENGINE_MAX_SEQS: getattr(scheduler, "max_num_seqs", None),
-        names.ENGINE_MAX_TOKENS: getattr(scheduler, "max_num_batched_tokens", None),
-        names.ENGINE_ASYNC: getattr(scheduler, "async_scheduling", None),
-        names.ENGINE_CHUNKED: getattr(scheduler, "enable_chunked_prefill", None),
+        keys.ENGINE_MAX_SEQS: getattr(scheduler, "max_num_seqs", None),
+        keys.ENGINE_MAX_TOKENS: getattr(scheduler, "max_num_batched_tokens", None),
+        keys.ENGINE_ASYNC: getattr(scheduler, "async_scheduling", None),
+        keys.ENGINE_CHUNKED: getattr(scheduler, "enable_chunked_prefill", None),
         # vLLM has added up the blocks of all ranks here; each has its own.
-        names.ENGINE_KV_TOKENS: blocks * size // ranks if blocks and size and ranks else None,
-        names.ENGINE_BLOCK_TOKENS: size if blocks else None,
+        keys.ENGINE_KV_TOKENS: blocks * size // ranks if blocks and size and ranks else None,
+        keys.ENGINE_BLOCK_TOKENS: size if blocks else None,
     }
     return {name: int(value) for name, value in told.items() if isinstance(value, int)}
 

@@ -8,36 +8,41 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, metric_names
 
 # Where a server runs, by its resource; on every metric, absent where its operator does not say it.
 K8S_NAMESPACE: Final = "k8s.namespace.name"
 K8S_POD: Final = "k8s.pod.name"
 PLACE_LABELS: Final = ("service.namespace", K8S_NAMESPACE, K8S_POD)
 METRIC_LABELS: Final = {
-    names.METRIC_TTFT: (names.ROLE, names.MODEL, names.ERROR_TYPE),
-    names.METRIC_STAGE: (
-        *(names.ROLE, names.MODEL, names.STAGE, names.LEG, names.INSTANCE),
-        names.ERROR_TYPE,
+    metric_names.TTFT_DURATION: (keys.ROLE, keys.MODEL, keys.ERROR_TYPE),
+    metric_names.STAGE_DURATION: (
+        *(keys.ROLE, keys.MODEL, keys.STAGE, keys.LEG, keys.INSTANCE),
+        keys.ERROR_TYPE,
     ),
-    names.METRIC_REASON: (names.ROLE, names.MODEL, names.QUEUE_REASON, names.ERROR_TYPE),
-    names.METRIC_HELD: (names.ROLE, names.MODEL, names.HELD_BY_KIND, names.ERROR_TYPE),
-    names.METRIC_RECOMPUTED: (names.ROLE, names.MODEL),
-    names.METRIC_CONVENTION: (names.OPERATION, names.PROVIDER, names.MODEL),
-    names.METRIC_REQUEST: (names.OPERATION, names.PROVIDER, names.MODEL, names.ERROR_TYPE),
-    names.METRIC_TOKEN_TIME: (names.OPERATION, names.PROVIDER, names.MODEL),
+    metric_names.QUEUE_REASON_DURATION: (keys.ROLE, keys.MODEL, keys.QUEUE_REASON, keys.ERROR_TYPE),
+    metric_names.QUEUE_HELD_DURATION: (keys.ROLE, keys.MODEL, keys.HELD_BY_KIND, keys.ERROR_TYPE),
+    metric_names.EC_RECOMPUTED: (keys.ROLE, keys.MODEL),
+    metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: (keys.OPERATION, keys.PROVIDER, keys.MODEL),
+    metric_names.GEN_AI_SERVER_REQUEST_DURATION: (
+        keys.OPERATION,
+        keys.PROVIDER,
+        keys.MODEL,
+        keys.ERROR_TYPE,
+    ),
+    metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: (keys.OPERATION, keys.PROVIDER, keys.MODEL),
 }
 # Bucket bounds of the semantic conventions' histograms, in seconds.
 BUCKET_BOUNDS_S: Final = {
-    names.METRIC_CONVENTION: (
+    metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: (
         *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
         *(1.0, 2.5, 5.0, 7.5, 10.0),
     ),
-    names.METRIC_REQUEST: (
+    metric_names.GEN_AI_SERVER_REQUEST_DURATION: (
         *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),
         *(2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
     ),
-    names.METRIC_TOKEN_TIME: (
+    metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: (
         *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
         *(1.0, 2.5),
     ),

@@ -9,7 +9,8 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import header_names, keys
 
 MAX_HEADER_CHARS: Final = 8192  # longer headers are ignored
 _TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]"
@@ -19,17 +20,17 @@ _ENTRY: Final = re.compile(
 )
 # Counts stand in `desc`, because Server-Timing has no other place for a value that is not a duration.
 _DESCRIPTION: Final = ';desc="'  # in all of the following
-_TOKENS_MARK: Final = f', {names.TIMING_TOKENS};desc="'
+_TOKENS_MARK: Final = f', {header_names.TIMING_TOKENS};desc="'
 _TOKENS: Final = re.compile(
     r'prompt=(\d{1,9}) cached=(\d{1,9}) own=(\d{1,9}) step=(\d{1,9})"', re.ASCII
 )
-_EC_MARK: Final = f', {names.TIMING_EC};desc="'
+_EC_MARK: Final = f', {header_names.TIMING_EC};desc="'
 _EC: Final = re.compile(
     r'items=(\d{1,9}) remote=(\d{1,9}) local=(\d{1,9}) recomputed=(\d{1,9}) bytes=(\d{1,15})"',
     re.ASCII,
 )
-_CLOCK_MARK: Final = f', {names.TIMING_CLOCK};desc="'
-_CLOCK: Final = re.compile(rf'({"|".join(names.CLOCK_WORDS)}) error=(\d{{1,9}})"', re.ASCII)
+_CLOCK_MARK: Final = f', {header_names.TIMING_CLOCK};desc="'
+_CLOCK: Final = re.compile(rf'({"|".join(keys.CLOCK_WORDS)}) error=(\d{{1,9}})"', re.ASCII)
 # Milliseconds, of as many digits as _ENTRY takes: their microseconds are exact in a double.
 _lengths_decoder: Final = msgspec.json.Decoder(
     dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1e12)]]
@@ -65,7 +66,7 @@ class EncoderCacheCounts(NamedTuple):
 
 
 class ClockNote(NamedTuple):
-    """Which clock placed the worker's marks: one of names.CLOCK_WORDS, and its error in us."""
+    """Which clock placed the worker's marks: one of keys.CLOCK_WORDS, and its error in us."""
 
     word: str
     error_us: int
@@ -109,24 +110,25 @@ def format_server_timing(
     entries = [_format_entry(name, value) for name, value in parts.items()]
     # Also where it is 0: the reader checks the sum, and must see that nothing is missing.
     entries.append(_format_entry(stages.UNATTRIBUTED, unattributed))
-    entries.append(_format_entry(names.TIMING_TTFT, ttft))
+    entries.append(_format_entry(header_names.TIMING_TTFT, ttft))
     if rest is not None:
-        entries.append(_format_entry(names.TIMING_REST, rest))
+        entries.append(_format_entry(header_names.TIMING_REST, rest))
     if tokens is not None:
         description = "prompt={} cached={} own={} step={}".format(*tokens)
-        entries.append(f'{names.TIMING_TOKENS};desc="{description}"')
+        entries.append(f'{header_names.TIMING_TOKENS};desc="{description}"')
     if ec is not None:
         description = "items={} remote={} local={} recomputed={} bytes={}".format(*ec)
-        entries.append(f'{names.TIMING_EC};desc="{description}"')
+        entries.append(f'{header_names.TIMING_EC};desc="{description}"')
     if clock is not None:
-        entries.append(f'{names.TIMING_CLOCK};desc="{clock.word} error={clock.error_us}"')
+        entries.append(f'{header_names.TIMING_CLOCK};desc="{clock.word} error={clock.error_us}"')
     return ", ".join(entries)
 
 
 def reports_no_token(text: str) -> bool:
     """Whether the header `text` says that the request ended without a first token."""
-    return names.TIMING_NO_TOKEN in text and any(
-        entry.strip() == names.TIMING_NO_TOKEN for entry in text[:MAX_HEADER_CHARS].split(",")
+    return header_names.TIMING_NO_TOKEN in text and any(
+        entry.strip() == header_names.TIMING_NO_TOKEN
+        for entry in text[:MAX_HEADER_CHARS].split(",")
     )
 
 
@@ -155,9 +157,9 @@ def parse_server_timing(text: str) -> ServerTiming | None:
     values = _parse_own_format(text) or {
         name: round(float(value) * 1000) for name, value in _ENTRY.findall(text)
     }
-    ttft = values.pop(names.TIMING_TTFT, None)
+    ttft = values.pop(header_names.TIMING_TTFT, None)
     # Not in the sum: it comes after the first token.
-    rest = values.pop(names.TIMING_REST, None)
+    rest = values.pop(header_names.TIMING_REST, None)
     unattributed = values.pop(stages.UNATTRIBUTED, 0)
     parts = values
     if not values.keys() <= stages.KNOWN_NAMES:

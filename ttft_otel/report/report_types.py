@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 
 # 0 is unset, 1 is ok.
 STATUS_ERROR: Final = 2  # OTLP status code
 # Both carry a request's stages as attributes; nothing else is read for the sums.
-TTFT_SPAN_NAMES: Final = (names.TTFT, names.ENCODE)
+TTFT_SPAN_NAMES: Final = (span_names.TTFT, span_names.ENCODE)
 # In the order of OTLP's numbers.
 SPAN_KINDS: Final = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
@@ -47,8 +47,8 @@ class StoredSpan:
         """Whether this is a `ttft` (or `encode`) span, which carries all stages as attributes."""
         return (
             self.name in TTFT_SPAN_NAMES
-            and self.scope == names.SCOPE
-            and isinstance(self.attributes.get(names.TOTAL_US), int)
+            and self.scope == span_names.SCOPE
+            and isinstance(self.attributes.get(keys.TOTAL_US), int)
         )
 
 

@@ -13,15 +13,15 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import RESPONSES_PATH
+from ttft_otel.model.names import keys
 from ttft_otel.router.stage_partition import find_failed_stage
 from ttft_otel.router.timeline import Attempt, RequestTimeline
 from ttft_otel.router.types import HeaderList
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.context import TraceContext
 
-CLIENT_DISCONNECTED: Final = names.ERROR_DISCONNECTED
+CLIENT_DISCONNECTED: Final = keys.ERROR_DISCONNECTED
 
 
 class ExchangePhase(enum.IntEnum):

@@ -7,9 +7,10 @@ import functools
 from collections.abc import Iterable
 from typing import Final
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.breakdown import Breakdown
 from ttft_otel.model.endpoints import find_route
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import (
     RECORD_VERSION,
     Attributes,
@@ -71,13 +72,13 @@ def build_record(exchange: Exchange, breakdown: Breakdown | None, ended_us: int 
 
 
 def _build_identity(exchange: Exchange) -> Attributes:
-    attributes: Attributes = {names.PROVIDER: names.PROVIDER_VLLM}
+    attributes: Attributes = {keys.PROVIDER: keys.PROVIDER_VLLM}
     if exchange.operation:
-        attributes[names.OPERATION] = exchange.operation
-        attributes[names.STREAM] = exchange.wants_stream
+        attributes[keys.OPERATION] = exchange.operation
+        attributes[keys.STREAM] = exchange.wants_stream
     # Only names that an instance knows: it may become a label of metrics, of which each value is a series.
     if exchange.model and (exchange.is_model_listed or exchange.has_answered):
-        attributes[names.MODEL] = exchange.model[:MAX_CLIENT_STRING_CHARS]
+        attributes[keys.MODEL] = exchange.model[:MAX_CLIENT_STRING_CHARS]
     return attributes
 
 
@@ -86,7 +87,7 @@ def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
     decisions = _describe_decisions(exchange.timeline)
     return Ttft(
         span_id=new_span_id(),
-        name=names.TTFT,
+        name=span_names.TTFT,
         start=0,
         end=breakdown.end - start,
         stages=breakdown.stages,
@@ -115,23 +116,23 @@ def _build_ttft(exchange: Exchange, breakdown: Breakdown) -> Ttft:
 
 
 def _describe_first_token(exchange: Exchange) -> Attributes:
-    attributes: Attributes = {names.STREAMING: exchange.is_streaming}
+    attributes: Attributes = {keys.STREAMING: exchange.is_streaming}
     mode, reason = exchange.first_token_outcome
     if mode:
-        attributes[names.FIRST_TOKEN] = mode
+        attributes[keys.FIRST_TOKEN] = mode
     if reason:
-        attributes[names.FIRST_TOKEN_REASON] = reason
+        attributes[keys.FIRST_TOKEN_REASON] = reason
     if exchange.encode_once_reason is not None:
-        attributes[names.ENCODE_ONCE] = not exchange.encode_once_reason
+        attributes[keys.ENCODE_ONCE] = not exchange.encode_once_reason
         if exchange.encode_once_reason:
-            attributes[names.ENCODE_ONCE_REASON] = exchange.encode_once_reason
+            attributes[keys.ENCODE_ONCE_REASON] = exchange.encode_once_reason
     for chain in exchange.timeline.critical_path:
         booking = chain[-1].booking if chain else None
         if booking is None or booking.predicted_ttft_s is None or chain[-1].leg == ENCODE:
             continue
-        attributes[names.PREDICTED_MS] = round(booking.predicted_ttft_s * 1000)
+        attributes[keys.PREDICTED_MS] = round(booking.predicted_ttft_s * 1000)
         if booking.prediction_error_s is not None:
-            attributes[names.PREDICTION_ERROR_MS] = round(booking.prediction_error_s * 1000)
+            attributes[keys.PREDICTION_ERROR_MS] = round(booking.prediction_error_s * 1000)
     return attributes
 
 
@@ -154,21 +155,21 @@ def _describe_decision(attempt: Attempt, decision: Decision) -> Attributes:
     best_positions = sorted(range(len(scores)), key=scores.__getitem__)[:MAX_REPORTED_CANDIDATES]
     candidates = attempt.candidates
     attributes: Attributes = {
-        names.POLICY: attempt.policy,
-        names.ROUTE_REASON: decision.reason,
-        names.CANDIDATES: len(candidates),
+        keys.ROUTE_POLICY: attempt.policy,
+        keys.ROUTE_REASON: decision.reason,
+        keys.ROUTE_CANDIDATES: len(candidates),
     }
     if scores:
-        attributes[names.ROUTE_SCORE] = round(decision.score * unit)
-        attributes[names.ROUTE_SCORES] = tuple(
+        attributes[keys.ROUTE_SCORE] = round(decision.score * unit)
+        attributes[keys.ROUTE_SCORES] = tuple(
             round(scores[position] * unit) for position in best_positions
         )
-        attributes[names.ROUTE_INSTANCES] = tuple(
+        attributes[keys.ROUTE_INSTANCES] = tuple(
             f"{candidates[position].host}:{candidates[position].port}"
             for position in best_positions
         )
     if cached_tokens:
-        attributes[names.ROUTE_CACHED] = tuple(
+        attributes[keys.ROUTE_CACHED_TOKENS] = tuple(
             cached_tokens[position] for position in best_positions
         )
     return attributes
@@ -213,7 +214,7 @@ def _map_servers(timeline: RequestTimeline) -> dict[str, Attributes]:
     """Instance attributes by leg, so that a slow instance can be found."""
     # Of a leg that was retried only the last attempt has stages; the others are router.retry.
     return {
-        chain[-1].leg: {names.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
+        chain[-1].leg: {keys.INSTANCE: f"{chain[-1].instance.host}:{chain[-1].instance.port}"}
         for chain in timeline.critical_path
         if chain
     }
@@ -230,13 +231,13 @@ def _build_server(exchange: Exchange, duration_us: int) -> Server:
         end=duration_us,
         status=exchange.status,
         attributes={
-            names.HTTP_METHOD: "POST",
-            names.HTTP_ROUTE: exchange.route,
+            keys.HTTP_METHOD: "POST",
+            keys.HTTP_ROUTE: exchange.route,
             # Cut: a path may be as long as --max-target allows.
-            names.URL_PATH: exchange.path[:MAX_CLIENT_STRING_CHARS],
-            names.URL_SCHEME: exchange.scheme,
-            **({names.FIRST_TOKEN_MISMATCH: True} if exchange.first_token_mismatch else {}),
-            **({names.BACKGROUND: True} if exchange.is_queued_only else {}),
+            keys.URL_PATH: exchange.path[:MAX_CLIENT_STRING_CHARS],
+            keys.URL_SCHEME: exchange.scheme,
+            **({keys.FIRST_TOKEN_MISMATCH: True} if exchange.first_token_mismatch else {}),
+            **({keys.BACKGROUND: True} if exchange.is_queued_only else {}),
         },
         # a 4xx is the client's error, not this server's
         error="" if 400 <= exchange.status < 500 else exchange.error,
@@ -247,15 +248,15 @@ def _build_calls(exchange: Exchange, ended_us: int) -> Iterable[Call]:
     arrived_us = exchange.timeline.arrived_us
     for attempt in (attempt for chain in exchange.attempt_chains for attempt in chain):
         attributes: Attributes = {
-            names.HTTP_METHOD: "POST",
-            names.SERVER_ADDRESS: attempt.instance.host,
-            names.SERVER_PORT: attempt.instance.port,
+            keys.HTTP_METHOD: "POST",
+            keys.SERVER_ADDRESS: attempt.instance.host,
+            keys.SERVER_PORT: attempt.instance.port,
         }
         if attempt.policy:
-            attributes[names.POLICY] = attempt.policy
-            attributes[names.CANDIDATES] = len(attempt.candidates)
+            attributes[keys.ROUTE_POLICY] = attempt.policy
+            attributes[keys.ROUTE_CANDIDATES] = len(attempt.candidates)
         if attempt.number > 1:
-            attributes[names.ATTEMPT] = attempt.number
+            attributes[keys.ATTEMPT] = attempt.number
         yield Call(
             attempt.span_id,
             f"POST {find_route(attempt.path)}",

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.timing import ServerTiming, parse_server_timing
 from ttft_otel.tracing import clock
 
 if TYPE_CHECKING:
     from ttft_otel.router.types import AttemptBooking, Decision, Instance
 
-CANCELLED: Final = names.ERROR_CANCELLED
+CANCELLED: Final = keys.ERROR_CANCELLED
 
 
 class AttemptObserver(Protocol):

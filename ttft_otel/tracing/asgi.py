@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from ttft_otel.model import endpoints, names
+from ttft_otel.model import endpoints
+from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock, handoff, kept_spans, meter, recorder, roles
 from ttft_otel.tracing.first_chunk import FirstChunkSender, Message, Send
 from ttft_otel.tracing.guard import Guard
@@ -66,16 +67,16 @@ class TracingMiddleware:
         if trace is None:
             await self.app(scope, receive, send)
             return
-        error, sender = names.ERROR_ENGINE, FirstChunkSender(trace, send)
+        error, sender = keys.ERROR_ENGINE, FirstChunkSender(trace, send)
         try:
             await self.app(scope, receive, sender.send)
             error = ""
         except asyncio.CancelledError:
-            error = names.ERROR_CANCELLED
+            error = keys.ERROR_CANCELLED
             raise
         except Exception as failure:
             if type(failure).__name__ == "ClientDisconnect":  # Starlette's, from ASGI 2.4 on
-                error = names.ERROR_CANCELLED
+                error = keys.ERROR_CANCELLED
             raise
         finally:
             with _GUARD_END:
@@ -103,11 +104,11 @@ class TracingMiddleware:
         if not trace.engine_requests and trace.path not in endpoints.OPERATION_BY_PATH:
             return  # an endpoint that does not generate, such as /tokenize
         # Its engine core is alive, and may know how far the request got.
-        is_ended_by_engine = trace.error == names.ERROR_ENGINE
+        is_ended_by_engine = trace.error == keys.ERROR_ENGINE
         # Starlette ends a stream whose client has left as if it were complete.
         is_stream = trace.streamed and trace.breakdown is not None
         if not error and is_stream and trace.is_unended and roles.identity.can_see_ends():
-            error = names.ERROR_INCOMPLETE
+            error = keys.ERROR_INCOMPLETE
         # One that ends after all was generated has lost nothing.
         if trace.status >= 500 or (error and (trace.breakdown is None or trace.is_unended)):
             trace.error = str(trace.status) if trace.status >= 400 else error
@@ -130,7 +131,7 @@ class TracingMiddleware:
         trace.error = (
             str(trace.status)
             if trace.status >= 400
-            else error or trace.error or names.ERROR_CANCELLED
+            else error or trace.error or keys.ERROR_CANCELLED
         )
         # The request reached the engine and was aborted there: only the engine core knows how far it
         # got. Beyond the bound the record is sent without that.

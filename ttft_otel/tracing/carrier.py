@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import LOST_FORWARD, EngineStep, Marks
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes
 from ttft_otel.model.stages import STAGES_BY_CODE
 from ttft_otel.model.timing import ClockNote
@@ -36,7 +36,7 @@ KEPT_BLOCKS_BIT: Final = 1  # bits of EngineDetails.kept
 KEPT_ITEMS_BIT: Final = 2
 ENCODER_RUN_BIT: Final = 4  # nothing is kept, but its encoder still ran when it was answered
 # Span attributes of the numbers in EngineDetails.blocks, in their order.
-KV_ATTRIBUTES: Final = (names.KV_TOKENS, names.KV_BLOCKS, names.KV_BYTES, names.KV_MOVE)
+KV_ATTRIBUTES: Final = (keys.KV_TOKENS, keys.KV_BLOCKS, keys.KV_BYTES, keys.KV_MOVE_US)
 
 
 class CoreAnswer(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -84,7 +84,7 @@ class EncoderRun(CoreAnswer, frozen=True):
     end: int
 
 
-_HOST_NOTE: Final = ClockNote(names.CLOCK_WORDS[clock.CLOCK_HOST], 0)
+_HOST_NOTE: Final = ClockNote(keys.CLOCK_WORDS[clock.CLOCK_HOST], 0)
 AnyAnswer = TypeVar("AnyAnswer", bound=CoreAnswer)
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(EngineTimeline)
@@ -163,32 +163,32 @@ def list_timeline_attributes(timeline: EngineTimeline, clock_error: int = 0) -> 
     """
     details = timeline.read_details()
     attributes: Attributes = {
-        names.INPUT_TOKENS: timeline.prompt,
-        names.CACHED_TOKENS: timeline.cached,
-        names.CACHE_READ_TOKENS: timeline.cached,
-        names.CHUNKS: timeline.chunks,
-        names.OWN_TOKENS: timeline.own_tokens,
-        names.STEP_TOKENS: timeline.step_tokens,
-        names.PREEMPTIONS: details.preempted,
-        names.RECOMPUTED_TOKENS: details.recomputed,
+        keys.INPUT_TOKENS: timeline.prompt,
+        keys.CACHED_TOKENS: timeline.cached,
+        keys.CACHE_READ_TOKENS: timeline.cached,
+        keys.PREFILL_CHUNKS: timeline.chunks,
+        keys.PREFILL_OWN_TOKENS: timeline.own_tokens,
+        keys.PREFILL_STEP_TOKENS: timeline.step_tokens,
+        keys.PREEMPTIONS: details.preempted,
+        keys.RECOMPUTED_TOKENS: details.recomputed,
     }
     if details.media:
-        attributes[names.OWN_ITEMS] = details.media[media_items.INDEX_OWN]
-        attributes[names.STEP_ITEMS] = details.media[media_items.INDEX_STEP]
+        attributes[keys.ENCODER_OWN_ITEMS] = details.media[media_items.INDEX_OWN]
+        attributes[keys.ENCODER_STEP_ITEMS] = details.media[media_items.INDEX_STEP]
     if details.blocks:
         values = zip(KV_ATTRIBUTES, details.blocks, strict=False)
         attributes |= {name: value for name, value in values if value}
     if details.truncated:
-        attributes[names.TRUNCATED] = True
+        attributes[keys.TRUNCATED] = True
     if clock_error:
-        attributes[names.CLOCK_ERROR_US] = clock_error
+        attributes[keys.CLOCK_ERROR_US] = clock_error
     if note := read_clock(timeline):
-        attributes[names.CLOCK] = note.word
-        if note.word == names.CLOCK_WORDS[clock.CLOCK_DEVICE]:
-            attributes[names.CLOCK_ERROR_US] = note.error_us + clock_error
+        attributes[keys.CLOCK] = note.word
+        if note.word == keys.CLOCK_WORDS[clock.CLOCK_DEVICE]:
+            attributes[keys.CLOCK_ERROR_US] = note.error_us + clock_error
     for record in timeline.steps:
         if len(record) >= 3 and record[2] & ENCODER_UNFINISHED:
-            attributes[names.ENCODER_UNFINISHED] = True
+            attributes[keys.ENCODER_UNFINISHED] = True
     return attributes
 
 
@@ -204,7 +204,7 @@ def read_clock(timeline: EngineTimeline | None) -> ClockNote | None:
             worst = max(worst, _decode_clock(record))
             if record[0] != timeline.boot:  # another host than its engine core's: lengths alone
                 worst = max(worst, (clock.CLOCK_LENGTHS, 0))
-    return None if worst[0] < 0 else ClockNote(names.CLOCK_WORDS[worst[0]], worst[1])
+    return None if worst[0] < 0 else ClockNote(keys.CLOCK_WORDS[worst[0]], worst[1])
 
 
 def _has_one_interval(record: tuple[int, ...], boot: int) -> bool:
@@ -225,6 +225,6 @@ def _decode_clock(record: tuple[int, ...]) -> tuple[int, int]:
     """Which clock placed the record's intervals, and the estimated error of that."""
     if len(record) < 6 or record[-3] != CODE_CLOCK:
         return clock.CLOCK_HOST, 0
-    if 0 <= record[-2] < len(names.CLOCK_WORDS):
+    if 0 <= record[-2] < len(keys.CLOCK_WORDS):
         return record[-2], record[-1]
     return clock.CLOCK_LENGTHS, 0  # a later version's clock: what its places mean is not known

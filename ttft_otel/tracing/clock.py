@@ -15,7 +15,7 @@ MAX_BRACKET_NS: Final = 20_000
 # Error bound of to_wall_ns(): half a bracket, plus the rounding of a mark to one microsecond. A read
 # that was preempted is repeated; on an overloaded machine one of five was always undisturbed.
 WALL_ERROR_US: Final = MAX_BRACKET_NS // 2000 + 1
-# Which clock placed a worker's marks; the words for them are names.CLOCK_WORDS.
+# Which clock placed a worker's marks; the words for them are keys.CLOCK_WORDS.
 CLOCK_HOST: Final = 0
 CLOCK_DEVICE: Final = 1  # the device's events, placed on the host's time
 CLOCK_LENGTHS: Final = 2  # the device's events, of which only the lengths are known

@@ -12,7 +12,8 @@ import functools
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from ttft_otel.model import endpoints, names, stages
+from ttft_otel.model import endpoints, stages
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import clock, handoff, recorder, roles
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -128,14 +129,14 @@ class FirstChunkSender:
             and roles.identity.can_see_outputs()
         ):
             # The application has answered to the end, so the client was there: the engine ended it.
-            trace.error = trace.error or names.ERROR_ENGINE
+            trace.error = trace.error or keys.ERROR_ENGINE
         if trace.has_first_token or unseen:
             recorder.close_ttft(trace, now if egress else 0)
         elif not trace.error:
             return
         if self.held_messages:  # formatted for whoever waits for it alone: a tenth of our time here
             # Without a token the engine ended it: a router must not take this chunk for one.
-            text = recorder.format_timing_header(trace, now) or names.TIMING_NO_TOKEN
-            own_header = (names.TIMING.encode(), text.encode())
+            text = recorder.format_timing_header(trace, now) or header_names.TIMING_NO_TOKEN
+            own_header = (header_names.SERVER_TIMING.encode(), text.encode())
             headers = [*self.held_messages[0].get("headers", ()), own_header]
             self.held_messages[0]["headers"] = headers

@@ -23,7 +23,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing import guard
 from ttft_otel.tracing.child_command import build_child_command
 from ttft_otel.tracing.settings import Settings, get_settings
@@ -43,7 +43,7 @@ SHARED_COUNTERS: Final = (
 )
 SHARED_LAYOUT: Final = struct.Struct(f"={len(SHARED_COUNTERS)}Q")
 
-# names.ENGINE_SETTINGS of this process, which become resource attributes of its spans; hooks fill it
+# keys.ENGINE_SETTINGS of this process, which become resource attributes of its spans; hooks fill it
 # before the first request, and the exporter gets it when it is started.
 engine_settings: Final[dict[str, int]] = {}
 
@@ -280,20 +280,20 @@ def _build_environment(settings: Settings) -> dict[str, str]:
     """The exporter's environment: the host's, with the validated `settings` in it."""
     env = dict(os.environ)
     # ENV_ON: the exporter must not trace itself. The others could make it fail, or not end.
-    for name in (names.ENV_ON, "PYTHONWARNINGS", "PYTHONINSPECT"):
+    for name in (env_names.TTFT_OTEL, "PYTHONWARNINGS", "PYTHONINSPECT"):
         env.pop(name, None)
     if "-packages" not in _IMPORT_ROOT.name:  # a checkout: make it importable for the exporter too
         env["PYTHONPATH"] = os.pathsep.join(
             filter(None, (env.get("PYTHONPATH"), str(_IMPORT_ROOT)))
         )
-    env[names.ENV_TRACES_PROTOCOL] = settings.protocol
-    if env.get(names.ENV_TRACES_ENDPOINT) != settings.endpoint:
-        env.pop(names.ENV_TRACES_ENDPOINT, None)
-        env[names.ENV_ENDPOINT] = settings.endpoint
-    env[names.ENV_METRICS] = "1" if settings.metrics else "0"
-    env[names.ENV_TEMPORALITY] = settings.temporality
+    env[env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL] = settings.protocol
+    if env.get(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) != settings.endpoint:
+        env.pop(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, None)
+        env[env_names.OTEL_EXPORTER_OTLP_ENDPOINT] = settings.endpoint
+    env[env_names.TTFT_OTEL_METRICS] = "1" if settings.metrics else "0"
+    env[env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE] = settings.temporality
     if settings.service:
-        env[names.ENV_SERVICE] = settings.service
+        env[env_names.OTEL_SERVICE_NAME] = settings.service
     return env
 
 

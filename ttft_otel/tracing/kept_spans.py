@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Piece
 from ttft_otel.tracing import carrier, clock, recorder
 from ttft_otel.tracing.request_trace import RequestTrace
@@ -58,32 +58,34 @@ def _make_blocks_piece(trace: RequestTrace, answer: str) -> Piece | None:
     kept = carrier.decode_kept_blocks(answer)
     if kept is None:
         return None
-    attributes: Attributes = {names.KV_TOKENS: kept.tokens, names.KV_BLOCKS: kept.blocks}
+    attributes: Attributes = {keys.KV_TOKENS: kept.tokens, keys.KV_BLOCKS: kept.blocks}
     if identity.kv_connector:
-        attributes[names.KV_CONNECTOR] = identity.kv_connector
+        attributes[keys.KV_CONNECTOR] = identity.kv_connector
     if kept.expired:
-        attributes[names.ERROR_TYPE] = "expired"
-    return _make_piece(trace, names.KEPT, kept.since, kept.until, attributes)
+        attributes[keys.ERROR_TYPE] = "expired"
+    return _make_piece(trace, span_names.KV_KEPT, kept.since, kept.until, attributes)
 
 
 def _make_items_piece(trace: RequestTrace, answer: str) -> Piece | None:
     kept = carrier.decode_kept_items(answer)
     if kept is None:
         return None
-    attributes: Attributes = {names.EC_ITEMS: kept.items, names.EC_BYTES: kept.bytes}
+    attributes: Attributes = {keys.EC_ITEMS: kept.items, keys.EC_BYTES: kept.bytes}
     if identity.ec_connector:
-        attributes[names.EC_CONNECTOR] = identity.ec_connector
+        attributes[keys.EC_CONNECTOR] = identity.ec_connector
     if kept.ready_at:
-        attributes[names.EC_READY_US] = max(0, kept.ready_at - kept.since)
+        attributes[keys.EC_READY_US] = max(0, kept.ready_at - kept.since)
     # An error: the encodings were made and nobody fetched them.
     if kept.end_reason:
-        attributes[names.ERROR_TYPE] = kept.end_reason
-    return _make_piece(trace, names.EC_KEPT, kept.since, kept.until, attributes)
+        attributes[keys.ERROR_TYPE] = kept.end_reason
+    return _make_piece(trace, span_names.EC_KEPT, kept.since, kept.until, attributes)
 
 
 def _make_encoder_piece(trace: RequestTrace, answer: str) -> Piece | None:
     run = carrier.decode_encoder_run(answer)
-    return None if run is None else _make_piece(trace, names.ENCODER_RUN, run.start, run.end, {})
+    return (
+        None if run is None else _make_piece(trace, span_names.ENCODER_RUN, run.start, run.end, {})
+    )
 
 
 def _make_piece(

@@ -11,7 +11,8 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Piece, Record, RecordDecodeError, Ttft, encode_record
 from ttft_otel.tracing.context import SAMPLED_FLAG
 
@@ -24,7 +25,7 @@ NOT_MEASURED: Final = -1
 # Position in stages.WAIT_REASON_NAMES by name.
 REASON_CODES: Final = {name: code for code, name in enumerate(stages.WAIT_REASON_NAMES)}
 _HELD_CODES: Final = {
-    names.name_held_attribute(kind): code for code, kind in enumerate(stages.HOLDING_KIND_NAMES)
+    keys.name_held_attribute(kind): code for code, kind in enumerate(stages.HOLDING_KIND_NAMES)
 }
 # (code, microseconds) of parts of queues.
 Waits: TypeAlias = tuple[tuple[int, int], ...]
@@ -118,12 +119,12 @@ def measure_record(record: Record) -> Measurement | None:
     head = MeasurementHead(
         record.service,
         record.role,
-        str(record.attributes.get(names.MODEL, "")),
-        str(record.attributes.get(names.OPERATION, "")),
+        str(record.attributes.get(keys.MODEL, "")),
+        str(record.attributes.get(keys.OPERATION, "")),
         ttft.error if ttft else "",
         record.outermost,
-        ttft is not None and ttft.name != names.TTFT,
-        tuple([(piece.name, str(piece.attributes.get(names.INSTANCE, ""))) for piece in pieces]),
+        ttft is not None and ttft.name != span_names.TTFT,
+        tuple([(piece.name, str(piece.attributes.get(keys.INSTANCE, ""))) for piece in pieces]),
         ttft is not None,
         end_error,
         token_time_us > 0,
@@ -132,9 +133,11 @@ def measure_record(record: Record) -> Measurement | None:
 
 
 def _count_recomputed(ttft: Ttft | None) -> int:
-    items = ttft.attributes.get(names.EC_RECOMPUTED_ITEMS) if ttft else None
+    items = ttft.attributes.get(keys.EC_RECOMPUTED_ITEMS) if ttft else None
     # An encoder's own encodings are never "again".
-    return items if ttft and isinstance(items, int) and ttft.name == names.TTFT else NOT_MEASURED
+    return (
+        items if ttft and isinstance(items, int) and ttft.name == span_names.TTFT else NOT_MEASURED
+    )
 
 
 def _list_waits(ttft: Ttft | None) -> tuple[Waits, Waits]:
@@ -145,7 +148,7 @@ def _list_waits(ttft: Ttft | None) -> tuple[Waits, Waits]:
         # Nearly all pieces have none: only waiting ones say why, and behind what.
         if not piece.attributes:
             continue
-        reason = REASON_CODES.get(str(piece.attributes.get(names.QUEUE_REASON)))
+        reason = REASON_CODES.get(str(piece.attributes.get(keys.QUEUE_REASON)))
         if reason is not None:
             reasons.append((reason, max(0, piece.end - piece.start)))
         if piece.name in stages.QUEUE_STAGES and piece.kind == "stage":
@@ -161,11 +164,11 @@ def _measure_end(record: Record) -> tuple[str | None, int]:
     server = record.server
     if server is None:
         return None, 0
-    found = server.attributes.get(names.TOKEN_TIME_US)
+    found = server.attributes.get(keys.TIME_PER_OUTPUT_TOKEN_US)
     token_time_us = found if isinstance(found, int) and found > 0 else 0
     # As the client sees it: once for each request, but for answers that only say "queued".
-    is_whole = record.outermost and names.OPERATION in record.attributes
-    if not is_whole or names.BACKGROUND in server.attributes:
+    is_whole = record.outermost and keys.OPERATION in record.attributes
+    if not is_whole or keys.BACKGROUND in server.attributes:
         return None, token_time_us
     # Its span has no error for a refusal, which is the client's; a duration without it would be one.
     error = server.error or (str(server.status) if server.status >= 400 else "")

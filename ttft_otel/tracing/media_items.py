@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes
 from ttft_otel.model.timing import EncoderCacheCounts
 
@@ -93,19 +93,19 @@ def list_item_attributes(counts: ItemCounts | None, connector: str) -> Attribute
     """
     if counts is None:
         return {}
-    attributes: Attributes = {names.CACHED_ITEMS: counts.cached}
+    attributes: Attributes = {keys.ENCODER_CACHED_ITEMS: counts.cached}
     if not connector:
         return attributes
-    attributes[names.EC_CONNECTOR] = connector
-    attributes[names.EC_ITEMS] = counts.items
+    attributes[keys.EC_CONNECTOR] = connector
+    attributes[keys.EC_ITEMS] = counts.items
     if counts.local is not None:
-        attributes[names.EC_LOCAL_ITEMS] = counts.local
+        attributes[keys.EC_LOCAL_ITEMS] = counts.local
     if counts.remote is not None:
-        attributes[names.EC_REMOTE_ITEMS] = counts.remote
+        attributes[keys.EC_REMOTE_ITEMS] = counts.remote
     if counts.recomputed is not None:
-        attributes[names.EC_RECOMPUTED_ITEMS] = counts.recomputed
+        attributes[keys.EC_RECOMPUTED_ITEMS] = counts.recomputed
     if counts.bytes:
-        attributes[names.EC_BYTES] = counts.bytes
+        attributes[keys.EC_BYTES] = counts.bytes
     return attributes
 
 

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.tracing import guard
 
 CountsReader: TypeAlias = Callable[[], Mapping[str, int]]
@@ -38,7 +38,7 @@ _publishers: Final[list[SharedPublisher]] = []
 @functools.lru_cache(maxsize=1)
 def _get_dropped_counter() -> Counter:
     # Made at the first use: importing this module registers nothing with Prometheus.
-    return Counter(names.METRIC_DROPPED, "Records or requests that tracing lost.", ["reason"])
+    return Counter(metric_names.DROPPED, "Records or requests that tracing lost.", ["reason"])
 
 
 def count_dropped(reason: str) -> None:
@@ -60,19 +60,19 @@ class _LiveCollector(Collector):
         """Requests without a first token, errors of our hooks by place, records sent and lost."""
         counts = self.counts()
         yield CounterMetricFamily(
-            names.METRIC_RECORDS, RECORDS_HELP, value=counts.get(SENT_RECORDS, 0)
+            metric_names.RECORDS, RECORDS_HELP, value=counts.get(SENT_RECORDS, 0)
         )
         yield GaugeMetricFamily(
-            names.METRIC_PENDING,
+            metric_names.PENDING,
             PENDING_HELP,
             value=len(self.awaiting),
         )
-        errors = CounterMetricFamily(names.METRIC_ERRORS, ERRORS_HELP, labels=["place"])
+        errors = CounterMetricFamily(metric_names.HOOK_ERRORS, ERRORS_HELP, labels=["place"])
         # A copy: hooks in other threads may count while the scrape iterates.
         for place, number in list(guard.error_counts.items()):
             errors.add_metric([place], number)
         yield errors
-        yield make_lost_metric(names.METRIC_LOST, counts)
+        yield make_lost_metric(metric_names.LOST, counts)
 
 
 def make_lost_metric(
@@ -98,10 +98,10 @@ class SharedPublisher:
         self.awaiting = awaiting
         self.counts = counts
         # "live": without the processes that have been marked as dead.
-        self._pending = Gauge(names.METRIC_PENDING, PENDING_HELP, multiprocess_mode="livesum")
-        self._errors = Counter(names.METRIC_ERRORS, ERRORS_HELP, ["place"])
-        self._lost = Counter(names.METRIC_LOST, LOST_HELP, ["reason"])
-        self._records = Counter(names.METRIC_RECORDS, RECORDS_HELP)
+        self._pending = Gauge(metric_names.PENDING, PENDING_HELP, multiprocess_mode="livesum")
+        self._errors = Counter(metric_names.HOOK_ERRORS, ERRORS_HELP, ["place"])
+        self._lost = Counter(metric_names.LOST, LOST_HELP, ["reason"])
+        self._records = Counter(metric_names.RECORDS, RECORDS_HELP)
         self._published: dict[Counter, int] = {}
 
     def publish(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.model import breakdown, names, stages
+from ttft_otel.model import breakdown, stages
 from ttft_otel.model.endpoints import OPERATION_BY_PATH
 from ttft_otel.model.held_waits import HeldPiece
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, HeldBy, Piece, Server, Ttft
 from ttft_otel.model.wait_reasons import WAIT_STAGES, ReasonSlice
 from ttft_otel.tracing import carrier, media_items
@@ -23,12 +24,12 @@ MAX_FINISH_REASONS: Final = 64  # one for each generation, or none
 _FAILED_REASONS: Final = ("abort", "error")
 MAX_ID_CHARS: Final = 256  # of a holder's request ID; a client may have chosen it
 _HELD_ATTRIBUTES: Final = tuple(
-    [names.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES]
+    [keys.name_held_attribute(kind) for kind in stages.HOLDING_KIND_NAMES]
 )
 
 # By stage and reason: a request has one or more, and making a name takes half a microsecond.
 _REASON_ATTRIBUTES: Final = {
-    (stage, reason): names.name_reason_attribute(stage, reason)
+    (stage, reason): keys.name_reason_attribute(stage, reason)
     for stage in (*stages.QUEUE_STAGES, stages.STALL_STAGE)
     for reason in stages.WAIT_REASON_NAMES
 }
@@ -52,34 +53,34 @@ def name_operation(trace: RequestTrace) -> str:
 def list_identity_attributes(trace: RequestTrace) -> Attributes:
     """Attributes of both the server span and the `ttft` span."""
     attributes: Attributes = {
-        names.OPERATION: name_operation(trace),
-        names.PROVIDER: names.PROVIDER_VLLM,
-        names.STREAM: trace.streamed,
+        keys.OPERATION: name_operation(trace),
+        keys.PROVIDER: keys.PROVIDER_VLLM,
+        keys.STREAM: trace.streamed,
     }
     # The served name, not the body's `model`: that may be an alias, or any text.
     if identity.model:
-        attributes[names.MODEL] = identity.model
+        attributes[keys.MODEL] = identity.model
         if trace.has_first_token:
-            attributes[names.RESPONSE_MODEL] = identity.model
+            attributes[keys.RESPONSE_MODEL] = identity.model
     host, port = trace.server
     if port is not None:  # a Unix socket has a path and no port
-        attributes[names.SERVER_ADDRESS], attributes[names.SERVER_PORT] = host, port
+        attributes[keys.SERVER_ADDRESS], attributes[keys.SERVER_PORT] = host, port
     return attributes
 
 
 def make_server(trace: RequestTrace) -> Server:
     """The server half of the record of `trace`, which has ended."""
     attributes: Attributes = {
-        names.HTTP_METHOD: trace.method,
-        names.URL_PATH: trace.path,
-        names.URL_SCHEME: trace.scheme,
+        keys.HTTP_METHOD: trace.method,
+        keys.URL_PATH: trace.path,
+        keys.URL_SCHEME: trace.scheme,
     }
     if trace.is_background:
-        attributes[names.BACKGROUND] = True
+        attributes[keys.BACKGROUND] = True
     _add_generation_attributes(attributes, trace)
     # Low cardinality, as HTTP's conventions ask: a path may hold an ID.
     if trace.route:
-        attributes[names.HTTP_ROUTE] = trace.route
+        attributes[keys.HTTP_ROUTE] = trace.route
     name = f"{trace.method} {trace.route}" if trace.route else trace.method
     # By HTTP's conventions a 4xx is the client's error, not this server's.
     error = "" if 400 <= trace.status < 500 else trace.error
@@ -103,12 +104,12 @@ def _add_generation_attributes(attributes: Attributes, trace: RequestTrace) -> N
         output_tokens += engine.output_tokens
         is_known = is_known and engine.output_tokens >= 0
     if is_known:
-        attributes[names.OUTPUT_TOKENS] = output_tokens
+        attributes[keys.OUTPUT_TOKENS] = output_tokens
     if 0 < len(engines) <= MAX_FINISH_REASONS:
-        attributes[names.FINISH_REASONS] = tuple([engine.finish_reason for engine in engines])
+        attributes[keys.FINISH_REASONS] = tuple([engine.finish_reason for engine in engines])
     token_time_us = measure_token_time(trace, role)
     if token_time_us:
-        attributes[names.TOKEN_TIME_US] = token_time_us
+        attributes[keys.TIME_PER_OUTPUT_TOKEN_US] = token_time_us
 
 
 def measure_token_time(trace: RequestTrace, role: str) -> int:
@@ -145,10 +146,10 @@ def make_ttft(trace: RequestTrace, cut: breakdown.Breakdown) -> Ttft:
         for engine in trace.engine_requests.values():
             if engine is not trace.first_output and engine.output:
                 start, end = max(0, engine.assign - base), engine.output - base
-                pieces.append(Piece("sibling", names.SIBLING, start, end))
+                pieces.append(Piece("sibling", span_names.SIBLING, start, end))
     return Ttft(
         new_span_id(),
-        names.ENCODE if resolve_role(trace) == "encode" else names.TTFT,
+        span_names.ENCODE if resolve_role(trace) == "encode" else span_names.TTFT,
         0,
         cut.end - base,
         cut.stages,
@@ -244,20 +245,20 @@ def _add_held(attributes: Attributes, part: HeldPiece) -> None:
 
 def _name_reason(part: ReasonSlice) -> Attributes:
     in_queue = part.stage in stages.QUEUE_STAGES
-    return {names.QUEUE_REASON if in_queue else names.STALL_REASON: part.reason}
+    return {keys.QUEUE_REASON if in_queue else keys.STALL_REASON: part.reason}
 
 
 def _list_ttft_attributes(trace: RequestTrace) -> Attributes:
     timeline = trace.timeline
     if timeline is None:
-        return {names.STREAMING: trace.streamed}
+        return {keys.STREAMING: trace.streamed}
     attributes = carrier.list_timeline_attributes(timeline, trace.clock_error)
-    attributes[names.STREAMING] = trace.streamed
+    attributes[keys.STREAMING] = trace.streamed
     details = timeline.read_details()
     if details.blocks and identity.kv_connector:
-        attributes[names.KV_CONNECTOR] = identity.kv_connector
+        attributes[keys.KV_CONNECTOR] = identity.kv_connector
     if details.holders_lost and details.holders:
-        attributes[names.HELD_BY_TRUNCATED] = True
+        attributes[keys.HELD_BY_TRUNCATED] = True
     if details.media:
         attributes |= media_items.list_item_attributes(
             count_trace_items(trace), identity.ec_connector

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Final, Protocol
 
-from ttft_otel.model import breakdown, failed_stage, names, stages, timing
+from ttft_otel.model import breakdown, failed_stage, stages, timing
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.record import RECORD_VERSION, Piece, Record, Server, Ttft, encode_record
 from ttft_otel.tracing import (
     carrier,
@@ -30,20 +31,20 @@ from ttft_otel.tracing.trace_measurement import encode_trace_measurement
 
 MAX_AWAITING_REQUESTS: Final = 16384
 MAX_UNENDED_REQUESTS: Final = 65536  # they stay for a whole answer
-_TIMING_REQUEST_HEADER: Final = names.ASK.encode()
-_LEG_HEADER: Final = names.LEG_HEADER.encode()
-_ENCODED_HEADER: Final = names.ENCODED_HEADER.encode()
+_TIMING_REQUEST_HEADER: Final = header_names.ASK_TIMING.encode()
+_LEG_HEADER: Final = header_names.LEG.encode()
+_ENCODED_HEADER: Final = header_names.MEDIA_ENCODED.encode()
 # The legs on which a router sends ENCODED_HEADER.
 _LEGS_AFTER_ENCODERS: Final = ("prefill", "prefill_decode")
 _READ_HEADERS: Final = frozenset(
     name.encode()
     for name in (
-        names.TRACEPARENT,
-        names.TRACESTATE,
-        names.ASK,
-        names.LEG_HEADER,
-        names.ENCODED_HEADER,
-        names.REQUEST_HEADER,
+        header_names.TRACEPARENT,
+        header_names.TRACESTATE,
+        header_names.ASK_TIMING,
+        header_names.LEG,
+        header_names.MEDIA_ENCODED,
+        header_names.REQUEST_ID,
     )
 )
 
@@ -128,7 +129,7 @@ def fail_engine_request(engine_id: str, marks: str) -> None:
     trace = awaiting_traces.pop(engine_id, None)
     if trace is not None:
         trace.engine_requests[engine_id].marks = marks
-        trace.error = names.ERROR_ENGINE
+        trace.error = keys.ERROR_ENGINE
 
 
 def collect_marks(trace: RequestTrace, egress: int, end: int = 0) -> breakdown.Marks:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import env_names
 
 # plugin.py has the same words once more: it must not import anything while tracing is off.
 ON_WORDS: Final = frozenset({"1", "true", "yes", "on"})
@@ -78,11 +79,11 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     source = os.environ if env is None else env
     problems: list[str] = []
     # Wrong means off: a typing error must not switch tracing on in production.
-    on = parse_switch(source.get(names.ENV_ON, ""))
+    on = parse_switch(source.get(env_names.TTFT_OTEL, ""))
     if on is None:
         problems.append(
-            f"{names.ENV_ON}={source[names.ENV_ON]!r} is neither on nor off; "
-            f"set {names.ENV_ON}=1 to trace, 0 not to"
+            f"{env_names.TTFT_OTEL}={source[env_names.TTFT_OTEL]!r} is neither on nor off; "
+            f"set {env_names.TTFT_OTEL}=1 to trace, 0 not to"
         )
     protocol, reason = _read_protocol(source, problems)
     sampler, ratio = _read_sampler(source, problems)
@@ -94,15 +95,20 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         protocol=protocol,
         protocol_reason=reason,
         endpoint=_read_endpoint(source, protocol, problems),
-        service=source.get(names.ENV_SERVICE, ""),
+        service=source.get(env_names.OTEL_SERVICE_NAME, ""),
         sampler=sampler,
         ratio=ratio,
-        trust_sampled=_read_flag(source, names.ENV_TRUST, True, problems),
-        queue_bytes=_read_bytes(source, names.ENV_QUEUE, 4 << 20, problems),
+        trust_sampled=_read_flag(source, env_names.TTFT_OTEL_TRUST_SAMPLED, True, problems),
+        queue_bytes=_read_bytes(source, env_names.TTFT_OTEL_QUEUE_BYTES, 4 << 20, problems),
         role=_read_role(source, problems),
-        detail=_read_word(source, names.ENV_DETAIL, DETAILS, problems),
+        detail=_read_word(source, env_names.TTFT_OTEL_DETAIL, DETAILS, problems),
         metrics=_read_metrics(source, problems),
-        temporality=_read_word(source, names.ENV_TEMPORALITY, TEMPORALITIES, problems),
+        temporality=_read_word(
+            source,
+            env_names.OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE,
+            TEMPORALITIES,
+            problems,
+        ),
         problems=tuple(problems),
     )
 
@@ -132,14 +138,21 @@ def _read_protocol(source: Mapping[str, str], problems: list[str]) -> tuple[str,
     Without a variable the port does: charts set http://HOST:4317 and no protocol, and mean gRPC.
     """
     # The signal's own variable first, as OpenTelemetry specifies.
-    for name in (names.ENV_TRACES_PROTOCOL, names.ENV_PROTOCOL):
+    for name in (
+        env_names.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
+        env_names.OTEL_EXPORTER_OTLP_PROTOCOL,
+    ):
         protocol = source.get(name)
         if protocol in PROTOCOLS:
             return protocol, name
         if protocol:
             problems.append(f"{name}={protocol!r} is unknown; use one of {', '.join(PROTOCOLS)}")
             break
-    url = source.get(names.ENV_TRACES_ENDPOINT) or source.get(names.ENV_ENDPOINT) or ""
+    url = (
+        source.get(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)
+        or source.get(env_names.OTEL_EXPORTER_OTLP_ENDPOINT)
+        or ""
+    )
     try:
         port = urlsplit(url if "://" in url else f"//{url}").port
     except ValueError:  # _read_endpoint() names it
@@ -152,22 +165,24 @@ def _read_protocol(source: Mapping[str, str], problems: list[str]) -> tuple[str,
 def _read_endpoint(source: Mapping[str, str], protocol: str, problems: list[str]) -> str:
     default = DEFAULT_GRPC_ENDPOINT if protocol == "grpc" else DEFAULT_HTTP_ENDPOINT
     # By OpenTelemetry's rules the signal's own variable wins, and an empty variable counts as unset.
-    name = names.ENV_TRACES_ENDPOINT
+    name = env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
     if not source.get(name):
-        name = names.ENV_ENDPOINT
+        name = env_names.OTEL_EXPORTER_OTLP_ENDPOINT
     url = source.get(name) or default
     has_no_scheme = protocol == "grpc" and "://" not in url  # gRPC exporters accept host:port
     if not has_no_scheme and not _is_http_url(url):
-        problems.append(f"{name}={url!r} is not a URL; set {names.ENV_ENDPOINT}={default}")
+        problems.append(
+            f"{name}={url!r} is not a URL; set {env_names.OTEL_EXPORTER_OTLP_ENDPOINT}={default}"
+        )
         return default
     return url
 
 
 def _read_metrics(source: Mapping[str, str], problems: list[str]) -> bool:
     """Whether TTFT_OTEL_METRICS asks for metrics, and no standard variable turns them off."""
-    asked = _read_flag(source, names.ENV_METRICS, False, problems)
-    disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
-    without = source.get(names.ENV_METRICS_EXPORTER, "").strip().lower() == "none"
+    asked = _read_flag(source, env_names.TTFT_OTEL_METRICS, False, problems)
+    disabled = source.get(env_names.OTEL_SDK_DISABLED, "").strip().lower() == "true"
+    without = source.get(env_names.OTEL_METRICS_EXPORTER, "").strip().lower() == "none"
     # Standard variables win: an operator who turns telemetry off means all of it.
     return asked and not disabled and not without
 
@@ -186,18 +201,18 @@ def _is_disabled(source: Mapping[str, str]) -> bool:
 
     Server-Timing in responses still works then.
     """
-    disabled = source.get(names.ENV_DISABLED, "").strip().lower() == "true"
-    return disabled or source.get(names.ENV_EXPORTER, "").strip().lower() == "none"
+    disabled = source.get(env_names.OTEL_SDK_DISABLED, "").strip().lower() == "true"
+    return disabled or source.get(env_names.OTEL_TRACES_EXPORTER, "").strip().lower() == "none"
 
 
 def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, float]:
-    sampler = source.get(names.ENV_SAMPLER) or "parentbased_always_on"
+    sampler = source.get(env_names.OTEL_TRACES_SAMPLER) or "parentbased_always_on"
     if sampler not in SAMPLERS:
         problems.append(
-            f"{names.ENV_SAMPLER}={sampler!r} is unknown; use one of {', '.join(SAMPLERS)}"
+            f"{env_names.OTEL_TRACES_SAMPLER}={sampler!r} is unknown; use one of {', '.join(SAMPLERS)}"
         )
         sampler = "parentbased_always_on"
-    text = source.get(names.ENV_SAMPLER_ARG) or "1.0"
+    text = source.get(env_names.OTEL_TRACES_SAMPLER_ARG) or "1.0"
     try:
         ratio = float(text)
     except ValueError:
@@ -205,17 +220,18 @@ def _read_sampler(source: Mapping[str, str], problems: list[str]) -> tuple[str, 
     # Also for nan, which compares as false.
     if not 0.0 <= ratio <= 1.0:
         problems.append(
-            f"{names.ENV_SAMPLER_ARG}={text!r} is not a ratio; use a number from 0 to 1"
+            f"{env_names.OTEL_TRACES_SAMPLER_ARG}={text!r} is not a ratio; use a number from 0 to 1"
         )
         ratio = 1.0
     return sampler, ratio
 
 
 def _read_role(source: Mapping[str, str], problems: list[str]) -> str:
-    word = source.get(names.ENV_ROLE, "").strip().lower()
+    word = source.get(env_names.TTFT_OTEL_ROLE, "").strip().lower()
     if word and word not in SERVER_ROLES:
         problems.append(
-            f"{names.ENV_ROLE}={word!r} is not a role; use one of {', '.join(SERVER_ROLES)}, or unset it"
+            f"{env_names.TTFT_OTEL_ROLE}={word!r} is not a role; "
+            f"use one of {', '.join(SERVER_ROLES)}, or unset it"
         )
         return ""
     return word

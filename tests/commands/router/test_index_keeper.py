@@ -34,7 +34,7 @@ from commands.router.test_worker_processes import (
     read_metrics,
     wait_for_workers,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 pytestmark = pytest.mark.slow
 
@@ -108,11 +108,11 @@ class IndexSite:
 
         A worker writes its numbers once a second. The first prompts may be decided before their reader is up.
         """
-        name = f"{names.METRIC_INDEX_LOOKUPS}_total"
+        name = f"{metric_names.ROUTER_INDEX_LOOKUPS}_total"
         while True:
             metrics = await read_metrics(self.it)
             lookups = {each: metrics[f'{name}{{result="{each}"}}'] for each in RESULTS}
-            failed = f'{names.METRIC_PROMPTS}_total{{result="failed'
+            failed = f'{metric_names.ROUTER_PROMPTS}_total{{result="failed'
             unread = sum(value for each, value in metrics.items() if each.startswith(failed))
             if sum(lookups.values()) + unread == self.sent:
                 return lookups

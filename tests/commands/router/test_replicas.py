@@ -15,7 +15,7 @@ from router import fake_instances
 from router.fake_instances import FakeInstance
 
 from commands.router.test_router_process import START_TIMEOUT_S, CommandProcess, run_command
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 SESSION_HEADER = "x-session"
 SESSIONS = tuple(f"session-{number}" for number in range(24))
@@ -34,7 +34,7 @@ async def ask(it: CommandProcess, session: str) -> None:
 async def wait_for_state(it: CommandProcess, url: str, state: str) -> None:
     """Wait until a replica has the instance in this state."""
     wanted = re.compile(
-        rf'^{names.METRIC_INSTANCE}{{instance="{re.escape(url)}",.*state="{state}"}} 1', re.M
+        rf'^{metric_names.ROUTER_INSTANCE}{{instance="{re.escape(url)}",.*state="{state}"}} 1', re.M
     )
     async with aiohttp.ClientSession() as client:
         while True:

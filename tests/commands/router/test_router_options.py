@@ -10,7 +10,7 @@ import pytest
 
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import command
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 INSTANCE_URL = "http://127.0.0.1:1"
 
@@ -129,7 +129,7 @@ def test_a_session_key_is_a_name(name: str) -> None:
 def test_trust_has_both_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers' sampled flags are honoured only if the router's own or the general variable says so."""
     assert not read_options().trust_trace_headers
-    monkeypatch.setenv(names.ENV_TRUST, "1")
+    monkeypatch.setenv(env_names.TTFT_OTEL_TRUST_SAMPLED, "1")
     assert read_options().trust_trace_headers
     monkeypatch.setenv("TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", "0")
     assert not read_options().trust_trace_headers

@@ -19,7 +19,7 @@ from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, InstancePlan
 
 from ttft_otel.commands.router.command import command
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 START_TIMEOUT_S = 120  # a process takes its time to start where others are busy
 COMMAND_CODE = "from ttft_otel.commands.router.command import command; command()"
@@ -60,7 +60,7 @@ async def run_command(folder: Path, *flags: str, **env: str) -> AsyncIterator[Co
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", COMMAND_CODE, "--port", port, *flags),
-            env={**os.environ, names.ENV_ON: "0", **env},
+            env={**os.environ, env_names.TTFT_OTEL: "0", **env},
             stderr=file,
         )
     try:

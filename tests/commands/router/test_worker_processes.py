@@ -23,7 +23,7 @@ from router.fake_instances import STREAM_EVENTS, FakeInstance, InstancePlan
 
 from commands.router.test_router_process import START_TIMEOUT_S, CommandProcess, run_command
 from ttft_otel.commands.router.command import command
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, header_names, metric_names
 
 TIMEOUT_S = 2 * START_TIMEOUT_S
 FEW_CLIENTS = 4
@@ -48,8 +48,8 @@ async def wait_for_workers(it: CommandProcess, count: int, restarts: int = 0) ->
     """Wait until so many serve, and so many were replaced."""
     while True:
         metrics = await read_metrics(it)
-        is_right = metrics.get(names.METRIC_WORKERS) == count
-        if is_right and metrics.get(f"{names.METRIC_WORKER_RESTARTS}_total", 0) >= restarts:
+        is_right = metrics.get(metric_names.ROUTER_WORKERS) == count
+        if is_right and metrics.get(f"{metric_names.ROUTER_WORKER_RESTARTS}_total", 0) >= restarts:
             return
         await asyncio.sleep(0.1)
 
@@ -62,7 +62,7 @@ async def wait_for_metric(it: CommandProcess, name: str, value: float) -> None:
 
 async def post_alone(it: CommandProcess, request_id: str = "") -> int:
     """The status of a request on a connection of its own, 0 when it was cut."""
-    headers = {names.REQUEST_HEADER: request_id} if request_id else {}
+    headers = {header_names.REQUEST_ID: request_id} if request_id else {}
     try:
         async with aiohttp.ClientSession() as client:
             body = {"model": "tiny", "stream": True, "messages": []}
@@ -84,7 +84,7 @@ def test_one_router(tmp_path: Path) -> None:
             file.write_text(f"backend: [{a.url}]\n")
             flags = ("--config", str(file), "--workers", "3", "--reports", "100")
             # Without an endpoint that answers: reports are kept all the same.
-            traced = {names.ENV_ON: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+            traced = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
             async with run_command(tmp_path, *flags, **traced) as it:
                 await wait_for_workers(it, 3)
                 assert len(list_worker_pids(it)) == 3
@@ -95,14 +95,16 @@ def test_one_router(tmp_path: Path) -> None:
                         async with client.get(f"{it.router.url}/ttft_report/{each}") as response:
                             assert response.status == 200, each
                 assert await it.get_status("/ttft_report/nobody") == 404
-                await wait_for_metric(it, f'{names.METRIC_REQUESTS}_total{{result="2xx"}}', 12)
+                await wait_for_metric(
+                    it, f'{metric_names.ROUTER_REQUESTS}_total{{result="2xx"}}', 12
+                )
 
                 file.write_text(f"backend: [{b.url}]\n")
                 it.send_signal(signal.SIGHUP)
                 await it.wait_for_log(f"added {b.url}; removed {a.url}", 3)
                 assert [await post_alone(it) for _ in range(6)] == [200] * 6
                 assert (len(a.received), len(b.received)) == (12, 6)
-                await wait_for_metric(it, f'{names.METRIC_RELOADS}_total{{result="ok"}}', 1)
+                await wait_for_metric(it, f'{metric_names.ROUTER_RELOADS}_total{{result="ok"}}', 1)
 
                 it.send_signal(signal.SIGTERM)
                 assert await it.process.wait() == 0
@@ -307,7 +309,7 @@ async def kill_meanwhile(
 
 def count_requests(instance: FakeInstance) -> Counter[str]:
     """How often the instance received each request ID."""
-    return Counter(each.headers[names.REQUEST_HEADER] for each in instance.received)
+    return Counter(each.headers[header_names.REQUEST_ID] for each in instance.received)
 
 
 async def wait_until_empty(it: CommandProcess, admin: str, workers: int) -> None:

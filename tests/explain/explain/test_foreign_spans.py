@@ -17,7 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from tests.commands.test_explain import WINDOW, make_record
 from ttft_otel.commands import main as cli
 from ttft_otel.exporter.spans import span_builder
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.span_store import SpanStore
@@ -47,7 +47,7 @@ def make_foreign_spans(seed: int) -> list[StoredSpan]:
             }
             odd = {
                 name: chance.choice([-1, -(2**63), 2**63 - 1, True, 1e308, "nan", CONTROLS])
-                for name in (names.INPUT_TOKENS, names.CACHED_TOKENS, names.RANK, names.CHUNKS)
+                for name in (keys.INPUT_TOKENS, keys.CACHED_TOKENS, keys.RANK, keys.PREFILL_CHUNKS)
                 if chance.random() < 0.2
             }
             spans.append(replace(span, attributes={**span.attributes, **texts, **odd}))

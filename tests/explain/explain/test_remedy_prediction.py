@@ -29,7 +29,7 @@ from tests.explain.whatif.scheduler_truth import (
 )
 from ttft_otel.commands import main as cli
 from ttft_otel.explain.whatif.engine_parts import EngineLimits
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Record
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs/explain.schema.json").read_text("utf-8"))
@@ -48,10 +48,10 @@ def fill_database(
     """A window that vLLM's Scheduler has served; all waiting was for a place, but for that for KV blocks."""
     resource: dict[str, str | int] = {"service.instance.id": "chat-1"}
     if tells_settings:
-        resource[names.ENGINE_MAX_SEQS] = limits.max_num_seqs
-        resource[names.ENGINE_MAX_TOKENS] = limits.max_batched_tokens
+        resource[keys.ENGINE_MAX_SEQS] = limits.max_num_seqs
+        resource[keys.ENGINE_MAX_TOKENS] = limits.max_batched_tokens
         if limits.kv_tokens:
-            resource[names.ENGINE_KV_TOKENS] = limits.kv_tokens
+            resource[keys.ENGINE_KV_TOKENS] = limits.kv_tokens
     served = run_scheduler(arrivals, limits)
     records = []
     for number, (arrival, one) in enumerate(zip(arrivals, served, strict=True)):
@@ -59,7 +59,7 @@ def fill_database(
         assert record.ttft is not None
         waits = {"max_num_seqs": one.queue - one.blocked, "kv_blocks": one.blocked}
         reasons = {
-            names.name_reason_attribute("prefill.queue", why): us for why, us in waits.items()
+            keys.name_reason_attribute("prefill.queue", why): us for why, us in waits.items()
         }
         ttft = msgspec.structs.replace(
             record.ttft, attributes={**record.ttft.attributes, **reasons}
@@ -73,8 +73,8 @@ def tell_answer(record: Record, arrival: Arrival, one: Served) -> Record:
     """The record with what the server knows at its request's end."""
     assert record.server is not None
     told: Attributes = {
-        names.OUTPUT_TOKENS: arrival.answer,
-        names.TOKEN_TIME_US: (one.end - one.first_token) // (arrival.answer - 1),
+        keys.OUTPUT_TOKENS: arrival.answer,
+        keys.TIME_PER_OUTPUT_TOKEN_US: (one.end - one.first_token) // (arrival.answer - 1),
     }
     return msgspec.structs.replace(
         record, server=msgspec.structs.replace(record.server, attributes=told)

@@ -14,7 +14,7 @@ from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, pars
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, ReplayRequest, read_recording
 from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.explain.whatif.what_if import plan_cached
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.request_assembly import assemble_requests
 from ttft_otel.report.report_types import StoredSpan
 
@@ -129,28 +129,28 @@ def make_span(
         kind=fields.pop("kind", 1),
         start_ns=start * MS,
         end_ns=end * MS,
-        scope=names.SCOPE,
+        scope=span_names.SCOPE,
         **fields,
     )
 
 
 def name_stages(lengths: dict[str, int]) -> dict[str, int]:
     """The attributes of stages with these lengths in us."""
-    return {names.name_stage_attribute(stage): us for stage, us in lengths.items()}
+    return {keys.name_stage_attribute(stage): us for stage, us in lengths.items()}
 
 
 def test_read_recording() -> None:
     """A routed request's engine, tokens, end of the answer and settings are read from its spans."""
     leg = {
-        names.ROLE: "mono",
-        names.OUTERMOST: False,
-        names.TOTAL_US: 900,
-        names.INPUT_TOKENS: 40,
-        names.CACHED_TOKENS: 16,
-        names.CHUNKS: 2,
-        names.STEP_TOKENS: 60,
-        names.OWN_TOKENS: 24,
-        names.RANK: 1,
+        keys.ROLE: "mono",
+        keys.OUTERMOST: False,
+        keys.TOTAL_US: 900,
+        keys.INPUT_TOKENS: 40,
+        keys.CACHED_TOKENS: 16,
+        keys.PREFILL_CHUNKS: 2,
+        keys.PREFILL_STEP_TOKENS: 60,
+        keys.PREFILL_OWN_TOKENS: 24,
+        keys.RANK: 1,
         **name_stages(
             {
                 "preprocess": 100,
@@ -161,9 +161,9 @@ def test_read_recording() -> None:
         ),
     }
     router = {
-        names.ROLE: "router",
-        names.OUTERMOST: True,
-        names.TOTAL_US: 1000,
+        keys.ROLE: "router",
+        keys.OUTERMOST: True,
+        keys.TOTAL_US: 1000,
         **name_stages(
             {
                 "router.hop.mono": 100,
@@ -174,14 +174,14 @@ def test_read_recording() -> None:
             }
         ),
     }
-    resource = {"service.instance.id": "chat-1", names.ENGINE_MAX_SEQS: 64, names.ENGINE_ASYNC: 0}
-    call = {names.LEG: "mono", names.POLICY: "least_requests"}
+    resource = {"service.instance.id": "chat-1", keys.ENGINE_MAX_SEQS: 64, keys.ENGINE_ASYNC: 0}
+    call = {keys.LEG: "mono", keys.ROUTE_POLICY: "least_requests"}
     spans = [
         make_span("POST", 1, 0, 5000, 9000, kind=2),
-        make_span(names.TTFT, 2, 1, 5000, 6000, attributes=router),
+        make_span(span_names.TTFT, 2, 1, 5000, 6000, attributes=router),
         make_span("POST", 3, 1, 5040, 8900, kind=3, attributes=call),
         make_span("POST", 4, 3, 5050, 8850, kind=2, resource=resource),
-        make_span(names.TTFT, 5, 4, 5050, 5950, attributes=leg, resource=resource),
+        make_span(span_names.TTFT, 5, 4, 5050, 5950, attributes=leg, resource=resource),
     ]
     parents = {span.span_id: span.parent_id for span in spans}
     trunks = [span for span in spans if span.is_ttft_span]
@@ -193,6 +193,4 @@ def test_read_recording() -> None:
     assert (main.instance, main.computed, main.cached, main.chunks) == ("chat-1 rank 1", 24, 16, 2)
     assert (main.arrived, main.sampled, main.after_us) == (150, 850, 100)
     assert main.hold_us == 8850 - 5950
-    assert recording.settings == {
-        "chat-1 rank 1": {names.ENGINE_MAX_SEQS: 64, names.ENGINE_ASYNC: 0}
-    }
+    assert recording.settings == {"chat-1 rank 1": {keys.ENGINE_MAX_SEQS: 64, keys.ENGINE_ASYNC: 0}}

@@ -11,7 +11,7 @@ from tests.explain.recorded_window import SMALL, find_truth, predict, record
 from tests.explain.whatif.scheduler_truth import draw_arrivals
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.window_check import CannotTellError
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,7 +53,7 @@ def test_shared_blocks() -> None:
     """Prefixes that requests share take less memory than the model thinks: it is left out, and told."""
     arrivals = draw_arrivals(11, 300, 40_000, (5, 25))
     recording = record(arrivals, SMALL)
-    told = {**recording.settings["chat-1"], names.ENGINE_KV_TOKENS: 2400}
+    told = {**recording.settings["chat-1"], keys.ENGINE_KV_TOKENS: 2400}
     sharing = [replace(each, main=replace(each.main, cached=500)) for each in recording.requests]
     sharing_window = replace(recording, requests=tuple(sharing), settings={"chat-1": told})
     answer, _ = predict(sharing_window, PlannedChange())

@@ -16,7 +16,7 @@ from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
 from ttft_otel.explain.whatif.step_fit import fit_steps
 from ttft_otel.explain.whatif.window_check import CannotTellError
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -71,7 +71,7 @@ REFUSALS: dict[str, tuple[Callable[[Recording], Recording], PlannedChange, str]]
     "far": (lambda w: w, PlannedChange(max_num_seqs=64, rate=3.0), "too far|more requests arrive"),
     "memory": (
         lambda w: replace(
-            w, settings={"chat-1": {**w.settings["chat-1"], names.ENGINE_KV_TOKENS: 900}}
+            w, settings={"chat-1": {**w.settings["chat-1"], keys.ENGINE_KV_TOKENS: 900}}
         ),
         PlannedChange(rate=1.1),
         "a prompt needs .* tokens of KV cache, there are 900",

@@ -13,7 +13,7 @@ from tests.commands.test_explain import COUNT, EXPLAIN, make_record
 from tests.explain.stored_records import build_spans, store_spans
 from tests.fake_tempo import FakeTempo
 from ttft_otel.explain.window.holding_work import HoldingRequest, list_holders
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.report.breakdown_source import SourceChoice, open_source
 from ttft_otel.report.report_types import StoredSpan
@@ -28,7 +28,7 @@ def make_held_record(number: int) -> Record:
     ttft = record.ttft
     assert ttft is not None
     held = {"prefill": 150_000, "decode": 50_000, "idle": 50_000}
-    attributes = {names.name_held_attribute(kind): us for kind, us in held.items()}
+    attributes = {keys.name_held_attribute(kind): us for kind, us in held.items()}
     pieces = tuple(
         msgspec.structs.replace(piece, attributes=attributes, held_by=(LONG, HIDDEN))
         if piece.name == "prefill.queue"
@@ -114,7 +114,7 @@ def test_not_told(tmp_path: Path) -> None:
 def test_foreign_text(text: object) -> None:
     """Whatever somebody sends as holders: no holder, and no error."""
     span = StoredSpan(
-        "a", "b", "", "x", 0, 0, 1, scope=names.SCOPE, attributes={names.HELD_BY: text}
+        "a", "b", "", "x", 0, 0, 1, scope=span_names.SCOPE, attributes={keys.HELD_BY: text}
     )
     assert list_holders(span) == []
 
@@ -122,7 +122,7 @@ def test_foreign_text(text: object) -> None:
 def test_scope() -> None:
     """Only our own spans can name holders."""
     told = json.dumps([{"us": 1, "tokens": 2, "kind": "k", "request_id": "r", "trace_id": ""}])
-    attributes = {names.HELD_BY: told}
-    own = StoredSpan("a", "b", "", "x", 0, 0, 1, scope=names.SCOPE, attributes=attributes)
+    attributes = {keys.HELD_BY: told}
+    own = StoredSpan("a", "b", "", "x", 0, 0, 1, scope=span_names.SCOPE, attributes=attributes)
     assert list_holders(own) == [HoldingRequest("r", "", "k", 1, 2)]
     assert list_holders(StoredSpan("a", "b", "", "x", 0, 0, 1, attributes=attributes)) == []

@@ -17,7 +17,7 @@ from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
 from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names, keys, metric_names, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.tracing import handoff
 from ttft_otel.tracing.measurement import encode_for_exporter
@@ -61,18 +61,18 @@ def test_everything_is_counted_and_some_is_exported(
     send_requests(sender, make_record, 200)
     sender.close(30)
 
-    eventually(lambda: read_counts(collector).get(names.METRIC_TTFT) == 200)
+    eventually(lambda: read_counts(collector).get(metric_names.TTFT_DURATION) == 200)
     assert read_counts(collector) == {
-        names.METRIC_TTFT: 200,
-        names.METRIC_STAGE: 400,
-        names.METRIC_CONVENTION: 200,
+        metric_names.TTFT_DURATION: 200,
+        metric_names.STAGE_DURATION: 400,
+        metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: 200,
     }
-    assert {span.name for span in collector.spans()} >= {names.TTFT, "receive"}
+    assert {span.name for span in collector.spans()} >= {span_names.TTFT, "receive"}
     assert len({span.trace_id for span in collector.spans()}) == 200 // EVERY
     instances = set()
     for resource in (collector.pushes[-1][0].resource, collector.received[0].resource):
         found = {each.key: each.value.string_value for each in resource.attributes}
-        assert found[names.METRICS_SOURCE] == names.METRICS_FROM_EXPORTER
+        assert found[keys.METRICS_SOURCE] == keys.METRICS_FROM_EXPORTER
         instances.add(found["service.instance.id"])
     assert len(instances) == 1
     counts = sender.get_counts()
@@ -86,7 +86,7 @@ def test_standard_interval_and_temporality(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The standard variables say how often, and whether each push has everything or what is new."""
-    monkeypatch.setenv(names.ENV_METRICS_INTERVAL, "50")
+    monkeypatch.setenv(env_names.OTEL_METRIC_EXPORT_INTERVAL, "50")
     settings = Settings(on=True, endpoint=collector.url, metrics=True, temporality="delta")
     sender = handoff.RecordSender(settings)
     try:
@@ -99,7 +99,7 @@ def test_standard_interval_and_temporality(
     total = 0
     for push in collector.pushes:
         for metric in push[0].scope_metrics[0].metrics:
-            if metric.name == names.METRIC_TTFT:
+            if metric.name == metric_names.TTFT_DURATION:
                 histogram = metric.exponential_histogram
                 delta = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
                 assert histogram.aggregation_temporality == delta
@@ -116,7 +116,7 @@ def test_outage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What a receiver has not taken comes with a later push; an outage is two lines in the log."""
-    monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+    monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
     registry = SeriesRegistry(ResourceCache(1, True), is_delta)
     metrics = RequestMetrics(registry, ExporterCounters())
     pusher = MetricPusher(metrics, build_metric_exporter("http/protobuf"), "there")
@@ -132,7 +132,7 @@ def test_outage(
         sum(point.count for point in metric.exponential_histogram.data_points)
         for push in collector.pushes
         for metric in push[0].scope_metrics[0].metrics
-        if metric.name == names.METRIC_TTFT
+        if metric.name == metric_names.TTFT_DURATION
     ]
     assert counts == ([1, 1, 1, 1] if is_delta else [4])
     lines = [each.getMessage() for each in caplog.records if each.name == "ttft_otel"]
@@ -142,7 +142,7 @@ def test_outage(
 def test_interval_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid interval falls back to ours; OpenTelemetry's variable is in milliseconds."""
     for text, wanted_s in (("", 15.0), ("soon", 15.0), ("0", 15.0), ("2500", 2.5)):
-        monkeypatch.setenv(names.ENV_METRICS_INTERVAL, text)
+        monkeypatch.setenv(env_names.OTEL_METRIC_EXPORT_INTERVAL, text)
         assert metric_pusher.read_interval_s() == wanted_s
 
 
@@ -153,5 +153,5 @@ def test_off_sends_no_metrics(collector: Any, make_record: RecordMaker) -> None:
     sender.close(30)
 
     assert collector.spans() and not collector.pushes
-    keys = {each.key for each in collector.received[0].resource.attributes}
-    assert names.METRICS_SOURCE not in keys
+    resource_keys = {each.key for each in collector.received[0].resource.attributes}
+    assert keys.METRICS_SOURCE not in resource_keys

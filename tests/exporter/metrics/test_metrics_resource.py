@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 
 def test_instances_of_several_processes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,5 +24,5 @@ def test_instances_of_several_processes_differ(monkeypatch: pytest.MonkeyPatch) 
 
 def test_spans_are_marked() -> None:
     """Spans of a process that counts itself say so, for the collector; others do not."""
-    assert ResourceCache(1, True).get("vllm").attributes[names.METRICS_SOURCE] == "exporter"
-    assert names.METRICS_SOURCE not in ResourceCache(1).get("vllm").attributes
+    assert ResourceCache(1, True).get("vllm").attributes[keys.METRICS_SOURCE] == "exporter"
+    assert keys.METRICS_SOURCE not in ResourceCache(1).get("vllm").attributes

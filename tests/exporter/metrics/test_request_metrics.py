@@ -15,8 +15,8 @@ from ttft_otel.exporter.metrics import request_metrics, series_registry
 from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
 from ttft_otel.exporter.metrics.series_registry import MAX_IDLE_NS, SeriesRegistry
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.model import names
 from ttft_otel.model.metric_labels import METRIC_LABELS, OVERFLOW_LABEL, STATUS_LABEL
+from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.model.record import Piece, Record, Ttft
 from ttft_otel.tracing import measurement
 
@@ -53,7 +53,7 @@ def count_series(metrics: RequestMetrics) -> dict[tuple[str, str], int]:
     """Values by metric and stage, or error."""
     counts: dict[tuple[str, str], int] = {}
     for name, labels, point in list_points(metrics.take_data()):
-        key = (name, str(labels.get(names.STAGE) or labels.get(names.ERROR_TYPE, "")))
+        key = (name, str(labels.get(keys.STAGE) or labels.get(keys.ERROR_TYPE, "")))
         counts[key] = counts.get(key, 0) + point.count
     return counts
 
@@ -71,10 +71,10 @@ def test_all_requests_count(make_record: RecordMaker) -> None:
         add(metrics, msgspec.structs.replace(make_record(number), flags=number % 10 == 0))
 
     assert count_series(metrics) == {
-        (names.METRIC_TTFT, ""): 100,
-        (names.METRIC_CONVENTION, ""): 100,
-        (names.METRIC_STAGE, "receive"): 100,
-        (names.METRIC_STAGE, "preprocess"): 100,
+        (metric_names.TTFT_DURATION, ""): 100,
+        (metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, ""): 100,
+        (metric_names.STAGE_DURATION, "receive"): 100,
+        (metric_names.STAGE_DURATION, "preprocess"): 100,
     }
     assert metrics.counters.get_counts()["counted"] == 100
 
@@ -100,28 +100,31 @@ def test_labels(make_record: RecordMaker) -> None:
     metrics = build_metrics()
     pieces = (
         Piece("stage", "router.receive", 0, 100),
-        Piece("stage", "mono.prefill.compute", 100, 900, {names.INSTANCE: "a:8000"}),
+        Piece("stage", "mono.prefill.compute", 100, 900, {keys.INSTANCE: "a:8000"}),
     )
     record = change_ttft(make_record(), pieces=pieces)
-    add(metrics, msgspec.structs.replace(record, role="router", attributes={names.MODEL: "m"}))
+    add(metrics, msgspec.structs.replace(record, role="router", attributes={keys.MODEL: "m"}))
     points = list_points(metrics.take_data())
 
     for name, labels, _ in points:
-        allowed = {*METRIC_LABELS[name], *((STATUS_LABEL,) if name == names.METRIC_TTFT else ())}
+        allowed = {
+            *METRIC_LABELS[name],
+            *((STATUS_LABEL,) if name == metric_names.TTFT_DURATION else ()),
+        }
         assert set(labels) <= allowed and "" not in labels.values()
-    found = {labels[names.STAGE]: labels for name, labels, _ in points if names.STAGE in labels}
+    found = {labels[keys.STAGE]: labels for name, labels, _ in points if keys.STAGE in labels}
     assert found["mono.prefill.compute"] == {
-        names.ROLE: "router",
-        names.MODEL: "m",
-        names.STAGE: "mono.prefill.compute",
-        names.LEG: "mono",
-        names.INSTANCE: "a:8000",
+        keys.ROLE: "router",
+        keys.MODEL: "m",
+        keys.STAGE: "mono.prefill.compute",
+        keys.LEG: "mono",
+        keys.INSTANCE: "a:8000",
     }
-    assert names.LEG not in found["router.receive"]
+    assert keys.LEG not in found["router.receive"]
     sums = {name: 0.0 for name in METRIC_LABELS}
     for name, _, point in points:
         sums[name] += point.sum
-    assert sums[names.METRIC_TTFT] == pytest.approx(sums[names.METRIC_STAGE])
+    assert sums[metric_names.TTFT_DURATION] == pytest.approx(sums[metric_names.STAGE_DURATION])
 
 
 def test_failed_requests_stay_apart(make_record: RecordMaker) -> None:
@@ -134,33 +137,33 @@ def test_failed_requests_stay_apart(make_record: RecordMaker) -> None:
     points = list_points(metrics.take_data())
 
     by_error = {
-        (name, labels.get(names.ERROR_TYPE, ""), labels.get(STATUS_LABEL)): point.count
+        (name, labels.get(keys.ERROR_TYPE, ""), labels.get(STATUS_LABEL)): point.count
         for name, labels, point in points
-        if name != names.METRIC_STAGE
+        if name != metric_names.STAGE_DURATION
     }
     assert by_error == {
-        (names.METRIC_TTFT, "", "STATUS_CODE_UNSET"): 1,
-        (names.METRIC_TTFT, "cancelled", "STATUS_CODE_ERROR"): 2,
-        (names.METRIC_CONVENTION, "", None): 1,
+        (metric_names.TTFT_DURATION, "", "STATUS_CODE_UNSET"): 1,
+        (metric_names.TTFT_DURATION, "cancelled", "STATUS_CODE_ERROR"): 2,
+        (metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, "", None): 1,
     }
 
 
 def test_encoder_and_inner_servers(make_record: RecordMaker) -> None:
     """An encoder's answer is no first token; of a server behind a router only encodings count."""
     metrics = build_metrics()
-    add(metrics, change_ttft(make_record(1), name=names.ENCODE))
-    inner = change_ttft(make_record(2), attributes={names.EC_RECOMPUTED_ITEMS: 3})
+    add(metrics, change_ttft(make_record(1), name=span_names.ENCODE))
+    inner = change_ttft(make_record(2), attributes={keys.EC_RECOMPUTED_ITEMS: 3})
     add(metrics, msgspec.structs.replace(inner, outermost=False))
     add(metrics, msgspec.structs.replace(make_record(3), outermost=False))
     points = list_points(metrics.take_data())
 
     assert {name for name, _, _ in points} == {
-        names.METRIC_TTFT,
-        names.METRIC_STAGE,
-        names.METRIC_RECOMPUTED,
+        metric_names.TTFT_DURATION,
+        metric_names.STAGE_DURATION,
+        metric_names.EC_RECOMPUTED,
     }
-    assert [point.value for name, _, point in points if name == names.METRIC_RECOMPUTED] == [3]
-    assert [point.count for name, _, point in points if name == names.METRIC_TTFT] == [1]
+    assert [point.value for name, _, point in points if name == metric_names.EC_RECOMPUTED] == [3]
+    assert [point.count for name, _, point in points if name == metric_names.TTFT_DURATION] == [1]
 
 
 def test_exemplars_are_sampled_traces(make_record: RecordMaker) -> None:
@@ -171,7 +174,7 @@ def test_exemplars_are_sampled_traces(make_record: RecordMaker) -> None:
     add(metrics, msgspec.structs.replace(make_record(8), flags=0))
     points = list_points(metrics.take_data())
 
-    (whole,) = [point for name, _, point in points if name == names.METRIC_TTFT]
+    (whole,) = [point for name, _, point in points if name == metric_names.TTFT_DURATION]
     (exemplar,) = whole.exemplars
     assert sampled.ttft is not None
     assert exemplar.trace_id == int(sampled.trace_id, 16)
@@ -188,7 +191,7 @@ def test_slow_requests_keep_their_exemplars(make_record: RecordMaker) -> None:
         add(metrics, change_ttft(make_record(number), end=900 + number))
     points = list_points(metrics.take_data())
 
-    (whole,) = [point for name, _, point in points if name == names.METRIC_TTFT]
+    (whole,) = [point for name, _, point in points if name == metric_names.TTFT_DURATION]
     assert len(whole.exemplars) <= 10
     assert 9.0 in [exemplar.value for exemplar in whole.exemplars]
 
@@ -203,7 +206,9 @@ def test_temporality(is_delta: bool, make_record: RecordMaker) -> None:
     second = metrics.take_data()
     third = metrics.take_data()
 
-    counts = [point.count for name, _, point in list_points(second) if name == names.METRIC_TTFT]
+    counts = [
+        point.count for name, _, point in list_points(second) if name == metric_names.TTFT_DURATION
+    ]
     assert counts == [1 if is_delta else 2]
     before, after = list_points(first)[0][2], list_points(second)[0][2]
     assert after.start_time_unix_nano == (
@@ -220,10 +225,12 @@ def test_series_are_bounded(make_record: RecordMaker) -> None:
     """Beyond the limit values lose their labels, none is lost, and it is counted."""
     metrics = build_metrics(max_series=5)
     for number in range(20):
-        add(metrics, msgspec.structs.replace(make_record(), attributes={names.MODEL: f"m{number}"}))
+        add(metrics, msgspec.structs.replace(make_record(), attributes={keys.MODEL: f"m{number}"}))
     points = list_points(metrics.take_data())
 
-    whole = [(labels, point) for name, labels, point in points if name == names.METRIC_TTFT]
+    whole = [
+        (labels, point) for name, labels, point in points if name == metric_names.TTFT_DURATION
+    ]
     assert sum(point.count for _, point in whole) == 20
     assert [point.count for labels, point in whole if labels == {OVERFLOW_LABEL: True}] == [15]
     # Of the TTFT, of the convention, and of two stages, whose series are full after two requests and a half.
@@ -258,10 +265,10 @@ def test_rows_are_counted_before_they_are_too_many(
     monkeypatch.setattr(request_metrics, "MAX_PLANS", 2)
     metrics = build_metrics()
     for number in range(50):
-        model = {names.MODEL: f"m{number % 5}"}
+        model = {keys.MODEL: f"m{number % 5}"}
         add(metrics, msgspec.structs.replace(make_record(), attributes=model, flags=number % 2))
 
-    assert count_series(metrics)[names.METRIC_TTFT, ""] == 50
+    assert count_series(metrics)[metric_names.TTFT_DURATION, ""] == 50
 
 
 def test_foreign_bytes_are_counted(make_record: RecordMaker) -> None:
@@ -299,8 +306,8 @@ def test_one_service_name_for_all_roles(
 @pytest.mark.parametrize("outermost", [True, False])
 def test_queues(make_record: RecordMaker, outermost: bool) -> None:
     """Sampled or not, outermost or not, a queue counts for its reason and for each kind that held it."""
-    held = {names.name_held_attribute("decode"): 300, names.name_held_attribute("idle"): 100}
-    queue = Piece("stage", "prefill.queue", 0, 400, {names.QUEUE_REASON: "kv_blocks"} | held)
+    held = {keys.name_held_attribute("decode"): 300, keys.name_held_attribute("idle"): 100}
+    queue = Piece("stage", "prefill.queue", 0, 400, {keys.QUEUE_REASON: "kv_blocks"} | held)
     made = make_record()
     assert isinstance(made.ttft, Ttft)
     metrics = build_metrics()
@@ -309,17 +316,17 @@ def test_queues(make_record: RecordMaker, outermost: bool) -> None:
         add(metrics, msgspec.structs.replace(made, flags=flags, ttft=ttft, outermost=outermost))
     points = list_points(metrics.take_data())
     found = {
-        (name, labels.get(names.QUEUE_REASON) or labels.get(names.HELD_BY_KIND)): (
+        (name, labels.get(keys.QUEUE_REASON) or labels.get(keys.HELD_BY_KIND)): (
             point.count,
             round(point.sum * 1e6),
         )
         for name, labels, point in points
-        if name in (names.METRIC_REASON, names.METRIC_HELD)
+        if name in (metric_names.QUEUE_REASON_DURATION, metric_names.QUEUE_HELD_DURATION)
     }
 
     assert found == {
-        (names.METRIC_REASON, "kv_blocks"): (2, 800),
-        (names.METRIC_HELD, "decode"): (2, 600),
-        (names.METRIC_HELD, "idle"): (2, 200),
+        (metric_names.QUEUE_REASON_DURATION, "kv_blocks"): (2, 800),
+        (metric_names.QUEUE_HELD_DURATION, "decode"): (2, 600),
+        (metric_names.QUEUE_HELD_DURATION, "idle"): (2, 200),
     }
-    assert any(name == names.METRIC_TTFT for name, _, _ in points) == outermost
+    assert any(name == metric_names.TTFT_DURATION for name, _, _ in points) == outermost

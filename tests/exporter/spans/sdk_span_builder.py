@@ -17,14 +17,14 @@ from opentelemetry.trace.status import Status, StatusCode
 from ttft_otel import __version__
 from ttft_otel.exporter.spans import record_attributes
 from ttft_otel.exporter.spans.handover_pieces import list_late_pieces
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, HeldBy, Piece, Record
 from ttft_otel.tracing.context import SAMPLED_FLAG
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
 MAX_ATTRIBUTES: Final = 128  # attributes of one span
 
-_SCOPE: Final = InstrumentationScope(names.SCOPE, __version__)
+_SCOPE: Final = InstrumentationScope(span_names.SCOPE, __version__)
 _OK: Final = Status(StatusCode.UNSET)
 _ERROR: Final = Status(StatusCode.ERROR)
 
@@ -81,7 +81,7 @@ class _SpanTree:
         parent = self.make_context(_parse_id(above), remote=True) if above else None
         identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
         attributes = identity | server.attributes | record_attributes.list_outcome(server)
-        status = _ERROR if names.ERROR_TYPE in attributes else _OK
+        status = _ERROR if keys.ERROR_TYPE in attributes else _OK
         yield self.make_span(
             _SpanData(
                 server.name,
@@ -100,11 +100,11 @@ class _SpanTree:
         for call in self.record.calls:
             attributes = (
                 self.shared_attributes
-                | {names.LEG: call.leg}
+                | {keys.LEG: call.leg}
                 | call.attributes
                 | record_attributes.list_outcome(call)
             )
-            status = _ERROR if names.ERROR_TYPE in attributes else _OK
+            status = _ERROR if keys.ERROR_TYPE in attributes else _OK
             context = self.make_context(_parse_id(call.span_id))
             yield self.make_span(
                 _SpanData(
@@ -198,16 +198,16 @@ class _SpanTree:
         links, events = [], []
         for holder in data.held_by:
             attributes: Attributes = {
-                names.HELD_BY_US: holder.us,
-                names.HELD_BY_TOKENS: holder.tokens,
-                names.HELD_BY_KIND: holder.kind,
-                names.HELD_BY_REQUEST_ID: holder.request_id[:MAX_VALUE_CHARS],
+                keys.HELD_BY_US: holder.us,
+                keys.HELD_BY_TOKENS: holder.tokens,
+                keys.HELD_BY_KIND: holder.kind,
+                keys.HELD_BY_REQUEST_ID: holder.request_id[:MAX_VALUE_CHARS],
             }
             if holder.trace_id:
                 ids = _parse_id(holder.trace_id), _parse_id(holder.span_id)
                 links.append(Link(SpanContext(*ids, True, TraceFlags(1)), attributes))
             else:
-                events.append(Event(names.HELD_BY, attributes, base + data.start * 1000))
+                events.append(Event(keys.HELD_BY, attributes, base + data.start * 1000))
         return ReadableSpan(
             links=links,
             events=events,

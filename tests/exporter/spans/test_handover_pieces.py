@@ -12,7 +12,7 @@ from ttft_otel.exporter.spans.handover_pieces import (
     cut_handover,
     list_late_pieces,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Handover, HandoverCall
 from ttft_otel.model.timing import format_server_timing
 
@@ -53,7 +53,7 @@ def test_each_step_has_its_place() -> None:
         ("decode.receive", 320, 420),
         ("decode.kv.transfer", 420, 920),
         ("unattributed", 920, 1000),
-        (names.FIRST_DECODE, 1000, 1200),
+        (span_names.FIRST_DECODE, 1000, 1200),
     ]
     assert list_steps(Handover(100, 1200, False, (lost, good)))[-1] == ("router.egress", 1000, 1200)
 
@@ -82,7 +82,7 @@ def test_steps_add_up(
     assert list_late_pieces(record) == [whole, *steps]
     assert len(steps) + 1 <= count_late_pieces(record)
     found = dict(whole.attributes)
-    total = found.pop(names.HANDOVER_TOTAL_US)
+    total = found.pop(keys.HANDOVER_TOTAL_US)
     assert total == whole.end - whole.start == sum(each.end - each.start for each in steps)
     assert sum(found.values()) == total  # type: ignore[arg-type]
     position = whole.start

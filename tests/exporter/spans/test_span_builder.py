@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from ttft_otel.exporter.spans.attribute_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Call, Piece, Record, Server, Ttft
 
 START = 1_700_000_000_000_000_000
@@ -173,9 +173,9 @@ def test_tree(record: Record, expected: str) -> None:
 def test_stages_cover() -> None:
     """Stage spans, the unattributed one among them, cover the ttft span end to end."""
     spans = build_spans(SERVER, RESOURCE)
-    ttft = next(span for span in spans if span.name == names.TTFT)
+    ttft = next(span for span in spans if span.name == span_names.TTFT)
     stages = sorted(
-        (span.start_time, span.end_time) for span in spans if names.STAGE in span.attributes
+        (span.start_time, span.end_time) for span in spans if keys.STAGE in span.attributes
     )
     at = ttft.start_time
     for start, end in stages:
@@ -221,9 +221,9 @@ def test_limits(make_record: Callable[[], Record]) -> None:
     """Long values are cut, too many attributes are cut, and ours survive the cut."""
     many = {f"key.{number}": "x" * 1000 for number in range(300)}
     spans = build_spans(msgspec.structs.replace(make_record(), attributes=many), RESOURCE)
-    ttft = next(span for span in spans if span.name == names.TTFT)
+    ttft = next(span for span in spans if span.name == span_names.TTFT)
     assert len(ttft.attributes) == MAX_ATTRIBUTES
-    assert ttft.attributes[names.TOTAL_US] == 900
+    assert ttft.attributes[keys.TOTAL_US] == 900
     assert (
         max(len(value) for value in ttft.attributes.values() if isinstance(value, str))
         == MAX_VALUE_CHARS

@@ -20,7 +20,8 @@ from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_batch import MAX_BATCH_SPANS, BatchBuilder, SpanBatch
 from ttft_otel.exporter.spans.span_builder import build_spans
 from ttft_otel.exporter.spans.span_writer import count_spans
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import (
     RECORD_VERSION,
     Call,
@@ -44,15 +45,15 @@ values = (
     texts
     | numbers
     | st.booleans()
-    # One value in three types, which are equal as keys of a dictionary.
+    # One value in three types, which are equal as key_words of a dictionary.
     | st.sampled_from([0, 1, 0.0, 1.0, False, True])
     | st.floats(allow_nan=False)
     | st.lists(texts | numbers, max_size=4).map(tuple)
 )
-keys = st.sampled_from(
-    [names.ROLE, names.MODEL, names.REQUEST_ID, names.ERROR_TYPE, names.LEG, names.INSTANCE, "a"]
+key_words = st.sampled_from(
+    [keys.ROLE, keys.MODEL, keys.REQUEST_ID, keys.ERROR_TYPE, keys.LEG, keys.INSTANCE, "a"]
 ) | st.text(max_size=12)
-attributes = st.dictionaries(keys, values, max_size=8) | st.integers(0, 150).map(
+attributes = st.dictionaries(key_words, values, max_size=8) | st.integers(0, 150).map(
     lambda count: {f"key.{number}": number for number in range(count)}
 )
 stage_names = st.sampled_from(
@@ -96,7 +97,7 @@ statuses = st.sampled_from([0, 200, 404, 500, 503])
 ttfts = st.builds(
     Ttft,
     hex_ids(16),
-    st.sampled_from([names.TTFT, names.ENCODE]),
+    st.sampled_from([span_names.TTFT, span_names.ENCODE]),
     offsets,
     offsets,
     st.dictionaries(stage_names, st.integers(0, MAX_US), max_size=6),

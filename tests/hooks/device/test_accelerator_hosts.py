@@ -20,7 +20,8 @@ from hooks.device.accelerator_loops import LOOPS, StepOutcome
 from hooks.device.accelerator_table import find_percentile
 from hooks.device.test_accelerator import LAUNCH_AND_READ_US, MAX_PLACE_ERROR_US
 from ttft_otel.hooks.worker import device
-from ttft_otel.model import breakdown, names
+from ttft_otel.model import breakdown
+from ttft_otel.model.names import keys
 from ttft_otel.tracing import carrier, clock, clock_offsets, recorder
 from ttft_otel.tracing.context import start_context
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -123,7 +124,7 @@ def see_request(
     recorder.forget_trace(trace)
     assert trace.timeline is not None
     attributes = carrier.list_timeline_attributes(trace.timeline, trace.clock_error)
-    told = attributes.get(names.CLOCK_ERROR_US, 0)
+    told = attributes.get(keys.CLOCK_ERROR_US, 0)
     assert isinstance(told, int)
     return SeenRequest(cut, breakdown.partition_marks(true), told, attributes)
 
@@ -225,7 +226,7 @@ def test_worker_on_a_third_host(kinds: dict[str, Any]) -> None:
         gaps = sum(each.true_cut.stages.get(stage, 0) for stage in ("dispatch", "sample", "output"))
         assert abs(each.cut.unattributed - gaps) <= MAX_STAGE_ERROR_US
         assert "dispatch" not in each.cut.stages and "output" not in each.cut.stages
-        assert each.attributes[names.CLOCK] == "lengths"
+        assert each.attributes[keys.CLOCK] == "lengths"
 
 
 def test_one_host_is_exact(kinds: dict[str, Any]) -> None:
@@ -233,7 +234,7 @@ def test_one_host_is_exact(kinds: dict[str, Any]) -> None:
     for each in see_case(kinds, "device-bound, 40 ms", "async", (OWN_HOST,)):
         assert each.cut.clamped == 0 and each.cut.unattributed == 0
         assert max(list_boundary_errors(each)) <= MAX_PLACE_ERROR_US
-        assert each.attributes[names.CLOCK] == "device"
+        assert each.attributes[keys.CLOCK] == "device"
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -268,8 +269,8 @@ def test_lengths_alone(kinds: dict[str, Any], loop: str) -> None:
         for stage in ("encoder.compute", "prefill.compute"):
             assert abs(each.cut.stages[stage] - each.true_cut.stages[stage]) <= 10, stage
         assert not {"dispatch", "sample", "output"} & each.cut.stages.keys()
-        assert each.attributes[names.CLOCK] == "lengths"
-        assert names.CLOCK_ERROR_US not in each.attributes
+        assert each.attributes[keys.CLOCK] == "lengths"
+        assert keys.CLOCK_ERROR_US not in each.attributes
 
 
 def test_without_a_clock(kinds: dict[str, Any]) -> None:
@@ -281,7 +282,7 @@ def test_without_a_clock(kinds: dict[str, Any]) -> None:
         worker_us = sum(each.true_cut.stages.get(stage, 0) for stage in (*WORKER_STAGES, "output"))
         assert each.cut.unattributed == worker_us
         assert not set(WORKER_STAGES) & each.cut.stages.keys()
-        assert each.attributes[names.CLOCK] == "none"
+        assert each.attributes[keys.CLOCK] == "none"
 
 
 def test_launches_told_as_work(kinds: dict[str, Any]) -> None:

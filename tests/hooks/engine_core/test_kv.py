@@ -17,8 +17,8 @@ from ttft_otel.hooks import wrap
 from ttft_otel.hooks.engine_core import kv, request_arrival
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.hooks.worker import model_runners
-from ttft_otel.model import names
 from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
 from ttft_otel.tracing.carrier import decode_kept_blocks, list_timeline_attributes
@@ -114,8 +114,8 @@ def test_wait(kv_core: Any, clock: testing.FakeClock) -> None:
     assert marks.scheduled == began + 7200
     assert not marks.queue_lost and not marks.moving
     attributes = list_timeline_attributes(timeline)
-    assert (attributes[names.KV_TOKENS], attributes[names.KV_BLOCKS]) == (39, 3)
-    assert (attributes[names.KV_BYTES], attributes[names.KV_MOVE]) == (128, 3000)
+    assert (attributes[keys.KV_TOKENS], attributes[keys.KV_BLOCKS]) == (39, 3)
+    assert (attributes[keys.KV_BYTES], attributes[keys.KV_MOVE_US]) == (128, 3000)
 
 
 def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:
@@ -129,7 +129,7 @@ def test_looking(kv_core: Any, clock: testing.FakeClock) -> None:
     marks, timeline = finish_first_chunk(kv_core, "a")
 
     assert marks.waits == [("kv.transfer", began, began + 3000)]
-    assert names.KV_TOKENS not in list_timeline_attributes(timeline)
+    assert keys.KV_TOKENS not in list_timeline_attributes(timeline)
 
 
 def test_no_room(kv_core: Any, clock: testing.FakeClock) -> None:
@@ -180,7 +180,7 @@ def test_preempted(kv_core: Any, clock: testing.FakeClock) -> None:
     )
 
     assert not timeline.read_details().waits
-    assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
+    assert list_timeline_attributes(timeline)[keys.KV_TOKENS] == 32
 
 
 def test_loaded_in_the_step(kv_core: Any) -> None:
@@ -190,7 +190,7 @@ def test_loaded_in_the_step(kv_core: Any) -> None:
     marks, timeline = finish_first_chunk(kv_core, "a")
 
     assert not marks.waits and not marks.queue_lost
-    assert list_timeline_attributes(timeline)[names.KV_TOKENS] == 32
+    assert list_timeline_attributes(timeline)[keys.KV_TOKENS] == 32
 
 
 def test_not_later_after_all(kv_core: Any) -> None:
@@ -240,7 +240,7 @@ def test_figures_of_two(kv_core: Any, clock: testing.FakeClock) -> None:
     for name in ("a", "b"):
         marks, timeline = finish_first_chunk(kv_core, name)
         assert len(marks.waits) == 1
-        assert names.KV_BYTES not in list_timeline_attributes(timeline)
+        assert keys.KV_BYTES not in list_timeline_attributes(timeline)
 
 
 def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
@@ -251,7 +251,9 @@ def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
     clock.tick(500)
     kv_core.free("a")
 
-    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(kv_core, "a")})
+    marks, _ = decode_headers(
+        {header_names.CARRIER_KEY: request_arrival.answer_aborted(kv_core, "a")}
+    )
     assert marks.moving == began
     kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
 

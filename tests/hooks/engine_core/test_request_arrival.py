@@ -6,7 +6,7 @@ from __future__ import annotations
 from hooks.fakes import FakeEngineCore, make_request
 from ttft_otel import testing
 from ttft_otel.hooks.engine_core import request_arrival
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 
 
 def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
@@ -20,7 +20,7 @@ def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
 def test_untraced(core: FakeEngineCore) -> None:
     """vLLM's own trace headers alone start no timeline, nor does their absence."""
     made = make_request("a")
-    made.trace_headers = {names.TRACEPARENT: "x"}
+    made.trace_headers = {header_names.TRACEPARENT: "x"}
 
     assert not hasattr(core.preprocess_add_request(made)[0], "_ttft")
     assert not hasattr(core.preprocess_add_request(make_request("b", traced=False))[0], "_ttft")

@@ -11,7 +11,7 @@ from hooks.fakes import HEADERS, FakeEngineCore, decode_headers, make_request
 from ttft_otel import testing
 from ttft_otel.hooks import encoder_runs
 from ttft_otel.hooks.engine_core import request_arrival, scheduler
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
 from ttft_otel.tracing.media_items import INDEX_OWN, SOURCE_ENCODED, SOURCE_UNSEEN, SOURCES_UNKNOWN
@@ -80,8 +80,10 @@ def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> No
     add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
-    assert out["a"][names.TRACEPARENT] == HEADERS[names.TRACEPARENT]
-    assert core.requests["a"].trace_headers == {names.TRACEPARENT: HEADERS[names.TRACEPARENT]}
+    assert out["a"][header_names.TRACEPARENT] == HEADERS[header_names.TRACEPARENT]
+    assert core.requests["a"].trace_headers == {
+        header_names.TRACEPARENT: HEADERS[header_names.TRACEPARENT]
+    }
 
 
 def test_nothing_rides_along(core: FakeEngineCore) -> None:
@@ -89,7 +91,7 @@ def test_nothing_rides_along(core: FakeEngineCore) -> None:
     add_requests(core, "a")
     out = core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
 
-    assert list(out["a"]) == [names.CARRIER]
+    assert list(out["a"]) == [header_names.CARRIER_KEY]
     assert core.requests["a"].trace_headers is None
 
 
@@ -210,7 +212,7 @@ def test_ended_without_output(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), silent=("a",), record=STEP)
 
     assert "a" not in scheduler.awaiting_first_token
-    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(core, "a")})
+    marks, _ = decode_headers({header_names.CARRIER_KEY: request_arrival.answer_aborted(core, "a")})
     assert len(marks.steps) == 1
     assert request_arrival.answer_aborted(core, "a") == ""
 
@@ -220,7 +222,7 @@ def test_aborted_waiting(core: FakeEngineCore) -> None:
     add_requests(core, "a")
     core.free("a")
 
-    marks, _ = decode_headers({names.CARRIER: request_arrival.answer_aborted(core, "a")})
+    marks, _ = decode_headers({header_names.CARRIER_KEY: request_arrival.answer_aborted(core, "a")})
     assert marks.added and not marks.scheduled and not marks.steps
 
 
@@ -230,7 +232,9 @@ def test_aborted_running(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), record=STEP)
     core.free("a")
 
-    marks, counts = decode_headers({names.CARRIER: request_arrival.answer_aborted(core, "a")})
+    marks, counts = decode_headers(
+        {header_names.CARRIER_KEY: request_arrival.answer_aborted(core, "a")}
+    )
     assert marks.scheduled and counts.chunks == 1
 
 

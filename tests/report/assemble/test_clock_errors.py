@@ -11,7 +11,7 @@ import pytest
 import sample_records
 from rich.console import Console
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.assemble.clock_errors import NOTABLE_ERROR_US
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request
@@ -26,8 +26,8 @@ def store_request(path: Path, error_us: int) -> tuple[Request, StoredTrace]:
     """A routed request whose servers tell this clock error."""
     records = sample_records.make_routed_records("r", start_ns=10**18)
     spans = [
-        replace(span, attributes=span.attributes | {names.CLOCK_ERROR_US: error_us})
-        if span.is_ttft_span and span.attributes[names.ROLE] != "router"
+        replace(span, attributes=span.attributes | {keys.CLOCK_ERROR_US: error_us})
+        if span.is_ttft_span and span.attributes[keys.ROLE] != "router"
         else span
         for span in sample_records.make_stored_spans(records)
     ]

@@ -14,22 +14,22 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace.export import SpanExportResult
 from sample_records import RunningServer
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 
 # error.type, and how many requests end so within 0.2 ms, and after 9 s; most end at once.
 ENDS = {
-    names.ERROR_ENGINE: (40, 3),
-    names.ERROR_NO_TOKEN: (40, 3),
+    keys.ERROR_ENGINE: (40, 3),
+    keys.ERROR_NO_TOKEN: (40, 3),
     "500": (40, 0),
     "502": (0, 5),
-    names.ERROR_CANCELLED: (10, 4),
-    names.ERROR_DISCONNECTED: (20, 2),
-    names.ERROR_STOPPED: (0, 6),
+    keys.ERROR_CANCELLED: (10, 4),
+    keys.ERROR_DISCONNECTED: (20, 2),
+    keys.ERROR_STOPPED: (0, 6),
     "400": (30, 0),
     "429": (25, 1),
 }
-ROUTERS_ENDS = (names.ERROR_NO_TOKEN, names.ERROR_DISCONNECTED, names.ERROR_STOPPED)
+ROUTERS_ENDS = (keys.ERROR_NO_TOKEN, keys.ERROR_DISCONNECTED, keys.ERROR_STOPPED)
 GOOD_US = [100_000 + 1_700 * number for number in range(50)]
 
 

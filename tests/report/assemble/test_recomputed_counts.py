@@ -12,7 +12,7 @@ import jsonschema
 import sample_records
 from rich.console import Console
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.recomputed_counts import (
     RecomputedCount,
     collect_recomputed,
@@ -46,11 +46,11 @@ def store_requests(path: Path, *items: int | None) -> list[Request]:
 
 def mark_recomputed(span: StoredSpan, items: int | None) -> StoredSpan:
     """The span as an encoder-cache consumer would have sent it, if it is one's."""
-    mine = span.name == names.TTFT and span.attributes[names.ROLE] == "prefill_decode"
+    mine = span.name == span_names.TTFT and span.attributes[keys.ROLE] == "prefill_decode"
     if not mine or items is None:
         return span
     resource = span.resource | {"service.instance.id": "gpu-1:77"}
-    attributes = span.attributes | {names.EC_RECOMPUTED_ITEMS: items}
+    attributes = span.attributes | {keys.EC_RECOMPUTED_ITEMS: items}
     return replace(span, attributes=attributes, resource=resource)
 
 

@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanKind
 from rich.console import Console
 from sample_records import RunningServer, fetch_page
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.report.assemble.summary import summarize
@@ -60,7 +60,7 @@ def make_span(
 
 def make_server(start: int, end: int, parent: str = "c", **fields: Any) -> StoredSpan:
     """Our own span of the HTTP request."""
-    own = {"service": "vllm", "scope": names.SCOPE, "resource": OUR_RESOURCE, **fields}
+    own = {"service": "vllm", "scope": span_names.SCOPE, "resource": OUR_RESOURCE, **fields}
     return make_span("5", parent, SERVER, start, end, **own)
 
 
@@ -187,7 +187,7 @@ def test_a_caller_that_ended_early_bounds_nothing() -> None:
     "callers",
     [
         (),
-        (make_span("c", "", CLIENT, 0, 90_000, scope=names.SCOPE),),
+        (make_span("c", "", CLIENT, 0, 90_000, scope=span_names.SCOPE),),
         (make_span("a", "", SERVER, 0, 90_000),),
     ],
 )
@@ -299,8 +299,8 @@ def set_parent(record: Record, span_id: str) -> Record:
 def test_the_routers_spans_may_come_last(store: SpanStore) -> None:
     """Until the foreign router's spans have arrived no time is given."""
     spans = make_foreign_trace(("mono", 0))
-    theirs = [span for span in spans if span.scope != names.SCOPE]
-    request, _ = stored_request(store, [span for span in spans if span.scope == names.SCOPE])
+    theirs = [span for span in spans if span.scope != span_names.SCOPE]
+    request, _ = stored_request(store, [span for span in spans if span.scope == span_names.SCOPE])
     assert request.before is None
 
     request, _ = stored_request(store, theirs)
@@ -313,13 +313,15 @@ def test_it_is_shown_and_never_stored(store: SpanStore) -> None:
     _, trace = stored_request(store, spans)
     (trunk,) = [span for span in trace.spans if span.is_ttft_span]
 
-    assert trunk.attributes[names.BEFORE_US] == 7_000
-    assert trunk.attributes[names.BEFORE_ERROR_US] == clock.WALL_ERROR_US
-    assert not [span for span in spans if names.BEFORE_US in span.attributes]
+    assert trunk.attributes[keys.BEFORE_US] == 7_000
+    assert trunk.attributes[keys.BEFORE_ERROR_US] == clock.WALL_ERROR_US
+    assert not [span for span in spans if keys.BEFORE_US in span.attributes]
     (shown,) = [
-        span for span in json_answers.describe_trace(trace)["spans"] if span["name"] == names.TTFT
+        span
+        for span in json_answers.describe_trace(trace)["spans"]
+        if span["name"] == span_names.TTFT
     ]
-    assert shown["attributes"][names.BEFORE_US] == 7_000
+    assert shown["attributes"][keys.BEFORE_US] == 7_000
 
 
 def test_in_the_terminal(store: SpanStore) -> None:
@@ -393,5 +395,5 @@ def test_by_a_real_tracer(report_server: RunningServer) -> None:
     assert abs(request.before.us - (arrived - start) // 1000) <= 1
     status, page, _ = fetch_page(report_server, f"/trace/{trace_id}")
     assert status == 200
-    assert "before, in their-router" in page and names.BEFORE_US in page
+    assert "before, in their-router" in page and keys.BEFORE_US in page
     assert "in a router that is not ours; not in the sum" in fetch_page(report_server, "/")[1]

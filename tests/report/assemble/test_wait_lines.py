@@ -10,7 +10,7 @@ from pathlib import Path
 import sample_records
 from rich.console import Console
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
 from ttft_otel.report.show import json_answers, pages, terminal
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
@@ -30,7 +30,7 @@ def test_shown(tmp_path: Path) -> None:
     records = sample_records.make_routed_records("r", start_ns=10**18)
     spans = [
         replace(span, attributes=span.attributes | REASONS | HELD)
-        if span.is_ttft_span and span.attributes[names.ROLE] == "prefill_decode"
+        if span.is_ttft_span and span.attributes[keys.ROLE] == "prefill_decode"
         else span
         for span in sample_records.make_stored_spans(records)
     ]

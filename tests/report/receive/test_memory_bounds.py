@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store import database_schema, span_chunks
 from ttft_otel.report.store.span_rows import ChunkInserter
@@ -43,12 +43,12 @@ def build_export(first: int, count: int, attributes: int = 0, trace: int = 1) ->
     """Spans of ours in one trace, of which number 1 is a `ttft` span."""
     message = ExportTraceServiceRequest()
     scope = message.resource_spans.add().scope_spans.add()
-    scope.scope.name = names.SCOPE
+    scope.scope.name = span_names.SCOPE
     for number in range(first, first + count):
-        span = scope.spans.add(name="prefill" if number > 1 else names.TTFT)
+        span = scope.spans.add(name="prefill" if number > 1 else span_names.TTFT)
         span.trace_id, span.span_id = trace.to_bytes(16, "big"), number.to_bytes(8, "big")
         if number == 1:
-            span.attributes.add(key=names.TOTAL_US).value.int_value = 1
+            span.attributes.add(key=keys.TOTAL_US).value.int_value = 1
         else:
             for _ in range(attributes):
                 span.attributes.add()

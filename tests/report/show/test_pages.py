@@ -16,7 +16,7 @@ import sample_records
 from sample_records import RunningServer, fetch_page
 
 from tests.stack.grafana_browser import REMEDY, find_chromium
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.report_types import StoredSpan
@@ -146,12 +146,12 @@ def test_escaping() -> None:
             attributes={
                 **span.attributes,
                 ATTACK: ATTACK,
-                names.REQUEST_ID: ATTACK,
-                names.MODEL: ATTACK,
-                names.ROLE: ATTACK,
-                names.ERROR_TYPE: ATTACK,
-                names.DIED_IN: ATTACK,
-                **({names.STAGE: ATTACK} if names.STAGE in span.attributes else {}),
+                keys.REQUEST_ID: ATTACK,
+                keys.MODEL: ATTACK,
+                keys.ROLE: ATTACK,
+                keys.ERROR_TYPE: ATTACK,
+                keys.DIED_IN: ATTACK,
+                **({keys.STAGE: ATTACK} if keys.STAGE in span.attributes else {}),
             },
             resource={ATTACK: ATTACK},
         )

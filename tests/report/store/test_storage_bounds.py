@@ -15,7 +15,7 @@ import sample_records
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store import database_schema, retention, span_store
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
@@ -72,12 +72,12 @@ def make_many_scopes(message: ExportTraceServiceRequest, start: int) -> None:
 def make_ttft_spans(message: ExportTraceServiceRequest, start: int) -> None:
     """Spans that are requests, the shortest ones."""
     scope = message.resource_spans.add().scope_spans.add()
-    scope.scope.name = names.SCOPE
+    scope.scope.name = span_names.SCOPE
     for number in range(start, start + SPANS):
         span = add_span(scope, number, number)
-        span.name = names.TTFT
+        span.name = span_names.TTFT
         pair = span.attributes.add()
-        pair.key, pair.value.int_value = names.TOTAL_US, 1
+        pair.key, pair.value.int_value = keys.TOTAL_US, 1
 
 
 def make_long_request_ids(message: ExportTraceServiceRequest, start: int) -> None:
@@ -85,7 +85,7 @@ def make_long_request_ids(message: ExportTraceServiceRequest, start: int) -> Non
     make_ttft_spans(message, start)
     for number, span in enumerate(message.resource_spans[0].scope_spans[0].spans):
         pair = span.attributes.add()
-        pair.key, pair.value.string_value = names.REQUEST_ID, f"{start + number:08}" + "i" * 1000
+        pair.key, pair.value.string_value = keys.REQUEST_ID, f"{start + number:08}" + "i" * 1000
 
 
 def make_page_breakers(message: ExportTraceServiceRequest, start: int) -> None:

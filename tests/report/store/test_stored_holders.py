@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import sample_records
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import HeldBy, Record
 from ttft_otel.report.assemble import engine_steps
 from ttft_otel.report.report_types import StoredSpan
@@ -69,7 +69,7 @@ def test_stored() -> None:
 )
 def test_foreign(text: Any) -> None:
     """An attribute of this name in another form is no holder."""
-    assert read_holders({names.HELD_BY: text}) == []
+    assert read_holders({keys.HELD_BY: text}) == []
 
 
 def test_arrows() -> None:
@@ -83,7 +83,7 @@ def test_arrows() -> None:
     slices = [each for each in events if "span_id" in each.get("args", ())]
     (server,) = [each for each in slices if each["args"]["span_id"] == make_span_id(traces[0])]
     queue = next(
-        each for each in slices if each["name"] == "prefill.queue" and names.HELD_BY in each["args"]
+        each for each in slices if each["name"] == "prefill.queue" and keys.HELD_BY in each["args"]
     )
 
     assert (begin["ph"], end["ph"], begin["id"]) == ("s", "f", end["id"])
@@ -100,7 +100,7 @@ def make_span_id(trace: StoredTrace) -> str:
 
 def test_engine_steps() -> None:
     """Requests with the same forward pass are one step; a request at another time is in another one."""
-    tokens = {names.CHUNKS: 1, names.OWN_TOKENS: 40, names.STEP_TOKENS: 90}
+    tokens = {keys.PREFILL_CHUNKS: 1, keys.PREFILL_OWN_TOKENS: 40, keys.PREFILL_STEP_TOKENS: 90}
     spans = []
     for number, delay_ms in enumerate((0, 0, 500)):
         record = sample_records.make_leg_record(

@@ -22,7 +22,7 @@ from sample_records import DECODE_US, make_leg_record, make_routed_records, make
 from tests.fake_tempo import FakeTempo, TempoFault
 from ttft_otel.commands import main as cli
 from ttft_otel.commands.source_options import parse_headers
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.model.record import Record
 from ttft_otel.report.breakdown_source import SourceChoice, open_source
 from ttft_otel.report.receive import otlp_decoder
@@ -330,7 +330,9 @@ def test_nobody_there() -> None:
 
 def test_credentials(tempo: FakeTempo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers of the environment and of the command line are sent; no representation shows them."""
-    monkeypatch.setenv(names.ENV_TEMPO_HEADERS, f"authorization=Bearer%20{SECRET},x-scope-orgid=a")
+    monkeypatch.setenv(
+        env_names.TTFT_OTEL_TEMPO_HEADERS, f"authorization=Bearer%20{SECRET},x-scope-orgid=a"
+    )
     headers = parse_headers(("X-Scope-OrgID=team", "x-key: v"))
     assert headers == {"authorization": f"Bearer {SECRET}", "x-scope-orgid": "team", "x-key": "v"}
     choice = SourceChoice(tempo=tempo.url, headers=headers)

@@ -13,7 +13,7 @@ import aiohttp
 
 from tests.router import fake_instances
 from tests.router.control.test_router_app import wait_until_up
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 
 def test_kept_connections_are_told_to_leave() -> None:
@@ -27,7 +27,7 @@ def test_kept_connections_are_told_to_leave() -> None:
             code = "from ttft_otel.commands.router.command import command; command()"
             options = ("--backend", one.url, "--port", str(port), "--drain-delay", "3")
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", code, *options, env={**os.environ, names.ENV_ON: "0"}
+                sys.executable, "-c", code, *options, env={**os.environ, env_names.TTFT_OTEL: "0"}
             )
             async with aiohttp.ClientSession() as client:
                 await wait_until_up(

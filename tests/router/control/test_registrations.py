@@ -12,7 +12,7 @@ import pytest
 from router import fake_instances, fake_pair, registration_site
 from router.fake_instances import STREAM_EVENTS, InstancePlan
 from router.registration_site import PROBE_INTERVAL_S, wait_until
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.control import registrations
 
 
@@ -191,7 +191,7 @@ def test_announcements_are_repeated(caplog: pytest.LogCaptureFixture) -> None:
             async with site.router.client.get(f"{site.router.url}/metrics") as response:
                 text = await response.text()
             for result, times in (("registered", 1), ("renewed", 3), ("forgotten", 0)):
-                metric = names.METRIC_REGISTRATIONS
+                metric = metric_names.ROUTER_REGISTRATIONS
                 assert f'{metric}_total{{result="{result}"}} {times}.0' in text
 
     fake_instances.run_with_timeout(run_scenario)

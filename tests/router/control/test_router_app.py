@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from router import fake_instances
 from ttft_otel.commands.router import router_options
 from ttft_otel.commands.router.command import EXAMPLES, command
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.router import types
 from ttft_otel.router.control import app
 from ttft_otel.router.proxy.admission import AdmissionGate
@@ -160,7 +160,7 @@ async def run_traced_control_plane(
 ]:
     """A router whose control plane exports spans; gives it, the collector, and what ends the export."""
     async with fake_instances.run_instance() as collector, fake_instances.run_instance() as one:
-        monkeypatch.setenv(names.ENV_ENDPOINT, collector.url)
+        monkeypatch.setenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, collector.url)
         ends: list[Callable[[], None]] = []
 
         def prepare_app(built: app.RouterApp) -> None:
@@ -242,8 +242,8 @@ def test_an_untrusted_caller_has_no_trace_of_the_control_plane(
 
 def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an OTLP endpoint no tracer provider is set up, and the application is not wrapped."""
-    monkeypatch.delenv(names.ENV_ENDPOINT, raising=False)
-    monkeypatch.delenv(names.ENV_TRACES_ENDPOINT, raising=False)
+    monkeypatch.delenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, raising=False)
+    monkeypatch.delenv(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, raising=False)
 
     async def run_scenario() -> None:
         async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
@@ -262,7 +262,7 @@ def test_the_real_command_drains_when_stopped() -> None:
             fake_instances.run_instance() as one,
         ):
             port = fake_instances.find_unused_url().rpartition(":")[2]
-            env = {**os.environ, names.ENV_ENDPOINT: collector.url}
+            env = {**os.environ, env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url}
             code = "from ttft_otel.commands.router.command import command; command()"
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", code, "--backend", one.url, "--port", port, env=env

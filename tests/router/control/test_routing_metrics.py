@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from router import fake_instances, scripted_knowledge
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 
 class ReportingSource(scripted_knowledge.ScriptedSource):
@@ -30,7 +30,10 @@ def test_each_instances_cache_is_on_metrics() -> None:
             routing=scripted_knowledge.build_routing_factory(source=ReportingSource())
         ) as (router, one):
             lines = router.app.metrics.render_text().decode().splitlines()
-            blocks, events = names.METRIC_CACHED_BLOCKS, f"{names.METRIC_KV_EVENTS}_total"
+            blocks, events = (
+                metric_names.ROUTER_CACHED_BLOCKS,
+                f"{metric_names.ROUTER_KV_EVENTS}_total",
+            )
             assert [line for line in lines if line.startswith((blocks, events))] == [
                 f'{blocks}{{instance="http://a",leg="mono",source="kv-events"}} 7.0',
                 f'{blocks}{{instance="http://b",leg="mono",source="history"}} 5.0',
@@ -49,7 +52,7 @@ def test_without_prompts_nothing_is_known() -> None:
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):
             text = router.app.metrics.render_text().decode()
-            assert names.METRIC_INSTANCE in text
-            assert names.METRIC_CACHED_BLOCKS not in text
+            assert metric_names.ROUTER_INSTANCE in text
+            assert metric_names.ROUTER_CACHED_BLOCKS not in text
 
     fake_instances.run_with_timeout(run_scenario)

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 
 from router import fake_instances, fake_pair
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.router.disagg import ec_params
 from ttft_otel.router.disagg.ec_params import TransferParams, splice_params
 from ttft_otel.router.errors import InvalidAnswer, TransferParamsTooLarge
@@ -120,7 +120,7 @@ def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> Non
             data = json.dumps(fake_instances.build_chat("a")).encode()
             assert (await router.post_body(CHAT_PATH, data))[0] == 200
             assert server.received[0].body == data
-            assert server.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert server.received[0].headers[header_names.MEDIA_ENCODED] == "1"
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -158,9 +158,9 @@ def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
             body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
             assert (await router.post_body(CHAT_PATH, body))[0] == 200
             assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
-            assert p.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert p.received[0].headers[header_names.MEDIA_ENCODED] == "1"
             assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
-            assert names.ENCODED_HEADER not in d.received[0].headers
+            assert header_names.MEDIA_ENCODED not in d.received[0].headers
             assert p.received[0].json["kv_transfer_params"]["do_remote_decode"] is True
 
     fake_instances.run_with_timeout(run_scenario)
@@ -179,7 +179,7 @@ def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: 
             assert (
                 asked.received[0].json[EC_PARAMS_FIELD] == expect_params("a") and not other.received
             )
-            assert asked.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert asked.received[0].headers[header_names.MEDIA_ENCODED] == "1"
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -205,7 +205,7 @@ def test_a_decode_that_has_to_prefill_gets_them() -> None:
             ] == expect_params("a")
             (asked,) = idle.received
             assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
-            assert asked.headers[names.ENCODED_HEADER] == "1"
+            assert asked.headers[header_names.MEDIA_ENCODED] == "1"
             assert "kv_transfer_params" not in asked.json
 
     fake_instances.run_with_timeout(run_scenario)
@@ -221,7 +221,7 @@ def test_a_retry_keeps_them() -> None:
             assert (await router.post_chat("a"))[0] == 200
             assert busy.received[0].body == idle.received[0].body
             assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-            assert idle.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert idle.received[0].headers[header_names.MEDIA_ENCODED] == "1"
             assert len(e.received) == 1
 
     fake_instances.run_with_timeout(run_scenario)
@@ -464,9 +464,9 @@ def test_who_is_told_that_items_are_encoded() -> None:
             for images in (("a",), ()):
                 assert (await router.post_chat(*images, x_ttft_encoded="yes"))[0] == 200
             with_image, without = (each.headers for each in server.received)
-            assert with_image[names.ENCODED_HEADER] == "1"
-            assert names.ENCODED_HEADER not in without
-            assert names.ENCODED_HEADER not in e.received[0].headers
+            assert with_image[header_names.MEDIA_ENCODED] == "1"
+            assert header_names.MEDIA_ENCODED not in without
+            assert header_names.MEDIA_ENCODED not in e.received[0].headers
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -482,6 +482,6 @@ def test_with_tracing_off_parameters_still_travel() -> None:
         ):
             assert (await router.post_chat("a"))[0] == 200
             assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-            assert names.ENCODED_HEADER not in server.received[0].headers
+            assert header_names.MEDIA_ENCODED not in server.received[0].headers
 
     fake_instances.run_with_timeout(run_scenario)

@@ -21,7 +21,7 @@ from router.disagg.test_ec_params import (
     plan_encoder,
 )
 from ttft_otel.commands.router import command
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.router.disagg.ec_params import TransferParams
 from ttft_otel.router.disagg.encode_once import replace_parts
 from ttft_otel.router.errors import MediaRequired
@@ -108,11 +108,11 @@ def test_the_backend_gets_references_and_where_to_fetch(stream: bool) -> None:
                 part |= {"type": "image_url", "image_url": {"url": url}}
             assert got == sent and list(got) == list(sent)
             assert len(e.received) == 2
-            assert server.received[0].headers[names.ENCODED_HEADER] == "1"
+            assert server.received[0].headers[header_names.MEDIA_ENCODED] == "1"
             (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
             assert record.ttft is not None
-            assert record.ttft.attributes[names.ENCODE_ONCE] is True
-            assert names.ENCODE_ONCE_REASON not in record.ttft.attributes
+            assert record.ttft.attributes[keys.ENCODE_ONCE] is True
+            assert keys.ENCODE_ONCE_REASON not in record.ttft.attributes
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -128,7 +128,7 @@ def test_without_the_flag_nothing_is_replaced_and_nothing_told() -> None:
             assert server.received[0].json["messages"] == fake_instances.build_chat("a")["messages"]
             (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
             assert record.ttft is not None
-            assert names.ENCODE_ONCE not in record.ttft.attributes
+            assert keys.ENCODE_ONCE not in record.ttft.attributes
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -145,7 +145,7 @@ def test_a_request_without_media_is_told_nothing_of() -> None:
             assert server.received[0].body == data
             (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
             assert record.ttft is not None
-            assert names.ENCODE_ONCE not in record.ttft.attributes
+            assert keys.ENCODE_ONCE not in record.ttft.attributes
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -183,8 +183,8 @@ def test_media_stay_where_the_request_needs_them(
             records = [each for each in await router.wait_for_records(1) if each.ttft]
             for record in records:
                 assert record.ttft is not None
-                assert record.ttft.attributes[names.ENCODE_ONCE] is False
-                assert record.ttft.attributes[names.ENCODE_ONCE_REASON] == reason
+                assert record.ttft.attributes[keys.ENCODE_ONCE] is False
+                assert record.ttft.attributes[keys.ENCODE_ONCE_REASON] == reason
             assert records or path == "/v1/messages"  # no `ttft` span there
 
     fake_instances.run_with_timeout(run_scenario)

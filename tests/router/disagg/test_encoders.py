@@ -18,7 +18,8 @@ from router import fake_instances, fake_pair, scripted_knowledge
 from router.control.test_admin import open_admin
 from router.fake_instances import TRACEPARENT, InstancePlan
 from router.scripted_knowledge import ScriptedReader, ScriptedSource
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.model.timing import ServerTiming, TokenCounts
 from ttft_otel.router.disagg.encoders import DEFAULT_ITEM_TOKENS, build_encoder_requests
@@ -296,15 +297,15 @@ def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
             assert told["besides"] >= 0.005
             text = router.app.metrics.render_text().decode()
             labels = f'instance="{e.url}",leg="encode"'
-            assert f"{names.METRIC_PENDING_TOKENS}{{{labels}}} 0.0" in text
-            assert f'{names.METRIC_FIT_SAMPLES}{{{labels},model="tiny"}} 10.0' in text
+            assert f"{metric_names.ROUTER_PENDING_TOKENS}{{{labels}}} 0.0" in text
+            assert f'{metric_names.ROUTER_PREFILL_SAMPLES}{{{labels},model="tiny"}} 10.0' in text
             record = next(each for each in (await router.wait_for_records(20))[-2:] if each.ttft)
             assert record.ttft is not None
             routes = [each.attributes for each in record.ttft.pieces if each.attributes]
-            assert names.ROUTE_SCORE in next(each for each in routes if names.POLICY in each)
+            assert keys.ROUTE_SCORE in next(each for each in routes if keys.ROUTE_POLICY in each)
             leg = router.app.endpoint.routing.prefilling_leg
             own = router.app.endpoint.routing.get_leg_policy(leg).state.models.get_line("tiny")
-            assert (names.PREDICTED_MS in record.ttft.attributes) is (own is not None)
+            assert (keys.PREDICTED_MS in record.ttft.attributes) is (own is not None)
 
     fake_instances.run_with_timeout(run_scenario)
 

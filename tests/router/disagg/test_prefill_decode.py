@@ -14,7 +14,7 @@ import pytest
 
 from router import fake_instances, fake_pair
 from ttft_otel.exporter.spans.handover_pieces import cut_handover
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Ttft
 from ttft_otel.tracing import clock
 
@@ -52,8 +52,8 @@ def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
             assert ends == [None] * (len(ends) - 1) + ["length"]
             assert await fleet.wait_until_freed() and not fleet.model.is_dead
             ttft, _ = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[names.FIRST_TOKEN] == mode
-            assert names.FIRST_TOKEN_REASON not in ttft.attributes
+            assert ttft.attributes[keys.FIRST_TOKEN] == mode
+            assert keys.FIRST_TOKEN_REASON not in ttft.attributes
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -119,7 +119,7 @@ def test_shared_storage_needs_no_parameters() -> None:
                 assert (await fleet.send_request()).texts == ALL_TOKENS
                 assert "kv_transfer_params" not in fleet.decode.received[0].json
                 ttft, _ = await wait_for_ttft(fleet.router)
-                reason = ttft.attributes.get(names.FIRST_TOKEN_REASON)
+                reason = ttft.attributes.get(keys.FIRST_TOKEN_REASON)
                 assert reason == ("kv_transfer_params" if mode == "continue" else None)
 
     fake_instances.run_with_timeout(run_scenario)
@@ -144,7 +144,7 @@ def test_continue_at_whole_blocks_does_not_kill_decode(length: int, path: str) -
                 assert (load["max_tokens"], load["stream"]) == (1, False)
                 assert load["kv_transfer_params"]["do_remote_prefill"] is True
             ttft, _ = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[names.FIRST_TOKEN] == "continue"
+            assert ttft.attributes[keys.FIRST_TOKEN] == "continue"
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -162,8 +162,8 @@ def test_continue_needs_to_know_the_blocks() -> None:
                 await wait_for_cards(fleet)
                 await fleet.send_request(max_tokens=None)
                 ttft, _ = await wait_for_ttft(fleet.router)
-                assert ttft.attributes[names.FIRST_TOKEN] == "strip"
-                assert ttft.attributes[names.FIRST_TOKEN_REASON] == reason
+                assert ttft.attributes[keys.FIRST_TOKEN] == "strip"
+                assert ttft.attributes[keys.FIRST_TOKEN_REASON] == reason
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -200,15 +200,15 @@ def test_the_handover_is_told() -> None:
     """The time from P's token to D's next one is a span below the server span, divided into parts."""
 
     async def run_scenario() -> None:
-        for mode, last in (("strip", names.FIRST_DECODE), ("continue", "router.egress")):
+        for mode, last in (("strip", span_names.FIRST_DECODE), ("continue", "router.egress")):
             async with fake_pair.run_fleet(mode, late=0.1) as fleet:
                 await fleet.send_request()
                 ttft, record = await wait_for_ttft(fleet.router)
                 assert record.handover is not None
                 whole, *steps = cut_handover(record.handover)
-                assert (whole.name, whole.start) == (names.HANDOVER, ttft.end)
+                assert (whole.name, whole.start) == (span_names.HANDOVER, ttft.end)
                 found = dict(whole.attributes)
-                total = found.pop(names.HANDOVER_TOTAL_US)
+                total = found.pop(keys.HANDOVER_TOTAL_US)
                 assert total == whole.end - whole.start == sum(found.values())
                 assert found["ttft.handover.decode.kv.transfer_us"] >= 100_000
                 assert steps[0].start == whole.start and steps[-1].end == whole.end
@@ -247,7 +247,7 @@ def test_an_answer_that_ends_on_prefill_ends_there() -> None:
                     "ttft-otel-nobody"
                 ]
                 ttft, record = await wait_for_ttft(fleet.router)
-                assert ttft.attributes[names.FIRST_TOKEN] == mode and record.handover is None
+                assert ttft.attributes[keys.FIRST_TOKEN] == mode and record.handover is None
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -271,7 +271,7 @@ def test_another_first_token_is_counted() -> None:
         async with fake_pair.run_fleet("strip", first="Yo") as fleet:
             assert (await fleet.send_request()).texts == ALL_TOKENS
             _, record = await wait_for_ttft(fleet.router)
-            assert record.server.attributes[names.FIRST_TOKEN_MISMATCH] is True
+            assert record.server.attributes[keys.FIRST_TOKEN_MISMATCH] is True
             async with fleet.router.client.get(f"{fleet.router.url}/metrics") as response:
                 assert "ttft_otel_router_first_token_mismatches_total 1.0" in await response.text()
         async with fake_pair.run_fleet("off", first="Yo") as fleet:
@@ -283,8 +283,8 @@ def test_another_first_token_is_counted() -> None:
 async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None:
     """Check that decode sent the first token, and that the router's span says why."""
     ttft, _ = await wait_for_ttft(fleet.router)
-    assert ttft.attributes[names.FIRST_TOKEN] == "off"
-    assert ttft.attributes[names.FIRST_TOKEN_REASON] == reason
+    assert ttft.attributes[keys.FIRST_TOKEN] == "off"
+    assert ttft.attributes[keys.FIRST_TOKEN_REASON] == reason
 
 
 def test_half_a_character_waits_for_decode() -> None:

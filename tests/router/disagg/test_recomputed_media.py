@@ -8,13 +8,13 @@ import pytest
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
 from ttft_otel import testing
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.model.timing import EncoderCacheCounts, format_server_timing
 from ttft_otel.router.disagg.recomputed_media import LOG_INTERVAL_US, RecomputedMediaLog
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import parse_instance_url
 
-METRIC_NAME = f"{names.METRIC_RECOMPUTED_ITEMS}_total"
+METRIC_NAME = f"{metric_names.ROUTER_RECOMPUTED_ITEMS}_total"
 INSTANCES = [
     parse_instance_url(f"http://127.0.0.1:{port}", "prefill_decode") for port in range(8001, 8007)
 ]
@@ -101,6 +101,6 @@ def test_without_encoders_there_is_no_such_count() -> None:
     async def run_scenario() -> None:
         async with fake_instances.run_routed_instances() as (router, one):
             text = router.app.metrics.render_text().decode()
-            assert names.METRIC_ATTEMPTS in text and f"{METRIC_NAME}{{" not in text
+            assert metric_names.ROUTER_ATTEMPTS in text and f"{METRIC_NAME}{{" not in text
 
     fake_instances.run_with_timeout(run_scenario)

@@ -19,7 +19,7 @@ from router.discovery.slice_server import (
     run_slice_server,
 )
 from router.fake_instances import FakeInstance, InstancePlan
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery import kubernetes_api
 from ttft_otel.router.discovery.kubernetes_api import ClusterAccess, KubernetesApi, find_cluster
 from ttft_otel.router.errors import SourceUnreachable
@@ -127,8 +127,8 @@ def test_an_api_server_that_goes_away_leaves_everybody(caplog: pytest.LogCapture
             assert any("stay in use" in each for each in caplog.messages)
             async with site.router.client.get(f"{site.router.url}/metrics") as response:
                 text = await response.text()
-            assert f'{names.METRIC_DISCOVERED}{{source="{SOURCE}"}} 1.0' in text
-            assert f"{names.METRIC_DISCOVERY_FAILURES}_total" in text
+            assert f'{metric_names.ROUTER_DISCOVERED_INSTANCES}{{source="{SOURCE}"}} 1.0' in text
+            assert f"{metric_names.ROUTER_DISCOVERY_FAILURES}_total" in text
             cluster.delete("a")
             cluster.put(serve_from(one, "new"))
             cluster.status = 200

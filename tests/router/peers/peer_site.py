@@ -16,7 +16,7 @@ from commands.router.test_router_process import CommandProcess, run_command
 from router import fake_instances
 from router.discovery.dns_server import DnsServer, run_dns_server
 from router.fake_instances import FakeInstance
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 NAME = "routers.test."
 KEY = "0123456789abcdef0123456789abcdef"
@@ -50,7 +50,7 @@ class Replica:
         async with aiohttp.ClientSession() as client:
             async with client.get(f"{self.process.router.url}/metrics") as response:
                 lines = (await response.text()).splitlines()
-        begin = f'{names.METRIC_PEER_MESSAGES}_total{{result="'
+        begin = f'{metric_names.ROUTER_PEER_MESSAGES}_total{{result="'
         found = (line.removeprefix(begin).split('"} ') for line in lines if line.startswith(begin))
         return {result: float(value) for result, value in found}
 

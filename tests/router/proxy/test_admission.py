@@ -10,7 +10,7 @@ import pytest
 
 from router import fake_instances, raw_http
 from router.fake_instances import TRACEPARENT, InstancePlan
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.tracing.settings import Settings
 
 
@@ -272,13 +272,13 @@ def test_a_name_that_no_instance_lists_is_no_label() -> None:
             ):
                 assert (await router.post_body(path, {"model": model}))[0] == status
             refused, served, odd = await router.wait_for_records(3)
-            assert names.MODEL not in refused.attributes
-            assert served.attributes[names.MODEL] == odd.attributes[names.MODEL] == "tiny"
+            assert keys.MODEL not in refused.attributes
+            assert served.attributes[keys.MODEL] == odd.attributes[keys.MODEL] == "tiny"
             assert [call.name for call in served.calls] == ["POST /v1/chat/completions"]
             assert [call.name for call in odd.calls] == ["POST /v1/{path:path}"]
             one.plan.status = 404
             assert (await router.post_body("/v1/embeddings", {"model": "made-up"}))[0] == 404
-            assert names.MODEL not in (await router.wait_for_records(4))[-1].attributes
+            assert keys.MODEL not in (await router.wait_for_records(4))[-1].attributes
 
     fake_instances.run_with_timeout(run_scenario)
 

@@ -14,7 +14,8 @@ import pytest
 
 from router import fake_instances
 from router.fake_instances import STREAM_EVENTS, TRACEPARENT, InstancePlan
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
 from ttft_otel.router.control import app
 from ttft_otel.router.limits import RouterLimits
@@ -298,7 +299,7 @@ def test_refused_connection_tries_another() -> None:
                 assert [len(each.calls) for each in records] == [2, 1, 1, 1]
                 lost, other = records[0].calls
                 assert (lost.error, lost.status, other.status) == ("ClientConnectorError", 0, 200)
-                assert other.attributes[names.ATTEMPT] == 2
+                assert other.attributes[keys.ATTEMPT] == 2
                 firsts = [each.ttft for each in router.records if each.ttft]
                 (told,) = [each for each in firsts if "router.retry" in each.stages]
                 # until the other attempt begins, the pause before it included
@@ -364,7 +365,7 @@ def test_a_response_in_the_background_has_no_ttft() -> None:
             assert "Server-Timing" not in headers
             (record,) = await router.wait_for_records(1)
             assert record.ttft is None and record.server is not None and not record.server.error
-            request_id = headers[names.REQUEST_HEADER]
+            request_id = headers[header_names.REQUEST_ID]
             assert (await router.get_json(f"/ttft_report/{request_id}"))[0] == 404
             one.plan.status = 503
             await router.post_body("/v1/responses", body)

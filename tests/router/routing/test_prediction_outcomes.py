@@ -16,7 +16,7 @@ from router.routing.test_routing_service import (
     get_routing,
     teach_prefills,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Ttft
 
 
@@ -41,8 +41,8 @@ def test_the_error_is_what_came_less_what_was_predicted(seconds: float, late: bo
         ) as (router, one):
             teach_prefills(get_routing(router), one.url, seconds)
             ttft = await measure_ttft(router)
-            predicted = ttft.attributes[names.PREDICTED_MS]
-            error = ttft.attributes[names.PREDICTION_ERROR_MS]
+            predicted = ttft.attributes[keys.PREDICTED_MS]
+            error = ttft.attributes[keys.PREDICTION_ERROR_MS]
             assert isinstance(predicted, int) and isinstance(error, int)
             took = sum(piece.end - piece.start for piece in ttft.pieces if piece.name in leg) / 1000
             off_ms.append(predicted + error - took)
@@ -66,8 +66,8 @@ def test_without_both_there_is_no_error(taught: float, stream: bool, told: bool)
             if taught:
                 teach_prefills(get_routing(router), one.url, taught)
             ttft = await measure_ttft(router, stream)
-            assert (names.PREDICTED_MS in ttft.attributes) is told
-            assert names.PREDICTION_ERROR_MS not in ttft.attributes
+            assert (keys.PREDICTED_MS in ttft.attributes) is told
+            assert keys.PREDICTION_ERROR_MS not in ttft.attributes
             assert get_routing(router).prefill_policy.state.outcomes == {}
 
     fake_instances.run_with_timeout(run_scenario)

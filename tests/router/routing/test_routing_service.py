@@ -17,7 +17,8 @@ from msgspec import structs
 from router import fake_instances, fake_pair, scripted_knowledge
 from router.fake_instances import TRACEPARENT, InstancePlan
 from router.scripted_knowledge import ScriptedReader, ScriptedSource
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names, keys, metric_names
 from ttft_otel.model.record import Attributes, Record
 from ttft_otel.model.timing import ServerTiming, TokenCounts
 from ttft_otel.router.routing.booking import Booking
@@ -207,7 +208,7 @@ def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> 
             await first
             await router.post_body(COMPLETIONS_PATH, build_completion(800))
             assert toy.observations == [(800, [0], 0), (160, [0], 800), (800, [784], 0)]
-            assert names.METRIC_PENDING_TOKENS in router.app.metrics.render_text().decode()
+            assert metric_names.ROUTER_PENDING_TOKENS in router.app.metrics.render_text().decode()
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -279,17 +280,20 @@ def test_the_choice_is_told() -> None:
             record = (await router.wait_for_records(2))[0]
             found = get_route_attributes(record)
             assert record.ttft is not None
-            assert found[names.POLICY] == "ttft" and found[names.ROUTE_REASON] == "calibrated"
-            assert found[names.CANDIDATES] == 2
+            assert found[keys.ROUTE_POLICY] == "ttft" and found[keys.ROUTE_REASON] == "calibrated"
+            assert found[keys.ROUTE_CANDIDATES] == 2
             near = [each.url.removeprefix("http://") for each in (a, b)]
-            assert found[names.ROUTE_INSTANCES] == tuple(near)
-            scores = found[names.ROUTE_SCORES]
-            assert isinstance(scores, tuple) and found[names.ROUTE_SCORE] == scores[0] < scores[1]
-            assert found[names.ROUTE_CACHED] == (0, 0)
-            assert record.ttft.attributes[names.PREDICTED_MS] == pytest.approx(80, rel=0.3)
+            assert found[keys.ROUTE_INSTANCES] == tuple(near)
+            scores = found[keys.ROUTE_SCORES]
+            assert isinstance(scores, tuple) and found[keys.ROUTE_SCORE] == scores[0] < scores[1]
+            assert found[keys.ROUTE_CACHED_TOKENS] == (0, 0)
+            assert record.ttft.attributes[keys.PREDICTED_MS] == pytest.approx(80, rel=0.3)
             await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
             again = get_route_attributes((await router.wait_for_records(4))[2])
-            assert again[names.ROUTE_CACHED] == (784, 0)  # all blocks but the one of the last token
+            assert again[keys.ROUTE_CACHED_TOKENS] == (
+                784,
+                0,
+            )  # all blocks but the one of the last token
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -309,11 +313,11 @@ def test_at_most_sixteen_candidates() -> None:
                 router.fleet.reset_candidates()
                 await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
                 found = get_route_attributes((await router.wait_for_records(2))[0])
-                assert found[names.CANDIDATES] == 31
-                scores = found[names.ROUTE_SCORES]
+                assert found[keys.ROUTE_CANDIDATES] == 31
+                scores = found[keys.ROUTE_SCORES]
                 assert isinstance(scores, tuple) and len(scores) == 16
-                assert list(scores) == sorted(scores) and scores[0] == found[names.ROUTE_SCORE]
-                assert found[names.ROUTE_CACHED] == (784, 160, *[0] * 14)
+                assert list(scores) == sorted(scores) and scores[0] == found[keys.ROUTE_SCORE]
+                assert found[keys.ROUTE_CACHED_TOKENS] == (784, 160, *[0] * 14)
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -434,8 +438,8 @@ def test_without_tracing_instances_are_asked_all_the_same(wants: bool) -> None:
             _, headers, _ = await router.post_body(
                 COMPLETIONS_PATH, build_completion(stream=False), **own
             )
-            assert one.received[0].headers[names.ASK] == "1"
-            assert names.TRACEPARENT not in one.received[0].headers
+            assert one.received[0].headers[header_names.ASK_TIMING] == "1"
+            assert header_names.TRACEPARENT not in one.received[0].headers
             assert ("Server-Timing" in headers) == wants
             assert (
                 get_routing(router).prefill_policy.state.models.list_fits()["tiny", one.url].samples
@@ -453,7 +457,7 @@ def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
             routing=scripted_knowledge.build_routing_factory("prefix"), traced=False
         ) as (router, one):
             _, headers, _ = await router.post_body(COMPLETIONS_PATH, build_completion())
-            assert names.ASK not in one.received[0].headers
+            assert header_names.ASK_TIMING not in one.received[0].headers
             assert "Server-Timing" in headers
 
     fake_instances.run_with_timeout(run_scenario)
@@ -520,10 +524,10 @@ def test_predictions_are_held_against_outcomes() -> None:
             # How large an error is right: test_prediction_outcomes.py. Here, a busy machine's.
             assert told["predictions"]["outcomes"] > 0
             text = router.app.metrics.render_text().decode()
-            series = f'{names.METRIC_PREDICTION_ERROR}{{instance="{one.url}",leg="mono"}}'
+            series = f'{metric_names.ROUTER_PREDICTION_MAPE}{{instance="{one.url}",leg="mono"}}'
             (line,) = (each for each in text.splitlines() if each.startswith(series))
             assert float(line.rpartition(" ")[2]) == pytest.approx(told["predictions"]["mape"])
-            assert f"{names.METRIC_FIT_SAMPLES}" in text and 'coefficient="b"' in text
+            assert f"{metric_names.ROUTER_PREFILL_SAMPLES}" in text and 'coefficient="b"' in text
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -550,7 +554,10 @@ def test_too_late_is_429() -> None:
             assert b'"type":"RateLimitError"' in body and b'"code":429' in body
             assert (await late)[0] == 200
             assert len(one.received) == 1
-            assert f"{names.METRIC_LATE}_total 1.0" in router.app.metrics.render_text().decode()
+            assert (
+                f"{metric_names.ROUTER_SLO_REFUSALS}_total 1.0"
+                in router.app.metrics.render_text().decode()
+            )
             assert len(get_routing(router).prefill_policy.state.pending) == 0
 
     fake_instances.run_with_timeout(run_scenario)
@@ -580,7 +587,7 @@ def test_prefill_instances_are_accounted_for_until_their_token() -> None:
                 for piece in (each.ttft.pieces if each.ttft else ())
                 if piece.name == "router.route" and piece.attributes
             ]
-            assert found[0][names.POLICY] == "ttft"
+            assert found[0][keys.ROUTE_POLICY] == "ttft"
 
     fake_instances.run_with_timeout(run_scenario)
 
@@ -633,7 +640,7 @@ def test_shared_cache() -> None:
             async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
                 await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
                 assert get_route_attributes((await router.wait_for_records(2))[0])[
-                    names.ROUTE_CACHED
+                    keys.ROUTE_CACHED_TOKENS
                 ] == (160, 160)
 
     fake_instances.run_with_timeout(run_scenario)

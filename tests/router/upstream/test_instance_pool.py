@@ -11,7 +11,7 @@ import pytest
 
 from router import fake_instances, fake_pair
 from router.fake_instances import InstancePlan
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.router import types
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.upstream import retry
@@ -110,7 +110,7 @@ def test_an_instance_that_cannot_is_passed_over(status: int) -> None:
             first, last = await router.wait_for_records(2)
             assert [call.status for call in last.calls] == [status, 200]
             assert last.calls[0].error == str(status)
-            assert last.calls[1].attributes[names.ATTEMPT] == 2
+            assert last.calls[1].attributes[keys.ATTEMPT] == 2
             assert last.server is not None and last.server.error == ""
             assert first.ttft is not None and first.ttft.stages["router.retry"] >= 20_000
             assert b.received[0].body == a.received[0].body

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.workers.metrics_files import MAX_GAUGE_AGE_S, MetricsFiles
 
 URL = "http://127.0.0.1:1"
@@ -17,12 +17,12 @@ URL = "http://127.0.0.1:1"
 
 def build_metrics(requests: int, in_flight: int, breaker: float, reloads: int) -> Iterator[Metric]:
     """What a worker has: a part of the requests, an opinion, and a reload like the others."""
-    ended = CounterMetricFamily(names.METRIC_ATTEMPTS, "Ended.", labels=["instance"])
+    ended = CounterMetricFamily(metric_names.ROUTER_ATTEMPTS, "Ended.", labels=["instance"])
     ended.add_metric([URL], requests)
     yield ended
-    yield GaugeMetricFamily(names.METRIC_UNDER_WAY, "Under way.", value=in_flight)
-    yield GaugeMetricFamily(names.METRIC_BREAKER, "Open.", value=breaker)
-    yield CounterMetricFamily(names.METRIC_RELOADS, "Reloads.", value=reloads)
+    yield GaugeMetricFamily(metric_names.ROUTER_REQUESTS_IN_FLIGHT, "Under way.", value=in_flight)
+    yield GaugeMetricFamily(metric_names.ROUTER_BREAKER_OPEN, "Open.", value=breaker)
+    yield CounterMetricFamily(metric_names.ROUTER_RELOADS, "Reloads.", value=reloads)
 
 
 def read_values(files: MetricsFiles) -> dict[str, float]:
@@ -38,10 +38,10 @@ def test_workers_are_one(tmp_path: Path) -> None:
 
     assert read_values(one) == read_values(other)
     assert read_values(one) == {
-        f"{names.METRIC_ATTEMPTS}_total": 12,
-        names.METRIC_UNDER_WAY: 3,
-        names.METRIC_BREAKER: 1,
-        f"{names.METRIC_RELOADS}_total": 2,
+        f"{metric_names.ROUTER_ATTEMPTS}_total": 12,
+        metric_names.ROUTER_REQUESTS_IN_FLIGHT: 3,
+        metric_names.ROUTER_BREAKER_OPEN: 1,
+        f"{metric_names.ROUTER_RELOADS}_total": 2,
     }
 
 
@@ -49,14 +49,14 @@ def test_a_successor_goes_on_counting(tmp_path: Path) -> None:
     """Counters of a dead worker stay, also before its successor has written anything; gauges do not."""
     MetricsFiles(tmp_path, 0).write_own(build_metrics(5, 3, 1.0, 0), {URL})
     successor = MetricsFiles(tmp_path, 0)
-    assert read_values(successor)[f"{names.METRIC_ATTEMPTS}_total"] == 5
+    assert read_values(successor)[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 5
 
     for requests in (0, 1, 2):
         successor.write_own(build_metrics(requests, 0, 0.0, 0), {URL})
 
         values = read_values(successor)
-        assert values[f"{names.METRIC_ATTEMPTS}_total"] == 5 + requests
-        assert values[names.METRIC_UNDER_WAY] == 0
+        assert values[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 5 + requests
+        assert values[metric_names.ROUTER_REQUESTS_IN_FLIGHT] == 0
 
 
 def test_gauges_of_a_silent_worker_are_left_out(tmp_path: Path) -> None:
@@ -70,8 +70,11 @@ def test_gauges_of_a_silent_worker_are_left_out(tmp_path: Path) -> None:
 
     values = read_values(one)
 
-    assert values[f"{names.METRIC_ATTEMPTS}_total"] == 12
-    assert (values[names.METRIC_UNDER_WAY], values[names.METRIC_BREAKER]) == (1, 0)
+    assert values[f"{metric_names.ROUTER_ATTEMPTS}_total"] == 12
+    assert (
+        values[metric_names.ROUTER_REQUESTS_IN_FLIGHT],
+        values[metric_names.ROUTER_BREAKER_OPEN],
+    ) == (1, 0)
 
 
 def test_series_of_removed_instances_are_not_inherited(tmp_path: Path) -> None:
@@ -81,7 +84,7 @@ def test_series_of_removed_instances_are_not_inherited(tmp_path: Path) -> None:
     successor = MetricsFiles(tmp_path, 0)
     successor.write_own(iter(()), {"http://127.0.0.1:2"})
 
-    assert f"{names.METRIC_ATTEMPTS}_total" not in read_values(successor)
+    assert f"{metric_names.ROUTER_ATTEMPTS}_total" not in read_values(successor)
 
 
 def test_a_broken_file_is_nothing(tmp_path: Path) -> None:
@@ -90,4 +93,4 @@ def test_a_broken_file_is_nothing(tmp_path: Path) -> None:
     one = MetricsFiles(tmp_path, 0)
     one.write_own(build_metrics(5, 1, 0.0, 0), {URL})
 
-    assert read_values(one)[names.METRIC_UNDER_WAY] == 1
+    assert read_values(one)[metric_names.ROUTER_REQUESTS_IN_FLIGHT] == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import click
 
 from ttft_otel.commands.command_options import Command, OptionDeclarer, add_options
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 
 
 def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Command]:
@@ -40,7 +40,7 @@ def add_access_options(declare_option: OptionDeclarer) -> Callable[[Command], Co
             "--trust-trace-headers",
             is_flag=True,
             # The second is the variable that vLLM's processes read: one setting for a deployment.
-            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", names.ENV_TRUST],
+            envvar=["TTFT_OTEL_ROUTER_TRUST_TRACE_HEADERS", env_names.TTFT_OTEL_TRUST_SAMPLED],
             help="Honour the caller's sampled flag; by default only its trace ID is used.",
         ),
         declare_option(

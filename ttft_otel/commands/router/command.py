@@ -23,7 +23,7 @@ from ttft_otel.commands.router import (
 from ttft_otel.commands.router.background import run_background
 from ttft_otel.commands.router.config_reloader import ConfigReloader
 from ttft_otel.commands.router.router_options import RouterOptions, declare_option
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.router import types
 from ttft_otel.router.control import admin, registrations
 from ttft_otel.router.control import app as control
@@ -211,7 +211,7 @@ def _serve_router(
 ) -> None:
     """Run one router in this process until a signal stops it, with run_router_server() or its like."""
     # Starting a router asks for its spans: only an explicit "off" turns them off.
-    is_untraced = names.ENV_ON in os.environ and not settings_read.on
+    is_untraced = env_names.TTFT_OTEL in os.environ and not settings_read.on
     app = build_router(options, settings_read, None if is_untraced else handoff.get_sender().send)
     stop_tracing: Callable[[], None] = (
         _do_nothing

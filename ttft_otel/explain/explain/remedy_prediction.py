@@ -16,14 +16,14 @@ from ttft_otel.explain.whatif.replay_facts import Recording
 from ttft_otel.explain.whatif.what_if import predict_change
 from ttft_otel.explain.whatif.what_if_figures import LEVEL, QUANTILES, TTFT, PredictedFigure
 from ttft_otel.explain.whatif.window_check import CannotTellError
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 KV_CACHE: Final = "KV cache"  # no flag of its own: memory and data type decide
 # Settings that a rule can try -> the resource attribute in which servers tell them.
 TOLD_SETTINGS: Final = {
-    "--max-num-seqs": names.ENGINE_MAX_SEQS,
-    "--max-num-batched-tokens": names.ENGINE_MAX_TOKENS,
-    KV_CACHE: names.ENGINE_KV_TOKENS,
+    "--max-num-seqs": keys.ENGINE_MAX_SEQS,
+    "--max-num-batched-tokens": keys.ENGINE_MAX_TOKENS,
+    KV_CACHE: keys.ENGINE_KV_TOKENS,
 }
 REPETITIONS: Final = 20  # replays, as many as those of `whatif`
 

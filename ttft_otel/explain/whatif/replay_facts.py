@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ttft_otel.explain.window.request_facts import read_count
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.report_types import Leg, Request, StoredSpan
 
@@ -116,7 +117,7 @@ def read_recording(requests: Iterable[Request], find_spans: FindSpans) -> Record
         roles.update(request.roles)
         if request.error:
             # What the client sent was refused: no engine has seen it.
-            failed += not names.is_refusal(request.error)
+            failed += not keys.is_refusal(request.error)
             continue
         replay = None if request.pending else read_request(request, find_spans, epoch_ns, settings)
         if replay is None:
@@ -165,39 +166,39 @@ def read_request(
 def read_visit(leg: Leg, span: StoredSpan, server: StoredSpan | None, epoch_ns: int) -> EngineVisit:
     """A leg at its engine. server: the HTTP span above it, whose end is that of the answer."""
     begun = (leg.start_ns - epoch_ns) // 1000
-    cached = read_count(span, names.CACHED_TOKENS)
+    cached = read_count(span, keys.CACHED_TOKENS)
     is_http = server is not None and server.kind == SERVER_KIND
     after = sum(leg.stages.get(name, 0) for name in STAGES_AFTER) + leg.unattributed_us
     # The engine is done with a stream when the last token leaves, some time before the answer ends:
     # the way of the first token is taken as that of the last one.
     hold_us = (server.end_ns - leg.end_ns) // 1000 if server is not None and is_http else -1
     # Behind one API server each data-parallel rank is an engine of its own.
-    rank = read_count(span, names.RANK)
+    rank = read_count(span, keys.RANK)
     return EngineVisit(
         instance=f"{leg.instance}{RANK_MARK}{rank}" if rank > 0 else leg.instance,
         role=leg.role,
         arrived=begun + sum(leg.stages.get(name, 0) for name in STAGES_BEFORE),
         # vLLM computes at least the last token of a prompt, for its logits.
-        computed=max(read_count(span, names.INPUT_TOKENS) - cached, 1),
+        computed=max(read_count(span, keys.INPUT_TOKENS) - cached, 1),
         cached=cached,
         stages={name: leg.stages[name] for name in ENGINE_STAGES if name in leg.stages},
-        chunks=max(read_count(span, names.CHUNKS), 1),
-        own_tokens=read_count(span, names.OWN_TOKENS),
-        step_tokens=read_count(span, names.STEP_TOKENS),
-        items=read_count(span, names.OWN_ITEMS),
-        step_items=read_count(span, names.STEP_ITEMS),
-        output_tokens=read_count(server, names.OUTPUT_TOKENS) if server is not None else 0,
-        token_us=read_count(server, names.TOKEN_TIME_US) if server is not None else 0,
+        chunks=max(read_count(span, keys.PREFILL_CHUNKS), 1),
+        own_tokens=read_count(span, keys.PREFILL_OWN_TOKENS),
+        step_tokens=read_count(span, keys.PREFILL_STEP_TOKENS),
+        items=read_count(span, keys.ENCODER_OWN_ITEMS),
+        step_items=read_count(span, keys.ENCODER_STEP_ITEMS),
+        output_tokens=read_count(server, keys.OUTPUT_TOKENS) if server is not None else 0,
+        token_us=read_count(server, keys.TIME_PER_OUTPUT_TOKEN_US) if server is not None else 0,
         hold_us=max(hold_us, 0) if is_http else -1,
         after_us=after,
-        preemptions=read_count(span, names.PREEMPTIONS),
+        preemptions=read_count(span, keys.PREEMPTIONS),
         reasons=leg.reasons.get("queue", {}),
     )
 
 
 def read_settings(resource: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """The scheduler's settings among a resource's attributes, those that it tells."""
-    for name in names.ENGINE_SETTINGS:
+    for name in keys.ENGINE_SETTINGS:
         value = resource.get(name)
         # True is an int to Python, and asynchronous scheduling is told as 0 or 1.
         if isinstance(value, int) and value >= 0:
@@ -212,6 +213,6 @@ def find_prefix(recorded: Mapping[str, int], role: str) -> str:
 def find_policy(spans: Iterable[StoredSpan], role: str) -> str:
     """The policy by which a router chose the instance of `role`; "" without a router's span."""
     for span in spans:
-        if span.attributes.get(names.LEG) == role and names.POLICY in span.attributes:
-            return str(span.attributes[names.POLICY])
+        if span.attributes.get(keys.LEG) == role and keys.ROUTE_POLICY in span.attributes:
+            return str(span.attributes[keys.ROUTE_POLICY])
     return ""

@@ -27,7 +27,7 @@ from ttft_otel.explain.whatif.what_if_figures import (
     build_figures,
     collect_stages,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 DECODE_ROUNDS: Final = 3  # of fitting the decode steps to known answers
 
@@ -78,12 +78,12 @@ class Fleet:
 def read_limits(settings: Mapping[str, int], given: PlannedChange) -> EngineLimits:
     """The limits of a recorded instance. given: settings that its user names, where spans lack them."""
     return EngineLimits(
-        max_num_seqs=given.max_num_seqs or settings.get(names.ENGINE_MAX_SEQS, 0),
-        max_batched_tokens=given.max_batched_tokens or settings.get(names.ENGINE_MAX_TOKENS, 0),
-        chunked=bool(settings.get(names.ENGINE_CHUNKED, 1)),
-        async_scheduling=bool(settings.get(names.ENGINE_ASYNC, 0)),
-        kv_tokens=settings.get(names.ENGINE_KV_TOKENS, 0),
-        block_tokens=settings.get(names.ENGINE_BLOCK_TOKENS, 0) or BLOCK_TOKENS,
+        max_num_seqs=given.max_num_seqs or settings.get(keys.ENGINE_MAX_SEQS, 0),
+        max_batched_tokens=given.max_batched_tokens or settings.get(keys.ENGINE_MAX_TOKENS, 0),
+        chunked=bool(settings.get(keys.ENGINE_CHUNKED, 1)),
+        async_scheduling=bool(settings.get(keys.ENGINE_ASYNC, 0)),
+        kv_tokens=settings.get(keys.ENGINE_KV_TOKENS, 0),
+        block_tokens=settings.get(keys.ENGINE_BLOCK_TOKENS, 0) or BLOCK_TOKENS,
     )
 
 

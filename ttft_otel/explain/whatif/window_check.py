@@ -16,7 +16,8 @@ from ttft_otel.explain.whatif.fleet_model import BLIND_POLICIES, FleetModel
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import RANK_MARK, Recording, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepFit
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 MIN_REQUESTS: Final = 50
 MAX_FAILED: Final = 0.05  # share of requests that loaded the engines and have no breakdown
@@ -112,7 +113,7 @@ def check_change(recording: Recording, fit: StepFit, change: PlannedChange) -> N
             "do not tell"
         )
     if change.kv_cache != 1 and not any(
-        told.get(names.ENGINE_KV_TOKENS) for told in recording.settings.values()
+        told.get(keys.ENGINE_KV_TOKENS) for told in recording.settings.values()
     ):
         raise CannotTellError("the spans do not tell the size of the KV cache")
     if change.encoders and not any(each.encodes for each in recording.requests):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ttft_otel.explain.window.request_evidence import RequestEvidence
-from ttft_otel.model import names
+from ttft_otel.model.names import span_names
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.stored_holders import read_holders
@@ -73,7 +73,7 @@ def read_holding(opened: BreakdownSource, late: Sequence[RequestEvidence]) -> Ho
 
 def list_holders(span: StoredSpan) -> list[HoldingRequest]:
     """The holders that a queue's span names; [] for others, and for text that is not ours."""
-    if span.scope != names.SCOPE:
+    if span.scope != span_names.SCOPE:
         return []
     return [
         HoldingRequest(each.request_id, each.trace_id, each.kind, each.us, each.tokens)

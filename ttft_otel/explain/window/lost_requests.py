@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.show.terminal import format_short
 
@@ -48,7 +48,7 @@ class LostRequests:
 def collect_lost(requests: Iterable[Request], lost: list[Request]) -> Iterator[Request]:
     """The same requests; those without a first token are added to `lost`, so that a window is read once."""
     for each in requests:
-        if each.error and not names.is_refusal(each.error):
+        if each.error and not keys.is_refusal(each.error):
             lost.append(each)
         yield each
 
@@ -57,7 +57,7 @@ def count_lost(lost: Sequence[Request]) -> LostRequests:
     """What became of requests that collect_lost() has found."""
     return LostRequests(
         total=len(lost),
-        left=sum(each.error in names.CLIENT_LEFT_ERRORS for each in lost),
+        left=sum(each.error in keys.CLIENT_LEFT_ERRORS for each in lost),
         died=dict(Counter(each.died for each in lost if each.died)),
         median_us=median(each.ttft_us for each in lost) if lost else 0.0,
     )

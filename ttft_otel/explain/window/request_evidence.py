@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ttft_otel.explain.window.request_facts import RequestFacts, build_facts, read_count
-from ttft_otel.model import names, palette, stages
+from ttft_otel.model import palette, stages
+from ttft_otel.model.names import keys
 from ttft_otel.report.assemble.wait_lines import list_wait_reasons
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Leg, Request, StoredSpan
@@ -19,9 +20,9 @@ from ttft_otel.report.report_types import Leg, Request, StoredSpan
 HOP: Final = "router.hop."
 # Figures of a request beside its stages: what cause_rules.py asks for -> the attribute that has it.
 COUNTS: Final[Mapping[str, str]] = {
-    "preemptions": names.PREEMPTIONS,
-    "chunks": names.CHUNKS,
-    "recomputed_items": names.EC_RECOMPUTED_ITEMS,
+    "preemptions": keys.PREEMPTIONS,
+    "chunks": keys.PREFILL_CHUNKS,
+    "recomputed_items": keys.EC_RECOMPUTED_ITEMS,
 }
 
 
@@ -75,7 +76,7 @@ def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvi
         held={
             kind: us
             for kind in stages.HOLDING_KIND_NAMES
-            if (us := sum(read_count(span, names.name_held_attribute(kind)) for span in spans))
+            if (us := sum(read_count(span, keys.name_held_attribute(kind)) for span in spans))
         },
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.assemble.clock_errors import find_clock_error
 from ttft_otel.report.breakdown_source import BreakdownSource
@@ -67,7 +67,7 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
     spans = [span for span in trunks if span.span_id in legs]
     # endswith(): behind a router the stage has its leg's prefix, `encode.encoder.compute`.
     has_media = any(name.endswith(ENCODER_STAGE) for name in request.stages) or any(
-        read_count(span, names.EC_ITEMS) for span in spans
+        read_count(span, keys.EC_ITEMS) for span in spans
     )
     return RequestFacts(
         # A request may have come without an ID; the trace's is always there.
@@ -76,8 +76,8 @@ def build_facts(request: Request, trunks: Iterable[StoredSpan], group_by: str = 
         # As a stage, so that the stages add up to the TTFT and lost time can be named as a change.
         stages={**request.stages, UNATTRIBUTED: request.unattributed_us},
         # Each leg tells the whole prompt; an encoder's leg may tell less.
-        tokens=max((read_count(span, names.INPUT_TOKENS) for span in spans), default=0),
-        cached=max((read_count(span, names.CACHED_TOKENS) for span in spans), default=0),
+        tokens=max((read_count(span, keys.INPUT_TOKENS) for span in spans), default=0),
+        cached=max((read_count(span, keys.CACHED_TOKENS) for span in spans), default=0),
         kind=MEDIA if has_media else TEXT,
         group=find_value(spans, group_by) if group_by else "",
         model=request.model,

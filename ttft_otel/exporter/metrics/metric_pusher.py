@@ -21,7 +21,7 @@ from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
 from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.settings import Settings
 
@@ -104,9 +104,9 @@ def start_pusher(
     """Start to push the metrics of one exporter process; the SDK reads the standard variables."""
     registry = SeriesRegistry(resources, settings.temporality != "cumulative")
     exporter = build_metric_exporter(
-        os.environ.get(names.ENV_METRICS_PROTOCOL) or settings.protocol
+        os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_PROTOCOL) or settings.protocol
     )
-    destination = os.environ.get(names.ENV_METRICS_ENDPOINT) or settings.endpoint
+    destination = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or settings.endpoint
     pusher = MetricPusher(
         RequestMetrics(registry, counters), exporter, destination, read_interval_s()
     )
@@ -116,5 +116,5 @@ def start_pusher(
 
 def read_interval_s() -> float:
     """Seconds between pushes, of the standard variable in milliseconds; ours where it is unset or wrong."""
-    text = os.environ.get(names.ENV_METRICS_INTERVAL, "").strip()
+    text = os.environ.get(env_names.OTEL_METRIC_EXPORT_INTERVAL, "").strip()
     return int(text) / 1000 if text.isdecimal() and int(text) > 0 else PUSH_INTERVAL_S

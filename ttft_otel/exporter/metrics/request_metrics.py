@@ -17,8 +17,9 @@ from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.metrics.measured_series import Series, TraceExample
 from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
 from ttft_otel.exporter.spans.record_attributes import list_kind_attributes
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.metric_labels import METRIC_LABELS, STATUS_LABEL, STATUS_VALUES
+from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.record import Attributes, Record, RecordDecodeError
 from ttft_otel.tracing import measurement
 from ttft_otel.tracing.context import SAMPLED_FLAG
@@ -126,7 +127,7 @@ class RequestMetrics:
                 for series in column:
                     self._add_values(series, values_us)
             if plan.recomputed_items:
-                series = self._find_series(names.METRIC_RECOMPUTED, plan.head, {})
+                series = self._find_series(metric_names.EC_RECOMPUTED, plan.head, {})
                 self._add_values(series, tuple(plan.recomputed_items))
                 plan.recomputed_items = []
             self._count_waits(plan)
@@ -134,8 +135,18 @@ class RequestMetrics:
     def _count_waits(self, plan: _Plan) -> None:
         """Count the queues' parts; their series are few, and found anew each time."""
         for metric, label, words, lengths in (
-            (names.METRIC_REASON, names.QUEUE_REASON, stages.WAIT_REASON_NAMES, plan.reasons),
-            (names.METRIC_HELD, names.HELD_BY_KIND, stages.HOLDING_KIND_NAMES, plan.held),
+            (
+                metric_names.QUEUE_REASON_DURATION,
+                keys.QUEUE_REASON,
+                stages.WAIT_REASON_NAMES,
+                plan.reasons,
+            ),
+            (
+                metric_names.QUEUE_HELD_DURATION,
+                keys.HELD_BY_KIND,
+                stages.HOLDING_KIND_NAMES,
+                plan.held,
+            ),
         ):
             for code, values_us in lengths.items():
                 series = self._find_series(metric, plan.head, {label: words[code]})
@@ -163,35 +174,41 @@ class RequestMetrics:
             columns.append(self._find_ttft_series(head) if head.is_outermost else [])
         for stage, instance in head.stages:
             # The spans' own attributes, so that metrics of either origin have the same labels.
-            own = list_kind_attributes("stage", stage) | {names.INSTANCE: instance}
-            columns.append([self._find_series(names.METRIC_STAGE, head, own)])
+            own = list_kind_attributes("stage", stage) | {keys.INSTANCE: instance}
+            columns.append([self._find_series(metric_names.STAGE_DURATION, head, own)])
         if head.end_error is not None:
-            error: Attributes = {names.ERROR_TYPE: head.end_error}
-            columns.append([self._find_series(names.METRIC_REQUEST, head, error)])
+            error: Attributes = {keys.ERROR_TYPE: head.end_error}
+            columns.append(
+                [self._find_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION, head, error)]
+            )
         if head.has_token_time:
-            columns.append([self._find_series(names.METRIC_TOKEN_TIME, head, {})])
+            columns.append(
+                [self._find_series(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN, head, {})]
+            )
         return columns
 
     def _find_ttft_series(self, head: MeasurementHead) -> list[Series]:
-        series = [self._find_series(names.METRIC_TTFT, head, {})]
+        series = [self._find_series(metric_names.TTFT_DURATION, head, {})]
         # The convention counts answers that began; an encoder's has no token.
         if not head.error and not head.is_encoder:
-            series.append(self._find_series(names.METRIC_CONVENTION, head, {}))
+            series.append(
+                self._find_series(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, head, {})
+            )
         return series
 
     def _find_series(self, metric: str, head: MeasurementHead, own: Attributes) -> Series:
         """The series of a head and of labels of its `own`, which win."""
         common: Attributes = {
-            names.ROLE: head.role,
-            names.MODEL: head.model,
-            names.ERROR_TYPE: head.error,
-            names.OPERATION: head.operation,
-            names.PROVIDER: names.PROVIDER_VLLM,
+            keys.ROLE: head.role,
+            keys.MODEL: head.model,
+            keys.ERROR_TYPE: head.error,
+            keys.OPERATION: head.operation,
+            keys.PROVIDER: keys.PROVIDER_VLLM,
         }
         values = common | own
         # Empty ones are left out: to Prometheus an empty label and a missing one are the same.
         labels = {name: str(values[name]) for name in METRIC_LABELS[metric] if values.get(name)}
         # The label that the collector derives from a span's status.
-        if metric == names.METRIC_TTFT:
+        if metric == metric_names.TTFT_DURATION:
             labels[STATUS_LABEL] = STATUS_VALUES[bool(head.error)]
         return self.registry.get(metric, head.service, labels, time.time_ns())

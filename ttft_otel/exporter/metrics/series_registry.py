@@ -30,8 +30,8 @@ from ttft_otel.exporter.metrics.measured_series import (
 )
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.exporter.spans.span_builder import SCOPE
-from ttft_otel.model import names
 from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S, OVERFLOW_LABEL
+from ttft_otel.model.names import metric_names
 
 MAX_SERIES: Final = 2000  # of each metric, as in the collector
 MAX_IDLE_NS: Final = (
@@ -46,22 +46,26 @@ class _Metric(NamedTuple):
 
 
 METRIC_KINDS: Final = {
-    names.METRIC_TTFT: _Metric("s", "Time to first token.", ExponentialSeries),
-    names.METRIC_STAGE: _Metric("s", "Lengths of the stages of a TTFT.", ExponentialSeries),
-    names.METRIC_REASON: _Metric(
+    metric_names.TTFT_DURATION: _Metric("s", "Time to first token.", ExponentialSeries),
+    metric_names.STAGE_DURATION: _Metric(
+        "s", "Lengths of the stages of a TTFT.", ExponentialSeries
+    ),
+    metric_names.QUEUE_REASON_DURATION: _Metric(
         "s", "Time in queues, by the reason why a request waited.", ExponentialSeries
     ),
-    names.METRIC_HELD: _Metric(
+    metric_names.QUEUE_HELD_DURATION: _Metric(
         "s", "Time in queues, by the work that held the engine meanwhile.", ExponentialSeries
     ),
-    names.METRIC_CONVENTION: _Metric("s", "Time to generate first token.", BoundedSeries),
-    names.METRIC_REQUEST: _Metric(
+    metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: _Metric(
+        "s", "Time to generate first token.", BoundedSeries
+    ),
+    metric_names.GEN_AI_SERVER_REQUEST_DURATION: _Metric(
         "s", "Duration of requests, to the last byte of the answer.", BoundedSeries
     ),
-    names.METRIC_TOKEN_TIME: _Metric(
+    metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: _Metric(
         "s", "Time per output token after the first one.", BoundedSeries
     ),
-    names.METRIC_RECOMPUTED: _Metric(
+    metric_names.EC_RECOMPUTED: _Metric(
         "{item}",
         "Media items encoded on an encoder-cache consumer although an encoder had encoded them.",
         SumSeries,

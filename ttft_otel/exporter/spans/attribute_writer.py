@@ -9,7 +9,7 @@ from typing import Final
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Value
 
 MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
@@ -27,7 +27,7 @@ def write_attributes(span: Span, attributes: Attributes) -> None:
     constants: list[bytes] = []
     for name, value in attributes.items():
         if isinstance(value, str):
-            if name == names.REQUEST_ID:  # never the same again
+            if name == keys.REQUEST_ID:  # never the same again
                 span.attributes.add(key=name).value.string_value = value[:MAX_VALUE_CHARS]
             else:
                 constants.append(_encode_constant(name, value[:MAX_VALUE_CHARS]))

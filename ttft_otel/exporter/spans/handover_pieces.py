@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.intervals import PartitionCursor
 from ttft_otel.model.leg_partition import place_leg
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Handover, Piece, Record
 from ttft_otel.model.timing import parse_server_timing
 
 MAX_KEPT_NAMES: Final = 256
 _EGRESS: Final = "router.egress"
 _PIECES_BESIDE_STAGES: Final = 3  # of a call: routing, hop or back-off, and what is unattributed
-_UNATTRIBUTED_TOTAL: Final = names.name_handover_attribute(stages.UNATTRIBUTED)
+_UNATTRIBUTED_TOTAL: Final = keys.name_handover_attribute(stages.UNATTRIBUTED)
 
 
 def list_late_pieces(record: Record) -> list[Piece]:
@@ -41,8 +42,8 @@ def cut_handover(handover: Handover) -> list[Piece]:
         # The answer is a stream: its end is known, and asks no `rest` of the last call.
         place_leg(cursor, call, server_timing, handover.end, False)
     cursor.close_stage(_EGRESS, max(handover.end, cursor.position))
-    totals: Attributes = {names.HANDOVER_TOTAL_US: cursor.position - start}
-    pieces = [Piece("late", names.HANDOVER, start, cursor.position, totals)]
+    totals: Attributes = {keys.HANDOVER_TOTAL_US: cursor.position - start}
+    pieces = [Piece("late", span_names.HANDOVER, start, cursor.position, totals)]
     for stage, low, high in cursor.pieces:
         name, total_name, attributes = _name_step(stage, handover.is_token_repeated)
         # A stage may have several pieces.
@@ -62,5 +63,5 @@ def _count_handover_pieces(handover: Handover) -> int:
 def _name_step(stage: str, is_token_repeated: bool) -> tuple[str, str, Attributes]:
     """Names of a step of the wait and of its total, and its attributes."""
     # D generates P's token first: the last piece is a step of D, not the router's.
-    name = names.FIRST_DECODE if is_token_repeated and stage == _EGRESS else stage
-    return name, names.name_handover_attribute(name), {names.HANDOVER_STAGE: name}
+    name = span_names.FIRST_DECODE if is_token_repeated and stage == _EGRESS else stage
+    return name, keys.name_handover_attribute(name), {keys.HANDOVER_STAGE: name}

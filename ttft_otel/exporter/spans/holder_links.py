@@ -12,7 +12,7 @@ from typing import Final
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags
 
 from ttft_otel.exporter.spans.attribute_writer import MAX_VALUE_CHARS
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, HeldBy
 
 # Its span may be another process's.
@@ -35,7 +35,7 @@ def write_holders(span: Span, holders: tuple[HeldBy, ...]) -> None:
                 flags=_REMOTE_LINK,
             )
         else:
-            place = span.events.add(name=names.HELD_BY, time_unix_nano=span.start_time_unix_nano)
+            place = span.events.add(name=keys.HELD_BY, time_unix_nano=span.start_time_unix_nano)
         for name, value in list_holder_attributes(holder).items():
             value_field = place.attributes.add(key=name).value
             if isinstance(value, int):
@@ -47,8 +47,8 @@ def write_holders(span: Span, holders: tuple[HeldBy, ...]) -> None:
 def list_holder_attributes(holder: HeldBy) -> Attributes:
     """Attributes of a link or an event that names a holder."""
     return {
-        names.HELD_BY_US: holder.us,
-        names.HELD_BY_TOKENS: holder.tokens,
-        names.HELD_BY_KIND: holder.kind,
-        names.HELD_BY_REQUEST_ID: holder.request_id,
+        keys.HELD_BY_US: holder.us,
+        keys.HELD_BY_TOKENS: holder.tokens,
+        keys.HELD_BY_KIND: holder.kind,
+        keys.HELD_BY_REQUEST_ID: holder.request_id,
     }

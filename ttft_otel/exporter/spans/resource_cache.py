@@ -16,7 +16,8 @@ from opentelemetry.sdk.resources import (
 )
 
 from ttft_otel import __version__
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 
 DISTRO_NAME: Final = "telemetry.distro.name"
 DISTRO_VERSION: Final = "telemetry.distro.version"
@@ -28,7 +29,7 @@ class ResourceCache:
 
     pid: the host process, for service.instance.id and process.pid.
     counts_requests: metrics come from this process too, and are not to be made of its spans again.
-    engine_settings: attributes that the host knows, names.ENGINE_SETTINGS.
+    engine_settings: attributes that the host knows, keys.ENGINE_SETTINGS.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ResourceCache:
             **(engine_settings or {}),
         }
         if counts_requests:
-            attributes[names.METRICS_SOURCE] = names.METRICS_FROM_EXPORTER
+            attributes[keys.METRICS_SOURCE] = keys.METRICS_FROM_EXPORTER
         # Read apart from the rest: what the operator set is merged last, and has to win.
         self._operator = OTELResourceDetector().detect()
         self._base = Resource.create().merge(Resource(attributes)).merge(self._operator)

@@ -30,7 +30,7 @@ from ttft_otel.exporter.spans.record_attributes import (
     list_stage_attributes,
     list_totals,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Piece, Record, Ttft, Value
 from ttft_otel.tracing.context import SAMPLED_FLAG
 
@@ -120,7 +120,7 @@ class _SpanWriter:
         identity = list_identity_attributes(self.record, self.shared_attributes)
         attributes = identity | server.attributes | list_outcome(server)
         head = _encode_head(
-            server.name, Span.SPAN_KIND_SERVER, names.ERROR_TYPE in attributes, bool(above)
+            server.name, Span.SPAN_KIND_SERVER, keys.ERROR_TYPE in attributes, bool(above)
         )
         parent_id = _parse_id(above, SPAN_ID_BYTES) if above else b""
         write_attributes(
@@ -131,12 +131,9 @@ class _SpanWriter:
         """The router's client spans, one per attempt at a leg."""
         for call in self.record.calls:
             attributes = (
-                self.shared_attributes
-                | {names.LEG: call.leg}
-                | call.attributes
-                | list_outcome(call)
+                self.shared_attributes | {keys.LEG: call.leg} | call.attributes | list_outcome(call)
             )
-            head = _encode_head(call.name, Span.SPAN_KIND_CLIENT, names.ERROR_TYPE in attributes)
+            head = _encode_head(call.name, Span.SPAN_KIND_CLIENT, keys.ERROR_TYPE in attributes)
             span_id = _parse_id(call.span_id, SPAN_ID_BYTES)
             span = self.write_span(head, span_id, self.server_id, call.start, call.end)
             write_attributes(span, attributes)

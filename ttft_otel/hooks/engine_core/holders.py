@@ -23,7 +23,7 @@ from ttft_otel.hooks.engine_core.step_work import (
     share_decode,
     share_parts,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 
 MAX_HOLDERS: Final = 64  # prompts and media items that are kept
 MAX_OPEN: Final = 32  # incomplete ones among them
@@ -295,4 +295,4 @@ class HolderLog:
 
 def _find_traceparent(request: Any) -> str:
     headers = getattr(request, "_ttft_headers", None)
-    return headers.get(names.TRACEPARENT, "") if headers else ""
+    return headers.get(header_names.TRACEPARENT, "") if headers else ""

@@ -19,7 +19,7 @@ from ttft_otel.hooks.engine_core import (
     scheduler,
     waiting,
 )
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.carrier import (
     ABORTED_QUERY,
@@ -33,7 +33,7 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
     """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced."""
     headers = request.trace_headers
-    return clock.monotonic_ns() // 1000 if headers and names.CARRIER in headers else None
+    return clock.monotonic_ns() // 1000 if headers and header_names.CARRIER_KEY in headers else None
 
 
 def attach_timeline(added: int, result: Any, core: Any, *args: Any, **kwargs: Any) -> None:

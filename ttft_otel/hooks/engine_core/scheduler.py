@@ -16,7 +16,7 @@ from ttft_otel.hooks.engine_core import held_steps, kv, queue_reasons, waiting
 from ttft_otel.hooks.engine_core.held_steps import followed, unanswered, unmarked
 from ttft_otel.hooks.engine_core.prefill_chunks import record_chunk
 from ttft_otel.hooks.engine_core.waiting import arrived, waiting_requests
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier, clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
@@ -96,7 +96,7 @@ def _record_scheduled(scheduler: Any, output: Any, preempted: Any, now: int) -> 
 def _find_unseen(request: Any) -> EngineTimeline | None:
     """A timeline for a traced request whose arrival was not seen, as the hook that follows it is missing."""
     headers = getattr(request, "trace_headers", None)
-    if not headers or names.CARRIER not in headers:
+    if not headers or header_names.CARRIER_KEY not in headers:
         return None
     request._ttft = EngineTimeline()
     unanswered[request.request_id] = None
@@ -186,13 +186,13 @@ def attach_timelines(held: bool | None, outputs: Any, scheduler: Any, *args: Any
 
 def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> dict[str, str]:
     """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
-    carried = {names.CARRIER: carrier.encode_timeline(timeline)}
+    carried = {header_names.CARRIER_KEY: carrier.encode_timeline(timeline)}
     remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
     # They are on the scheduler since its first chunk was scheduled.
     facts = scheduler._ttft if timeline.scheduled else vllm_fields.get_facts(scheduler)
     if facts.vllm_traces:
         remaining = {**(output.trace_headers or {})}
-        remaining.pop(names.CARRIER, None)
+        remaining.pop(header_names.CARRIER_KEY, None)
         carried |= remaining
     request = scheduler.requests.get(output.request_id)
     if request is not None:

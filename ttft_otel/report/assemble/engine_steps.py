@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_types import StoredSpan
 
 PASSES: Final = {"encoder.compute": "encode", "prefill.compute": "forward"}
@@ -42,7 +42,7 @@ def find_steps(spans: Iterable[StoredSpan]) -> list[StoredStep]:
     known = {(span.trace_id, span.span_id): span for span in spans}
     passes: dict[tuple[str, str, str], list[StoredSpan]] = defaultdict(list)
     for span in known.values():
-        if span.scope == names.SCOPE and span.name in PASSES and span.end_ns > span.start_ns:
+        if span.scope == span_names.SCOPE and span.name in PASSES and span.end_ns > span.start_ns:
             instance = str(span.resource.get("service.instance.id") or "")
             passes[span.service, instance, PASSES[span.name]].append(span)
     steps: list[StoredStep] = []
@@ -64,9 +64,15 @@ def _add_request(step: StoredStep, ttft: StoredSpan | None) -> None:
     if ttft is None or not ttft.is_ttft_span:
         return
     if len(step.request_ids) < MAX_REQUESTS:
-        step.request_ids.append(str(ttft.attributes.get(names.REQUEST_ID, "")))
-    own, total = (ttft.attributes.get(name) for name in (names.OWN_TOKENS, names.STEP_TOKENS))
+        step.request_ids.append(str(ttft.attributes.get(keys.REQUEST_ID, "")))
+    own, total = (
+        ttft.attributes.get(name) for name in (keys.PREFILL_OWN_TOKENS, keys.PREFILL_STEP_TOKENS)
+    )
     # Of several chunks only their sums are known.
-    if ttft.attributes.get(names.CHUNKS) == 1 and isinstance(own, int) and isinstance(total, int):
+    if (
+        ttft.attributes.get(keys.PREFILL_CHUNKS) == 1
+        and isinstance(own, int)
+        and isinstance(total, int)
+    ):
         step.prompt_tokens += own
         step.step_tokens = max(step.step_tokens, total)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
+from ttft_otel.model.names import keys
 from ttft_otel.report.report_types import STATUS_ERROR, Leg, Request, StoredSpan
 
 INSTANCE_ID: Final = "service.instance.id"  # OpenTelemetry's name
@@ -21,8 +22,8 @@ MAX_SKEW_NS: Final = 2_000_000  # accepted difference of two hosts' clocks
 MAX_DURATION_US: Final = 1 << 42  # 50 days; larger values in foreign data are ignored
 MAX_PARENTS: Final = 64  # parents followed: foreign data may contain a loop
 # The same few dozen attributes in every span. Bounded, because anybody can send others.
-_parse_stage: Final = lru_cache(512)(names.parse_stage_attribute)
-_parse_reason: Final = lru_cache(512)(names.parse_reason_attribute)
+_parse_stage: Final = lru_cache(512)(keys.parse_stage_attribute)
+_parse_reason: Final = lru_cache(512)(keys.parse_reason_attribute)
 
 
 def read_leg(span: StoredSpan) -> Leg:
@@ -37,21 +38,21 @@ def read_leg(span: StoredSpan) -> Leg:
     return Leg(
         span_id=span.span_id,
         service=span.service,
-        role=_get_text(attributes, names.ROLE),
-        outermost=attributes.get(names.OUTERMOST) is True,
+        role=_get_text(attributes, keys.ROLE),
+        outermost=attributes.get(keys.OUTERMOST) is True,
         start_ns=span.start_ns,
-        ttft_us=_get_count(attributes, names.TOTAL_US),
-        unattributed_us=_get_count(attributes, names.UNATTRIBUTED_US),
+        ttft_us=_get_count(attributes, keys.TOTAL_US),
+        unattributed_us=_get_count(attributes, keys.UNATTRIBUTED_US),
         stages=leg_stages,
-        request_id=_get_text(attributes, names.REQUEST_ID),
-        model=_get_text(attributes, names.MODEL),
-        error=_get_text(attributes, names.ERROR_TYPE)
+        request_id=_get_text(attributes, keys.REQUEST_ID),
+        model=_get_text(attributes, keys.MODEL),
+        error=_get_text(attributes, keys.ERROR_TYPE)
         or ("error" if span.status == STATUS_ERROR else ""),
-        died=_get_text(attributes, names.DIED_IN),
-        streaming=attributes.get(names.STREAMING) is True,
+        died=_get_text(attributes, keys.DIED_IN),
+        streaming=attributes.get(keys.STREAMING) is True,
         instance=_get_text(span.resource, INSTANCE_ID),
-        recomputed_items=_get_count(attributes, names.EC_RECOMPUTED_ITEMS),
-        clock_error_us=_get_count(attributes, names.CLOCK_ERROR_US),
+        recomputed_items=_get_count(attributes, keys.EC_RECOMPUTED_ITEMS),
+        clock_error_us=_get_count(attributes, keys.CLOCK_ERROR_US),
         reasons=_read_reasons(attributes),
         held=_read_held(attributes),
     )
@@ -67,7 +68,7 @@ def _read_reasons(attributes: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _read_held(attributes: Mapping[str, Any]) -> dict[str, int]:
-    values = {kind: names.name_held_attribute(kind) for kind in stages.HOLDING_KINDS}
+    values = {kind: keys.name_held_attribute(kind) for kind in stages.HOLDING_KINDS}
     found = {kind: _get_count(attributes, key) for kind, key in values.items()}
     return {kind: length for kind, length in found.items() if length}
 

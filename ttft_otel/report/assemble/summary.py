@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttft_otel.model import names, palette
+from ttft_otel.model import palette
+from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.assemble.clock_errors import find_clock_error
 from ttft_otel.report.assemble.recomputed_counts import RecomputedCount, collect_recomputed
@@ -77,8 +78,8 @@ def summarize(requests: Sequence[Request]) -> Summary:
         count=len(complete),
         # Over all requests, in contrast to the figures.
         failed=sum(bool(request.error) for request in requests),
-        left=sum(request.error in names.CLIENT_LEFT_ERRORS for request in requests),
-        refused=sum(names.is_refusal(request.error) for request in requests),
+        left=sum(request.error in keys.CLIENT_LEFT_ERRORS for request in requests),
+        refused=sum(keys.is_refusal(request.error) for request in requests),
         closed=bool(complete) and all(request.closed for request in complete),
         ttft=summarize_values("ttft", [request.ttft_us for request in complete], len(complete)),
         stages=tuple(lines),

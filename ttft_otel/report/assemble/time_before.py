@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_types import Leg, Request, StoredSpan, TimeBefore
 from ttft_otel.tracing import clock
 
@@ -90,9 +90,9 @@ def annotate_spans(spans: Sequence[StoredSpan], requests: Sequence[Request]) -> 
     added: dict[str, dict[str, Any]] = {}
     for request in requests:
         if request.before:
-            attributes: dict[str, Any] = {names.BEFORE_US: request.before.us}
+            attributes: dict[str, Any] = {keys.BEFORE_US: request.before.us}
             if request.before.error_us is not None:
-                attributes[names.BEFORE_ERROR_US] = request.before.error_us
+                attributes[keys.BEFORE_ERROR_US] = request.before.error_us
             added[_find_head_leg(request).span_id] = attributes
     return [
         replace(span, attributes=span.attributes | added[span.span_id])
@@ -115,7 +115,7 @@ def _list_foreign_ancestors(
     """Foreign spans directly above ours, nearest first; [] when our own parent is a span of ours."""
     chain: list[StoredSpan] = []
     span = above.get(server.parent_id)
-    while span is not None and span.scope != names.SCOPE and len(chain) < MAX_ANCESTORS:
+    while span is not None and span.scope != span_names.SCOPE and len(chain) < MAX_ANCESTORS:
         chain.append(span)
         span = above.get(span.parent_id)
     return chain

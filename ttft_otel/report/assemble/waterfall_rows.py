@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.report_types import StoredSpan
 
 MAX_DEPTH: Final = 40  # levels of indentation; deeper rows stay at this one
@@ -81,21 +81,21 @@ def find_window(spans: Sequence[StoredSpan]) -> tuple[int, int]:
 def _make_row(span: StoredSpan, depth: int, roles: dict[str, str], children: int) -> WaterfallRow:
     attributes = span.attributes
     # A span without a role has that of its service.
-    role = str(attributes.get(names.ROLE) or roles.get(span.service, ""))
+    role = str(attributes.get(keys.ROLE) or roles.get(span.service, ""))
     if span.is_ttft_span:
         return WaterfallRow(span, depth, "trunk", role, "", children)
-    if names.STAGE in attributes:
+    if keys.STAGE in attributes:
         return WaterfallRow(span, depth, "stage", role, _get_full_stage(span), children)
-    if names.PART in attributes:
-        return WaterfallRow(span, depth, "part", role, str(attributes[names.PART]), children)
+    if keys.PART in attributes:
+        return WaterfallRow(span, depth, "part", role, str(attributes[keys.PART]), children)
     what = "call" if span.kind == 3 else "server" if span.kind == 2 else "other"
     return WaterfallRow(span, depth, what, role, "", children)
 
 
 def _get_full_stage(span: StoredSpan) -> str:
     """The stage's full name, with its leg where a router's span carries one."""
-    stage = str(span.attributes[names.STAGE])
-    leg = str(span.attributes.get(names.LEG, ""))
+    stage = str(span.attributes[keys.STAGE])
+    leg = str(span.attributes.get(keys.LEG, ""))
     if not leg or stage.startswith(("router.", f"{leg}.")):
         return stage
     return f"{leg}.{stage}"
@@ -104,7 +104,7 @@ def _get_full_stage(span: StoredSpan) -> str:
 def _map_roles(spans: Sequence[StoredSpan]) -> dict[str, str]:
     """Service -> role, from the spans that have both."""
     return {
-        span.service: str(span.attributes[names.ROLE])
+        span.service: str(span.attributes[keys.ROLE])
         for span in spans
-        if names.ROLE in span.attributes
+        if keys.ROLE in span.attributes
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import span_names
 from ttft_otel.report.assemble import engine_steps, waterfall_rows
 from ttft_otel.report.assemble.engine_steps import StoredStep
 from ttft_otel.report.assemble.waterfall_rows import WaterfallRow
@@ -210,7 +210,7 @@ def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
     builder.add_steps(engine_steps.find_steps(spans.values()))
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"start_unix_ns": str(builder.start_ns), "scope": names.SCOPE},
+        "otherData": {"start_unix_ns": str(builder.start_ns), "scope": span_names.SCOPE},
         "traceEvents": [*builder.describe_processes(), *builder.events],
     }
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from ttft_otel.model import names
+from ttft_otel.model.names import span_names
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, StoredSpan
 from ttft_otel.report.store.span_conversion import (
     NO_SPAN_ID,
@@ -69,7 +69,7 @@ def chunk_raw_spans(
         for part in _divide_spans(members):
             trunks: dict[int, StoredSpan] = {}  # by place in `part`
             # Asked of the name first: to convert a span takes longer than all the rest.
-            if scope == names.SCOPE:
+            if scope == span_names.SCOPE:
                 for place, raw in enumerate(part):
                     if raw.name in TTFT_SPAN_NAMES:
                         span = convert_span(raw, resource, scope)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
 from ttft_otel.report.store.stored_holders import write_holders
 
@@ -49,9 +49,9 @@ def convert_span(raw: trace_pb2.Span, resource: dict[str, Any], scope: str) -> S
     resource: from read_attributes(). scope: name of its instrumentation scope.
     """
     attributes, cut = read_attributes(raw.attributes)
-    if scope == names.SCOPE and (text := write_holders(raw)):
+    if scope == span_names.SCOPE and (text := write_holders(raw)):
         # Links and events have no column: they are for explanations, and few.
-        attributes[names.HELD_BY] = text
+        attributes[keys.HELD_BY] = text
     return StoredSpan(
         trace_id=raw.trace_id.hex(),
         span_id=raw.span_id.hex(),

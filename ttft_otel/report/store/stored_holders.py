@@ -13,17 +13,17 @@ from typing import Annotated, Any, Final
 import msgspec
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 
 MAX_HOLDERS: Final = 8  # of one span; ours have three
 MAX_ID_CHARS: Final = 256  # of a request ID: anybody can send spans
 # Of microseconds and tokens, with the bound that a stage's length has (request_assembly.MAX_DURATION_US).
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 42)]
 _FIELDS: Final = (
-    ("us", names.HELD_BY_US),
-    ("tokens", names.HELD_BY_TOKENS),
-    ("kind", names.HELD_BY_KIND),
-    ("request_id", names.HELD_BY_REQUEST_ID),
+    ("us", keys.HELD_BY_US),
+    ("tokens", keys.HELD_BY_TOKENS),
+    ("kind", keys.HELD_BY_KIND),
+    ("request_id", keys.HELD_BY_REQUEST_ID),
 )
 
 
@@ -41,11 +41,11 @@ class StoredHolder(msgspec.Struct, frozen=True):
 def write_holders(raw: trace_pb2.Span) -> str:
     """The holders in the links and events of a received span as JSON text; "" without any."""
     found = []
-    events = [event for event in raw.events[:MAX_HOLDERS] if event.name == names.HELD_BY]
+    events = [event for event in raw.events[:MAX_HOLDERS] if event.name == keys.HELD_BY]
     places: list[trace_pb2.Span.Link | trace_pb2.Span.Event] = [*raw.links[:MAX_HOLDERS], *events]
     for place in places:
         values = {each.key: each.value for each in place.attributes}
-        if names.HELD_BY_US not in values:
+        if keys.HELD_BY_US not in values:
             continue
         holder: dict[str, Any] = {}
         for field, name in _FIELDS:
@@ -63,7 +63,7 @@ def write_holders(raw: trace_pb2.Span) -> str:
 
 def read_holders(attributes: Mapping[str, Any]) -> list[StoredHolder]:
     """The holders of a stored span, the largest first; [] where there are none, or not in our form."""
-    text = attributes.get(names.HELD_BY)
+    text = attributes.get(keys.HELD_BY)
     try:
         return msgspec.json.decode(text, type=list[StoredHolder]) if isinstance(text, str) else []
     except (msgspec.DecodeError, ValueError, RecursionError):

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from ttft_otel.model import names
+from ttft_otel.model.names import env_names
 from ttft_otel.report.tempo.tempo_access import (
     LimitTooHighError,
     RangeTooLongError,
@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S: Final = 10.0
 OLDEST_MAJOR: Final = 2  # Tempo 1 has no TraceQL, and ignores the parameter
 HEADERS_REMEDY: Final = (
     'give credentials by --tempo-header "Authorization=Bearer TOKEN" '
-    f"or in ${names.ENV_TEMPO_HEADERS}"
+    f"or in ${env_names.TTFT_OTEL_TEMPO_HEADERS}"
 )
 ADDRESS_REMEDY: Final = (
     "--tempo is the address of Tempo's own HTTP API, for example http://127.0.0.1:3200, "

@@ -10,7 +10,7 @@ import json
 import time
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request
 from ttft_otel.report.store.database_reader import RequestFilter
 
@@ -24,9 +24,9 @@ def build_query(wanted: RequestFilter) -> str:
     """TraceQL for the traces that can hold a request of `wanted`; matches_filter() decides."""
     # Not only outermost ones: behind some routers a request has none, and is pending.
     named = " || ".join(f'name = "{name}"' for name in TTFT_SPAN_NAMES)
-    conditions = [f"({named})", f"span.{names.TOTAL_US} >= 0"]
+    conditions = [f"({named})", f"span.{keys.TOTAL_US} >= 0"]
     if wanted.model:
-        conditions.append(f"span.{names.MODEL} = {quote_traceql(wanted.model)}")
+        conditions.append(f"span.{keys.MODEL} = {quote_traceql(wanted.model)}")
     return f"{{ {' && '.join(conditions)} }}"
 
 

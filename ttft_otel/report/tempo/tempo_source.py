@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store.database_reader import (
@@ -137,7 +137,7 @@ class TempoSource:
         await self._client.read_version()
 
     async def _find_request(self, request_id: str) -> Request | None:
-        query = f"{{ span.{names.REQUEST_ID} = {quote_traceql(request_id)} }}"
+        query = f"{{ span.{keys.REQUEST_ID} = {quote_traceql(request_id)} }}"
         found = await self._list_latest(
             RequestFilter(last=1), query, lambda request: request.request_id == request_id
         )

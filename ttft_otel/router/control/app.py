@@ -21,8 +21,9 @@ from starlette.exceptions import HTTPException
 
 from ttft_otel import __version__
 from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
-from ttft_otel.model import names, stages
+from ttft_otel.model import stages
 from ttft_otel.model.endpoints import MODELS_PATH
+from ttft_otel.model.names import env_names
 from ttft_otel.router.control.router_metrics import RouterMetrics
 from ttft_otel.router.errors import RequestRejected
 from ttft_otel.router.proxy import error_responses
@@ -126,7 +127,9 @@ def build_app(
         max_reports = endpoint.reports.max_reports
         message = f"No report for {request_id[:256]!r}: the newest {max_reports} are kept."
         if endpoint.send_record is None:
-            message = f"No reports: tracing is off. Start the router without {names.ENV_ON}=0."
+            message = (
+                f"No reports: tracing is off. Start the router without {env_names.TTFT_OTEL}=0."
+            )
         raise RequestRejected(404, message, "NotFoundError")
 
     return RouterApp(endpoint, app, metrics)
@@ -273,7 +276,7 @@ def instrument_control_plane(app: RouterApp, protocol: str) -> Callable[[], None
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    service = os.environ.get(names.ENV_SERVICE) or stages.SERVICE_NAMES["router"]
+    service = os.environ.get(env_names.OTEL_SERVICE_NAME) or stages.SERVICE_NAMES["router"]
     provider = TracerProvider(
         sampler=_build_sampler(app.endpoint.settings),
         resource=Resource.create({SERVICE_NAME: service}),

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.model.stages import ENCODE
 from ttft_otel.router.control.routing_metrics import (
     build_counter,
@@ -78,57 +78,66 @@ class RouterMetrics(Collector):
 
     def _collect_tracing(self) -> Iterator[Metric]:
         counts = self.handoff_counts()
-        records = CounterMetricFamily(names.METRIC_RECORDS, "Records given to the exporter.")
+        records = CounterMetricFamily(metric_names.RECORDS, "Records given to the exporter.")
         # From 0 on: rate() sees the first rise only of a series that was there before.
         records.add_metric([], counts.get("sent", 0))
         yield records
         yield meter.make_lost_metric(
-            names.METRIC_DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"]
+            metric_names.DROPPED, {"handoff": counts.get("dropped", 0)}, ["handoff"]
         )
         help_text = "Errors of the tracing itself, caught."
-        yield build_counter(names.METRIC_ERRORS, help_text, "place", guard.error_counts)
-        yield meter.make_lost_metric(names.METRIC_LOST, counts)
+        yield build_counter(metric_names.HOOK_ERRORS, help_text, "place", guard.error_counts)
+        yield meter.make_lost_metric(metric_names.LOST, counts)
 
     def _collect_requests(self) -> Iterator[Metric]:
         upstream, admission = self.endpoint.upstream, self.endpoint.admission
         ended_help, retries_help = "Requests that ended.", "Attempts after a failed one."
         yield build_counter(
-            names.METRIC_REQUESTS, ended_help, "result", self.endpoint.response_counts
+            metric_names.ROUTER_REQUESTS, ended_help, "result", self.endpoint.response_counts
         )
         refusals_help = "Requests and connections that the router refused."
         yield build_counter(
-            names.METRIC_REFUSALS, refusals_help, "reason", admission.refusal_counts
+            metric_names.ROUTER_REFUSALS, refusals_help, "reason", admission.refusal_counts
         )
         # Not the sum over instances: one request may have several attempts under way.
         yield GaugeMetricFamily(
-            names.METRIC_UNDER_WAY, "Requests under way.", value=admission.requests_under_way
+            metric_names.ROUTER_REQUESTS_IN_FLIGHT,
+            "Requests under way.",
+            value=admission.requests_under_way,
         )
-        yield build_counter(names.METRIC_RETRIES, retries_help, "leg", upstream.retry_counts)
+        yield build_counter(metric_names.ROUTER_RETRIES, retries_help, "leg", upstream.retry_counts)
         mismatch_help = "Requests whose first token from D was not P's."
         yield CounterMetricFamily(
-            names.METRIC_MISMATCHES,
+            metric_names.ROUTER_FIRST_TOKEN_MISMATCHES,
             mismatch_help,
             value=self.endpoint.prefill_decode.decode_leg.mismatch_count,
         )
         budget_help = "Retries allowed right now."
         yield GaugeMetricFamily(
-            names.METRIC_BUDGET, budget_help, value=upstream.retry_budget.available_retries
+            metric_names.ROUTER_RETRY_BUDGET,
+            budget_help,
+            value=upstream.retry_budget.available_retries,
         )
         reloads_help = "Configurations read again."
-        yield build_counter(names.METRIC_RELOADS, reloads_help, "result", self.reloads)
+        yield build_counter(metric_names.ROUTER_RELOADS, reloads_help, "result", self.reloads)
         if self.registration_counts:
             registrations_help = "What became of instances that register."
             yield build_counter(
-                names.METRIC_REGISTRATIONS, registrations_help, "result", self.registration_counts
+                metric_names.ROUTER_REGISTRATIONS,
+                registrations_help,
+                "result",
+                self.registration_counts,
             )
 
     def _collect_discovery(self, discovery: Discovery) -> Iterator[Metric]:
         found = GaugeMetricFamily(
-            names.METRIC_DISCOVERED, "Instances that a source names.", labels=["source"]
+            metric_names.ROUTER_DISCOVERED_INSTANCES,
+            "Instances that a source names.",
+            labels=["source"],
         )
         failures_help = "Times that a source of instances could not be asked."
         failures = CounterMetricFamily(
-            names.METRIC_DISCOVERY_FAILURES, failures_help, labels=["source"]
+            metric_names.ROUTER_DISCOVERY_FAILURES, failures_help, labels=["source"]
         )
         # What was refused at registration is not in `roles_by_url`.
         for each in discovery.watched:
@@ -141,18 +150,22 @@ class RouterMetrics(Collector):
     def _collect_instances(self) -> Iterator[Metric]:
         labels = ["leg", "instance"]
         state = GaugeMetricFamily(
-            names.METRIC_INSTANCE, "1 for the state it is in.", labels=[*labels, "state"]
+            metric_names.ROUTER_INSTANCE, "1 for the state it is in.", labels=[*labels, "state"]
         )
-        in_flight = GaugeMetricFamily(names.METRIC_IN_FLIGHT, "Attempts under way.", labels=labels)
+        in_flight = GaugeMetricFamily(
+            metric_names.ROUTER_IN_FLIGHT, "Attempts under way.", labels=labels
+        )
         breaker = GaugeMetricFamily(
-            names.METRIC_BREAKER, "1 while it gets nothing, 0.5 while it is tried.", labels=labels
+            metric_names.ROUTER_BREAKER_OPEN,
+            "1 while it gets nothing, 0.5 while it is tried.",
+            labels=labels,
         )
         attempts = CounterMetricFamily(
-            names.METRIC_ATTEMPTS, "Attempts that ended.", labels=[*labels, "result"]
+            metric_names.ROUTER_ATTEMPTS, "Attempts that ended.", labels=[*labels, "result"]
         )
         recomputed_help = "Media items that it encoded although an encoder had encoded them."
         recomputed = CounterMetricFamily(
-            names.METRIC_RECOMPUTED_ITEMS, recomputed_help, labels=labels
+            metric_names.ROUTER_RECOMPUTED_ITEMS, recomputed_help, labels=labels
         )
         for instance in self.endpoint.upstream.pool:
             values = [instance.leg, instance.url]

@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.routing.policies.prediction_quality import PredictionQuality
 from ttft_otel.router.routing.prefixes.prefix_source import PrefixSource
@@ -37,11 +37,13 @@ def collect_routing_metrics(routing: RoutingService) -> Iterator[Metric]:
     if not routing.prefill_policy.policy.tracks_load:
         return
     help_text = "Requests refused because no instance could have begun to answer in time."
-    yield CounterMetricFamily(names.METRIC_LATE, help_text, value=routing.slo_rejections)
+    yield CounterMetricFamily(
+        metric_names.ROUTER_SLO_REFUSALS, help_text, value=routing.slo_rejections
+    )
     if routing.prompt_reader is not None:
         prompts_help = "Prompts by how their tokens became known, or why not."
         yield build_counter(
-            names.METRIC_PROMPTS, prompts_help, "result", routing.prompt_reader.counts
+            metric_names.ROUTER_PROMPTS, prompts_help, "result", routing.prompt_reader.counts
         )
     yield from _collect_pending(routing)
     yield from _collect_prediction_quality(routing)
@@ -57,10 +59,10 @@ def _list_tracked_instances(routing: RoutingService) -> Iterator[tuple[Instance,
 
 def _collect_pending(routing: RoutingService) -> Iterator[Metric]:
     requests = _build_gauge(
-        names.METRIC_PENDING_PREFILLS, "Requests sent that have no first token yet."
+        metric_names.ROUTER_PENDING_PREFILLS, "Requests sent that have no first token yet."
     )
     tokens = _build_gauge(
-        names.METRIC_PENDING_TOKENS, "Prompt tokens that these still need computed."
+        metric_names.ROUTER_PENDING_TOKENS, "Prompt tokens that these still need computed."
     )
     for instance, state in _list_tracked_instances(routing):
         load = state.pending.get_load(instance.url)
@@ -71,10 +73,10 @@ def _collect_pending(routing: RoutingService) -> Iterator[Metric]:
 
 def _collect_prediction_quality(routing: RoutingService) -> Iterator[Metric]:
     error = _build_gauge(
-        names.METRIC_PREDICTION_ERROR, "Mean error of predicted TTFTs, as a share."
+        metric_names.ROUTER_PREDICTION_MAPE, "Mean error of predicted TTFTs, as a share."
     )
     explained = _build_gauge(
-        names.METRIC_PREDICTION_R2, "Share of the TTFTs' variance that was predicted."
+        metric_names.ROUTER_PREDICTION_R2, "Share of the TTFTs' variance that was predicted."
     )
     for instance, state in _list_tracked_instances(routing):
         quality = state.outcomes.get(instance.url, PredictionQuality())
@@ -87,9 +89,9 @@ def _collect_prediction_quality(routing: RoutingService) -> Iterator[Metric]:
 
 def _collect_fits(routing: RoutingService) -> Iterator[Metric]:
     help_text = "Seconds of a prefill: once (a), per token computed (b), per pair (d)."
-    lines = _build_gauge(names.METRIC_FIT, help_text, "model", "coefficient")
+    lines = _build_gauge(metric_names.ROUTER_PREFILL_FIT, help_text, "model", "coefficient")
     samples = _build_gauge(
-        names.METRIC_FIT_SAMPLES, "Prefills that these were learnt from.", "model"
+        metric_names.ROUTER_PREFILL_SAMPLES, "Prefills that these were learnt from.", "model"
     )
     for leg in routing.reported_legs:
         for (model, url), fit in routing.get_leg_policy(leg).state.models.list_fits().items():
@@ -106,11 +108,11 @@ def _collect_fits(routing: RoutingService) -> Iterator[Metric]:
 def collect_cache_metrics(leg: str, prefix_source: PrefixSource) -> Iterator[Metric]:
     """Metrics of `prefix_source`, which knows the instances of `leg`."""
     blocks = _build_gauge(
-        names.METRIC_CACHED_BLOCKS, "Blocks that it is known to have cached.", "source"
+        metric_names.ROUTER_CACHED_BLOCKS, "Blocks that it is known to have cached.", "source"
     )
     help_text = "What became of its KV events."
     events = CounterMetricFamily(
-        names.METRIC_KV_EVENTS, help_text, labels=[*INSTANCE_LABELS, "event"]
+        metric_names.ROUTER_KV_EVENTS, help_text, labels=[*INSTANCE_LABELS, "event"]
     )
     # Sorted, so that the lines of two scrapes can be compared.
     for url, described in sorted(prefix_source.describe_instances().items()):

@@ -20,7 +20,7 @@ from typing import Final, cast
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.client_connection import ClientConnection
 from ttft_otel.router.control.front_door import FrontDoor
@@ -184,5 +184,5 @@ def _allow_origins(app: RouterApp) -> CORSMiddleware:
         allow_origins=app.cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=[names.REQUEST_HEADER, names.TIMING, "Retry-After"],
+        expose_headers=[header_names.REQUEST_ID, header_names.SERVER_TIMING, "Retry-After"],
     )

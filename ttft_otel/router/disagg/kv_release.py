@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 from msgspec import Raw
 
-from ttft_otel.model import names
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
+from ttft_otel.model.names import header_names
 from ttft_otel.model.stages import DECODE
 from ttft_otel.router.types import Instance
 from ttft_otel.router.upstream.instance_queries import QUERY_ERRORS
@@ -74,7 +74,7 @@ class KvReleases:
                 headers={
                     **headers,
                     "content-type": "application/json",
-                    names.TRACEPARENT: traceparent,
+                    header_names.TRACEPARENT: traceparent,
                 },
                 timeout=RELEASE_TIMEOUT,
             ) as response:

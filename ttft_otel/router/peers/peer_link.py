@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.discovery.discovery import end_tasks
 from ttft_otel.router.discovery.source_address import SourceAddress
 from ttft_otel.router.peers.peer_books import PeerBooks
@@ -176,12 +176,14 @@ class PeerLink:
     def collect_metrics(self) -> Iterator[Metric]:
         """For /metrics."""
         yield GaugeMetricFamily(
-            names.METRIC_PEERS,
+            metric_names.ROUTER_PEERS,
             "Other replicas that were heard of within 5 s.",
             value=self.books.count_replicas(),
         )
         messages = CounterMetricFamily(
-            names.METRIC_PEER_MESSAGES, "Datagrams between replicas, by result.", labels=["result"]
+            metric_names.ROUTER_PEER_MESSAGES,
+            "Datagrams between replicas, by result.",
+            labels=["result"],
         )
         counts = {**self.results, "unsent": self.socket.unsent}
         for result, number in counts.items():
@@ -224,7 +226,7 @@ class PeerLink:
                 "ttft-otel: --peers: a datagram was dropped (%s): %s; all are in %s_total",
                 reason,
                 DROP_REASONS[reason],
-                names.METRIC_PEER_MESSAGES,
+                metric_names.ROUTER_PEER_MESSAGES,
             )
 
 

@@ -11,7 +11,8 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names
 from ttft_otel.router.exchange import AnswerReader, Exchange
 from ttft_otel.router.proxy import error_responses
 from ttft_otel.router.proxy.exchange_reporter import ExchangeReporter
@@ -79,7 +80,9 @@ class ClientStream:
         exchange = self.exchange
         # What is only queued has no first token, of which the header could tell.
         if self.wants_timing and not exchange.is_background:
-            response_headers.append((names.TIMING.encode(), _render_server_timing(exchange)))
+            response_headers.append(
+                (header_names.SERVER_TIMING.encode(), _render_server_timing(exchange))
+            )
         if has_more:
             # Pushed parts are written as chunks of HTTP/1.1, which a body with a length has not.
             self._has_length = any(name == b"content-length" for name, _ in response_headers)

@@ -14,8 +14,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ttft_otel.model import endpoints, names, stages
+from ttft_otel.model import endpoints, stages
 from ttft_otel.model.endpoints import OPERATION_BY_PATH
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.router import types
 from ttft_otel.router.disagg import encoders, request_body, request_media, request_plan
 from ttft_otel.router.disagg.body_parser import BodyParser
@@ -105,7 +106,7 @@ class ProxyEndpoint:
                 )
         except asyncio.CancelledError:
             if not exchange.is_client_gone:
-                exchange.record_failure(names.ERROR_STOPPED)  # nobody but the server's stop does
+                exchange.record_failure(keys.ERROR_STOPPED)  # nobody but the server's stop does
                 raise
             exchange.record_failure(CLIENT_DISCONNECTED)
         except RouterError as error:
@@ -141,20 +142,20 @@ class ProxyEndpoint:
         trace = context.NO_CONTEXT
         if self.send_record is not None:
             traceparent, tracestate = (
-                client_headers.get(names.TRACEPARENT),
-                client_headers.get(names.TRACESTATE),
+                client_headers.get(header_names.TRACEPARENT),
+                client_headers.get(header_names.TRACESTATE),
             )
             trace = context.start_context(traceparent, tracestate, self.settings)
         path = scope["path"]
         return Exchange(
             trace,
-            http_headers.choose_request_id(client_headers.get(names.REQUEST_HEADER)),
+            http_headers.choose_request_id(client_headers.get(header_names.REQUEST_ID)),
             path,
             endpoints.find_route(path),
             scope.get("scheme", "http"),
             OPERATION_BY_PATH.get(path, ""),
             # Behind another router that we trust, that one measures the client's TTFT.
-            not (self.settings.trust_sampled and client_headers.get(names.LEG_HEADER)),
+            not (self.settings.trust_sampled and client_headers.get(header_names.LEG)),
             RequestTimeline(arrived_us),
         )
 
@@ -170,7 +171,7 @@ class ProxyEndpoint:
         leg_plan, request = await self._prepare_request(
             scope, client_headers, client_body.take_data(), exchange
         )
-        wants_timing = client_headers.get(names.ASK) == "1"
+        wants_timing = client_headers.get(header_names.ASK_TIMING) == "1"
         client_stream = ClientStream(exchange, send, wants_timing, self.reporter, output)
         if leg_plan is not None:
             if len(leg_plan.legs) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.router.errors import (
     RequestRejected,
     RouterError,
@@ -21,7 +21,7 @@ async def send_response_start(
     """Send `status` and headers, adding the request ID, by which a client can find its report."""
     # First, since it raises if a head is out: a second one would corrupt the stream.
     exchange.record_head(status)
-    response_headers.append((names.REQUEST_HEADER.encode(), exchange.request_id.encode()))
+    response_headers.append((header_names.REQUEST_ID.encode(), exchange.request_id.encode()))
     await send({"type": "http.response.start", "status": status, "headers": response_headers})
 
 

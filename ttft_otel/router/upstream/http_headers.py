@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from ttft_otel.model import names
+from ttft_otel.model.names import header_names
 from ttft_otel.tracing import context
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
@@ -22,12 +22,12 @@ _HOP_BY_HOP: Final = frozenset(
 _OWN_HEADERS: Final = {
     name.encode(): name
     for name in (
-        names.ASK,
-        names.LEG_HEADER,
-        names.ENCODED_HEADER,
-        names.REQUEST_HEADER,
-        names.TRACEPARENT,
-        names.TRACESTATE,
+        header_names.ASK_TIMING,
+        header_names.LEG,
+        header_names.MEDIA_ENCODED,
+        header_names.REQUEST_ID,
+        header_names.TRACEPARENT,
+        header_names.TRACESTATE,
         "content-length",
         "connection",
     )
@@ -36,12 +36,12 @@ _OWN_HEADERS: Final = {
 _UNTRACED_HEADERS: Final = {
     key: name
     for key, name in _OWN_HEADERS.items()
-    if name in (names.REQUEST_HEADER, "content-length", "connection")
+    if name in (header_names.REQUEST_ID, "content-length", "connection")
 }
 # The instance's Host is another one, and uvicorn answers `Expect: 100-continue` itself.
 _NOT_FORWARDED: Final = _HOP_BY_HOP | {b"host", b"expect"}
-_SERVER_TIMING: Final = names.TIMING.encode()
-_NOT_RETURNED: Final = _HOP_BY_HOP | {names.REQUEST_HEADER.encode()}
+_SERVER_TIMING: Final = header_names.SERVER_TIMING.encode()
+_NOT_RETURNED: Final = _HOP_BY_HOP | {header_names.REQUEST_ID.encode()}
 # Visible ASCII only: it gets into logs, spans and the path of /ttft_report.
 _REQUEST_ID_PATTERN: Final = re.compile(r"[\x21-\x7e]{1,256}")
 

@@ -11,7 +11,7 @@ import asyncio
 from functools import partial
 from typing import Final
 
-from ttft_otel.model import names
+from ttft_otel.model.names import keys
 from ttft_otel.router.exchange import ClientWriter
 from ttft_otel.router.timeline import Attempt
 from ttft_otel.router.types import AttemptBooking
@@ -34,7 +34,7 @@ async def relay_response(
     with AnswerReading(response, attempt):
         first_chunk = await read_first_chunk(response, attempt)
         if first_chunk.startswith(_ERROR_EVENT) and not attempt.error:
-            attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)
+            attempt.record_failure(keys.ERROR_NO_TOKEN, is_instance_failure=False)
         booking = attempt.booking
         if exchange.trace_context.trace_id or booking is not None:
             record_server_timing(attempt, response)

@@ -9,7 +9,8 @@ from typing import Final
 
 import aiohttp
 
-from ttft_otel.model import names, timing
+from ttft_otel.model import timing
+from ttft_otel.model.names import header_names, keys
 from ttft_otel.model.stages import ENCODE, INTERMEDIATE_ROLES
 from ttft_otel.router import types
 from ttft_otel.router.errors import UpstreamUnavailable
@@ -27,7 +28,7 @@ CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect; a response may take any t
 KEEPALIVE_S: Final = (
     4.0  # seconds; vLLM closes idle connections after 5, and must not win that race
 )
-_SERVER_TIMING: Final = names.TIMING.lower().encode()
+_SERVER_TIMING: Final = header_names.SERVER_TIMING.lower().encode()
 NOT_STARTED: Final = "UpstreamClient is not started; serve the app with its lifespan on"
 _SKIPPED_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
@@ -228,14 +229,14 @@ class UpstreamClient:
     ) -> InstanceAnswer:
         instance = decision.instance
         span_id = context.new_span_id()
-        own_headers = {names.REQUEST_HEADER: request.request_id}
+        own_headers = {header_names.REQUEST_ID: request.request_id}
         if trace.trace_id:
-            own_headers[names.TRACEPARENT] = trace.format_traceparent(span_id)
-            own_headers[names.ASK], own_headers[names.LEG_HEADER] = "1", request.leg
+            own_headers[header_names.TRACEPARENT] = trace.format_traceparent(span_id)
+            own_headers[header_names.ASK_TIMING], own_headers[header_names.LEG] = "1", request.leg
             if request.media_encoded:
-                own_headers[names.ENCODED_HEADER] = "1"
+                own_headers[header_names.MEDIA_ENCODED] = "1"
         if trace.tracestate:
-            own_headers[names.TRACESTATE] = trace.tracestate
+            own_headers[header_names.TRACESTATE] = trace.tracestate
         path = request.path.partition("?")[0][:256]
         sent_us = clock.now_us()
         booking = self.chooser.book_request(request, decision, span_id, sent_us)
@@ -256,8 +257,8 @@ class UpstreamClient:
         self.pool.record_sent(attempt)
         if booking is not None and not trace.trace_id and self.chooser.needs_timing(request.leg):
             # Server-Timing is removed from the response, unless the client asked for it.
-            booking.requested_timing = request.headers.get(names.ASK) != "1"
-            own_headers[names.ASK] = "1"
+            booking.requested_timing = request.headers.get(header_names.ASK_TIMING) != "1"
+            own_headers[header_names.ASK_TIMING] = "1"
         body = (
             (request.body,)
             if request.body_frame is None
@@ -283,7 +284,7 @@ def record_server_timing(attempt: Attempt, response: InstanceAnswer) -> None:
     header_value = ", ".join(response.list_values(_SERVER_TIMING))
     attempt.record_server_timing(header_value)
     if timing.reports_no_token(header_value) and not attempt.error:
-        attempt.record_failure(names.ERROR_NO_TOKEN, is_instance_failure=False)
+        attempt.record_failure(keys.ERROR_NO_TOKEN, is_instance_failure=False)
     if attempt.booking is not None and not attempt.error:
         # their whole answer is what the next leg waits for
         is_streaming = (

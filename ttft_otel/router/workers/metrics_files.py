@@ -15,23 +15,23 @@ from typing import Final
 import msgspec
 from prometheus_client.core import Metric
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 
 MAX_GAUGE_AGE_S: Final = (
     10.0  # seconds after which the gauges of a worker that writes nothing are left out
 )
 # Gauges of which each worker has a part; of the others each has the whole, or its own opinion.
 SUMMED_GAUGES: Final = {
-    names.METRIC_UNDER_WAY,
-    names.METRIC_IN_FLIGHT,
-    names.METRIC_BUDGET,
-    names.METRIC_WORKERS,
+    metric_names.ROUTER_REQUESTS_IN_FLIGHT,
+    metric_names.ROUTER_IN_FLIGHT,
+    metric_names.ROUTER_RETRY_BUDGET,
+    metric_names.ROUTER_WORKERS,
 }
 # Counters of what happens to each of them at once: the largest is right, the sum is not.
 COMMON_COUNTERS: Final = {
-    names.METRIC_RELOADS,
-    names.METRIC_REGISTRATIONS,
-    names.METRIC_KV_EVENTS,
+    metric_names.ROUTER_RELOADS,
+    metric_names.ROUTER_REGISTRATIONS,
+    metric_names.ROUTER_KV_EVENTS,
 }
 INSTANCE_LABEL: Final = "instance"
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.app import RouterApp
 from ttft_otel.router.control.routing_metrics import build_counter
 from ttft_otel.router.routing.prefixes.kept_source import KeptPrefixSource
@@ -172,20 +172,27 @@ class WorkerLink:
         self.metrics_files.write_own(itertools.chain(own, self._collect_workers()), urls)
 
     def _collect_workers(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(names.METRIC_WORKERS, "Workers that serve the port.", value=1)
+        yield GaugeMetricFamily(
+            metric_names.ROUTER_WORKERS, "Workers that serve the port.", value=1
+        )
         restarts_help = "Workers that ended and were replaced."
         # 0 or 1 for each process: a successor inherits what was counted before it.
         yield CounterMetricFamily(
-            names.METRIC_WORKER_RESTARTS, restarts_help, value=int(self.seat.is_successor)
+            metric_names.ROUTER_WORKER_RESTARTS, restarts_help, value=int(self.seat.is_successor)
         )
         lost_help = "Messages between workers that were given up; totals are compared each second."
         yield CounterMetricFamily(
-            names.METRIC_WORKER_MESSAGES_LOST, lost_help, value=self.socket.lost + self.loads.lost
+            metric_names.ROUTER_WORKER_MESSAGES_LOST,
+            lost_help,
+            value=self.socket.lost + self.loads.lost,
         )
         if self.kept_source is not None and self.kept_source.channel is not None:
             lookups_help = (
                 "Prompts that were looked up in the index of KV events, by what came of it."
             )
             yield build_counter(
-                names.METRIC_INDEX_LOOKUPS, lookups_help, "result", self.kept_source.channel.counts
+                metric_names.ROUTER_INDEX_LOOKUPS,
+                lookups_help,
+                "result",
+                self.kept_source.channel.counts,
             )

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from router.fake_engine import FakeEngine
 from router.fake_publisher import FakePublisher, run_publisher
-from ttft_otel.model import names
+from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.routing_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
@@ -132,10 +132,11 @@ def test_follows(tmp_path: Path, old: bool) -> None:
                     told["connected"] and told["blocks"] == 7 and told["block_size"] == BLOCK_TOKENS
                 )
                 assert told["counts"]["gaps"] == 1 and told["last"] == {0: 2}
-                assert get_metric(source, url, names.METRIC_CACHED_BLOCKS, "kv-events") == 7
+                assert get_metric(source, url, metric_names.ROUTER_CACHED_BLOCKS, "kv-events") == 7
                 for event, number in (("gaps", 1), ("messages", 3), ("replays", 2)):
                     assert (
-                        get_metric(source, url, f"{names.METRIC_KV_EVENTS}_total", event) == number
+                        get_metric(source, url, f"{metric_names.ROUTER_KV_EVENTS}_total", event)
+                        == number
                     )
                 here.remove_instance(
                     here.find_instance("mono", url) or parse_instance_url(url, "mono")
@@ -240,7 +241,7 @@ def test_full(
             await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 3)
             assert source.describe_instances()[url]["blocks"] == 3
             assert source.describe_instances()[url]["counts"]["dropped"] == 2
-            assert get_metric(source, url, f"{names.METRIC_KV_EVENTS}_total", "dropped") == 2
+            assert get_metric(source, url, f"{metric_names.ROUTER_KV_EVENTS}_total", "dropped") == 2
             await wait_until(lambda: "counts as not cached" in caplog.text)
 
     run_with_timeout(run_scenario)

@@ -1,27 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of spans, attributes, metrics, headers and environment variables; defined only here.
-
-tests/golden/vocabulary.json freezes them: a change is a change of the public interface.
-"""
+"""Keys of span and resource attributes, and the functions that make keys of stages and reasons."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from ttft_otel.model import stages
-
-SCOPE: Final = "ttft_otel"  # instrumentation scope of every span of ours
-
-# Spans. A stage span is named after its stage.
-TTFT: Final = "ttft"
-ENCODE: Final = "encode"
-SIBLING: Final = "ttft.sibling"
-HANDOVER: Final = "ttft.handover"
-# In a handover: the decode step after the decode instance has computed the prefill's token again.
-FIRST_DECODE: Final = "first_decode"
-KEPT: Final = "ttft.kv.kept"
-EC_KEPT: Final = "ttft.ec.kept"
-ENCODER_RUN: Final = "ttft.encoder.run"  # of an encoder that had not ended when the answer left
+from ttft_otel.model.names import span_names
 
 # Span attributes of ours. Times are integer microseconds (_US): TraceQL compares doubles unreliably.
 STAGE: Final = "ttft.stage"
@@ -38,7 +23,7 @@ CLOCK_ERROR_US: Final = "ttft.clock_error_us"  # of a device's marks, and of ano
 STREAMING: Final = "ttft.streaming"
 BACKGROUND: Final = "ttft.background"  # the answer only said that the request is queued
 # Integer microseconds for each token after the first, of an answer with one generation.
-TOKEN_TIME_US: Final = "ttft.time_per_output_token_us"
+TIME_PER_OUTPUT_TOKEN_US: Final = "ttft.time_per_output_token_us"
 DIED_IN: Final = "ttft.died_in"
 # Time before our outermost span: computed and shown by the report, not exported, not in the total.
 BEFORE_US: Final = "ttft.before_us"
@@ -49,11 +34,11 @@ REQUEST_ID: Final = "ttft.request_id"
 CACHED_TOKENS: Final = "ttft.cached_tokens"
 PREEMPTIONS: Final = "ttft.preemptions"
 RECOMPUTED_TOKENS: Final = "ttft.recomputed_tokens"
-CHUNKS: Final = "ttft.prefill.chunks"
-OWN_TOKENS: Final = "ttft.prefill.own_tokens"
-STEP_TOKENS: Final = "ttft.prefill.step_tokens"
-OWN_ITEMS: Final = "ttft.encoder.own_items"
-STEP_ITEMS: Final = "ttft.encoder.step_items"
+PREFILL_CHUNKS: Final = "ttft.prefill.chunks"
+PREFILL_OWN_TOKENS: Final = "ttft.prefill.own_tokens"
+PREFILL_STEP_TOKENS: Final = "ttft.prefill.step_tokens"
+ENCODER_OWN_ITEMS: Final = "ttft.encoder.own_items"
+ENCODER_STEP_ITEMS: Final = "ttft.encoder.step_items"
 QUEUE_REASON: Final = "ttft.queue.reason"  # of a span inside a queue, one of stages.WAIT_REASONS
 STALL_REASON: Final = "ttft.stall.reason"  # of a span between chunks, likewise
 # Of a link to a request that held a waiting one, or of an event where that has no trace.
@@ -64,11 +49,11 @@ HELD_BY_KIND: Final = "ttft.held_by.kind"  # one of stages.HOLDING_KINDS
 HELD_BY_REQUEST_ID: Final = "ttft.held_by.request_id"
 HELD_BY_TRUNCATED: Final = "ttft.held_by.truncated"  # too many: a larger one may be missing
 ENCODER_UNFINISHED: Final = "ttft.encoder.unfinished"  # the answer left before the encoder ended
-CACHED_ITEMS: Final = "ttft.encoder.cached_items"
+ENCODER_CACHED_ITEMS: Final = "ttft.encoder.cached_items"
 KV_TOKENS: Final = "ttft.kv.tokens"
 KV_BLOCKS: Final = "ttft.kv.blocks"
 KV_BYTES: Final = "ttft.kv.bytes"
-KV_MOVE: Final = "ttft.kv.move_us"
+KV_MOVE_US: Final = "ttft.kv.move_us"
 KV_CONNECTOR: Final = "ttft.kv.connector"
 EC_CONNECTOR: Final = "ttft.ec.connector"
 EC_ITEMS: Final = "ttft.ec.items"
@@ -78,14 +63,14 @@ EC_LOCAL_ITEMS: Final = "ttft.ec.local_items"
 EC_RECOMPUTED_ITEMS: Final = "ttft.ec.recomputed_items"
 EC_READY_US: Final = "ttft.ec.ready_us"  # encoder's answer -> its last encoding is readable
 ATTEMPT: Final = "ttft.attempt"
-POLICY: Final = "ttft.route.policy"
-CANDIDATES: Final = "ttft.route.candidates"
+ROUTE_POLICY: Final = "ttft.route.policy"
+ROUTE_CANDIDATES: Final = "ttft.route.candidates"
 ROUTE_REASON: Final = "ttft.route.reason"
 # Score of the chosen instance; its unit depends on the policy: microseconds, pairs, tokens, requests.
 ROUTE_SCORE: Final = "ttft.route.score"
 ROUTE_INSTANCES: Final = "ttft.route.instances"  # host:port of the candidates, best first
 ROUTE_SCORES: Final = "ttft.route.scores"  # scores of the candidates, in the same order
-ROUTE_CACHED: Final = "ttft.route.cached_tokens"
+ROUTE_CACHED_TOKENS: Final = "ttft.route.cached_tokens"
 PREDICTED_MS: Final = "ttft.predicted_ms"
 PREDICTION_ERROR_MS: Final = "ttft.prediction_error_ms"
 FIRST_TOKEN: Final = "ttft.first_token"
@@ -107,7 +92,9 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
-FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds, double; of streams only
+TIME_TO_FIRST_CHUNK: Final = (
+    "gen_ai.response.time_to_first_chunk"  # seconds, double; of streams only
+)
 STREAM: Final = "gen_ai.request.stream"
 ERROR_TYPE: Final = "error.type"
 HTTP_METHOD: Final = "http.request.method"
@@ -132,8 +119,8 @@ CLIENT_LEFT_ERRORS: Final = (ERROR_CANCELLED, ERROR_DISCONNECTED)
 
 # Span attributes that the collector derives (collector/config.yaml): integers, searchable in any backend.
 DERIVED_MS: Final = "ttft_ms"
-DERIVED_SUM_US: Final = "ttft_stage_sum_us"
-DERIVED_REST_US: Final = "ttft_unattributed_us"
+DERIVED_STAGE_SUM_US: Final = "ttft_stage_sum_us"
+DERIVED_UNATTRIBUTED_US: Final = "ttft_unattributed_us"
 
 # Resource attribute of a process that sends the metrics below itself, and its value: the collector then
 # makes none of its spans.
@@ -149,98 +136,6 @@ ENGINE_ASYNC: Final = "ttft.engine.async_scheduling"
 ENGINE_CHUNKED: Final = "ttft.engine.chunked_prefill"
 ENGINE_LIMITS: Final = (ENGINE_MAX_SEQS, ENGINE_MAX_TOKENS, ENGINE_KV_TOKENS, ENGINE_BLOCK_TOKENS)
 ENGINE_SETTINGS: Final = (*ENGINE_LIMITS, ENGINE_ASYNC, ENGINE_CHUNKED)
-
-# Metrics that the collector makes from outermost spans, or the exporter process from records; in seconds.
-METRIC_TTFT: Final = "ttft.duration"
-METRIC_STAGE: Final = "ttft.stage.duration"
-METRIC_REASON: Final = "ttft.queue.reason.duration"
-METRIC_HELD: Final = "ttft.queue.held.duration"
-METRIC_RECOMPUTED: Final = "ttft.ec.recomputed"
-METRIC_CONVENTION: Final = "gen_ai.server.time_to_first_token"
-METRIC_REQUEST: Final = "gen_ai.server.request.duration"
-METRIC_TOKEN_TIME: Final = "gen_ai.server.time_per_output_token"
-
-# Headers.
-ASK: Final = "x-ttft-timing"  # "1": put the breakdown into Server-Timing
-LEG_HEADER: Final = "x-ttft-leg"  # sent by a router: the role in which it uses this server
-ENCODED_HEADER: Final = "x-ttft-encoded"  # "1": an encoder has encoded this request's media items
-TIMING: Final = "server-timing"
-REQUEST_HEADER: Final = "x-request-id"
-TRACEPARENT: Final = "traceparent"
-TRACESTATE: Final = "tracestate"
-
-# Key in vLLM's own trace_headers that carries the engine's marks to the API server.
-CARRIER: Final = "ttft-otel"
-
-# Server-Timing entries that are not stages.
-TIMING_TTFT: Final = "ttft"
-TIMING_REST: Final = "rest"  # first token -> response, for an answer that is not streamed
-TIMING_TOKENS: Final = "tokens"  # counts of timing.TokenCounts
-TIMING_NO_TOKEN: Final = "no-token"  # the request ended without a first token: there is no `ttft`
-TIMING_EC: Final = "ec"  # counts of timing.EncoderCacheCounts
-TIMING_CLOCK: Final = "clock"  # which clock placed the worker's marks, timing.ClockNote
-
-# Prometheus metrics on vLLM's existing /metrics and on the router's.
-METRIC_RECORDS: Final = "ttft_otel_records"
-METRIC_DROPPED: Final = "ttft_otel_dropped"
-METRIC_LOST: Final = "ttft_otel_lost"
-METRIC_ERRORS: Final = "ttft_otel_hook_errors"
-METRIC_PENDING: Final = "ttft_otel_pending"
-# Prometheus metrics of the router alone.
-METRIC_REQUESTS: Final = "ttft_otel_router_requests"
-METRIC_REFUSALS: Final = "ttft_otel_router_refusals"
-METRIC_UNDER_WAY: Final = "ttft_otel_router_requests_in_flight"
-METRIC_INSTANCE: Final = "ttft_otel_router_instance"
-METRIC_IN_FLIGHT: Final = "ttft_otel_router_in_flight"
-METRIC_BREAKER: Final = "ttft_otel_router_breaker_open"
-METRIC_ATTEMPTS: Final = "ttft_otel_router_attempts"
-METRIC_RETRIES: Final = "ttft_otel_router_retries"
-METRIC_BUDGET: Final = "ttft_otel_router_retry_budget"
-METRIC_MISMATCHES: Final = "ttft_otel_router_first_token_mismatches"
-METRIC_RECOMPUTED_ITEMS: Final = "ttft_otel_router_recomputed_items"
-METRIC_RELOADS: Final = "ttft_otel_router_reloads"
-METRIC_REGISTRATIONS: Final = "ttft_otel_router_registrations"
-METRIC_DISCOVERED: Final = "ttft_otel_router_discovered_instances"
-METRIC_DISCOVERY_FAILURES: Final = "ttft_otel_router_discovery_failures"
-METRIC_LATE: Final = "ttft_otel_router_slo_refusals"
-METRIC_PROMPTS: Final = "ttft_otel_router_prompts"
-METRIC_PENDING_PREFILLS: Final = "ttft_otel_router_pending_prefills"
-METRIC_PENDING_TOKENS: Final = "ttft_otel_router_pending_tokens"
-METRIC_PREDICTION_ERROR: Final = "ttft_otel_router_prediction_mape"
-METRIC_PREDICTION_R2: Final = "ttft_otel_router_prediction_r2"
-METRIC_FIT: Final = "ttft_otel_router_prefill_fit"
-METRIC_FIT_SAMPLES: Final = "ttft_otel_router_prefill_samples"
-METRIC_CACHED_BLOCKS: Final = "ttft_otel_router_cached_blocks"
-METRIC_KV_EVENTS: Final = "ttft_otel_router_kv_events"
-METRIC_WORKERS: Final = "ttft_otel_router_workers"
-METRIC_WORKER_RESTARTS: Final = "ttft_otel_router_worker_restarts"
-METRIC_WORKER_MESSAGES_LOST: Final = "ttft_otel_router_worker_messages_lost"
-METRIC_INDEX_LOOKUPS: Final = "ttft_otel_router_index_lookups"
-METRIC_PEERS: Final = "ttft_otel_router_peers"
-METRIC_PEER_MESSAGES: Final = "ttft_otel_router_peer_messages"
-
-# Environment.
-ENV_ON: Final = "TTFT_OTEL"
-ENV_QUEUE: Final = "TTFT_OTEL_QUEUE_BYTES"
-ENV_TRUST: Final = "TTFT_OTEL_TRUST_SAMPLED"
-ENV_ROLE: Final = "TTFT_OTEL_ROLE"
-ENV_DETAIL: Final = "TTFT_OTEL_DETAIL"
-ENV_METRICS: Final = "TTFT_OTEL_METRICS"
-ENV_TEMPO_HEADERS: Final = "TTFT_OTEL_TEMPO_HEADERS"
-ENV_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
-ENV_TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-ENV_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
-ENV_TRACES_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-ENV_SERVICE: Final = "OTEL_SERVICE_NAME"
-ENV_DISABLED: Final = "OTEL_SDK_DISABLED"
-ENV_EXPORTER: Final = "OTEL_TRACES_EXPORTER"
-ENV_METRICS_EXPORTER: Final = "OTEL_METRICS_EXPORTER"
-ENV_METRICS_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
-ENV_METRICS_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
-ENV_METRICS_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
-ENV_TEMPORALITY: Final = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
-ENV_SAMPLER: Final = "OTEL_TRACES_SAMPLER"
-ENV_SAMPLER_ARG: Final = "OTEL_TRACES_SAMPLER_ARG"
 
 
 def is_refusal(error: str) -> bool:
@@ -261,7 +156,7 @@ def name_handover_attribute(stage: str) -> str:
 
     stage: `decode.kv.transfer` gives `ttft.handover.decode.kv.transfer_us`.
     """
-    return f"{HANDOVER}.{stage}_us"
+    return f"{span_names.HANDOVER}.{stage}_us"
 
 
 def name_reason_attribute(stage: str, reason: str) -> str:

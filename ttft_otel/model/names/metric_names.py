@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of metrics: those of the exporter process or the collector, of vLLM's /metrics, of the router's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Metrics that the collector makes from outermost spans, or the exporter process from records; in seconds.
+TTFT_DURATION: Final = "ttft.duration"
+STAGE_DURATION: Final = "ttft.stage.duration"
+QUEUE_REASON_DURATION: Final = "ttft.queue.reason.duration"
+QUEUE_HELD_DURATION: Final = "ttft.queue.held.duration"
+EC_RECOMPUTED: Final = "ttft.ec.recomputed"
+GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
+GEN_AI_SERVER_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
+GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
+
+# Prometheus metrics on vLLM's existing /metrics and on the router's.
+RECORDS: Final = "ttft_otel_records"
+DROPPED: Final = "ttft_otel_dropped"
+LOST: Final = "ttft_otel_lost"
+HOOK_ERRORS: Final = "ttft_otel_hook_errors"
+PENDING: Final = "ttft_otel_pending"
+# Prometheus metrics of the router alone.
+ROUTER_REQUESTS: Final = "ttft_otel_router_requests"
+ROUTER_REFUSALS: Final = "ttft_otel_router_refusals"
+ROUTER_REQUESTS_IN_FLIGHT: Final = "ttft_otel_router_requests_in_flight"
+ROUTER_INSTANCE: Final = "ttft_otel_router_instance"
+ROUTER_IN_FLIGHT: Final = "ttft_otel_router_in_flight"
+ROUTER_BREAKER_OPEN: Final = "ttft_otel_router_breaker_open"
+ROUTER_ATTEMPTS: Final = "ttft_otel_router_attempts"
+ROUTER_RETRIES: Final = "ttft_otel_router_retries"
+ROUTER_RETRY_BUDGET: Final = "ttft_otel_router_retry_budget"
+ROUTER_FIRST_TOKEN_MISMATCHES: Final = "ttft_otel_router_first_token_mismatches"
+ROUTER_RECOMPUTED_ITEMS: Final = "ttft_otel_router_recomputed_items"
+ROUTER_RELOADS: Final = "ttft_otel_router_reloads"
+ROUTER_REGISTRATIONS: Final = "ttft_otel_router_registrations"
+ROUTER_DISCOVERED_INSTANCES: Final = "ttft_otel_router_discovered_instances"
+ROUTER_DISCOVERY_FAILURES: Final = "ttft_otel_router_discovery_failures"
+ROUTER_SLO_REFUSALS: Final = "ttft_otel_router_slo_refusals"
+ROUTER_PROMPTS: Final = "ttft_otel_router_prompts"
+ROUTER_PENDING_PREFILLS: Final = "ttft_otel_router_pending_prefills"
+ROUTER_PENDING_TOKENS: Final = "ttft_otel_router_pending_tokens"
+ROUTER_PREDICTION_MAPE: Final = "ttft_otel_router_prediction_mape"
+ROUTER_PREDICTION_R2: Final = "ttft_otel_router_prediction_r2"
+ROUTER_PREFILL_FIT: Final = "ttft_otel_router_prefill_fit"
+ROUTER_PREFILL_SAMPLES: Final = "ttft_otel_router_prefill_samples"
+ROUTER_CACHED_BLOCKS: Final = "ttft_otel_router_cached_blocks"
+ROUTER_KV_EVENTS: Final = "ttft_otel_router_kv_events"
+ROUTER_WORKERS: Final = "ttft_otel_router_workers"
+ROUTER_WORKER_RESTARTS: Final = "ttft_otel_router_worker_restarts"
+ROUTER_WORKER_MESSAGES_LOST: Final = "ttft_otel_router_worker_messages_lost"
+ROUTER_INDEX_LOOKUPS: Final = "ttft_otel_router_index_lookups"
+ROUTER_PEERS: Final = "ttft_otel_router_peers"
+ROUTER_PEER_MESSAGES: Final = "ttft_otel_router_peer_messages"
