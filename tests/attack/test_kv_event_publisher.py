@@ -22,7 +22,6 @@ from router.routing.prefixes.test_kv_subscription import (
     build_fleet,
     count_indexed_blocks,
     run_source,
-    run_with_timeout,
     wait_until,
 )
 
@@ -164,109 +163,83 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("payload", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed(tmp_path: Path, payload: bytes) -> None:
+async def test_malformed(tmp_path: Path, payload: bytes) -> None:
     """A message of another form is counted; later messages are applied, and the event loop stays free."""
-
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path) as fleet:
-            await fleet.hostile.send_payload(0, payload)
-            await fleet.wait_for_count("malformed")
-            await fleet.hostile.send_payload(1, encode_event())
-            await fleet.wait_for_count("stored")
-            await fleet.check_honest()
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.hostile.send_payload(0, payload)
+        await fleet.wait_for_count("malformed")
+        await fleet.hostile.send_payload(1, encode_event())
+        await fleet.wait_for_count("stored")
+        await fleet.check_honest()
 
 
-def test_many_events(tmp_path: Path) -> None:
+async def test_many_events(tmp_path: Path) -> None:
     """Events that store nothing, or only clear the cache, are applied without holding up the event loop."""
-
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path) as fleet:
-            orphan = build_stored_event([2], [1] * BLOCK_TOKENS, parent_block_hash=99)
-            for number, events in enumerate(([orphan] * 40_000, CLEARS * 5_000)):
-                await fleet.hostile.send_payload(number, encode_batch(*events))
-            await wait_until(lambda: fleet.get_counts().get("cleared", 0) == 5_000)
-            assert fleet.get_counts()["orphans"] == 40_000
-            await fleet.check_honest()
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path) as fleet:
+        orphan = build_stored_event([2], [1] * BLOCK_TOKENS, parent_block_hash=99)
+        for number, events in enumerate(([orphan] * 40_000, CLEARS * 5_000)):
+            await fleet.hostile.send_payload(number, encode_batch(*events))
+        await wait_until(lambda: fleet.get_counts().get("cleared", 0) == 5_000)
+        assert fleet.get_counts()["orphans"] == 40_000
+        await fleet.check_honest()
 
 
-def test_frames(tmp_path: Path) -> None:
+async def test_frames(tmp_path: Path) -> None:
     """A message of a hundred thousand frames is one malformed message."""
-
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path) as fleet:
-            await fleet.hostile.send_frames(b"kv", *[b""] * 100_000)
-            await fleet.wait_for_count("malformed")
-            await fleet.hostile.send_payload(0, encode_event())
-            await fleet.wait_for_count("stored")
-            await fleet.check_honest()
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.hostile.send_frames(b"kv", *[b""] * 100_000)
+        await fleet.wait_for_count("malformed")
+        await fleet.hostile.send_payload(0, encode_event())
+        await fleet.wait_for_count("stored")
+        await fleet.check_honest()
 
 
-def test_giant_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giant_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message beyond the bound ends the connection, in ZMQ for good; the feed makes another one."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
     monkeypatch.setattr(kv_subscription, "MAX_SILENCE_S", 1.0)
 
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path) as fleet:
-            await fleet.hostile.send_payload(0, b"x" * (MAX_MESSAGE_BYTES + 1))
-            await fleet.wait_for_count("disconnects")
-            await wait_until(lambda: len(fleet.hostile.replay_starts) > 1)  # connected again
-            fleet.hostile.engine.compute_prompt(PROMPT_IDS)
-            await fleet.hostile.publish_events()
-            await fleet.wait_for_count("stored")
-            await fleet.check_honest()
-
     assert MAX_QUEUED_MESSAGES * MAX_MESSAGE_BYTES <= 256 << 20
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path) as fleet:
+        await fleet.hostile.send_payload(0, b"x" * (MAX_MESSAGE_BYTES + 1))
+        await fleet.wait_for_count("disconnects")
+        await wait_until(lambda: len(fleet.hostile.replay_starts) > 1)  # connected again
+        fleet.hostile.engine.compute_prompt(PROMPT_IDS)
+        await fleet.hostile.publish_events()
+        await fleet.wait_for_count("stored")
+        await fleet.check_honest()
 
 
-def test_jumps(tmp_path: Path) -> None:
+async def test_jumps(tmp_path: Path) -> None:
     """Message numbers that jump forward and back cost replays and blocks of this instance alone."""
-
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path) as fleet:
-            last = (1 << 64) - 1
-            for number in (5, last, 0, last, 7, 7, 6, 1 << 63, 3):
-                await fleet.hostile.send_payload(number, encode_event())
-            await wait_until(lambda: fleet.get_counts().get("messages", 0) >= 3)
-            await fleet.wait_for_count("gaps")
-            await fleet.check_honest()
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path) as fleet:
+        last = (1 << 64) - 1
+        for number in (5, last, 0, last, 7, 7, 6, 1 << 63, 3):
+            await fleet.hostile.send_payload(number, encode_event())
+        await wait_until(lambda: fleet.get_counts().get("messages", 0) >= 3)
+        await fleet.wait_for_count("gaps")
+        await fleet.check_honest()
 
 
-def test_endless_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay that never ends is given up and counted; messages published afterwards are applied."""
     monkeypatch.setattr(zmq_sockets, "MAX_REPLAYED_MESSAGES", 2_000)
 
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path, replay_frames=[(b"kv", encode_event())]) as fleet:
-            await fleet.wait_for_count("lost")
-            await fleet.check_honest()
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path, replay_frames=[(b"kv", encode_event())]) as fleet:
+        await fleet.wait_for_count("lost")
+        await fleet.check_honest()
 
 
-def test_blocks_without_end(tmp_path: Path) -> None:
+async def test_blocks_without_end(tmp_path: Path) -> None:
     """One instance cannot fill the index: another instance's share stays free."""
-
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path, max_reported=1_000) as fleet:
-            hashes = range(10_000)
-            event = build_stored_event(hashes, [each for each in hashes for _ in range(4)])
-            await fleet.hostile.send_payload(0, encode_batch(event))
-            await fleet.wait_for_count("dropped")
-            await fleet.check_honest()
-            stored = fleet.source.describe_instances()[fleet.hostile_url]["blocks"]
-            assert 250 <= stored <= 500
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path, max_reported=1_000) as fleet:
+        hashes = range(10_000)
+        event = build_stored_event(hashes, [each for each in hashes for _ in range(4)])
+        await fleet.hostile.send_payload(0, encode_batch(event))
+        await fleet.wait_for_count("dropped")
+        await fleet.check_honest()
+        stored = fleet.source.describe_instances()[fleet.hostile_url]["blocks"]
+        assert 250 <= stored <= 500
 
 
 SOURCES = {
@@ -282,19 +255,16 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES.keys())
-def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: bytes) -> None:
+async def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: bytes) -> None:
     """Whatever an instance claims as its event endpoint, it is asked again, and followed once that works."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.1)
 
-    async def run_scenario() -> None:
-        async with run_fleet(tmp_path, sources=sources) as fleet:
-            await asyncio.sleep(0.5)
-            await fleet.check_honest()
-            fleet.hostile.sources = None
-            fleet.hostile.engine.compute_prompt(PROMPT_IDS)
-            await fleet.hostile.publish_events()
-            await wait_until(
-                lambda: count_indexed_blocks(fleet.source, fleet.hostile_url, PROMPT_IDS) == 5
-            )
-
-    run_with_timeout(run_scenario)
+    async with run_fleet(tmp_path, sources=sources) as fleet:
+        await asyncio.sleep(0.5)
+        await fleet.check_honest()
+        fleet.hostile.sources = None
+        fleet.hostile.engine.compute_prompt(PROMPT_IDS)
+        await fleet.hostile.publish_events()
+        await wait_until(
+            lambda: count_indexed_blocks(fleet.source, fleet.hostile_url, PROMPT_IDS) == 5
+        )

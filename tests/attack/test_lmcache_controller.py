@@ -89,52 +89,43 @@ def extend_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("body", ABSURD.values(), ids=ABSURD.keys())
-def test_absurd_answers(body: bytes) -> None:
+async def test_absurd_answers(body: bytes) -> None:
     """A malformed, deep or long answer is counted; prefixes that were sent decide instead."""
     controller = HostileController(body)
 
-    async def run_scenario() -> None:
-        async with run_source(controller, "a", "b") as source:
-            source.index.record_served(B, PROMPT.block_keys)
-            assert await source.look_up("m", PROMPT, [A, B]) is None
-            counts = source.describe_instances()[A]["counts"]
-            assert counts == {"failed": 1}
-            assert source.index.match_blocks(PROMPT.block_keys, [A, B]) == [0, 4]
-
-    asyncio.run(run_scenario())
+    async with run_source(controller, "a", "b") as source:
+        source.index.record_served(B, PROMPT.block_keys)
+        assert await source.look_up("m", PROMPT, [A, B]) is None
+        counts = source.describe_instances()[A]["counts"]
+        assert counts == {"failed": 1}
+        assert source.index.match_blocks(PROMPT.block_keys, [A, B]) == [0, 4]
 
 
-def test_more_than_the_prompt() -> None:
+async def test_more_than_the_prompt() -> None:
     """A reported match is limited to the length of the prompt, and to zero from below."""
     huge = b'{"layout_info":{"a":["x",1000000000000000000],"b":["x",-5],"c":["x",64]}}'
 
-    async def run_scenario() -> None:
-        async with run_source(HostileController(huge), "a", "b") as source:
-            assert await source.look_up("m", PROMPT, [A, B]) == {A: 64, B: 0}
-
-    asyncio.run(run_scenario())
+    async with run_source(HostileController(huge), "a", "b") as source:
+        assert await source.look_up("m", PROMPT, [A, B]) == {A: 64, B: 0}
 
 
-def test_redirect() -> None:
+async def test_redirect() -> None:
     """Prompts go to the controller's configured URL only: redirects are not followed."""
     victim = HostileController()
 
-    async def run_scenario() -> None:
-        async with run_controller(victim) as url:
+    async with run_controller(victim) as url:
 
-            def answer_redirect(_: int) -> web.Response:
-                return web.Response(status=307, headers={"Location": f"{url}/lookup"})
+        def answer_redirect(_: int) -> web.Response:
+            return web.Response(status=307, headers={"Location": f"{url}/lookup"})
 
-            controller = HostileController(answer_question=answer_redirect)
-            async with run_source(controller, "a", "b") as source:
-                assert await source.look_up("m", PROMPT, [A, B]) is None
-                assert source.describe_instances()[A]["counts"] == {"failed": 1}
-
-    asyncio.run(run_scenario())
+        controller = HostileController(answer_question=answer_redirect)
+        async with run_source(controller, "a", "b") as source:
+            assert await source.look_up("m", PROMPT, [A, B]) is None
+            assert source.describe_instances()[A]["counts"] == {"failed": 1}
     assert victim.questions == 0
 
 
-def test_names_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_names_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance has one ID at a time, however often the controller gives it another."""
     monkeypatch.setattr(lmcache_source, "LOCATE_INTERVAL_S", 0.0)
 
@@ -143,11 +134,8 @@ def test_names_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     controller = HostileController(answer_question=answer_name)
 
-    async def run_scenario() -> None:
-        async with run_source(controller) as source:
-            assert isinstance(source, lmcache_source.LMCacheSource)
-            while controller.questions < 50:
-                await asyncio.sleep(0.01)
-            assert set(source._url_by_id.values()) <= {A, B} and len(source._url_by_id) <= 2
-
-    asyncio.run(run_scenario())
+    async with run_source(controller) as source:
+        assert isinstance(source, lmcache_source.LMCacheSource)
+        while controller.questions < 50:
+            await asyncio.sleep(0.01)
+        assert set(source._url_by_id.values()) <= {A, B} and len(source._url_by_id) <= 2

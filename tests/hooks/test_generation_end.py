@@ -52,30 +52,24 @@ def test_one_token(client: FakeClient, records: testing.MemorySender) -> None:
     assert read_end(records) == {keys.OUTPUT_TOKENS: 1, keys.FINISH_REASONS: ("length",)}
 
 
-def test_all_tokens_in_one_step(client: FakeClient, records: testing.MemorySender) -> None:
+async def test_all_tokens_in_one_step(client: FakeClient, records: testing.MemorySender) -> None:
     """With speculative decoding all tokens may come at once: no step after the first has a length."""
     trace: Any = None
 
-    async def call() -> None:
+    original = recorder.record_end
+
+    def record_end(engine_id: str, reason: str, tokens: int) -> None:
         nonlocal trace
-        original = recorder.record_end
+        trace = recorder.current_trace.get()
+        original(engine_id, reason, tokens)
+        engine = trace.engine_requests[engine_id]
+        engine.ended = engine.output - 1  # inside process_outputs(), which stamps `output` after it
 
-        def record_end(engine_id: str, reason: str, tokens: int) -> None:
-            nonlocal trace
-            trace = recorder.current_trace.get()
-            original(engine_id, reason, tokens)
-            engine = trace.engine_requests[engine_id]
-            engine.ended = (
-                engine.output - 1
-            )  # inside process_outputs(), which stamps `output` after it
-
-        recorder.record_end = record_end
-        try:
-            await client.call_server()
-        finally:
-            recorder.record_end = original
-
-    asyncio.run(call())
+    recorder.record_end = record_end
+    try:
+        await client.call_server()
+    finally:
+        recorder.record_end = original
 
     assert read_end(records) == {keys.OUTPUT_TOKENS: 5, keys.FINISH_REASONS: ("stop",)}
 
@@ -167,20 +161,16 @@ def test_ends_that_nobody_sees(
     assert last.server is not None and last.server.error == ""
 
 
-def test_client_leaves_before_the_first_token(
+async def test_client_leaves_before_the_first_token(
     client: FakeClient, records: testing.MemorySender
 ) -> None:
     """Without a first token nothing was generated."""
-
-    async def call() -> None:
-        async with hang_in_queue(client, client.call_server) as task:
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        while waits := client.app.abort_tasks:
-            await asyncio.gather(*waits)
-
-    asyncio.run(call())
+    async with hang_in_queue(client, client.call_server) as task:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    while waits := client.app.abort_tasks:
+        await asyncio.gather(*waits)
 
     assert read_end(records) == {}
 

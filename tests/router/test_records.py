@@ -40,38 +40,32 @@ def check_ttft(record: Record) -> Ttft:
     return ttft
 
 
-def test_a_stream_tells_twice() -> None:
+async def test_a_stream_tells_twice() -> None:
     """The ttft half goes out with the first token, the server half and the calls at the end."""
-
-    async def run_scenario() -> None:
-        delays = fake_instances.LoopDelays()
-        async with fake_instances.run_routed_instances([InstancePlan(gap_s=0.2)]) as (router, one):
-            url = f"{router.url}/v1/chat/completions"
-            async with router.client.post(url, json=fake_instances.build_chat()) as response:
-                await response.content.readany()
-                (first,) = await router.wait_for_records(1)
-                await response.read()
-            last = (await router.wait_for_records(2))[1]
-            assert first.server is None and last.ttft is None and last.server is not None
-            assert first.calls == () and len(last.calls) == 1
-            assert first.span_id == last.span_id and first.trace_id == last.trace_id
-            assert (
-                400_000 < last.server.end < 700_000 + delays.total_us and last.server.status == 200
-            )
-            ttft = check_ttft(first)
-            assert 20_000 <= ttft.end < 20_000 + 3 * (MAX_ERROR_US + delays.total_us)
-            assert ttft.attributes == {"ttft.streaming": True}
-            assert first.attributes == {
-                "gen_ai.operation.name": "chat",
-                "gen_ai.provider.name": "vllm",
-                "gen_ai.request.model": "tiny",
-                "gen_ai.request.stream": True,
-            }
-            (call,) = last.calls
-            assert (call.leg, call.status, call.name) == ("mono", 200, "POST /v1/chat/completions")
-            assert call.end - call.start > 400_000
-
-    fake_instances.run_with_timeout(run_scenario)
+    delays = fake_instances.LoopDelays()
+    async with fake_instances.run_routed_instances([InstancePlan(gap_s=0.2)]) as (router, one):
+        url = f"{router.url}/v1/chat/completions"
+        async with router.client.post(url, json=fake_instances.build_chat()) as response:
+            await response.content.readany()
+            (first,) = await router.wait_for_records(1)
+            await response.read()
+        last = (await router.wait_for_records(2))[1]
+        assert first.server is None and last.ttft is None and last.server is not None
+        assert first.calls == () and len(last.calls) == 1
+        assert first.span_id == last.span_id and first.trace_id == last.trace_id
+        assert 400_000 < last.server.end < 700_000 + delays.total_us and last.server.status == 200
+        ttft = check_ttft(first)
+        assert 20_000 <= ttft.end < 20_000 + 3 * (MAX_ERROR_US + delays.total_us)
+        assert ttft.attributes == {"ttft.streaming": True}
+        assert first.attributes == {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "vllm",
+            "gen_ai.request.model": "tiny",
+            "gen_ai.request.stream": True,
+        }
+        (call,) = last.calls
+        assert (call.leg, call.status, call.name) == ("mono", 200, "POST /v1/chat/completions")
+        assert call.end - call.start > 400_000
 
 
 @pytest.mark.parametrize(
@@ -103,142 +97,115 @@ def test_any_timing_of_a_decode_instance_can_be_told(said: str, kept: str) -> No
     )
 
 
-def test_delays_show_in_their_stages() -> None:
+async def test_delays_show_in_their_stages() -> None:
     """80 ms in one stage of the backend, or of an encoder, is 80 ms there and nowhere else."""
-
-    async def run_scenario() -> None:
-        delays = fake_instances.LoopDelays()
-        for leg, stage in (("prefill_decode", "prefill.queue"), ("encode", "preprocess")):
-            encode = {"preprocess": 5, "encoder.compute": 5}
-            backend = {"prefill.queue": 5, "prefill.compute": 5}
-            (encode if leg == "encode" else backend)[stage] = 80
-            async with fake_instances.run_routed_instances(
-                [InstancePlan(backend)], [InstancePlan(encode)]
-            ) as (router, e, pd):
-                await router.post_chat("a")
-                ttft = check_ttft((await router.wait_for_records(2))[0])
-                assert (
-                    80_000
-                    <= ttft.stages.pop(f"{leg}.{stage}")
-                    < 80_000 + MAX_ERROR_US + delays.total_us
-                )
-                assert all(
-                    length < 5_000 + (MAX_ERROR_US + delays.total_us)
-                    for length in ttft.stages.values()
-                )
-                assert ttft.unattributed < 2000 + delays.total_us
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_stages_name_their_server() -> None:
-    """Stages of a leg, its hop among them, say which instance had it; the router's own do not."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
-            await router.post_chat("a")
-            ttft = check_ttft((await router.wait_for_records(2))[0])
-            legs = {"encode": e.url, "prefill_decode": pd.url}
-            for piece in ttft.pieces:
-                own = [
-                    url.removeprefix("http://")
-                    for leg, url in legs.items()
-                    if leg in piece.name.removeprefix("router.hop.").split(".")
-                ]
-                said = piece.attributes.get(keys.INSTANCE)
-                assert ([] if said is None else [said]) == own, piece
-            assert len({piece.attributes.get(keys.INSTANCE) for piece in ttft.pieces}) == 3
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_a_slow_wire_is_the_hop() -> None:
-    """80 ms held back between router and instance is router.hop of that leg."""
-
-    async def run_scenario() -> None:
-        delays = fake_instances.LoopDelays()
-        async with (
-            fake_instances.run_instance() as e,
-            fake_instances.run_instance() as pd,
-            fake_instances.run_slow_proxy(pd.url, 0.08) as slow,
-            fake_instances.run_router([slow], [e.url]) as router,
-        ):
+    delays = fake_instances.LoopDelays()
+    for leg, stage in (("prefill_decode", "prefill.queue"), ("encode", "preprocess")):
+        encode = {"preprocess": 5, "encoder.compute": 5}
+        backend = {"prefill.queue": 5, "prefill.compute": 5}
+        (encode if leg == "encode" else backend)[stage] = 80
+        async with fake_instances.run_routed_instances(
+            [InstancePlan(backend)], [InstancePlan(encode)]
+        ) as (router, e, pd):
             await router.post_chat("a")
             ttft = check_ttft((await router.wait_for_records(2))[0])
             assert (
                 80_000
-                <= ttft.stages["router.hop.prefill_decode"]
+                <= ttft.stages.pop(f"{leg}.{stage}")
                 < 80_000 + MAX_ERROR_US + delays.total_us
             )
-            assert ttft.stages["router.hop.encode"] < MAX_ERROR_US + delays.total_us
+            assert all(
+                length < 5_000 + (MAX_ERROR_US + delays.total_us) for length in ttft.stages.values()
+            )
+            assert ttft.unattributed < 2000 + delays.total_us
 
-    fake_instances.run_with_timeout(run_scenario)
+
+async def test_stages_name_their_server() -> None:
+    """Stages of a leg, its hop among them, say which instance had it; the router's own do not."""
+    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
+        await router.post_chat("a")
+        ttft = check_ttft((await router.wait_for_records(2))[0])
+        legs = {"encode": e.url, "prefill_decode": pd.url}
+        for piece in ttft.pieces:
+            own = [
+                url.removeprefix("http://")
+                for leg, url in legs.items()
+                if leg in piece.name.removeprefix("router.hop.").split(".")
+            ]
+            said = piece.attributes.get(keys.INSTANCE)
+            assert ([] if said is None else [said]) == own, piece
+        assert len({piece.attributes.get(keys.INSTANCE) for piece in ttft.pieces}) == 3
 
 
-def test_slowest_encoder_counts_not_the_sum() -> None:
+async def test_a_slow_wire_is_the_hop() -> None:
+    """80 ms held back between router and instance is router.hop of that leg."""
+    delays = fake_instances.LoopDelays()
+    async with (
+        fake_instances.run_instance() as e,
+        fake_instances.run_instance() as pd,
+        fake_instances.run_slow_proxy(pd.url, 0.08) as slow,
+        fake_instances.run_router([slow], [e.url]) as router,
+    ):
+        await router.post_chat("a")
+        ttft = check_ttft((await router.wait_for_records(2))[0])
+        assert (
+            80_000
+            <= ttft.stages["router.hop.prefill_decode"]
+            < 80_000 + MAX_ERROR_US + delays.total_us
+        )
+        assert ttft.stages["router.hop.encode"] < MAX_ERROR_US + delays.total_us
+
+
+async def test_slowest_encoder_counts_not_the_sum() -> None:
     """Two encoders of 30 and 90 ms cost 90 ms, and only the slow one's stages are in the sum."""
-
-    async def run_scenario() -> None:
-        delays = fake_instances.LoopDelays()
-        async with fake_instances.run_routed_instances(
-            encoders=[InstancePlan({"encoder.compute": 30}), InstancePlan({"encoder.compute": 90})]
-        ) as (router, fast, slow, pd):
-            await router.post_chat("a", "b")
-            first, last = await router.wait_for_records(2)
-            ttft = check_ttft(first)
-            assert (
-                90_000
-                <= ttft.stages["encode.encoder.compute"]
-                < 90_000 + MAX_ERROR_US + delays.total_us
-            )
-            assert (
-                ttft.end < 90_000 + 20_000 + 3 * (MAX_ERROR_US + delays.total_us)
-                and len(last.calls) == 3
-            )
-
-    fake_instances.run_with_timeout(run_scenario)
+    delays = fake_instances.LoopDelays()
+    async with fake_instances.run_routed_instances(
+        encoders=[InstancePlan({"encoder.compute": 30}), InstancePlan({"encoder.compute": 90})]
+    ) as (router, fast, slow, pd):
+        await router.post_chat("a", "b")
+        first, last = await router.wait_for_records(2)
+        ttft = check_ttft(first)
+        assert (
+            90_000
+            <= ttft.stages["encode.encoder.compute"]
+            < 90_000 + MAX_ERROR_US + delays.total_us
+        )
+        assert (
+            ttft.end < 90_000 + 20_000 + 3 * (MAX_ERROR_US + delays.total_us)
+            and len(last.calls) == 3
+        )
 
 
-def test_plain_answer_leaves_decode_out() -> None:
+async def test_plain_answer_leaves_decode_out() -> None:
     """A plain answer's TTFT ends at the instance's first token; one record, not streaming."""
-
-    async def run_scenario() -> None:
-        delays = fake_instances.LoopDelays()
-        async with fake_instances.run_routed_instances([InstancePlan(rest_ms=200)]) as (
-            router,
-            one,
-        ):
-            await router.post_chat(stream=False)
-            (record,) = await router.wait_for_records(1)
-            ttft = check_ttft(record)
-            assert (
-                20_000 <= ttft.end < 20_000 + 2 * (MAX_ERROR_US + delays.total_us)
-                and "router.egress" not in ttft.stages
-            )
-            assert ttft.attributes == {"ttft.streaming": False}
-            assert record.server is not None and record.server.end > 200_000
-
-    fake_instances.run_with_timeout(run_scenario)
+    delays = fake_instances.LoopDelays()
+    async with fake_instances.run_routed_instances([InstancePlan(rest_ms=200)]) as (
+        router,
+        one,
+    ):
+        await router.post_chat(stream=False)
+        (record,) = await router.wait_for_records(1)
+        ttft = check_ttft(record)
+        assert (
+            20_000 <= ttft.end < 20_000 + 2 * (MAX_ERROR_US + delays.total_us)
+            and "router.egress" not in ttft.stages
+        )
+        assert ttft.attributes == {"ttft.streaming": False}
+        assert record.server is not None and record.server.end > 200_000
 
 
-def test_silent_and_partial_legs() -> None:
+async def test_silent_and_partial_legs() -> None:
     """A leg without Server-Timing is unattributed; a leg's own unattributed joins the router's."""
-
-    async def run_scenario() -> None:
-        delays = fake_instances.LoopDelays()
-        async with fake_instances.run_routed_instances(
-            [InstancePlan(sends_timing=False), InstancePlan(unattributed_ms=40)]
-        ) as (router, silent, partial):
-            await router.post_chat()
-            await router.post_chat()
-            first, second = (
-                check_ttft(each) for each in await router.wait_for_records(4) if each.ttft
-            )
-            assert first.unattributed >= 20_000
-            assert not any(name.startswith(("mono.", "router.hop")) for name in first.stages)
-            assert 40_000 <= second.unattributed < 40_000 + MAX_ERROR_US + delays.total_us
-
-    fake_instances.run_with_timeout(run_scenario)
+    delays = fake_instances.LoopDelays()
+    async with fake_instances.run_routed_instances(
+        [InstancePlan(sends_timing=False), InstancePlan(unattributed_ms=40)]
+    ) as (router, silent, partial):
+        await router.post_chat()
+        await router.post_chat()
+        first, second = (check_ttft(each) for each in await router.wait_for_records(4) if each.ttft)
+        assert first.unattributed >= 20_000
+        assert not any(name.startswith(("mono.", "router.hop")) for name in first.stages)
+        assert 40_000 <= second.unattributed < 40_000 + MAX_ERROR_US + delays.total_us
 
 
 ROLE_EVENT = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
@@ -255,127 +222,97 @@ ERROR_EVENT = b'data: {"error": {"message": "Internal server error", "code": 500
         (InstancePlan(chunks=(ERROR_EVENT,), sends_timing=False), True),
     ],
 )
-def test_an_answer_without_a_token_has_failed(plan: InstancePlan, is_streaming: bool) -> None:
+async def test_an_answer_without_a_token_has_failed(plan: InstancePlan, is_streaming: bool) -> None:
     """An instance whose engine fails answers at once: that is no short TTFT, but none."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(plan) as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
-            status, _, _ = await router.post_chat(stream=is_streaming)
-            (record,) = await router.wait_for_records(1)
-            ttft = check_ttft(record)
-            assert status == 200 and record.server is not None
-            assert (ttft.error, ttft.died) == ("no_token", "router.hop.mono")
-            assert record.server.error == record.calls[0].error == "no_token"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        fake_instances.run_instance(plan) as one,
+        fake_instances.run_router([one.url]) as router,
+    ):
+        status, _, _ = await router.post_chat(stream=is_streaming)
+        (record,) = await router.wait_for_records(1)
+        ttft = check_ttft(record)
+        assert status == 200 and record.server is not None
+        assert (ttft.error, ttft.died) == ("no_token", "router.hop.mono")
+        assert record.server.error == record.calls[0].error == "no_token"
 
 
-def test_unsampled_requests_are_measured_not_told() -> None:
+async def test_unsampled_requests_are_measured_not_told() -> None:
     """Without the sampled flag no record leaves, legs get flag 00, and the report still knows it."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            await router.post_chat(traceparent=TRACEPARENT[:-1] + "0", X_Request_Id="quiet")
-            assert one.received[0].headers["traceparent"].endswith("-00")
-            status, _, _ = await get_json(router, "/ttft_report/quiet")
-            assert status == 200 and not router.records
-        async with fake_instances.run_routed_instances(settings=Settings(sampler="always_off")) as (
-            router,
-            one,
-        ):
-            await router.post_chat()
-            assert not router.records
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        await router.post_chat(traceparent=TRACEPARENT[:-1] + "0", X_Request_Id="quiet")
+        assert one.received[0].headers["traceparent"].endswith("-00")
+        status, _, _ = await get_json(router, "/ttft_report/quiet")
+        assert status == 200 and not router.records
+    async with fake_instances.run_routed_instances(settings=Settings(sampler="always_off")) as (
+        router,
+        one,
+    ):
+        await router.post_chat()
+        assert not router.records
 
 
-def test_off_it_is_a_plain_proxy() -> None:
+async def test_off_it_is_a_plain_proxy() -> None:
     """With tracing off the caller's trace headers go on as they came, and so does Server-Timing."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(traced=False) as (router, one):
-            asked = {"traceparent": TRACEPARENT, "tracestate": "v=1", "x_ttft_timing": "1"}
-            for stream in (True, False):
-                _, headers, _ = await router.post_chat(stream=stream, X_Request_Id="off", **asked)
-                assert headers["Server-Timing"].startswith("prefill.compute;dur=")
-                seen = one.received[-1].headers
-                assert (seen["traceparent"], seen["tracestate"]) == (TRACEPARENT, "v=1")
-                assert seen["x-ttft-timing"] == "1" and "x-ttft-leg" not in seen
-                assert seen["X-Request-Id"] == headers["X-Request-Id"] == "off"
-            await router.post_chat()
-            assert "traceparent" not in one.received[-1].headers
-            assert "x-ttft-timing" not in one.received[-1].headers
-            status, _, missing = await get_json(router, "/ttft_report/off")
-            assert status == 404 and "TTFT_OTEL=0" in missing["error"]["message"]
-            assert not router.records
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(traced=False) as (router, one):
+        asked = {"traceparent": TRACEPARENT, "tracestate": "v=1", "x_ttft_timing": "1"}
+        for stream in (True, False):
+            _, headers, _ = await router.post_chat(stream=stream, X_Request_Id="off", **asked)
+            assert headers["Server-Timing"].startswith("prefill.compute;dur=")
+            seen = one.received[-1].headers
+            assert (seen["traceparent"], seen["tracestate"]) == (TRACEPARENT, "v=1")
+            assert seen["x-ttft-timing"] == "1" and "x-ttft-leg" not in seen
+            assert seen["X-Request-Id"] == headers["X-Request-Id"] == "off"
+        await router.post_chat()
+        assert "traceparent" not in one.received[-1].headers
+        assert "x-ttft-timing" not in one.received[-1].headers
+        status, _, missing = await get_json(router, "/ttft_report/off")
+        assert status == 404 and "TTFT_OTEL=0" in missing["error"]["message"]
+        assert not router.records
 
 
-def test_behind_another_router_it_is_not_outermost() -> None:
+async def test_behind_another_router_it_is_not_outermost() -> None:
     """x-ttft-leg on the request says that someone before us counts this request."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            await router.post_chat()
-            await router.post_chat(x_ttft_leg="mono")
-            assert [each.outermost for each in await router.wait_for_records(4)] == [True] * 2 + [
-                False
-            ] * 2
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        await router.post_chat()
+        await router.post_chat(x_ttft_leg="mono")
+        assert [each.outermost for each in await router.wait_for_records(4)] == [True] * 2 + [
+            False
+        ] * 2
 
 
-def test_other_posts_have_no_ttft() -> None:
+async def test_other_posts_have_no_ttft() -> None:
     """Embeddings and the like are forwarded and traced, without a TTFT they do not have."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            assert (await router.post_body("/v1/embeddings", {"model": "m"}))[0] == 200
-            (record,) = await router.wait_for_records(1)
-            assert record.ttft is None and record.server is not None
-            assert record.server.name == "POST /v1/{path:path}"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        assert (await router.post_body("/v1/embeddings", {"model": "m"}))[0] == 200
+        (record,) = await router.wait_for_records(1)
+        assert record.ttft is None and record.server is not None
+        assert record.server.name == "POST /v1/{path:path}"
 
 
-def test_report() -> None:
+async def test_report() -> None:
     """/ttft_report gives each role and the whole; the unknown is a 404 that says so."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[InstancePlan({"encoder.compute": 30})]
-        ) as (router, e, pd):
-            await router.post_chat("a", X_Request_Id="r-1")
-            status, _, report = await get_json(router, "/ttft_report/r-1")
-            assert status == 200 and report["request_id"] == "r-1"
-            assert report["by_role"]["encode"]["enc_compute_time_ms"] >= 30
-            assert report["by_role"]["prefill_decode"]["prefill_compute_time_ms"] >= 20
-            whole = report["combined"]
-            total = sum(whole["stages"].values()) + whole["unattributed_ms"]
-            assert abs(total - whole["ttft_ms"]) < 1e-6 and whole["ttft_ms"] > 50
-            status, _, missing = await get_json(router, "/ttft_report/other")
-            assert status == 404 and "other" in missing["error"]["message"]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[InstancePlan({"encoder.compute": 30})]
+    ) as (router, e, pd):
+        await router.post_chat("a", X_Request_Id="r-1")
+        status, _, report = await get_json(router, "/ttft_report/r-1")
+        assert status == 200 and report["request_id"] == "r-1"
+        assert report["by_role"]["encode"]["enc_compute_time_ms"] >= 30
+        assert report["by_role"]["prefill_decode"]["prefill_compute_time_ms"] >= 20
+        whole = report["combined"]
+        total = sum(whole["stages"].values()) + whole["unattributed_ms"]
+        assert abs(total - whole["ttft_ms"]) < 1e-6 and whole["ttft_ms"] > 50
+        status, _, missing = await get_json(router, "/ttft_report/other")
+        assert status == 404 and "other" in missing["error"]["message"]
 
 
-def test_reports_are_bounded() -> None:
+async def test_reports_are_bounded() -> None:
     """Beyond the bound the oldest report goes."""
-
-    async def run_scenario() -> None:
-        reports = fake_instances.RecentReports(3)
-        async with fake_instances.run_routed_instances(reports=reports) as (router, one):
-            for number in range(5):
-                await router.post_chat(X_Request_Id=f"r{number}")
-            assert (
-                len(reports) == 3 and reports.get_report("r1") is None and reports.get_report("r4")
-            )
-
-    fake_instances.run_with_timeout(run_scenario)
+    reports = fake_instances.RecentReports(3)
+    async with fake_instances.run_routed_instances(reports=reports) as (router, one):
+        for number in range(5):
+            await router.post_chat(X_Request_Id=f"r{number}")
+        assert len(reports) == 3 and reports.get_report("r1") is None and reports.get_report("r4")
 
 
 async def get_json(router: fake_instances.RunningRouter, path: str) -> tuple[int, object, dict]:
@@ -384,29 +321,25 @@ async def get_json(router: fake_instances.RunningRouter, path: str) -> tuple[int
         return response.status, response.headers, json.loads(await response.read())
 
 
-def test_an_unsampled_request_is_counted_once() -> None:
+async def test_an_unsampled_request_is_counted_once() -> None:
     """With metrics on a stream that is not sampled leaves measurements of its TTFT and of its end."""
-
-    async def run_scenario() -> None:
-        counting = Settings(sampler="always_off", metrics=True)
-        async with fake_instances.run_routed_instances(settings=counting) as (router, one):
-            url = f"{router.url}/v1/chat/completions"
-            async with router.client.post(url, json=fake_instances.build_chat()) as response:
-                await response.read()
-            data, end = await router.wait_for_encoded(2)
-            found = measurement.decode_measurement(data)
-            head = measurement.decode_head(bytes(found.head))
-            assert (head.role, head.model, head.error) == ("router", "tiny", "")
-            assert sum(found.times_us[1:]) == found.times_us[0] > 20_000
-            instances = dict(head.stages)
-            assert instances["router.receive"] == ""
-            assert instances["router.hop.mono"] == one.url.removeprefix("http://")
-            measured_end = measurement.decode_measurement(end)
-            end_head = measurement.decode_head(bytes(measured_end.head))
-            assert (end_head.has_ttft, end_head.end_error, end_head.stages) == (False, "", ())
-            # Only the instance that decodes knows the tokens.
-            assert not end_head.has_token_time
-            (length_us,) = measured_end.times_us
-            assert length_us >= found.times_us[0]
-
-    fake_instances.run_with_timeout(run_scenario)
+    counting = Settings(sampler="always_off", metrics=True)
+    async with fake_instances.run_routed_instances(settings=counting) as (router, one):
+        url = f"{router.url}/v1/chat/completions"
+        async with router.client.post(url, json=fake_instances.build_chat()) as response:
+            await response.read()
+        data, end = await router.wait_for_encoded(2)
+        found = measurement.decode_measurement(data)
+        head = measurement.decode_head(bytes(found.head))
+        assert (head.role, head.model, head.error) == ("router", "tiny", "")
+        assert sum(found.times_us[1:]) == found.times_us[0] > 20_000
+        instances = dict(head.stages)
+        assert instances["router.receive"] == ""
+        assert instances["router.hop.mono"] == one.url.removeprefix("http://")
+        measured_end = measurement.decode_measurement(end)
+        end_head = measurement.decode_head(bytes(measured_end.head))
+        assert (end_head.has_ttft, end_head.end_error, end_head.stages) == (False, "", ())
+        # Only the instance that decodes knows the tokens.
+        assert not end_head.has_token_time
+        (length_us,) = measured_end.times_us
+        assert length_us >= found.times_us[0]

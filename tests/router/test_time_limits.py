@@ -44,17 +44,13 @@ def test_limit() -> None:
     asyncio.run(run_scenario())
 
 
-def test_cancellation_at_the_end() -> None:
+async def test_cancellation_at_the_end() -> None:
     """A cancellation in the same turn as the end is not swallowed, as by wait_for of 3.10."""
-
-    async def run_scenario() -> None:
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(wait_at_most(end, 60))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        end.set_result(None)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(run_scenario())
+    end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(wait_at_most(end, 60))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    end.set_result(None)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

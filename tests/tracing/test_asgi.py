@@ -142,32 +142,29 @@ def test_hold_limit(client: FakeClient) -> None:
     assert client.get_header() == ""
 
 
-def test_later_chunks_cost_no_call(client: FakeClient) -> None:
+async def test_later_chunks_cost_no_call(client: FakeClient) -> None:
     """After the first chunk the application's `send` is the server's own: no frame of ours for each token."""
     frames: list[str] = []
 
-    async def call_server() -> None:
-        sent: list[str] = []
+    sent: list[str] = []
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message["type"])
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["type"])
 
-        async def app(_scope: Any, _receive: Any, forward: Any) -> None:
-            assert forward is not send, "it is traced"
-            await forward({"type": "http.response.start", "status": 200, "headers": []})
-            await forward({"type": "http.response.body", "body": b"{", "more_body": True})
-            sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_filename))
-            try:
-                await forward({"type": "http.response.body", "body": b"}", "more_body": False})
-            finally:
-                sys.setprofile(None)
+    async def app(_scope: Any, _receive: Any, forward: Any) -> None:
+        assert forward is not send, "it is traced"
+        await forward({"type": "http.response.start", "status": 200, "headers": []})
+        await forward({"type": "http.response.body", "body": b"{", "more_body": True})
+        sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_filename))
+        try:
+            await forward({"type": "http.response.body", "body": b"}", "more_body": False})
+        finally:
+            sys.setprofile(None)
 
-        middleware = asgi.TracingMiddleware(app, Settings(), print, print)  # type: ignore[arg-type]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await middleware(scope, None, send)  # type: ignore[arg-type]
-        assert sent == ["http.response.start", *["http.response.body"] * 2]
-
-    asyncio.run(call_server())
+    middleware = asgi.TracingMiddleware(app, Settings(), print, print)  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await middleware(scope, None, send)  # type: ignore[arg-type]
+    assert sent == ["http.response.start", *["http.response.body"] * 2]
     assert frames and not [each for each in frames if each == first_chunk.__file__]
 
 
@@ -235,7 +232,6 @@ def test_disconnect(client: FakeClient, records: testing.MemorySender) -> None:
 
 def test_disconnect_unknown(client: FakeClient, records: testing.MemorySender) -> None:
     """An engine core that knows nothing leaves the time unattributed, not invented."""
-
     asyncio.run(cancel_in_queue(client))
     ttft = records.kept[0].ttft
 
@@ -508,15 +504,11 @@ def test_asked_not_sampled(client: FakeClient, records: testing.MemorySender) ->
     assert not records.kept
 
 
-def test_context_is_cleared(client: FakeClient) -> None:
+async def test_context_is_cleared(client: FakeClient) -> None:
     """A pipelined request that is not traced does not mark the request before it."""
-
-    async def both() -> None:
-        await client.call_server()
-        await client.call_server(traceparent=UNSAMPLED)
-        assert recorder.current_trace.get() is None
-
-    asyncio.run(both())
+    await client.call_server()
+    await client.call_server(traceparent=UNSAMPLED)
+    assert recorder.current_trace.get() is None
 
 
 def test_other_paths(client: FakeClient, records: testing.MemorySender) -> None:
@@ -608,15 +600,9 @@ def test_spans(client: FakeClient, records: testing.MemorySender) -> None:
     )
 
 
-def test_concurrent(client: FakeClient, records: testing.MemorySender) -> None:
+async def test_concurrent(client: FakeClient, records: testing.MemorySender) -> None:
     """Requests at the same time, of one connection or many, keep their marks apart."""
-
-    async def many() -> None:
-        await asyncio.gather(
-            *(client.call_server(x_request_id=f"r{number}") for number in range(20))
-        )
-
-    asyncio.run(many())
+    await asyncio.gather(*(client.call_server(x_request_id=f"r{number}") for number in range(20)))
 
     assert {record.request_id for record in records.kept} == {f"r{n}" for n in range(20)}
     assert all(get_closed_stages(record) for record in records.kept if record.ttft)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -55,17 +54,13 @@ def test_exporter(planted: Path) -> None:
     assert not planted.exists()
 
 
-def test_tokenizer(planted: Path) -> None:
+async def test_tokenizer(planted: Path) -> None:
     """Nor does the tokenizer process of the router's."""
-
-    async def ask_child() -> None:
-        worker = TokenizerWorker()
-        try:
-            await worker.ask_child(TokenizeQuestion(0, "", "completion", b'{"prompt": [1]}', 1))
-        except UnreadablePrompt as error:
-            assert error.reason != "died"
-        finally:
-            await worker.close()
-
-    asyncio.run(ask_child())
+    worker = TokenizerWorker()
+    try:
+        await worker.ask_child(TokenizeQuestion(0, "", "completion", b'{"prompt": [1]}', 1))
+    except UnreadablePrompt as error:
+        assert error.reason != "died"
+    finally:
+        await worker.close()
     assert not planted.exists()

@@ -27,7 +27,6 @@ from router.fake_publisher import FakePublisher
 
 from commands.router.test_router_process import CommandProcess, run_command
 from commands.router.test_worker_processes import (
-    TIMEOUT_S,
     is_running,
     list_instances,
     list_worker_pids,
@@ -194,136 +193,114 @@ async def run_site(folder: Path) -> AsyncIterator[IndexSite]:
         context.destroy(linger=0)
 
 
-def test_workers_decide_on_one_index(tmp_path: Path) -> None:
+async def test_workers_decide_on_one_index(tmp_path: Path) -> None:
     """Both send prompts where events say they are; one process has subscribed, and it has the memory."""
+    async with run_site(tmp_path) as site:
+        await site.publish_prompts(1)
+        keeper = await site.wait_for_keeper()
+        workers = [pid for pid in list_worker_pids(site.it) if pid != keeper]
+        assert len(workers) == 2
+        before_kb = {pid: read_private_kb(pid) for pid in (keeper, *workers)}
+        many = [*range(10**6, 10**6 + BLOCK_TOKENS * 60_000)]
+        site.publishers[0].engine.compute_prompt(many)
+        await site.publishers[0].publish_events()
 
-    async def run_scenario() -> None:
-        async with run_site(tmp_path) as site:
-            await site.publish_prompts(1)
-            keeper = await site.wait_for_keeper()
-            workers = [pid for pid in list_worker_pids(site.it) if pid != keeper]
-            assert len(workers) == 2
-            before_kb = {pid: read_private_kb(pid) for pid in (keeper, *workers)}
-            many = [*range(10**6, 10**6 + BLOCK_TOKENS * 60_000)]
-            site.publishers[0].engine.compute_prompt(many)
-            await site.publishers[0].publish_events()
+        prompts = await site.publish_prompts(40)
+        wrong = await site.send_prompts(prompts)
 
-            prompts = await site.publish_prompts(40)
-            wrong = await site.send_prompts(prompts)
+        answered = (await site.count_lookups())["answered"]
+        # A busy machine may make some late: those were decided by chance, the others never wrong.
+        assert wrong <= len(prompts) - answered
+        assert answered > 10
+        assert [each.replay_starts for each in site.publishers] == [[0], [0]], "one subscription"
+        grown_kb = {pid: read_private_kb(pid) - kb for pid, kb in before_kb.items()}
+        assert grown_kb[keeper] > 4000
+        assert all(grown_kb[pid] < grown_kb[keeper] / 2 for pid in workers), grown_kb
 
-            answered = (await site.count_lookups())["answered"]
-            # A busy machine may make some late: those were decided by chance, the others never wrong.
-            assert wrong <= len(prompts) - answered
-            assert answered > 10
-            assert [each.replay_starts for each in site.publishers] == [[0], [0]], (
-                "one subscription"
-            )
-            grown_kb = {pid: read_private_kb(pid) - kb for pid, kb in before_kb.items()}
-            assert grown_kb[keeper] > 4000
-            assert all(grown_kb[pid] < grown_kb[keeper] / 2 for pid in workers), grown_kb
-
-            site.it.send_signal(signal.SIGTERM)
-            assert await site.it.process.wait() == 0
-            assert not any(is_running(pid) for pid in (keeper, *workers))
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+        site.it.send_signal(signal.SIGTERM)
+        assert await site.it.process.wait() == 0
+        assert not any(is_running(pid) for pid in (keeper, *workers))
 
 
-def test_the_keeper_dies(tmp_path: Path) -> None:
+async def test_the_keeper_dies(tmp_path: Path) -> None:
     """Requests go on by estimates, and /readyz and the log say so; its successor knows the events again."""
+    async with run_site(tmp_path) as site:
+        prompts = await site.publish_prompts(40)
+        keeper = await site.wait_for_keeper()
+        while not (await site.count_lookups())["answered"]:
+            await site.send_prompts(prompts[:1])
+        assert "prefix_index" not in await site.read_readiness()
 
-    async def run_scenario() -> None:
-        async with run_site(tmp_path) as site:
-            prompts = await site.publish_prompts(40)
-            keeper = await site.wait_for_keeper()
-            while not (await site.count_lookups())["answered"]:
-                await site.send_prompts(prompts[:1])
-            assert "prefix_index" not in await site.read_readiness()
+        os.kill(keeper, signal.SIGKILL)
 
-            os.kill(keeper, signal.SIGKILL)
+        # It lived for less than ten seconds, so its successor starts after a pause.
+        while "prefix_index" not in await site.read_readiness():
+            assert site.find_keeper() in (0, keeper), "nothing was said before it was replaced"
+        history = (await list_instances(site.it, site.admin))[site.instances[0].url]["index"]
+        assert history["source"] == "history"
+        while not (await site.count_lookups())["away"]:
+            await site.send_prompts(prompts[:10])
+            # It was back too soon; now it will take longer.
+            if again := site.find_keeper():
+                os.kill(again, signal.SIGKILL)
+                keeper = again
+        await site.it.wait_for_log("the process that keeps the index of KV events (")
+        assert "was ended by SIGKILL: workers estimate" in site.it.log.read_text()
 
-            # It lived for less than ten seconds, so its successor starts after a pause.
-            while "prefix_index" not in await site.read_readiness():
-                assert site.find_keeper() in (0, keeper), "nothing was said before it was replaced"
-            history = (await list_instances(site.it, site.admin))[site.instances[0].url]["index"]
-            assert history["source"] == "history"
-            while not (await site.count_lookups())["away"]:
-                await site.send_prompts(prompts[:10])
-                # It was back too soon; now it will take longer.
-                if again := site.find_keeper():
-                    os.kill(again, signal.SIGKILL)
-                    keeper = again
-            await site.it.wait_for_log("the process that keeps the index of KV events (")
-            assert "was ended by SIGKILL: workers estimate" in site.it.log.read_text()
-
-            assert await site.wait_for_keeper(keeper) != keeper
-            await site.wait_for_blocks()
-            while "prefix_index" in await site.read_readiness():
-                await asyncio.sleep(0.05)
-            before = await site.count_lookups()
-            wrong = await site.send_prompts(prompts[10:])
-            answered = (await site.count_lookups())["answered"] - before["answered"]
-            assert wrong <= 30 - answered
-            assert answered > 10
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+        assert await site.wait_for_keeper(keeper) != keeper
+        await site.wait_for_blocks()
+        while "prefix_index" in await site.read_readiness():
+            await asyncio.sleep(0.05)
+        before = await site.count_lookups()
+        wrong = await site.send_prompts(prompts[10:])
+        answered = (await site.count_lookups())["answered"] - before["answered"]
+        assert wrong <= 30 - answered
+        assert answered > 10
 
 
-def test_the_keeper_is_stuck(tmp_path: Path) -> None:
+async def test_the_keeper_is_stuck(tmp_path: Path) -> None:
     """Requests do not wait for it: a few are late, then nobody asks for a while; it is asked again later."""
+    async with run_site(tmp_path) as site:
+        prompts = await site.publish_prompts(20)
+        keeper = await site.wait_for_keeper()
+        os.kill(keeper, signal.SIGSTOP)
+        while not (lookups := await site.count_lookups())["skipped"]:
+            await site.send_prompts(prompts)
+        assert lookups["late"] and not lookups["answered"] and not lookups["away"]
+        await site.it.wait_for_log("does not answer within")
 
-    async def run_scenario() -> None:
-        async with run_site(tmp_path) as site:
-            prompts = await site.publish_prompts(20)
-            keeper = await site.wait_for_keeper()
-            os.kill(keeper, signal.SIGSTOP)
-            while not (lookups := await site.count_lookups())["skipped"]:
-                await site.send_prompts(prompts)
-            assert lookups["late"] and not lookups["answered"] and not lookups["away"]
-            await site.it.wait_for_log("does not answer within")
-
-            os.kill(keeper, signal.SIGCONT)
-            while not (await site.count_lookups())["answered"]:
-                await site.send_prompts(prompts[:1])
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+        os.kill(keeper, signal.SIGCONT)
+        while not (await site.count_lookups())["answered"]:
+            await site.send_prompts(prompts[:1])
 
 
-def test_a_worker_dies(tmp_path: Path) -> None:
+async def test_a_worker_dies(tmp_path: Path) -> None:
     """Its successor asks the same keeper, whose subscriptions go on."""
+    async with run_site(tmp_path) as site:
+        await site.publish_prompts(2)
+        keeper = await site.wait_for_keeper()
+        for restarts in (1, 2):
+            worker = next(pid for pid in list_worker_pids(site.it) if pid != keeper)
+            os.kill(worker, signal.SIGKILL)
+            await site.it.wait_for_log("was ended by SIGKILL", restarts)
+            await wait_for_workers(site.it, 2, restarts)
+        prompts = await site.publish_prompts(40)
+        wrong = await site.send_prompts(prompts)
 
-    async def run_scenario() -> None:
-        async with run_site(tmp_path) as site:
-            await site.publish_prompts(2)
-            keeper = await site.wait_for_keeper()
-            for restarts in (1, 2):
-                worker = next(pid for pid in list_worker_pids(site.it) if pid != keeper)
-                os.kill(worker, signal.SIGKILL)
-                await site.it.wait_for_log("was ended by SIGKILL", restarts)
-                await wait_for_workers(site.it, 2, restarts)
-            prompts = await site.publish_prompts(40)
-            wrong = await site.send_prompts(prompts)
-
-            answered = (await site.count_lookups())["answered"]
-            assert wrong <= len(prompts) - answered
-            assert answered > 10
-            assert site.find_keeper() == keeper
-            assert [each.replay_starts for each in site.publishers] == [[0], [0]]
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+        answered = (await site.count_lookups())["answered"]
+        assert wrong <= len(prompts) - answered
+        assert answered > 10
+        assert site.find_keeper() == keeper
+        assert [each.replay_starts for each in site.publishers] == [[0], [0]]
 
 
-def test_the_supervisor_dies(tmp_path: Path) -> None:
+async def test_the_supervisor_dies(tmp_path: Path) -> None:
     """The keeper ends after the last worker; nothing is left in the folder."""
-
-    async def run_scenario() -> None:
-        async with run_site(tmp_path) as site:
-            await site.publish_prompts(1)
-            pids, socket_path = list_worker_pids(site.it), Path(site.socket_path)
-            assert len(pids) == 3 and socket_path.exists()
-            site.it.send_signal(signal.SIGKILL)
-            while any(is_running(pid) for pid in pids):
-                await asyncio.sleep(0.05)
-            assert not socket_path.parent.exists()
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    async with run_site(tmp_path) as site:
+        await site.publish_prompts(1)
+        pids, socket_path = list_worker_pids(site.it), Path(site.socket_path)
+        assert len(pids) == 3 and socket_path.exists()
+        site.it.send_signal(signal.SIGKILL)
+        while any(is_running(pid) for pid in pids):
+            await asyncio.sleep(0.05)
+        assert not socket_path.parent.exists()

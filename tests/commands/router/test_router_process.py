@@ -78,160 +78,136 @@ async def run_command(folder: Path, *flags: str, **env: str) -> AsyncIterator[Co
         await process.wait()
 
 
-def test_drain(tmp_path: Path) -> None:
+async def test_drain(tmp_path: Path) -> None:
     """After SIGTERM /readyz fails, new requests get 503, the open stream is completed, exit status is 0."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan(gap_s=1.0)) as one,
-            run_command(tmp_path, "--backend", one.url) as it,
-        ):
-            stream = asyncio.create_task(it.router.post_chat())
-            while not one.received:
-                await asyncio.sleep(0.01)
-            assert await it.get_status("/readyz") == 200
-            it.send_signal(signal.SIGTERM)
-            await it.wait_for_log("shutting down: 1 requests in flight may finish within 30 s")
-            assert await it.get_status("/readyz") == 503
-            assert await it.get_status("/healthz") == 200
-            await asyncio.sleep(0.2)
-            status, headers, body = await it.router.post_chat()
-            assert (status, headers["Retry-After"]) == (503, "1")
-            assert "shutting down" in json.loads(body)["error"]["message"]
-            assert len(one.received) == 1
-            assert (await stream)[2] == b"".join(STREAM_EVENTS)
-            assert await it.process.wait() == 0
-
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
+    async with (
+        fake_instances.run_instance(InstancePlan(gap_s=1.0)) as one,
+        run_command(tmp_path, "--backend", one.url) as it,
+    ):
+        stream = asyncio.create_task(it.router.post_chat())
+        while not one.received:
+            await asyncio.sleep(0.01)
+        assert await it.get_status("/readyz") == 200
+        it.send_signal(signal.SIGTERM)
+        await it.wait_for_log("shutting down: 1 requests in flight may finish within 30 s")
+        assert await it.get_status("/readyz") == 503
+        assert await it.get_status("/healthz") == 200
+        await asyncio.sleep(0.2)
+        status, headers, body = await it.router.post_chat()
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert "shutting down" in json.loads(body)["error"]["message"]
+        assert len(one.received) == 1
+        assert (await stream)[2] == b"".join(STREAM_EVENTS)
+        assert await it.process.wait() == 0
 
 
-def test_drain_delay(tmp_path: Path) -> None:
+async def test_drain_delay(tmp_path: Path) -> None:
     """During --drain-delay new requests are served, while /readyz already fails."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(InstancePlan({})) as one:
-            async with run_command(tmp_path, "--backend", one.url, "--drain-delay", "1.5") as it:
-                it.send_signal(signal.SIGTERM)
-                await it.wait_for_log("shutting down")
-                assert await it.get_status("/readyz") == 503
-                assert (await it.router.post_chat())[0] == 200
-                assert await it.process.wait() == 0
-
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
+    async with fake_instances.run_instance(InstancePlan({})) as one:
+        async with run_command(tmp_path, "--backend", one.url, "--drain-delay", "1.5") as it:
+            it.send_signal(signal.SIGTERM)
+            await it.wait_for_log("shutting down")
+            assert await it.get_status("/readyz") == 503
+            assert (await it.router.post_chat())[0] == 200
+            assert await it.process.wait() == 0
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_drain_timeout(tmp_path: Path, second: bool) -> None:
+async def test_drain_timeout(tmp_path: Path, second: bool) -> None:
     """After --drain-timeout, or a second signal, open streams are cut, at the instance as well."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(InstancePlan(gap_s=25)) as one:
-            limit = "60" if second else "0.5"
-            async with run_command(tmp_path, "--backend", one.url, "--drain-timeout", limit) as it:
-                stream = asyncio.create_task(it.router.post_chat())
-                while not one.received:
-                    await asyncio.sleep(0.01)
+    async with fake_instances.run_instance(InstancePlan(gap_s=25)) as one:
+        limit = "60" if second else "0.5"
+        async with run_command(tmp_path, "--backend", one.url, "--drain-timeout", limit) as it:
+            stream = asyncio.create_task(it.router.post_chat())
+            while not one.received:
+                await asyncio.sleep(0.01)
+            it.send_signal(signal.SIGTERM)
+            if second:
+                await it.wait_for_log("shutting down")
                 it.send_signal(signal.SIGTERM)
-                if second:
-                    await it.wait_for_log("shutting down")
-                    it.send_signal(signal.SIGTERM)
-                assert await it.process.wait() == 0
-                with pytest.raises(aiohttp.ClientError):
-                    await stream
-                await asyncio.sleep(0.1)
-                assert one.received[0].cancelled_us
-
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
+            assert await it.process.wait() == 0
+            with pytest.raises(aiohttp.ClientError):
+                await stream
+            await asyncio.sleep(0.1)
+            assert one.received[0].cancelled_us
 
 
-def test_reload(tmp_path: Path) -> None:
+async def test_reload(tmp_path: Path) -> None:
     """SIGHUP applies other instances and keys; an open stream goes on at its instance."""
-
-    async def run_scenario() -> None:
-        file = tmp_path / "router.yaml"
-        async with (
-            fake_instances.run_instance(InstancePlan(gap_s=0.6)) as a,
-            fake_instances.run_instance(InstancePlan({})) as b,
-        ):
-            file.write_text(f"backend: [{a.url}]\nhealth-interval: 0.2\n")
-            async with run_command(tmp_path, "--config", str(file)) as it:
-                stream = asyncio.create_task(it.router.post_chat())
-                while not a.received:
-                    await asyncio.sleep(0.01)
-                file.write_text(f"backend: [{b.url}]\napi-key: [k]\nmax-body: 9\n")
-                it.send_signal(signal.SIGHUP)
-                await it.wait_for_log(f"added {b.url}; removed {a.url}")
-                await it.wait_for_log(
-                    "restart the router to apply the new --max-body, --health-interval"
-                )
-                assert (await it.router.post_chat())[0] == 401
-                assert (await it.router.post_chat(Authorization="Bearer k"))[0] == 200
-                assert (len(a.received), len(b.received)) == (1, 1)
-                assert (await stream)[2] == b"".join(STREAM_EVENTS)
-
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
+    file = tmp_path / "router.yaml"
+    async with (
+        fake_instances.run_instance(InstancePlan(gap_s=0.6)) as a,
+        fake_instances.run_instance(InstancePlan({})) as b,
+    ):
+        file.write_text(f"backend: [{a.url}]\nhealth-interval: 0.2\n")
+        async with run_command(tmp_path, "--config", str(file)) as it:
+            stream = asyncio.create_task(it.router.post_chat())
+            while not a.received:
+                await asyncio.sleep(0.01)
+            file.write_text(f"backend: [{b.url}]\napi-key: [k]\nmax-body: 9\n")
+            it.send_signal(signal.SIGHUP)
+            await it.wait_for_log(f"added {b.url}; removed {a.url}")
+            await it.wait_for_log(
+                "restart the router to apply the new --max-body, --health-interval"
+            )
+            assert (await it.router.post_chat())[0] == 401
+            assert (await it.router.post_chat(Authorization="Bearer k"))[0] == 200
+            assert (len(a.received), len(b.received)) == (1, 1)
+            assert (await stream)[2] == b"".join(STREAM_EVENTS)
 
 
-def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
+async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     """A file with an error leaves the configuration as it was; the log names the error and its remedy."""
-
-    async def run_scenario() -> None:
-        file = tmp_path / "router.yaml"
-        async with fake_instances.run_instance(InstancePlan({})) as a:
-            file.write_text(f"backend: [{a.url}]\n")
-            async with run_command(tmp_path, "--config", str(file)) as it:
-                wrong = (
-                    ("backend: [", "is not valid YAML"),
-                    ("- backend", "write one `flag: value` per line"),
-                    ("", "write one `flag: value` per line"),
-                    (f"backends: [{a.url}]", "'backends' is not one of admin-host"),
-                    (f"backend: {a.url}", f"write `backend: [{a.url}]`"),
-                    ("backend: [localhost]", "write it like http://127.0.0.1:8001"),
-                    (f"backend: [{a.url}]\nretries: many", "'--retries'"),
-                    ("port: 1", "Give either --backend, or --prefill and --decode together"),
-                    (
-                        f"backend: [{a.url}]\nencoder: [{a.url}]",
-                        "change the legs from mono to encode, prefill_decode",
-                    ),
-                )
-                for number, (text, words) in enumerate(wrong, 1):
-                    file.write_text(text)
-                    it.send_signal(signal.SIGHUP)
-                    await it.wait_for_log("configuration reload failed", number)
-                    assert words in it.log.read_text(), text
-                file.unlink()
+    file = tmp_path / "router.yaml"
+    async with fake_instances.run_instance(InstancePlan({})) as a:
+        file.write_text(f"backend: [{a.url}]\n")
+        async with run_command(tmp_path, "--config", str(file)) as it:
+            wrong = (
+                ("backend: [", "is not valid YAML"),
+                ("- backend", "write one `flag: value` per line"),
+                ("", "write one `flag: value` per line"),
+                (f"backends: [{a.url}]", "'backends' is not one of admin-host"),
+                (f"backend: {a.url}", f"write `backend: [{a.url}]`"),
+                ("backend: [localhost]", "write it like http://127.0.0.1:8001"),
+                (f"backend: [{a.url}]\nretries: many", "'--retries'"),
+                ("port: 1", "Give either --backend, or --prefill and --decode together"),
+                (
+                    f"backend: [{a.url}]\nencoder: [{a.url}]",
+                    "change the legs from mono to encode, prefill_decode",
+                ),
+            )
+            for number, (text, words) in enumerate(wrong, 1):
+                file.write_text(text)
                 it.send_signal(signal.SIGHUP)
-                await it.wait_for_log("No such file")
-                assert (await it.router.post_chat())[0] == 200
-                async with it.router.client.get(f"{it.router.url}/metrics") as response:
-                    text = await response.text()
-                assert 'ttft_otel_router_reloads_total{result="failed"} 10.0' in text
+                await it.wait_for_log("configuration reload failed", number)
+                assert words in it.log.read_text(), text
+            file.unlink()
+            it.send_signal(signal.SIGHUP)
+            await it.wait_for_log("No such file")
+            assert (await it.router.post_chat())[0] == 200
+            async with it.router.client.get(f"{it.router.url}/metrics") as response:
+                text = await response.text()
+            assert 'ttft_otel_router_reloads_total{result="failed"} 10.0' in text
 
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
 
-
-def test_everything_by_environment(tmp_path: Path) -> None:
+async def test_everything_by_environment(tmp_path: Path) -> None:
     """Environment variables alone start the router; flags override them, and they override the file."""
-
-    async def run_scenario() -> None:
-        file = tmp_path / "router.yaml"
-        file.write_text("backend: [http://127.0.0.1:1]\napi-key: [file]\nport: 1\n")
-        async with fake_instances.run_instance(InstancePlan({})) as one:
-            env = {"CONFIG": str(file), "BACKEND": f"{one.url} {one.url}", "ADMIN_TOKEN": "t"}
-            named = {f"TTFT_OTEL_ROUTER_{name}": value for name, value in env.items()}
-            admin = fake_instances.find_unused_url()
-            flags = ("--admin-port", admin.rpartition(":")[2], "--api-key", "flag")
-            async with run_command(tmp_path, *flags, **named) as it:
-                assert (await it.router.post_chat(Authorization="Bearer file"))[0] == 401
-                assert (await it.router.post_chat(Authorization="Bearer flag"))[0] == 200
-                for given, wanted in (({}, 401), ({"Authorization": "Bearer t"}, 200)):
-                    url = f"{admin}/instances"
-                    async with it.router.client.get(url, headers=given) as response:
-                        assert response.status == wanted
-                        said = await response.json()
-                assert [each["url"] for each in said["instances"]] == [one.url]
-
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
+    file = tmp_path / "router.yaml"
+    file.write_text("backend: [http://127.0.0.1:1]\napi-key: [file]\nport: 1\n")
+    async with fake_instances.run_instance(InstancePlan({})) as one:
+        env = {"CONFIG": str(file), "BACKEND": f"{one.url} {one.url}", "ADMIN_TOKEN": "t"}
+        named = {f"TTFT_OTEL_ROUTER_{name}": value for name, value in env.items()}
+        admin = fake_instances.find_unused_url()
+        flags = ("--admin-port", admin.rpartition(":")[2], "--api-key", "flag")
+        async with run_command(tmp_path, *flags, **named) as it:
+            assert (await it.router.post_chat(Authorization="Bearer file"))[0] == 401
+            assert (await it.router.post_chat(Authorization="Bearer flag"))[0] == 200
+            for given, wanted in (({}, 401), ({"Authorization": "Bearer t"}, 200)):
+                url = f"{admin}/instances"
+                async with it.router.client.get(url, headers=given) as response:
+                    assert response.status == wanted
+                    said = await response.json()
+            assert [each["url"] for each in said["instances"]] == [one.url]
 
 
 def test_an_open_port_is_refused_at_start() -> None:
@@ -242,17 +218,14 @@ def test_an_open_port_is_refused_at_start() -> None:
     assert "it needs --api-key KEY, or --insecure" in " ".join(refused.output.split())
 
 
-def test_a_reload_does_not_open_the_port(tmp_path: Path) -> None:
+async def test_a_reload_does_not_open_the_port(tmp_path: Path) -> None:
     """At SIGHUP a file without the keys it had is refused: the old keys stay in force."""
     config = tmp_path / "router.yaml"
     config.write_text("backend: [http://127.0.0.1:1]\nhost: 0.0.0.0\napi-key: [k]\n")
 
-    async def run_scenario() -> None:
-        async with run_command(tmp_path, "--config", str(config)) as router:
-            assert await router.get_status("/v1/models") == 401
-            config.write_text("backend: [http://127.0.0.1:1]\nhost: 0.0.0.0\n")
-            router.send_signal(signal.SIGHUP)
-            await router.wait_for_log("configuration reload failed")
-            assert await router.get_status("/v1/models") == 401
-
-    fake_instances.run_with_timeout(run_scenario, START_TIMEOUT_S)
+    async with run_command(tmp_path, "--config", str(config)) as router:
+        assert await router.get_status("/v1/models") == 401
+        config.write_text("backend: [http://127.0.0.1:1]\nhost: 0.0.0.0\n")
+        router.send_signal(signal.SIGHUP)
+        await router.wait_for_log("configuration reload failed")
+        assert await router.get_status("/v1/models") == 401

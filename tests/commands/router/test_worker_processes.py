@@ -74,43 +74,37 @@ async def post_alone(it: CommandProcess, request_id: str = "") -> int:
 
 
 @pytest.mark.slow
-def test_one_router(tmp_path: Path) -> None:
+async def test_one_router(tmp_path: Path) -> None:
     """Reports and metrics are those of all workers; SIGHUP reloads and SIGTERM drains all of them."""
+    file = tmp_path / "router.yaml"
+    plan = InstancePlan(permits=asyncio.Semaphore(1000))
+    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance() as b:
+        file.write_text(f"backend: [{a.url}]\n")
+        flags = ("--config", str(file), "--workers", "3", "--reports", "100")
+        # Without an endpoint that answers: reports are kept all the same.
+        traced = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+        async with run_command(tmp_path, *flags, **traced) as it:
+            await wait_for_workers(it, 3)
+            assert len(list_worker_pids(it)) == 3
+            ids = [f"request-{number}" for number in range(12)]
+            assert [await post_alone(it, each) for each in ids] == [200] * 12
+            for each in ids:
+                async with aiohttp.ClientSession() as client:
+                    async with client.get(f"{it.router.url}/ttft_report/{each}") as response:
+                        assert response.status == 200, each
+            assert await it.get_status("/ttft_report/nobody") == 404
+            await wait_for_metric(it, f'{metric_names.ROUTER_REQUESTS}_total{{result="2xx"}}', 12)
 
-    async def run_scenario() -> None:
-        file = tmp_path / "router.yaml"
-        plan = InstancePlan(permits=asyncio.Semaphore(1000))
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance() as b:
-            file.write_text(f"backend: [{a.url}]\n")
-            flags = ("--config", str(file), "--workers", "3", "--reports", "100")
-            # Without an endpoint that answers: reports are kept all the same.
-            traced = {env_names.TTFT_OTEL: "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
-            async with run_command(tmp_path, *flags, **traced) as it:
-                await wait_for_workers(it, 3)
-                assert len(list_worker_pids(it)) == 3
-                ids = [f"request-{number}" for number in range(12)]
-                assert [await post_alone(it, each) for each in ids] == [200] * 12
-                for each in ids:
-                    async with aiohttp.ClientSession() as client:
-                        async with client.get(f"{it.router.url}/ttft_report/{each}") as response:
-                            assert response.status == 200, each
-                assert await it.get_status("/ttft_report/nobody") == 404
-                await wait_for_metric(
-                    it, f'{metric_names.ROUTER_REQUESTS}_total{{result="2xx"}}', 12
-                )
+            file.write_text(f"backend: [{b.url}]\n")
+            it.send_signal(signal.SIGHUP)
+            await it.wait_for_log(f"added {b.url}; removed {a.url}", 3)
+            assert [await post_alone(it) for _ in range(6)] == [200] * 6
+            assert (len(a.received), len(b.received)) == (12, 6)
+            await wait_for_metric(it, f'{metric_names.ROUTER_RELOADS}_total{{result="ok"}}', 1)
 
-                file.write_text(f"backend: [{b.url}]\n")
-                it.send_signal(signal.SIGHUP)
-                await it.wait_for_log(f"added {b.url}; removed {a.url}", 3)
-                assert [await post_alone(it) for _ in range(6)] == [200] * 6
-                assert (len(a.received), len(b.received)) == (12, 6)
-                await wait_for_metric(it, f'{metric_names.ROUTER_RELOADS}_total{{result="ok"}}', 1)
-
-                it.send_signal(signal.SIGTERM)
-                assert await it.process.wait() == 0
-                assert it.log.read_text().count("shutting down") == 3
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+            it.send_signal(signal.SIGTERM)
+            assert await it.process.wait() == 0
+            assert it.log.read_text().count("shutting down") == 3
 
 
 def describe_process(pid: int, folder: Path) -> dict[str, Any]:
@@ -178,23 +172,19 @@ async def run_two_workers(
         yield one, it
 
 
-def test_drain(tmp_path: Path) -> None:
+async def test_drain(tmp_path: Path) -> None:
     """After SIGTERM the open streams of all workers are completed, then all processes end with status 0."""
-
-    async def run_scenario() -> None:
-        permits = asyncio.Semaphore(0)
-        async with run_two_workers(tmp_path, permits) as (one, it):
-            streams = [asyncio.create_task(post_alone(it)) for _ in range(FEW_CLIENTS)]
-            while len(one.received) < FEW_CLIENTS:
-                await asyncio.sleep(0.01)
-            it.send_signal(signal.SIGTERM)
-            await it.wait_for_log("shutting down", 2)
-            for _ in range(2 * FEW_CLIENTS):
-                permits.release()
-            assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
-            assert await it.process.wait() == 0
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    permits = asyncio.Semaphore(0)
+    async with run_two_workers(tmp_path, permits) as (one, it):
+        streams = [asyncio.create_task(post_alone(it)) for _ in range(FEW_CLIENTS)]
+        while len(one.received) < FEW_CLIENTS:
+            await asyncio.sleep(0.01)
+        it.send_signal(signal.SIGTERM)
+        await it.wait_for_log("shutting down", 2)
+        for _ in range(2 * FEW_CLIENTS):
+            permits.release()
+        assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
+        assert await it.process.wait() == 0
 
 
 async def list_instances(it: CommandProcess, admin: str) -> dict[str, Any]:
@@ -204,36 +194,32 @@ async def list_instances(it: CommandProcess, admin: str) -> dict[str, Any]:
             return {each["url"]: each for each in (await response.json())["instances"]}
 
 
-def test_orders_reach_all(tmp_path: Path) -> None:
+async def test_orders_reach_all(tmp_path: Path) -> None:
     """An instance added through one worker is known to all, and to the successor of a killed worker."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
-            admin = fake_instances.find_unused_url()
-            flags = ("--backend", a.url, "--workers", "2", "--admin-port", admin.rpartition(":")[2])
-            async with run_command(tmp_path, *flags) as it:
-                await wait_for_workers(it, 2)
-                for order in (
-                    {"action": "add", "leg": "mono", "url": b.url},
-                    {"action": "drain", "leg": "mono", "url": a.url},
-                ):
-                    async with it.router.client.post(f"{admin}/instances", json=order) as response:
-                        assert response.status == 200
-                for restarts in (0, 1, 2):
-                    await wait_for_workers(it, 2, restarts)
-                    # Connections are spread by chance: of ten, both workers have some.
-                    answers = 0
-                    while answers < 10:
-                        found = await list_instances(it, admin)
-                        states = {url: each["state"] for url, each in found.items()}
-                        is_right = states == {a.url: "draining", b.url: "healthy"}
-                        answers = answers + 1 if is_right else 0
-                    pids = list_worker_pids(it)
-                    signal_worker(pids[0])
-                    while pids[0] in list_worker_pids(it) or len(list_worker_pids(it)) < 2:
-                        await asyncio.sleep(0.02)
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+        admin = fake_instances.find_unused_url()
+        flags = ("--backend", a.url, "--workers", "2", "--admin-port", admin.rpartition(":")[2])
+        async with run_command(tmp_path, *flags) as it:
+            await wait_for_workers(it, 2)
+            for order in (
+                {"action": "add", "leg": "mono", "url": b.url},
+                {"action": "drain", "leg": "mono", "url": a.url},
+            ):
+                async with it.router.client.post(f"{admin}/instances", json=order) as response:
+                    assert response.status == 200
+            for restarts in (0, 1, 2):
+                await wait_for_workers(it, 2, restarts)
+                # Connections are spread by chance: of ten, both workers have some.
+                answers = 0
+                while answers < 10:
+                    found = await list_instances(it, admin)
+                    states = {url: each["state"] for url, each in found.items()}
+                    is_right = states == {a.url: "draining", b.url: "healthy"}
+                    answers = answers + 1 if is_right else 0
+                pids = list_worker_pids(it)
+                signal_worker(pids[0])
+                while pids[0] in list_worker_pids(it) or len(list_worker_pids(it)) < 2:
+                    await asyncio.sleep(0.02)
 
 
 def signal_worker(pid: int) -> None:
@@ -251,34 +237,31 @@ def signal_worker(pid: int) -> None:
         pytest.param("least_requests", 4, 12, marks=pytest.mark.full),
     ],
 )
-def test_workers_are_killed_under_load(
+async def test_workers_are_killed_under_load(
     tmp_path: Path, policy: str, workers: int, kills: int
 ) -> None:
     """Killed workers are replaced and logged; no request is sent twice; load counts return to 0."""
     flags = ("--routing-logic", policy, "--workers", str(workers))
 
-    async def run_scenario() -> None:
-        # Streams last, so that a worker that is killed has some under way.
-        plan = InstancePlan(gap_s=0.05)
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            admin = fake_instances.find_unused_url()
-            port = ("--admin-port", admin.rpartition(":")[2])
-            backends = ("--backend", a.url, "--backend", b.url)
-            async with run_command(tmp_path, *backends, *port, *flags) as it:
-                await wait_for_workers(it, workers)
-                statuses = await kill_meanwhile(it, random.Random(policy), workers, kills)
-                await wait_for_workers(it, workers, kills)
-                assert it.log.read_text().count("was ended by SIGKILL") == kills
-                assert set(statuses) <= {200, 0} and statuses[200]
-                assert statuses[0], "no killed worker had a request: nothing was tried"
-                sent = count_requests(a) + count_requests(b)
-                assert set(sent.values()) == {1}, "nothing may be answered twice"
-                # Some were lost before they were sent on; no instance got one that no client sent.
-                assert statuses[200] <= len(sent) <= statuses[200] + statuses[0]
-                await wait_until_empty(it, admin, workers)
-
     # One that has just been replaced waits up to half a minute before it is once more.
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S + 40 * kills)
+    # Streams last, so that a worker that is killed has some under way.
+    plan = InstancePlan(gap_s=0.05)
+    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
+        admin = fake_instances.find_unused_url()
+        port = ("--admin-port", admin.rpartition(":")[2])
+        backends = ("--backend", a.url, "--backend", b.url)
+        async with run_command(tmp_path, *backends, *port, *flags) as it:
+            await wait_for_workers(it, workers)
+            statuses = await kill_meanwhile(it, random.Random(policy), workers, kills)
+            await wait_for_workers(it, workers, kills)
+            assert it.log.read_text().count("was ended by SIGKILL") == kills
+            assert set(statuses) <= {200, 0} and statuses[200]
+            assert statuses[0], "no killed worker had a request: nothing was tried"
+            sent = count_requests(a) + count_requests(b)
+            assert set(sent.values()) == {1}, "nothing may be answered twice"
+            # Some were lost before they were sent on; no instance got one that no client sent.
+            assert statuses[200] <= len(sent) <= statuses[200] + statuses[0]
+            await wait_until_empty(it, admin, workers)
 
 
 async def kill_meanwhile(
@@ -335,50 +318,42 @@ async def wait_for_load(
         await asyncio.sleep(0.01)
 
 
-def test_load_is_shared(tmp_path: Path) -> None:
+async def test_load_is_shared(tmp_path: Path) -> None:
     """Open streams are spread evenly over instances, whichever worker accepts them."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(permits=asyncio.Semaphore(0))
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            admin = fake_instances.find_unused_url()
-            port = ("--admin-port", admin.rpartition(":")[2])
-            flags = ("--backend", a.url, "--backend", b.url, *port, "--workers", "2")
-            async with run_command(tmp_path, *flags, "--routing-logic", "least_requests") as it:
-                await wait_for_workers(it, 2)
-                streams = []
-                for number in range(1, FEW_CLIENTS + 1):
-                    streams.append(asyncio.create_task(post_alone(it)))
-                    await wait_for_load(it, admin, number)
-                assert len(a.received) == len(b.received) == FEW_CLIENTS // 2
-                assert plan.permits is not None
-                for _ in range(2 * FEW_CLIENTS):
-                    plan.permits.release()
-                assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
-                await wait_for_load(it, admin, 0)
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    plan = InstancePlan(permits=asyncio.Semaphore(0))
+    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
+        admin = fake_instances.find_unused_url()
+        port = ("--admin-port", admin.rpartition(":")[2])
+        flags = ("--backend", a.url, "--backend", b.url, *port, "--workers", "2")
+        async with run_command(tmp_path, *flags, "--routing-logic", "least_requests") as it:
+            await wait_for_workers(it, 2)
+            streams = []
+            for number in range(1, FEW_CLIENTS + 1):
+                streams.append(asyncio.create_task(post_alone(it)))
+                await wait_for_load(it, admin, number)
+            assert len(a.received) == len(b.received) == FEW_CLIENTS // 2
+            assert plan.permits is not None
+            for _ in range(2 * FEW_CLIENTS):
+                plan.permits.release()
+            assert await asyncio.gather(*streams) == [200] * FEW_CLIENTS
+            await wait_for_load(it, admin, 0)
 
 
-def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
+async def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
     """When the supervisor is killed, workers finish their streams, end, and free the port."""
-
-    async def run_scenario() -> None:
-        permits = asyncio.Semaphore(0)
-        async with run_two_workers(tmp_path, permits) as (one, it):
-            pids = list_worker_pids(it)
-            stream = asyncio.create_task(post_alone(it))
-            while not one.received:
-                await asyncio.sleep(0.01)
-            it.send_signal(signal.SIGKILL)
-            await it.wait_for_log("the supervisor of the workers is gone", 2)
-            permits.release()
-            permits.release()
-            assert await stream == 200
-            while any(is_running(pid) for pid in pids):
-                await asyncio.sleep(0.05)
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    permits = asyncio.Semaphore(0)
+    async with run_two_workers(tmp_path, permits) as (one, it):
+        pids = list_worker_pids(it)
+        stream = asyncio.create_task(post_alone(it))
+        while not one.received:
+            await asyncio.sleep(0.01)
+        it.send_signal(signal.SIGKILL)
+        await it.wait_for_log("the supervisor of the workers is gone", 2)
+        permits.release()
+        permits.release()
+        assert await stream == 200
+        while any(is_running(pid) for pid in pids):
+            await asyncio.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:

@@ -44,146 +44,126 @@ async def open_admin(
         yield AdminClient(router.client, f"http://127.0.0.1:{port}/instances")
 
 
-def test_instances_come_and_go() -> None:
+async def test_instances_come_and_go() -> None:
     """Added instances get requests; drained ones none until added again; removed ones are gone."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({})) as a,
-            fake_instances.run_instance(InstancePlan({})) as b,
-            fake_instances.run_router([a.url]) as router,
-            open_admin(router) as here,
-        ):
-            await router.get_json("/readyz")
-            status, said = await here.post_order("add", b.url + "/")
-            assert (status, said["url"], said["state"]) == (200, b.url, "healthy")
-            for _ in range(4):
-                await router.post_chat()
-            assert (len(a.received), len(b.received)) == (2, 2)
-            assert (await here.post_order("drain", a.url))[1]["state"] == "draining"
-            for _ in range(4):
-                await router.post_chat()
-            assert (len(a.received), len(b.received)) == (2, 6)
-            assert (await here.post_order("add", a.url))[1]["state"] == "healthy"
-            assert (await here.post_order("remove", b.url))[0] == 200
+    async with (
+        fake_instances.run_instance(InstancePlan({})) as a,
+        fake_instances.run_instance(InstancePlan({})) as b,
+        fake_instances.run_router([a.url]) as router,
+        open_admin(router) as here,
+    ):
+        await router.get_json("/readyz")
+        status, said = await here.post_order("add", b.url + "/")
+        assert (status, said["url"], said["state"]) == (200, b.url, "healthy")
+        for _ in range(4):
             await router.post_chat()
-            assert (len(a.received), len(b.received)) == (3, 6)
-            status, said = await here.list_instances()
-            (only,) = said["instances"]
-            assert (status, only["url"], only["results"]) == (200, a.url, {"2xx": 3})
-            assert (only["in_flight"], only["breaker"], only["models"]) == (0, "closed", ["tiny"])
+        assert (len(a.received), len(b.received)) == (2, 2)
+        assert (await here.post_order("drain", a.url))[1]["state"] == "draining"
+        for _ in range(4):
+            await router.post_chat()
+        assert (len(a.received), len(b.received)) == (2, 6)
+        assert (await here.post_order("add", a.url))[1]["state"] == "healthy"
+        assert (await here.post_order("remove", b.url))[0] == 200
+        await router.post_chat()
+        assert (len(a.received), len(b.received)) == (3, 6)
+        status, said = await here.list_instances()
+        (only,) = said["instances"]
+        assert (status, only["url"], only["results"]) == (200, a.url, {"2xx": 3})
+        assert (only["in_flight"], only["breaker"], only["models"]) == (0, "closed", ["tiny"])
 
-    fake_instances.run_with_timeout(run_scenario)
 
-
-def test_requests_under_way_end_where_they_are() -> None:
+async def test_requests_under_way_end_where_they_are() -> None:
     """An open stream is completed, though its instance is drained and then removed."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan(gap_s=0.1)) as a,
-            fake_instances.run_instance(InstancePlan({})) as b,
-            fake_instances.run_router([a.url, b.url]) as router,
-            open_admin(router) as here,
-        ):
-            await router.get_json("/readyz")
-            task = asyncio.create_task(router.post_chat())
-            while not a.received:
-                await asyncio.sleep(0.01)
-            said = (await here.post_order("drain", a.url))[1]
-            assert (said["state"], said["in_flight"]) == ("draining", 1)
-            assert (await here.post_order("remove", a.url))[0] == 200
-            assert (await task)[2] == b"".join(STREAM_EVENTS)
-            assert (await router.post_chat())[0] == 200 and len(b.received) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        fake_instances.run_instance(InstancePlan(gap_s=0.1)) as a,
+        fake_instances.run_instance(InstancePlan({})) as b,
+        fake_instances.run_router([a.url, b.url]) as router,
+        open_admin(router) as here,
+    ):
+        await router.get_json("/readyz")
+        task = asyncio.create_task(router.post_chat())
+        while not a.received:
+            await asyncio.sleep(0.01)
+        said = (await here.post_order("drain", a.url))[1]
+        assert (said["state"], said["in_flight"]) == ("draining", 1)
+        assert (await here.post_order("remove", a.url))[0] == 200
+        assert (await task)[2] == b"".join(STREAM_EVENTS)
+        assert (await router.post_chat())[0] == 200 and len(b.received) == 1
 
 
-def test_wrong_orders_change_nothing() -> None:
+async def test_wrong_orders_change_nothing() -> None:
     """Unknown legs, instances, actions and bodies are refused with the accepted values."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({})) as a,
-            fake_instances.run_router([a.url]) as router,
-            open_admin(router) as here,
+    async with (
+        fake_instances.run_instance(InstancePlan({})) as a,
+        fake_instances.run_router([a.url]) as router,
+        open_admin(router) as here,
+    ):
+        for action, url, leg, wanted, word in (
+            ("add", a.url, "encode", 404, "mono"),
+            ("drain", fake_instances.find_unused_url(), "mono", 404, "GET /instances"),
+            ("remove", a.url, "mono", 409, "drain it"),
+            ("explode", a.url, "mono", 400, "action"),
+            ("add", "localhost", "mono", 400, "write it like"),
+            ("add", "http://x:y", "mono", 400, "write it like"),
         ):
-            for action, url, leg, wanted, word in (
-                ("add", a.url, "encode", 404, "mono"),
-                ("drain", fake_instances.find_unused_url(), "mono", 404, "GET /instances"),
-                ("remove", a.url, "mono", 409, "drain it"),
-                ("explode", a.url, "mono", 400, "action"),
-                ("add", "localhost", "mono", 400, "write it like"),
-                ("add", "http://x:y", "mono", 400, "write it like"),
-            ):
-                status, said = await here.post_order(action, url, leg)
-                assert status == said["error"]["code"] == wanted
-                assert word in said["error"]["message"]
-            for body, kind, wanted in (
-                (b"{", "application/json", 400),
-                (b"\xff", "application/json", 400),
-                (b"action=drain", "application/x-www-form-urlencoded", 415),
-            ):
-                named = {"Content-Type": kind}
-                async with router.client.post(here.url, data=body, headers=named) as response:
-                    assert response.status == wanted
-            assert (await here.list_instances())[1]["instances"][0]["state"] == "healthy"
-
-    fake_instances.run_with_timeout(run_scenario)
+            status, said = await here.post_order(action, url, leg)
+            assert status == said["error"]["code"] == wanted
+            assert word in said["error"]["message"]
+        for body, kind, wanted in (
+            (b"{", "application/json", 400),
+            (b"\xff", "application/json", 400),
+            (b"action=drain", "application/x-www-form-urlencoded", 415),
+        ):
+            named = {"Content-Type": kind}
+            async with router.client.post(here.url, data=body, headers=named) as response:
+                assert response.status == wanted
+        assert (await here.list_instances())[1]["instances"][0]["state"] == "healthy"
 
 
-def test_only_who_has_the_token_and_is_here() -> None:
+async def test_only_who_has_the_token_and_is_here() -> None:
     """Without the token 401; with a foreign Host header, as a web page would send it, 403."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, a):
-            async with open_admin(router, "secret") as here:
-                for given in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
-                    assert (await here.list_instances(**given))[0] == 401
-                assert (await here.post_order("drain", a.url))[0] == 401
-                right = {"Authorization": "Bearer secret"}
-                assert (await here.list_instances(**right))[0] == 200
-                for host in ("evil.example", "evil.example:80", "[", "127.0.0.1.evil.example"):
-                    assert (await here.list_instances(**right, Host=host))[0] == 403
-                assert (await here.list_instances(**right, Host="localhost:1"))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, a):
+        async with open_admin(router, "secret") as here:
+            for given in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+                assert (await here.list_instances(**given))[0] == 401
+            assert (await here.post_order("drain", a.url))[0] == 401
+            right = {"Authorization": "Bearer secret"}
+            assert (await here.list_instances(**right))[0] == 200
+            for host in ("evil.example", "evil.example:80", "[", "127.0.0.1.evil.example"):
+                assert (await here.list_instances(**right, Host=host))[0] == 403
+            assert (await here.list_instances(**right, Host="localhost:1"))[0] == 200
 
 
-def test_what_the_policy_believes_is_seen() -> None:
+async def test_what_the_policy_believes_is_seen() -> None:
     """GET /instances shows each instance's pending work, its learnt speed and how good predictions were."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"prefill.compute": 1000})
-        async with (
-            fake_instances.run_instance(plan) as one,
-            fake_instances.run_instance() as e,
-            fake_instances.run_router(
-                [one.url], [e.url], routing=scripted_knowledge.build_routing_factory()
-            ) as router,
-            open_admin(router) as here,
-        ):
-            body = fake_instances.build_chat() | {"tokens": 800}
-            task = asyncio.create_task(router.post_body("/v1/chat/completions", body))
-            await scripted_knowledge.wait_until(lambda: len(one.received) == 1)
-            said = (await here.list_instances())[1]
-            assert said["routing"] == {
-                "leg": "prefill_decode",
-                "logic": "ttft",
-                "encoders": "round_robin",
-            }
-            encoder, answering = said["instances"]
-            assert answering["pending"] == {"requests": 1, "tokens": 800, "pairs": 320_400}
-            assert (answering["fits"], answering["predictions"]) == ({}, None)
-            assert "pending" not in encoder
-            await task
-            answering = (await here.list_instances())[1]["instances"][1]
-            assert answering["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
-            fit = answering["fits"]["tiny"]
-            assert fit == {
-                "samples": 1,
-                "outcomes": 0,
-                **dict.fromkeys(("a", "b", "d", "mape", "r2")),
-            }
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({"prefill.compute": 1000})
+    async with (
+        fake_instances.run_instance(plan) as one,
+        fake_instances.run_instance() as e,
+        fake_instances.run_router(
+            [one.url], [e.url], routing=scripted_knowledge.build_routing_factory()
+        ) as router,
+        open_admin(router) as here,
+    ):
+        body = fake_instances.build_chat() | {"tokens": 800}
+        task = asyncio.create_task(router.post_body("/v1/chat/completions", body))
+        await scripted_knowledge.wait_until(lambda: len(one.received) == 1)
+        said = (await here.list_instances())[1]
+        assert said["routing"] == {
+            "leg": "prefill_decode",
+            "logic": "ttft",
+            "encoders": "round_robin",
+        }
+        encoder, answering = said["instances"]
+        assert answering["pending"] == {"requests": 1, "tokens": 800, "pairs": 320_400}
+        assert (answering["fits"], answering["predictions"]) == ({}, None)
+        assert "pending" not in encoder
+        await task
+        answering = (await here.list_instances())[1]["instances"][1]
+        assert answering["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
+        fit = answering["fits"]["tiny"]
+        assert fit == {
+            "samples": 1,
+            "outcomes": 0,
+            **dict.fromkeys(("a", "b", "d", "mape", "r2")),
+        }

@@ -29,86 +29,70 @@ def build_basic_auth(text: str) -> dict[str, str]:
     return {"Authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}
 
 
-def test_the_token_may_be_in_three_places() -> None:
+async def test_the_token_may_be_in_three_places() -> None:
     """The token is accepted in vLLM's header, as a bearer token, and as the URL's user information."""
-
-    async def run_scenario() -> None:
-        async with registration_site.run_registration_site() as site:
-            for headers in (
-                {"X-API-Key": REGISTER_TOKEN},
-                {"Authorization": f"Bearer {REGISTER_TOKEN}"},
-                build_basic_auth(f"whoever:{REGISTER_TOKEN}"),
-            ):
-                status, _ = await site.send_as_launcher(
-                    "encode", VALID_ANNOUNCEMENT["url"], **headers
-                )
-                assert status == 200
-                status, _ = await site.send_as_launcher(
-                    "", VALID_ANNOUNCEMENT["url"], "DELETE", **headers
-                )
-                assert status == 200
-            assert (await site.send_as_instance("encode", VALID_ANNOUNCEMENT["url"]))[0] == 200
-            for wrong in (
-                {"X-API-Key": REGISTER_TOKEN[:-1]},
-                {"X-API-Key": ""},
-                {"X-API-Key": "\u00e9"},
-                {"Authorization": REGISTER_TOKEN},
-                {"Authorization": "Bearer"},
-                {"Authorization": "Basic !!!"},
-                {"Authorization": "Basic \u00e9"},
-                build_basic_auth(REGISTER_TOKEN),
-                build_basic_auth(f"{REGISTER_TOKEN}:"),
-                {"X-Nothing": "1"},
-            ):
-                for method in ("POST", "DELETE"):
-                    status, said = await site.send_as_launcher(
-                        "encode", VALID_ANNOUNCEMENT["url"], method, **wrong
-                    )
-                    assert status == said["error"]["code"] == 401
-                    assert "--register-token" in said["error"]["message"]
-            assert [each.url for each in site.router.fleet] == [VALID_ANNOUNCEMENT["url"]]
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_two_tokens_for_two_doors() -> None:
-    """The registration token may only register and list, the admin token may do everything."""
-
-    async def run_scenario() -> None:
-        async with registration_site.run_registration_site("--admin-token", "boss") as site:
-            operator = {"Authorization": "Bearer boss"}
-            assert (await site.send_as_launcher("encode", VALID_ANNOUNCEMENT["url"], **operator))[
-                0
-            ] == 200
-            order = json.dumps(
-                {"action": "drain", "leg": "encode", "url": VALID_ANNOUNCEMENT["url"]}
-            )
-            status, said = await site.post_body(order)
-            assert status == 401 and "admin token" in said
-            assert (await site.list_instances(**{"X-API-Key": REGISTER_TOKEN}))["encode"] == {
-                "live": [VALID_ANNOUNCEMENT["url"]],
-                "evicted": [],
-            }
-            assert "error" in await site.list_instances()
-            status, said = await site.post_body(order, **{"X-API-Key": "", **operator})
+    async with registration_site.run_registration_site() as site:
+        for headers in (
+            {"X-API-Key": REGISTER_TOKEN},
+            {"Authorization": f"Bearer {REGISTER_TOKEN}"},
+            build_basic_auth(f"whoever:{REGISTER_TOKEN}"),
+        ):
+            status, _ = await site.send_as_launcher("encode", VALID_ANNOUNCEMENT["url"], **headers)
             assert status == 200
+            status, _ = await site.send_as_launcher(
+                "", VALID_ANNOUNCEMENT["url"], "DELETE", **headers
+            )
+            assert status == 200
+        assert (await site.send_as_instance("encode", VALID_ANNOUNCEMENT["url"]))[0] == 200
+        for wrong in (
+            {"X-API-Key": REGISTER_TOKEN[:-1]},
+            {"X-API-Key": ""},
+            {"X-API-Key": "\u00e9"},
+            {"Authorization": REGISTER_TOKEN},
+            {"Authorization": "Bearer"},
+            {"Authorization": "Basic !!!"},
+            {"Authorization": "Basic \u00e9"},
+            build_basic_auth(REGISTER_TOKEN),
+            build_basic_auth(f"{REGISTER_TOKEN}:"),
+            {"X-Nothing": "1"},
+        ):
+            for method in ("POST", "DELETE"):
+                status, said = await site.send_as_launcher(
+                    "encode", VALID_ANNOUNCEMENT["url"], method, **wrong
+                )
+                assert status == said["error"]["code"] == 401
+                assert "--register-token" in said["error"]["message"]
+        assert [each.url for each in site.router.fleet] == [VALID_ANNOUNCEMENT["url"]]
 
-    fake_instances.run_with_timeout(run_scenario)
+
+async def test_two_tokens_for_two_doors() -> None:
+    """The registration token may only register and list, the admin token may do everything."""
+    async with registration_site.run_registration_site("--admin-token", "boss") as site:
+        operator = {"Authorization": "Bearer boss"}
+        assert (await site.send_as_launcher("encode", VALID_ANNOUNCEMENT["url"], **operator))[
+            0
+        ] == 200
+        order = json.dumps({"action": "drain", "leg": "encode", "url": VALID_ANNOUNCEMENT["url"]})
+        status, said = await site.post_body(order)
+        assert status == 401 and "admin token" in said
+        assert (await site.list_instances(**{"X-API-Key": REGISTER_TOKEN}))["encode"] == {
+            "live": [VALID_ANNOUNCEMENT["url"]],
+            "evicted": [],
+        }
+        assert "error" in await site.list_instances()
+        status, said = await site.post_body(order, **{"X-API-Key": "", **operator})
+        assert status == 200
 
 
-def test_a_page_in_a_browser_registers_nothing() -> None:
+async def test_a_page_in_a_browser_registers_nothing() -> None:
     """A request with a foreign Host header cannot register anything, whatever its token."""
-
-    async def run_scenario() -> None:
-        async with registration_site.run_registration_site() as site:
-            status, said = await site.post_body(json.dumps(VALID_ANNOUNCEMENT), Host="evil.example")
-            assert status == 403 and "loopback address" in said
-            assert not list(site.router.fleet)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with registration_site.run_registration_site() as site:
+        status, said = await site.post_body(json.dumps(VALID_ANNOUNCEMENT), Host="evil.example")
+        assert status == 403 and "loopback address" in said
+        assert not list(site.router.fleet)
 
 
-def test_wrong_announcements_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_announcements_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     """Each malformed one is refused with its remedy, changes no instance, and cannot forge a log line."""
     roles = ", ".join(REGISTRABLE_ROLES)
     url = "write it like http://10.0.0.7:8001"
@@ -147,86 +131,71 @@ def test_wrong_announcements_are_refused(caplog: pytest.LogCaptureFixture) -> No
         ),
     )
 
-    async def run_scenario() -> None:
-        async with registration_site.run_registration_site() as site:
-            for body, words in wrong:
-                status, said = await site.post_body(body)
-                assert status == 400, body[:80]
-                assert words in said
-            status, _ = await site.post_body(b" " * 70_000)
-            assert status == 413
-            status, _ = await site.post_body(b"role=encode", **{"Content-Type": "text/plain"})
-            assert status == 415
-            for query in ("", "?url="):
-                to = URL(f"{site.admin_url}/instances{query}", encoded=True)
-                async with site.router.client.delete(
-                    to, headers={"X-API-Key": REGISTER_TOKEN}, data=b"{}"
-                ) as response:
-                    assert response.status == 400
-                    assert "DELETE /instances?url=URL" in await response.text()
-            assert not list(site.router.fleet)
-            assert "\n" not in "".join(caplog.messages)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with registration_site.run_registration_site() as site:
+        for body, words in wrong:
+            status, said = await site.post_body(body)
+            assert status == 400, body[:80]
+            assert words in said
+        status, _ = await site.post_body(b" " * 70_000)
+        assert status == 413
+        status, _ = await site.post_body(b"role=encode", **{"Content-Type": "text/plain"})
+        assert status == 415
+        for query in ("", "?url="):
+            to = URL(f"{site.admin_url}/instances{query}", encoded=True)
+            async with site.router.client.delete(
+                to, headers={"X-API-Key": REGISTER_TOKEN}, data=b"{}"
+            ) as response:
+                assert response.status == 400
+                assert "DELETE /instances?url=URL" in await response.text()
+        assert not list(site.router.fleet)
+        assert "\n" not in "".join(caplog.messages)
 
 
-def test_what_it_cannot_use_it_says(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_it_cannot_use_it_says(caplog: pytest.LogCaptureFixture) -> None:
     """Addresses for pushed encodings are not forwarded to encoders; the log says so once."""
-
-    async def run_scenario() -> None:
-        async with registration_site.run_registration_site() as site:
-            record = VALID_ANNOUNCEMENT | {
-                "role": "decode",
-                "ec_zmq_addrs": ["tcp://10.0.0.7:19019"],
-            }
-            for _ in range(2):
-                assert (await site.post_body(json.dumps(record)))[0] == 200
-            assert sum("ec_zmq_addrs" in each for each in caplog.messages) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with registration_site.run_registration_site() as site:
+        record = VALID_ANNOUNCEMENT | {
+            "role": "decode",
+            "ec_zmq_addrs": ["tcp://10.0.0.7:19019"],
+        }
+        for _ in range(2):
+            assert (await site.post_body(json.dumps(record)))[0] == 200
+        assert sum("ec_zmq_addrs" in each for each in caplog.messages) == 1
 
 
-def test_the_roster_is_that_of_the_proxy() -> None:
+async def test_the_roster_is_that_of_the_proxy() -> None:
     """GET has URLs by vLLM's role names, as vLLM's EPD proxy has, and our own description beside it."""
-
-    async def run_scenario() -> None:
-        async with registration_site.run_registration_site() as site:
-            urls = fake_instances.find_unused_urls(2)
-            await site.send_as_instance("encode", urls[0])
-            await site.send_as_instance("decode", urls[1])
-            said = await site.list_instances()
-            found = {role: sum(said[role].values(), []) for role in REGISTRABLE_ROLES}
-            assert found == {
-                "encode": [urls[0]],
-                "prefill": [],
-                "decode": [urls[1]],
-                "prefill_decode": [],
-            }
-            assert [each["leg"] for each in said["instances"]] == ["prefill_decode", "encode"]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with registration_site.run_registration_site() as site:
+        urls = fake_instances.find_unused_urls(2)
+        await site.send_as_instance("encode", urls[0])
+        await site.send_as_instance("decode", urls[1])
+        said = await site.list_instances()
+        found = {role: sum(said[role].values(), []) for role in REGISTRABLE_ROLES}
+        assert found == {
+            "encode": [urls[0]],
+            "prefill": [],
+            "decode": [urls[1]],
+            "prefill_decode": [],
+        }
+        assert [each["leg"] for each in said["instances"]] == ["prefill_decode", "encode"]
 
 
-def test_without_register_nobody_registers() -> None:
+async def test_without_register_nobody_registers() -> None:
     """Without --register the admin API has no DELETE, and refuses registrations."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, a):
-            async with admin.serve_admin(
-                router.app.endpoint.upstream, router.app.endpoint.routing, 0
-            ) as port:
-                to = f"http://127.0.0.1:{port}/instances"
-                async with router.client.delete(f"{to}?url={a.url}") as response:
-                    assert response.status == 405 and "--register" in await response.text()
-                async with router.client.post(to, json=VALID_ANNOUNCEMENT) as response:
-                    assert response.status == 400
-                async with router.client.get(to) as response:
-                    said = await response.json()
-                    assert set(said) == {"routing", "instances"}
-                    assert "registered" not in said["instances"][0]
-            assert [each.url for each in router.fleet] == [a.url]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, a):
+        async with admin.serve_admin(
+            router.app.endpoint.upstream, router.app.endpoint.routing, 0
+        ) as port:
+            to = f"http://127.0.0.1:{port}/instances"
+            async with router.client.delete(f"{to}?url={a.url}") as response:
+                assert response.status == 405 and "--register" in await response.text()
+            async with router.client.post(to, json=VALID_ANNOUNCEMENT) as response:
+                assert response.status == 400
+            async with router.client.get(to) as response:
+                said = await response.json()
+                assert set(said) == {"routing", "instances"}
+                assert "registered" not in said["instances"][0]
+        assert [each.url for each in router.fleet] == [a.url]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +225,7 @@ def test_tokens_are_visible() -> None:
             command.make_context("router", ["--register-token", token])
 
 
-def test_other_machines_reach_it_where_it_is_told_so() -> None:
+async def test_other_machines_reach_it_where_it_is_told_so() -> None:
     """With --admin-host any Host header is accepted, and every request needs a token."""
     for host, own in (("::1", True), ("127.0.0.2", True), ("localhost", True), ("router", False)):
         assert admin.is_loopback(host) is own
@@ -264,13 +233,10 @@ def test_other_machines_reach_it_where_it_is_told_so() -> None:
         routing = RoutingService(InstancePool({}))
         admin.AdminApi(UpstreamClient(routing.pool, routing), routing, is_loopback_only=False)
 
-    async def run_scenario() -> None:
-        flags = ("--admin-host", "0.0.0.0", "--admin-token", "boss")
-        async with registration_site.run_registration_site(*flags) as site:
-            assert "error" in await site.list_instances(Host="router:9001")
-            assert "error" not in await site.list_instances(
-                Host="router:9001", Authorization="Bearer boss"
-            )
-            assert (await site.send_as_instance("encode", VALID_ANNOUNCEMENT["url"]))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    flags = ("--admin-host", "0.0.0.0", "--admin-token", "boss")
+    async with registration_site.run_registration_site(*flags) as site:
+        assert "error" in await site.list_instances(Host="router:9001")
+        assert "error" not in await site.list_instances(
+            Host="router:9001", Authorization="Bearer boss"
+        )
+        assert (await site.send_as_instance("encode", VALID_ANNOUNCEMENT["url"]))[0] == 200

@@ -32,101 +32,82 @@ from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing.settings import Settings
 
 
-def test_health_follows_the_fleet() -> None:
+async def test_health_follows_the_fleet() -> None:
     """/healthz succeeds at once, /readyz and /health when each leg has a healthy instance."""
-
-    async def run_scenario() -> None:
-        down = fake_instances.find_unused_url()
-        async with fake_instances.run_instance() as one:
-            for backends, ready in (([one.url], 200), ([one.url, down], 200), ([down], 503)):
-                async with fake_instances.run_router(backends, [one.url]) as router:
-                    assert await get_status(router, "/healthz") == 200
-                    assert await get_status(router, "/readyz") == ready
-                    assert await get_status(router, "/health") == ready
-
-    fake_instances.run_with_timeout(run_scenario)
+    down = fake_instances.find_unused_url()
+    async with fake_instances.run_instance() as one:
+        for backends, ready in (([one.url], 200), ([one.url, down], 200), ([down], 503)):
+            async with fake_instances.run_router(backends, [one.url]) as router:
+                assert await get_status(router, "/healthz") == 200
+                assert await get_status(router, "/readyz") == ready
+                assert await get_status(router, "/health") == ready
 
 
-def test_models_are_merged() -> None:
+async def test_models_are_merged() -> None:
     """/v1/models lists each model once, however many instances have it; 502 when none answers."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
-            async with fake_instances.run_router(
-                [a.url, b.url, fake_instances.find_unused_url()]
-            ) as router:
-                async with router.client.get(f"{router.url}/v1/models") as response:
-                    assert (await response.json())["data"] == [{"id": "tiny"}]
-        async with contextlib.AsyncExitStack() as stack:
-            gone = await stack.enter_async_context(fake_instances.run_instance())
-            async with fake_instances.run_router([gone.url]) as router:
-                assert await get_status(router, "/v1/models") == 200
-                await stack.aclose()
-                assert await get_status(router, "/v1/models") == 200  # what it said before
-        async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
-            assert await get_status(router, "/v1/models") == 502
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+        async with fake_instances.run_router(
+            [a.url, b.url, fake_instances.find_unused_url()]
+        ) as router:
+            async with router.client.get(f"{router.url}/v1/models") as response:
+                assert (await response.json())["data"] == [{"id": "tiny"}]
+    async with contextlib.AsyncExitStack() as stack:
+        gone = await stack.enter_async_context(fake_instances.run_instance())
+        async with fake_instances.run_router([gone.url]) as router:
+            assert await get_status(router, "/v1/models") == 200
+            await stack.aclose()
+            assert await get_status(router, "/v1/models") == 200  # what it said before
+    async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
+        assert await get_status(router, "/v1/models") == 502
 
 
-def test_what_answers_without_a_key() -> None:
+async def test_what_answers_without_a_key() -> None:
     """Probes and metrics need no key; everything else does, and no page describes the API."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
-            for path, status in {
-                **dict.fromkeys(("/healthz", "/health", "/readyz", "/metrics"), 200),
-                **dict.fromkeys(("/v1/models", "/ttft_report/x"), 401),
-                **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), 404),
-            }.items():
-                assert await get_status(router, path) == status, path
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
+        for path, status in {
+            **dict.fromkeys(("/healthz", "/health", "/readyz", "/metrics"), 200),
+            **dict.fromkeys(("/v1/models", "/ttft_report/x"), 401),
+            **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), 404),
+        }.items():
+            assert await get_status(router, path) == status, path
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_web_pages_of_an_origin(is_allowed: bool) -> None:
+async def test_web_pages_of_an_origin(is_allowed: bool) -> None:
     """With --cors-origin a preflight and an answer are marked for its pages, else for none."""
 
     def allow_origin(router_app: app.RouterApp) -> None:
         router_app.cors_origins = ("https://chat.example",) if is_allowed else ()
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(keys=["k"], prepare=allow_origin) as (
-            router,
-            one,
-        ):
-            url = f"{router.url}/v1/chat/completions"
-            asked = {
-                "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization",
-            }
-            for origin in ("https://chat.example", "https://other.example"):
-                wanted = origin if is_allowed and "chat" in origin else None
-                given = {"Origin": origin, **asked}
-                async with router.client.options(url, headers=given) as response:
-                    assert (response.status == 200) == (wanted is not None)
-                    assert response.headers.get("Access-Control-Allow-Origin") == wanted
-                key = {"Origin": origin, "Authorization": "Bearer k"}
-                status, headers, _ = await router.post_chat(**key)
-                assert status == 200
-                assert headers.get("Access-Control-Allow-Origin") == wanted
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(keys=["k"], prepare=allow_origin) as (
+        router,
+        one,
+    ):
+        url = f"{router.url}/v1/chat/completions"
+        asked = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        for origin in ("https://chat.example", "https://other.example"):
+            wanted = origin if is_allowed and "chat" in origin else None
+            given = {"Origin": origin, **asked}
+            async with router.client.options(url, headers=given) as response:
+                assert (response.status == 200) == (wanted is not None)
+                assert response.headers.get("Access-Control-Allow-Origin") == wanted
+            key = {"Origin": origin, "Authorization": "Bearer k"}
+            status, headers, _ = await router.post_chat(**key)
+            assert status == 200
+            assert headers.get("Access-Control-Allow-Origin") == wanted
 
 
-def test_metrics_count_drops() -> None:
+async def test_metrics_count_drops() -> None:
     """/metrics says how many records went out and how many were dropped."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            await router.post_chat()
-            async with router.client.get(f"{router.url}/metrics") as response:
-                text = await response.text()
-            assert "ttft_otel_records_total 2.0" in text
-            assert 'ttft_otel_dropped_total{reason="handoff"} 3.0' in text
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        await router.post_chat()
+        async with router.client.get(f"{router.url}/metrics") as response:
+            text = await response.text()
+        assert "ttft_otel_records_total 2.0" in text
+        assert 'ttft_otel_dropped_total{reason="handoff"} 3.0' in text
 
 
 def test_bad_url_says_what_to_write() -> None:
@@ -172,116 +153,99 @@ async def run_traced_control_plane(
             yield router, collector, ends[0]
 
 
-def test_control_plane_is_traced_the_data_path_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_control_plane_is_traced_the_data_path_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With an OTLP endpoint a GET makes one span, and a POST to the data path none of these."""
-
-    async def run_scenario() -> None:
-        async with run_traced_control_plane(monkeypatch) as (router, collector, end_export):
-            await router.post_chat()
-            await get_status(router, "/v1/models")
-            await get_status(router, "/healthz")
-            await asyncio.to_thread(end_export)
-            sent = ExportTraceServiceRequest.FromString(collector.received[0].body)
-            spans = [s for r in sent.resource_spans for c in r.scope_spans for s in c.spans]
-            assert [span.name for span in spans] == ["GET /v1/models"]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_traced_control_plane(monkeypatch) as (router, collector, end_export):
+        await router.post_chat()
+        await get_status(router, "/v1/models")
+        await get_status(router, "/healthz")
+        await asyncio.to_thread(end_export)
+        sent = ExportTraceServiceRequest.FromString(collector.received[0].body)
+        spans = [s for r in sent.resource_spans for c in r.scope_spans for s in c.spans]
+        assert [span.name for span in spans] == ["GET /v1/models"]
 
 
-def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
+async def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
     """A prefix source that does not fit the instances ends the start with one line; nothing stays open."""
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    fleet = InstancePool({"mono": [types.parse_instance_url(url, "mono") for url in urls]})
+    source = prefixes.build_source("lmcache", lmcache_url="http://127.0.0.1:9")
+    routing = RoutingService(fleet, prefix_source=source)
+    legs = UpstreamClient(fleet, routing)
+    built = app.build_app(
+        ProxyEndpoint(legs, routing, Settings(), None, admission=AdmissionGate(legs)), dict
+    )
+    said: list[Any] = []
+    before = asyncio.all_tasks()
 
-    async def run_scenario() -> None:
-        urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-        fleet = InstancePool({"mono": [types.parse_instance_url(url, "mono") for url in urls]})
-        source = prefixes.build_source("lmcache", lmcache_url="http://127.0.0.1:9")
-        routing = RoutingService(fleet, prefix_source=source)
-        legs = UpstreamClient(fleet, routing)
-        built = app.build_app(
-            ProxyEndpoint(legs, routing, Settings(), None, admission=AdmissionGate(legs)), dict
-        )
-        said: list[Any] = []
-        before = asyncio.all_tasks()
+    async def receive_message() -> Any:
+        return {"type": "lifespan.startup"}
 
-        async def receive_message() -> Any:
-            return {"type": "lifespan.startup"}
+    async def send_message(message: Any) -> None:
+        said.append(message)
 
-        async def send_message(message: Any) -> None:
-            said.append(message)
-
-        with pytest.raises(ValueError, match="share an address"):
-            await built({"type": "lifespan", "state": {}}, receive_message, send_message)
-        assert said[0]["type"] == "lifespan.startup.failed" and len(said) == 1
-        assert "--lmcache-instances" in said[0]["message"] and "\n" not in said[0]["message"]
-        with pytest.raises(RuntimeError):
-            assert legs.session
-        assert asyncio.all_tasks() == before
-
-    fake_instances.run_with_timeout(run_scenario)
+    with pytest.raises(ValueError, match="share an address"):
+        await built({"type": "lifespan", "state": {}}, receive_message, send_message)
+    assert said[0]["type"] == "lifespan.startup.failed" and len(said) == 1
+    assert "--lmcache-instances" in said[0]["message"] and "\n" not in said[0]["message"]
+    with pytest.raises(RuntimeError):
+        assert legs.session
+    assert asyncio.all_tasks() == before
 
 
 @pytest.mark.parametrize(("trust", "seen"), [(False, 0), (True, 1)])
-def test_an_untrusted_caller_has_no_trace_of_the_control_plane(
+async def test_an_untrusted_caller_has_no_trace_of_the_control_plane(
     monkeypatch: pytest.MonkeyPatch, trust: bool, seen: int
 ) -> None:
     """A GET's traceparent decides on sampling only where callers are trusted, as on the data path."""
-
-    async def run_scenario() -> None:
-        settings = Settings(sampler="parentbased_always_off", trust_sampled=trust)
-        async with run_traced_control_plane(monkeypatch, settings) as (
-            router,
-            collector,
-            end_export,
-        ):
-            await router.get_json("/v1/models", traceparent=fake_instances.TRACEPARENT)
-            await asyncio.to_thread(end_export)
-            assert len(collector.received) == seen
-
-    fake_instances.run_with_timeout(run_scenario)
+    settings = Settings(sampler="parentbased_always_off", trust_sampled=trust)
+    async with run_traced_control_plane(monkeypatch, settings) as (
+        router,
+        collector,
+        end_export,
+    ):
+        await router.get_json("/v1/models", traceparent=fake_instances.TRACEPARENT)
+        await asyncio.to_thread(end_export)
+        assert len(collector.received) == seen
 
 
-def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an OTLP endpoint no tracer provider is set up, and the application is not wrapped."""
     monkeypatch.delenv(env_names.OTEL_EXPORTER_OTLP_ENDPOINT, raising=False)
     monkeypatch.delenv(env_names.OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, raising=False)
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
-            app.instrument_control_plane(router.app, "http/protobuf")()
-            assert not getattr(router.app.control_plane, "_is_instrumented_by_opentelemetry", False)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
+        app.instrument_control_plane(router.app, "http/protobuf")()
+        assert not getattr(router.app.control_plane, "_is_instrumented_by_opentelemetry", False)
 
 
-def test_the_real_command_drains_when_stopped() -> None:
+async def test_the_real_command_drains_when_stopped() -> None:
     """Told to stop at once after a request, it exits with 0 and its spans still arrive by OTLP."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(fake_instances.InstancePlan({})) as collector,
-            fake_instances.run_instance() as one,
-        ):
-            port = fake_instances.find_unused_url().rpartition(":")[2]
-            env = {**os.environ, env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url}
-            code = "from ttft_otel.commands.router.command import command; command()"
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", code, "--backend", one.url, "--port", port, env=env
-            )
-            async with aiohttp.ClientSession() as client:
-                router = fake_instances.RunningRouter(client, f"http://127.0.0.1:{port}", [])
-                await wait_until_up(router)
-                assert (await router.post_chat())[0] == 200
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
-            found: set[str] = set()
-            while not {"ttft", "mono.prefill.compute"} <= found:
-                await asyncio.sleep(0.1)
-                for seen in collector.received:
-                    sent = ExportTraceServiceRequest.FromString(seen.body)
-                    scopes = [scope for each in sent.resource_spans for scope in each.scope_spans]
-                    found |= {span.name for scope in scopes for span in scope.spans}
-
-    fake_instances.run_with_timeout(run_scenario, 120)
+    async with (
+        fake_instances.run_instance(fake_instances.InstancePlan({})) as collector,
+        fake_instances.run_instance() as one,
+    ):
+        port = fake_instances.find_unused_url().rpartition(":")[2]
+        env = {**os.environ, env_names.OTEL_EXPORTER_OTLP_ENDPOINT: collector.url}
+        code = "from ttft_otel.commands.router.command import command; command()"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, "--backend", one.url, "--port", port, env=env
+        )
+        async with aiohttp.ClientSession() as client:
+            router = fake_instances.RunningRouter(client, f"http://127.0.0.1:{port}", [])
+            await wait_until_up(router)
+            assert (await router.post_chat())[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        found: set[str] = set()
+        while not {"ttft", "mono.prefill.compute"} <= found:
+            await asyncio.sleep(0.1)
+            for seen in collector.received:
+                sent = ExportTraceServiceRequest.FromString(seen.body)
+                scopes = [scope for each in sent.resource_spans for scope in each.scope_spans]
+                found |= {span.name for scope in scopes for span in scope.spans}
 
 
 async def wait_until_up(router: fake_instances.RunningRouter) -> None:

@@ -22,37 +22,29 @@ class ReportingSource(scripted_knowledge.ScriptedSource):
         }
 
 
-def test_each_instances_cache_is_on_metrics() -> None:
+async def test_each_instances_cache_is_on_metrics() -> None:
     """Blocks by instance and source; of instances with KV events also gaps, replays and clears."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            routing=scripted_knowledge.build_routing_factory(source=ReportingSource())
-        ) as (router, one):
-            lines = router.app.metrics.render_text().decode().splitlines()
-            blocks, events = (
-                metric_names.ROUTER_CACHED_BLOCKS,
-                f"{metric_names.ROUTER_KV_EVENTS}_total",
-            )
-            assert [line for line in lines if line.startswith((blocks, events))] == [
-                f'{blocks}{{instance="http://a",leg="mono",source="kv-events"}} 7.0',
-                f'{blocks}{{instance="http://b",leg="mono",source="history"}} 5.0',
-                f'{blocks}{{instance="http://c",leg="mono",source="lmcache"}} 4.0',
-                f'{events}{{event="gaps",instance="http://a",leg="mono"}} 2.0',
-                f'{events}{{event="replays",instance="http://a",leg="mono"}} 3.0',
-                f'{events}{{event="clears",instance="http://a",leg="mono"}} 1.0',
-            ]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        routing=scripted_knowledge.build_routing_factory(source=ReportingSource())
+    ) as (router, one):
+        lines = router.app.metrics.render_text().decode().splitlines()
+        blocks, events = (
+            metric_names.ROUTER_CACHED_BLOCKS,
+            f"{metric_names.ROUTER_KV_EVENTS}_total",
+        )
+        assert [line for line in lines if line.startswith((blocks, events))] == [
+            f'{blocks}{{instance="http://a",leg="mono",source="kv-events"}} 7.0',
+            f'{blocks}{{instance="http://b",leg="mono",source="history"}} 5.0',
+            f'{blocks}{{instance="http://c",leg="mono",source="lmcache"}} 4.0',
+            f'{events}{{event="gaps",instance="http://a",leg="mono"}} 2.0',
+            f'{events}{{event="replays",instance="http://a",leg="mono"}} 3.0',
+            f'{events}{{event="clears",instance="http://a",leg="mono"}} 1.0',
+        ]
 
 
-def test_without_prompts_nothing_is_known() -> None:
+async def test_without_prompts_nothing_is_known() -> None:
     """With a policy that reads no prompts there are no cache metrics."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            text = router.app.metrics.render_text().decode()
-            assert metric_names.ROUTER_INSTANCE in text
-            assert metric_names.ROUTER_CACHED_BLOCKS not in text
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        text = router.app.metrics.render_text().decode()
+        assert metric_names.ROUTER_INSTANCE in text
+        assert metric_names.ROUTER_CACHED_BLOCKS not in text

@@ -18,50 +18,42 @@ from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 READYZ = b"GET /readyz HTTP/1.1\r\nhost: router\r\n\r\n"
 
 
-def test_file_limit_is_raised() -> None:
+async def test_file_limit_is_raised() -> None:
     """The soft limit of file descriptors is raised to the hard one at the start."""
-
-    async def run_scenario() -> None:
-        async with (
-            raw_http.run_instance() as one,
-            raw_http.run_router_process("--backend", one.url, max_files=(96, 2048)) as router,
-        ):
-            text = Path(f"/proc/{router.pid}/limits").read_text()
-            assert re.findall(r"Max open files +(\d+) +(\d+)", text) == [("2048", "2048")]
-
-    fake_instances.run_with_timeout(run_scenario, 120)
+    async with (
+        raw_http.run_instance() as one,
+        raw_http.run_router_process("--backend", one.url, max_files=(96, 2048)) as router,
+    ):
+        text = Path(f"/proc/{router.pid}/limits").read_text()
+        assert re.findall(r"Max open files +(\d+) +(\d+)", text) == [("2048", "2048")]
 
 
-def test_clients_leave_descriptors_for_instances() -> None:
+async def test_clients_leave_descriptors_for_instances() -> None:
     """With 96 descriptors and as many clients the instance stays healthy, and is reached."""
-
-    async def run_scenario() -> None:
-        async with (
-            raw_http.run_instance() as one,
-            raw_http.run_router_process("--backend", one.url, max_files=(96, 96)) as router,
-            contextlib.AsyncExitStack() as clients,
-        ):
-            host, port = router.url.removeprefix("http://").split(":")
-            writers = []
-            for _ in range(96):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                clients.callback(writer.close)
-                writers.append((reader, writer))
-                await asyncio.sleep(0.002)
-            answered = 0
-            for reader, writer in writers[:16]:
-                writer.write(raw_http.encode_request())
-                answered += raw_http.parse_status(await reader.readuntil(b"\r\n\r\n")) == 200
-            assert answered == 16
-            assert raw_http.parse_status(await writers[16][0].read()) == 503
-            for _, writer in writers:
-                writer.close()
-            await asyncio.sleep(0.1)
-            assert raw_http.parse_status(await raw_http.send_bytes(router.url, READYZ)) == 200
-            assert await router.read_metric("ttft_otel_router_retries_total") == []
-            assert sum(await router.read_metric("ttft_otel_router_refusals_total")) == 80
-
-    fake_instances.run_with_timeout(run_scenario, 120)
+    async with (
+        raw_http.run_instance() as one,
+        raw_http.run_router_process("--backend", one.url, max_files=(96, 96)) as router,
+        contextlib.AsyncExitStack() as clients,
+    ):
+        host, port = router.url.removeprefix("http://").split(":")
+        writers = []
+        for _ in range(96):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            clients.callback(writer.close)
+            writers.append((reader, writer))
+            await asyncio.sleep(0.002)
+        answered = 0
+        for reader, writer in writers[:16]:
+            writer.write(raw_http.encode_request())
+            answered += raw_http.parse_status(await reader.readuntil(b"\r\n\r\n")) == 200
+        assert answered == 16
+        assert raw_http.parse_status(await writers[16][0].read()) == 503
+        for _, writer in writers:
+            writer.close()
+        await asyncio.sleep(0.1)
+        assert raw_http.parse_status(await raw_http.send_bytes(router.url, READYZ)) == 200
+        assert await router.read_metric("ttft_otel_router_retries_total") == []
+        assert sum(await router.read_metric("ttft_otel_router_refusals_total")) == 80
 
 
 @pytest.mark.parametrize(
@@ -69,33 +61,29 @@ def test_clients_leave_descriptors_for_instances() -> None:
     [InstancePlan({"prefill.compute": 60_000}), InstancePlan(gap_s=60)],
     ids=["before the first token", "in the stream"],
 )
-def test_a_stop_is_not_the_clients_doing(plan: InstancePlan) -> None:
+async def test_a_stop_is_not_the_clients_doing(plan: InstancePlan) -> None:
     """A request that uvicorn cancels because the router stops is `stopped`, not a client that left."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(plan) as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
-            config = build_uvicorn_config(router.app)
-            config.lifespan = "off"  # the app is served, and was started, by `router`
-            server, sock = uvicorn.Server(config), fake_instances.open_listening_socket()
-            serving = asyncio.create_task(server.serve([sock]))
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            body = b'{"model": "tiny", "stream": true}'
-            client = asyncio.create_task(
-                raw_http.send_bytes(url, raw_http.encode_request(body=body), timeout_s=30)
-            )
-            while not one.received:
-                await asyncio.sleep(0.01)
-            record_count = 1
-            if plan.gap_s:  # the first token's record, then that of the end
-                await router.wait_for_records(1)
-                record_count = 2
-            server.should_exit = True
-            await asyncio.gather(serving, client)
-            record = (await router.wait_for_records(record_count))[-1]
-            assert record.server is not None
-            assert record.server.error == "stopped"
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    async with (
+        fake_instances.run_instance(plan) as one,
+        fake_instances.run_router([one.url]) as router,
+    ):
+        config = build_uvicorn_config(router.app)
+        config.lifespan = "off"  # the app is served, and was started, by `router`
+        server, sock = uvicorn.Server(config), fake_instances.open_listening_socket()
+        serving = asyncio.create_task(server.serve([sock]))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        body = b'{"model": "tiny", "stream": true}'
+        client = asyncio.create_task(
+            raw_http.send_bytes(url, raw_http.encode_request(body=body), timeout_s=30)
+        )
+        while not one.received:
+            await asyncio.sleep(0.01)
+        record_count = 1
+        if plan.gap_s:  # the first token's record, then that of the end
+            await router.wait_for_records(1)
+            record_count = 2
+        server.should_exit = True
+        await asyncio.gather(serving, client)
+        record = (await router.wait_for_records(record_count))[-1]
+        assert record.server is not None
+        assert record.server.error == "stopped"

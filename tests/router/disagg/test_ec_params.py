@@ -66,41 +66,34 @@ async def run_encoder_and_server(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
+async def test_the_next_leg_gets_what_was_announced(stream: bool) -> None:
     """Two images and one of them twice: two entries, byte for byte, after the client's own bytes."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(), plan_encoder()]
-        ) as (router, e1, e2, server):
-            data = (
-                json.dumps(
-                    fake_instances.build_chat("a", "b", "a", stream=stream), indent=1
-                ).encode()
-                + b"\n"
-            )
-            assert (await router.post_body(CHAT_PATH, data))[0] == 200
-            (seen,) = server.received
-            assert seen.json.pop(EC_PARAMS_FIELD) == expect_params("a", "b")
-            assert seen.body.startswith(data.rstrip()[:-1])
-            assert seen.body.count(ENTRY_JSON.encode()) == 2
-            assert len(e1.received) == len(e2.received) == 1
-            assert EC_PARAMS_FIELD not in e1.received[0].json
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(encoders=[plan_encoder(), plan_encoder()]) as (
+        router,
+        e1,
+        e2,
+        server,
+    ):
+        data = (
+            json.dumps(fake_instances.build_chat("a", "b", "a", stream=stream), indent=1).encode()
+            + b"\n"
+        )
+        assert (await router.post_body(CHAT_PATH, data))[0] == 200
+        (seen,) = server.received
+        assert seen.json.pop(EC_PARAMS_FIELD) == expect_params("a", "b")
+        assert seen.body.startswith(data.rstrip()[:-1])
+        assert seen.body.count(ENTRY_JSON.encode()) == 2
+        assert len(e1.received) == len(e2.received) == 1
+        assert EC_PARAMS_FIELD not in e1.received[0].json
 
 
-def test_parts_that_differ_may_be_the_same_image() -> None:
+async def test_parts_that_differ_may_be_the_same_image() -> None:
     """Two spellings of one image are two encoder calls and one entry."""
-
-    async def run_scenario() -> None:
-        async with run_encoder_and_server(plan_encoder()) as (e, server, router):
-            assert (await router.post_chat("a?1", "a?2"))[0] == 200
-            assert len(e.received) == 2 and server.received[0].json[
-                EC_PARAMS_FIELD
-            ] == expect_params("a")
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+        assert (await router.post_chat("a?1", "a?2"))[0] == 200
+        assert len(e.received) == 2 and server.received[0].json[EC_PARAMS_FIELD] == expect_params(
+            "a"
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,133 +105,103 @@ def test_parts_that_differ_may_be_the_same_image() -> None:
         b'{"ec_transfer_params": {"a": null}}',
     ],
 )
-def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> None:
+async def test_an_encoder_that_announces_nothing_changes_nothing(answer: bytes) -> None:
     """Without parameters (older releases, shared folders) the body is unchanged, the header is set."""
-
-    async def run_scenario() -> None:
-        async with run_encoder_and_server(plan_encoder(lambda _: answer)) as (e, server, router):
-            data = json.dumps(fake_instances.build_chat("a")).encode()
-            assert (await router.post_body(CHAT_PATH, data))[0] == 200
-            assert server.received[0].body == data
-            assert server.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_encoder_and_server(plan_encoder(lambda _: answer)) as (e, server, router):
+        data = json.dumps(fake_instances.build_chat("a")).encode()
+        assert (await router.post_body(CHAT_PATH, data))[0] == 200
+        assert server.received[0].body == data
+        assert server.received[0].headers[header_names.MEDIA_ENCODED] == "1"
 
 
-def test_clients_own_parameters_are_replaced() -> None:
+async def test_clients_own_parameters_are_replaced() -> None:
     """ec_transfer_params of a client are replaced by the encoders', however their name is escaped."""
-
-    async def run_scenario() -> None:
-        async with run_encoder_and_server(plan_encoder()) as (e, server, router):
-            plain = json.dumps(fake_instances.build_chat("a"))[:-1]
-            for evil in (
-                f', "{EC_PARAMS_FIELD}": {{"x": {{}}}}}}',
-                ', "ec_transfer\\u005fparams": 7}',
-            ):
-                assert (await router.post_body(CHAT_PATH, (plain + evil).encode()))[0] == 200
-                assert server.received[-1].json[EC_PARAMS_FIELD] == expect_params("a")
-            assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+        plain = json.dumps(fake_instances.build_chat("a"))[:-1]
+        for evil in (
+            f', "{EC_PARAMS_FIELD}": {{"x": {{}}}}}}',
+            ', "ec_transfer\\u005fparams": 7}',
+        ):
+            assert (await router.post_body(CHAT_PATH, (plain + evil).encode()))[0] == 200
+            assert server.received[-1].json[EC_PARAMS_FIELD] == expect_params("a")
+        assert not any(EC_PARAMS_FIELD in each.json for each in e.received)
 
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
+async def test_prefill_gets_them_and_decode_does_not(mode: str, stream: bool) -> None:
     """E + P + D: P fetches encodings, D fetches P's blocks; the same for the header."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with fake_pair.run_disaggregated(model, encoder=plan_encoder(), first_token=mode) as (
-            router,
-            e,
-            p,
-            d,
-        ):
-            body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
-            assert (await router.post_body(CHAT_PATH, body))[0] == 200
-            assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
-            assert p.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-            assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
-            assert header_names.MEDIA_ENCODED not in d.received[0].headers
-            assert p.received[0].json["kv_transfer_params"]["do_remote_decode"] is True
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with fake_pair.run_disaggregated(model, encoder=plan_encoder(), first_token=mode) as (
+        router,
+        e,
+        p,
+        d,
+    ):
+        body = fake_instances.build_chat("a", "b", stream=stream) | {"max_tokens": 4}
+        assert (await router.post_body(CHAT_PATH, body))[0] == 200
+        assert [each.json[EC_PARAMS_FIELD] for each in p.received] == [expect_params("a", "b")]
+        assert p.received[0].headers[header_names.MEDIA_ENCODED] == "1"
+        assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
+        assert header_names.MEDIA_ENCODED not in d.received[0].headers
+        assert p.received[0].json["kv_transfer_params"]["do_remote_decode"] is True
 
 
 @pytest.mark.parametrize(("field", "prefills"), [({"n": 2}, False), ({"max_tokens": 1}, True)])
-def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: bool) -> None:
+async def test_the_one_that_prefills_alone_gets_them(field: dict[str, Any], prefills: bool) -> None:
     """Where one of P and D does all of a request, that one has to fetch the encodings."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with fake_pair.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
-            body = fake_instances.build_chat("a", stream=False) | {"max_tokens": 4} | field
-            assert (await router.post_body(CHAT_PATH, body))[0] == 200
-            asked, other = (p, d) if prefills else (d, p)
-            assert (
-                asked.received[0].json[EC_PARAMS_FIELD] == expect_params("a") and not other.received
-            )
-            assert asked.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with fake_pair.run_disaggregated(model, encoder=plan_encoder()) as (router, e, p, d):
+        body = fake_instances.build_chat("a", stream=False) | {"max_tokens": 4} | field
+        assert (await router.post_body(CHAT_PATH, body))[0] == 200
+        asked, other = (p, d) if prefills else (d, p)
+        assert asked.received[0].json[EC_PARAMS_FIELD] == expect_params("a") and not other.received
+        assert asked.received[0].headers[header_names.MEDIA_ENCODED] == "1"
 
 
-def test_a_decode_that_has_to_prefill_gets_them() -> None:
+async def test_a_decode_that_has_to_prefill_gets_them() -> None:
     """The first D refuses, P's blocks are lost: the second D computes the prompt from the encodings."""
-
-    async def run_scenario() -> None:
-        full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel()
-        async with (
-            fake_instances.run_instance(plan_encoder()) as e,
-            fake_pair.run_server(full, False) as p,
-            fake_pair.run_server(full, True) as busy,
-            fake_pair.run_server(other, True) as idle,
-            fake_instances.run_router(
-                [], [e.url], prefills=[p.url], decodes=[busy.url, idle.url]
-            ) as router,
-        ):
-            body = fake_instances.build_chat("a") | {"max_tokens": 4}
-            assert (await router.post_body(CHAT_PATH, body))[0] == 200
-            assert EC_PARAMS_FIELD not in busy.received[0].json and p.received[0].json[
-                EC_PARAMS_FIELD
-            ] == expect_params("a")
-            (asked,) = idle.received
-            assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
-            assert asked.headers[header_names.MEDIA_ENCODED] == "1"
-            assert "kv_transfer_params" not in asked.json
-
-    fake_instances.run_with_timeout(run_scenario)
+    full, other = fake_pair.PairModel(refuses=503), fake_pair.PairModel()
+    async with (
+        fake_instances.run_instance(plan_encoder()) as e,
+        fake_pair.run_server(full, False) as p,
+        fake_pair.run_server(full, True) as busy,
+        fake_pair.run_server(other, True) as idle,
+        fake_instances.run_router(
+            [], [e.url], prefills=[p.url], decodes=[busy.url, idle.url]
+        ) as router,
+    ):
+        body = fake_instances.build_chat("a") | {"max_tokens": 4}
+        assert (await router.post_body(CHAT_PATH, body))[0] == 200
+        assert EC_PARAMS_FIELD not in busy.received[0].json and p.received[0].json[
+            EC_PARAMS_FIELD
+        ] == expect_params("a")
+        (asked,) = idle.received
+        assert asked.json[EC_PARAMS_FIELD] == expect_params("a")
+        assert asked.headers[header_names.MEDIA_ENCODED] == "1"
+        assert "kv_transfer_params" not in asked.json
 
 
-def test_a_retry_keeps_them() -> None:
+async def test_a_retry_keeps_them() -> None:
     """Another backend gets what the first one got, and the encoder is not asked again."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan(status=503), None], [plan_encoder()]
-        ) as (router, e, busy, idle):
-            assert (await router.post_chat("a"))[0] == 200
-            assert busy.received[0].body == idle.received[0].body
-            assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-            assert idle.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-            assert len(e.received) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan(status=503), None], [plan_encoder()]
+    ) as (router, e, busy, idle):
+        assert (await router.post_chat("a"))[0] == 200
+        assert busy.received[0].body == idle.received[0].body
+        assert idle.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+        assert idle.received[0].headers[header_names.MEDIA_ENCODED] == "1"
+        assert len(e.received) == 1
 
 
-def test_an_encoders_retry_announces() -> None:
+async def test_an_encoders_retry_announces() -> None:
     """The answer that counts is the second encoder's."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[InstancePlan(status=500), plan_encoder()]
-        ) as (router, broken, e, server):
-            assert (await router.post_chat("a"))[0] == 200
-            assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-            assert len(broken.received) == len(e.received) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[InstancePlan(status=500), plan_encoder()]
+    ) as (router, broken, e, server):
+        assert (await router.post_chat("a"))[0] == 200
+        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+        assert len(broken.received) == len(e.received) == 1
 
 
 def build_nested_answer(depth: int) -> bytes:
@@ -277,59 +240,48 @@ HOSTILE_ANSWERS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)
-def test_a_hostile_answer_is_a_502(name: str) -> None:
+async def test_a_hostile_answer_is_a_502(name: str) -> None:
     """An unusable encoder answer is retried once; then the client gets a 502 with the reason."""
     answer, why = HOSTILE_ANSWERS[name]
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(lambda _: answer), plan_encoder(lambda _: answer)]
-        ) as (router, e1, e2, server):
-            status, headers, data = await router.post_chat("a", traceparent=TRACEPARENT)
-            error = json.loads(data)["error"]
-            assert (status, headers["Content-Type"]) == (502, "application/json")
-            assert error["type"] == "UpstreamError" and error["code"] == 502
-            message = error["message"]
-            assert message.startswith("The encode instance failed: ") and message.endswith(".")
-            with pytest.raises(AssertionError, match=why):
-                raise AssertionError(message)
-            assert len(e1.received) == len(e2.received) == 1 and not server.received
-            (record, *_) = await router.wait_for_records(1)
-            assert [call.error for call in record.calls] == ["InvalidAnswer"] * 2
-            assert record.ttft is not None and record.ttft.died == "router.hop.encode"
-            assert record.ttft.unattributed + sum(record.ttft.stages.values()) == record.ttft.end
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(lambda _: answer), plan_encoder(lambda _: answer)]
+    ) as (router, e1, e2, server):
+        status, headers, data = await router.post_chat("a", traceparent=TRACEPARENT)
+        error = json.loads(data)["error"]
+        assert (status, headers["Content-Type"]) == (502, "application/json")
+        assert error["type"] == "UpstreamError" and error["code"] == 502
+        message = error["message"]
+        assert message.startswith("The encode instance failed: ") and message.endswith(".")
+        with pytest.raises(AssertionError, match=why):
+            raise AssertionError(message)
+        assert len(e1.received) == len(e2.received) == 1 and not server.received
+        (record, *_) = await router.wait_for_records(1)
+        assert [call.error for call in record.calls] == ["InvalidAnswer"] * 2
+        assert record.ttft is not None and record.ttft.died == "router.hop.encode"
+        assert record.ttft.unattributed + sum(record.ttft.stages.values()) == record.ttft.end
 
 
-def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
+async def test_one_encoder_that_answers_nonsense_costs_a_retry() -> None:
     """Unreadable answers do not open the encoder's circuit breaker: a client may cause them."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(lambda _: b"<html>"), plan_encoder()], failures=2
-        ) as (router, wrong, e, server):
-            for number in range(6):
-                assert (await router.post_chat(f"{number}"))[0] == 200
-            assert all(len(each.json[EC_PARAMS_FIELD]) == 1 for each in server.received)
-            assert len(wrong.received) >= 3
-            breaker = router.fleet.get("encode")[0].breaker
-            assert (breaker.state, breaker.consecutive_failures) == ("closed", 0)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(lambda _: b"<html>"), plan_encoder()], failures=2
+    ) as (router, wrong, e, server):
+        for number in range(6):
+            assert (await router.post_chat(f"{number}"))[0] == 200
+        assert all(len(each.json[EC_PARAMS_FIELD]) == 1 for each in server.received)
+        assert len(wrong.received) >= 3
+        breaker = router.fleet.get("encode")[0].breaker
+        assert (breaker.state, breaker.consecutive_failures) == ("closed", 0)
 
 
-def test_an_error_that_is_too_long_is_not_passed_on() -> None:
+async def test_an_error_that_is_too_long_is_not_passed_on() -> None:
     """An encoder's error is the client's to read, but not ten megabytes of it."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(lambda _: b"x" * 10_000_000)], retries=0
-        ) as (router, e, server):
-            status, _, data = await router.post_chat("a")
-            assert status == 502 and b"longer than 1048576 bytes" in data
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(lambda _: b"x" * 10_000_000)], retries=0
+    ) as (router, e, server):
+        status, _, data = await router.post_chat("a")
+        assert status == 502 and b"longer than 1048576 bytes" in data
 
 
 @pytest.mark.parametrize(
@@ -429,59 +381,48 @@ def test_the_bounds_are_of_all_answers_together() -> None:
         collected.add_answer(f'{{"{EC_PARAMS_FIELD}": {{"more": {entry}}}}}'.encode())
 
 
-def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
+async def test_a_request_with_too_many_items_is_no_encoders_fault() -> None:
     """It gets a 502 that says so; its encoder is not asked again and counts as well."""
     entries = {str(number): {} for number in range(ec_params.MAX_ENTRIES)}
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[
-                plan_encoder(lambda _: json.dumps({EC_PARAMS_FIELD: entries}).encode()),
-                plan_encoder(),
-            ]
-        ) as (router, full, e, server):
-            status, _, data = await router.post_chat("a", "b")
-            assert (status, len(full.received), len(e.received), len(server.received)) == (
-                502,
-                1,
-                1,
-                0,
-            )
-            assert "answers cannot be used: " in json.loads(data)["error"]["message"]
-            assert [each.breaker.consecutive_failures for each in router.fleet.get("encode")] == [
-                0,
-                0,
-            ]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[
+            plan_encoder(lambda _: json.dumps({EC_PARAMS_FIELD: entries}).encode()),
+            plan_encoder(),
+        ]
+    ) as (router, full, e, server):
+        status, _, data = await router.post_chat("a", "b")
+        assert (status, len(full.received), len(e.received), len(server.received)) == (
+            502,
+            1,
+            1,
+            0,
+        )
+        assert "answers cannot be used: " in json.loads(data)["error"]["message"]
+        assert [each.breaker.consecutive_failures for each in router.fleet.get("encode")] == [
+            0,
+            0,
+        ]
 
 
-def test_who_is_told_that_items_are_encoded() -> None:
+async def test_who_is_told_that_items_are_encoded() -> None:
     """The header is set for the leg after encoders only, and removed from a client's request."""
-
-    async def run_scenario() -> None:
-        async with run_encoder_and_server(plan_encoder()) as (e, server, router):
-            for images in (("a",), ()):
-                assert (await router.post_chat(*images, x_ttft_encoded="yes"))[0] == 200
-            with_image, without = (each.headers for each in server.received)
-            assert with_image[header_names.MEDIA_ENCODED] == "1"
-            assert header_names.MEDIA_ENCODED not in without
-            assert header_names.MEDIA_ENCODED not in e.received[0].headers
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_encoder_and_server(plan_encoder()) as (e, server, router):
+        for images in (("a",), ()):
+            assert (await router.post_chat(*images, x_ttft_encoded="yes"))[0] == 200
+        with_image, without = (each.headers for each in server.received)
+        assert with_image[header_names.MEDIA_ENCODED] == "1"
+        assert header_names.MEDIA_ENCODED not in without
+        assert header_names.MEDIA_ENCODED not in e.received[0].headers
 
 
-def test_with_tracing_off_parameters_still_travel() -> None:
+async def test_with_tracing_off_parameters_still_travel() -> None:
     """With tracing off the parameters are still passed on, without our header."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(encoders=[plan_encoder()], traced=False) as (
-            router,
-            e,
-            server,
-        ):
-            assert (await router.post_chat("a"))[0] == 200
-            assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
-            assert header_names.MEDIA_ENCODED not in server.received[0].headers
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(encoders=[plan_encoder()], traced=False) as (
+        router,
+        e,
+        server,
+    ):
+        assert (await router.post_chat("a"))[0] == 200
+        assert server.received[0].json[EC_PARAMS_FIELD] == expect_params("a")
+        assert header_names.MEDIA_ENCODED not in server.received[0].headers

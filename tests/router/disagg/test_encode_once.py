@@ -82,72 +82,58 @@ def get_refusal_reason(request_fields: dict[str, Raw], params: TransferParams) -
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-def test_the_backend_gets_references_and_where_to_fetch(stream: bool) -> None:
+async def test_the_backend_gets_references_and_where_to_fetch(stream: bool) -> None:
     """Two images, one of them twice, texts around: parts in place, all else as the client wrote it."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(answer_announcement)], encode_once=True
-        ) as (router, e, server):
-            sent = fake_instances.build_chat("a", "b", "a", stream=stream)
-            sent["messages"].insert(0, {"role": "system", "content": "be brief"})
-            sent["messages"][1]["content"].append(
-                {"type": "text", "text": "\u00e9 \U0001f600 \\ /"}
-            )
-            sent |= {"temperature": 0, "seed": 2**63, "top_p": 1.50}
-            assert (await router.post_body(CHAT_PATH, sent))[0] == 200
-            got = server.received[0].json
-            assert set(got.pop(EC_PARAMS_FIELD)) == {
-                compute_image_hash("a"),
-                compute_image_hash("b"),
-            }
-            places = [part for part in got["messages"][1]["content"] if part["type"] != "text"]
-            assert places == [expect_reference("a"), expect_reference("b"), expect_reference("a")]
-            for part, url in zip(places, ("a", "b", "a"), strict=True):
-                part.clear()
-                part |= {"type": "image_url", "image_url": {"url": url}}
-            assert got == sent and list(got) == list(sent)
-            assert len(e.received) == 2
-            assert server.received[0].headers[header_names.MEDIA_ENCODED] == "1"
-            (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
-            assert record.ttft is not None
-            assert record.ttft.attributes[keys.ENCODE_ONCE] is True
-            assert keys.ENCODE_ONCE_REASON not in record.ttft.attributes
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(answer_announcement)], encode_once=True
+    ) as (router, e, server):
+        sent = fake_instances.build_chat("a", "b", "a", stream=stream)
+        sent["messages"].insert(0, {"role": "system", "content": "be brief"})
+        sent["messages"][1]["content"].append({"type": "text", "text": "\u00e9 \U0001f600 \\ /"})
+        sent |= {"temperature": 0, "seed": 2**63, "top_p": 1.50}
+        assert (await router.post_body(CHAT_PATH, sent))[0] == 200
+        got = server.received[0].json
+        assert set(got.pop(EC_PARAMS_FIELD)) == {
+            compute_image_hash("a"),
+            compute_image_hash("b"),
+        }
+        places = [part for part in got["messages"][1]["content"] if part["type"] != "text"]
+        assert places == [expect_reference("a"), expect_reference("b"), expect_reference("a")]
+        for part, url in zip(places, ("a", "b", "a"), strict=True):
+            part.clear()
+            part |= {"type": "image_url", "image_url": {"url": url}}
+        assert got == sent and list(got) == list(sent)
+        assert len(e.received) == 2
+        assert server.received[0].headers[header_names.MEDIA_ENCODED] == "1"
+        (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
+        assert record.ttft is not None
+        assert record.ttft.attributes[keys.ENCODE_ONCE] is True
+        assert keys.ENCODE_ONCE_REASON not in record.ttft.attributes
 
 
-def test_without_the_flag_nothing_is_replaced_and_nothing_told() -> None:
+async def test_without_the_flag_nothing_is_replaced_and_nothing_told() -> None:
     """Without the flag nothing is replaced, and no reason is recorded."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(answer_announcement)]
-        ) as (router, e, server):
-            assert (await router.post_chat("a"))[0] == 200
-            assert server.received[0].json["messages"] == fake_instances.build_chat("a")["messages"]
-            (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
-            assert record.ttft is not None
-            assert keys.ENCODE_ONCE not in record.ttft.attributes
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(answer_announcement)]
+    ) as (router, e, server):
+        assert (await router.post_chat("a"))[0] == 200
+        assert server.received[0].json["messages"] == fake_instances.build_chat("a")["messages"]
+        (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
+        assert record.ttft is not None
+        assert keys.ENCODE_ONCE not in record.ttft.attributes
 
 
-def test_a_request_without_media_is_told_nothing_of() -> None:
+async def test_a_request_without_media_is_told_nothing_of() -> None:
     """A request without media has no reason on its span."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(answer_announcement)], encode_once=True
-        ) as (router, e, server):
-            data = json.dumps(fake_instances.build_chat()).encode()
-            assert (await router.post_body(CHAT_PATH, data))[0] == 200
-            assert server.received[0].body == data
-            (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
-            assert record.ttft is not None
-            assert keys.ENCODE_ONCE not in record.ttft.attributes
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(answer_announcement)], encode_once=True
+    ) as (router, e, server):
+        data = json.dumps(fake_instances.build_chat()).encode()
+        assert (await router.post_body(CHAT_PATH, data))[0] == 200
+        assert server.received[0].body == data
+        (record,) = [each for each in await router.wait_for_records(2) if each.ttft]
+        assert record.ttft is not None
+        assert keys.ENCODE_ONCE not in record.ttft.attributes
 
 
 @pytest.mark.parametrize(
@@ -167,52 +153,42 @@ def test_a_request_without_media_is_told_nothing_of() -> None:
         ),
     ],
 )
-def test_media_stay_where_the_request_needs_them(
+async def test_media_stay_where_the_request_needs_them(
     path: str, body: dict[str, Any], reason: str
 ) -> None:
     """Where media cannot be replaced the body is unchanged, and the span has the reason."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[plan_encoder(answer_announcement)], encode_once=True
-        ) as (router, e, server):
-            data = json.dumps(body, indent=1).encode()
-            assert (await router.post_body(path, data))[0] == 200
-            assert server.received[0].body.startswith(data[:-1].rstrip(b"\n"))
-            assert EC_PARAMS_FIELD in server.received[0].json
-            records = [each for each in await router.wait_for_records(1) if each.ttft]
-            for record in records:
-                assert record.ttft is not None
-                assert record.ttft.attributes[keys.ENCODE_ONCE] is False
-                assert record.ttft.attributes[keys.ENCODE_ONCE_REASON] == reason
-            assert records or path == "/v1/messages"  # no `ttft` span there
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[plan_encoder(answer_announcement)], encode_once=True
+    ) as (router, e, server):
+        data = json.dumps(body, indent=1).encode()
+        assert (await router.post_body(path, data))[0] == 200
+        assert server.received[0].body.startswith(data[:-1].rstrip(b"\n"))
+        assert EC_PARAMS_FIELD in server.received[0].json
+        records = [each for each in await router.wait_for_records(1) if each.ttft]
+        for record in records:
+            assert record.ttft is not None
+            assert record.ttft.attributes[keys.ENCODE_ONCE] is False
+            assert record.ttft.attributes[keys.ENCODE_ONCE_REASON] == reason
+        assert records or path == "/v1/messages"  # no `ttft` span there
 
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
-def test_prefill_gets_references_and_decode_the_media(mode: str) -> None:
+async def test_prefill_gets_references_and_decode_the_media(mode: str) -> None:
     """E + P + D: a D whose blocks are gone must be able to compute the prompt itself."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with fake_pair.run_disaggregated(
-            model, encoder=plan_encoder(answer_announcement), first_token=mode, encode_once=True
-        ) as (router, e, p, d):
-            sent = fake_instances.build_chat("a")
-            assert (await router.post_body(CHAT_PATH, {**sent, "max_tokens": 3}))[0] == 200
-            assert p.received[0].json["messages"][0]["content"][1] == expect_reference("a")
-            assert (
-                all(each.json["messages"] == sent["messages"] for each in d.received) and d.received
-            )
-            assert (await router.post_body(CHAT_PATH, {**sent, "max_tokens": 1}))[0] == 200
-            assert p.received[-1].json["messages"][0]["content"][1] == expect_reference("a")
-            asked = len(d.received)
-            alone = {**sent, "max_tokens": 3, "n": 2}
-            assert (await router.post_body(CHAT_PATH, alone))[0] == 200
-            assert d.received[asked].json["messages"] == sent["messages"]
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with fake_pair.run_disaggregated(
+        model, encoder=plan_encoder(answer_announcement), first_token=mode, encode_once=True
+    ) as (router, e, p, d):
+        sent = fake_instances.build_chat("a")
+        assert (await router.post_body(CHAT_PATH, {**sent, "max_tokens": 3}))[0] == 200
+        assert p.received[0].json["messages"][0]["content"][1] == expect_reference("a")
+        assert all(each.json["messages"] == sent["messages"] for each in d.received) and d.received
+        assert (await router.post_body(CHAT_PATH, {**sent, "max_tokens": 1}))[0] == 200
+        assert p.received[-1].json["messages"][0]["content"][1] == expect_reference("a")
+        asked = len(d.received)
+        alone = {**sent, "max_tokens": 3, "n": 2}
+        assert (await router.post_body(CHAT_PATH, alone))[0] == 200
+        assert d.received[asked].json["messages"] == sent["messages"]
 
 
 @pytest.mark.parametrize("kind", EMBEDS_BY_MEDIA_TYPE)

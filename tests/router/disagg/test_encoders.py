@@ -99,41 +99,35 @@ async def run_fleet(
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
-def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
+async def test_prompts_are_read_before_encoders_are_asked(apart: bool) -> None:
     """`router.tokenize` and `router.lookup` come before the encode leg, once, and the sum closes."""
-
-    async def run_scenario() -> None:
-        routing = scripted_knowledge.build_routing_factory(
-            "ttft", ScriptedReader(0.2), ScriptedSource(0.1)
+    routing = scripted_knowledge.build_routing_factory(
+        "ttft", ScriptedReader(0.2), ScriptedSource(0.1)
+    )
+    async with (
+        fake_instances.run_instance(InstancePlan({"encoder.compute": 50})) as e,
+        run_fleet(apart, e.url, routing=routing) as router,
+    ):
+        body = fake_instances.build_chat("a", "b") | {"tokens": 800, "max_tokens": 4}
+        status, headers, _ = await router.post_body(
+            CHAT_PATH, body, x_ttft_timing="1", **TRACED_HEADERS
         )
-        async with (
-            fake_instances.run_instance(InstancePlan({"encoder.compute": 50})) as e,
-            run_fleet(apart, e.url, routing=routing) as router,
-        ):
-            body = fake_instances.build_chat("a", "b") | {"tokens": 800, "max_tokens": 4}
-            status, headers, _ = await router.post_body(
-                CHAT_PATH, body, x_ttft_timing="1", **TRACED_HEADERS
-            )
-            assert status == 200
-            told = timing.parse_server_timing(headers["Server-Timing"])
-            ttft = next(
-                each.ttft for each in await router.wait_for_records(2) if each.ttft is not None
-            )
-            pieces = [each for each in ttft.pieces if each.name.startswith(("router.", "encode."))]
-            order = [each.name for each in pieces]
-            assert order[:6] == [
-                *("router.receive", "router.route", "router.tokenize", "router.lookup"),
-                *("router.route", "router.hop.encode"),
-            ]
-            assert order.count("router.tokenize") == order.count("router.lookup") == 1
-            assert 200_000 <= ttft.stages["router.tokenize"] < 300_000
-            assert 100_000 <= ttft.stages["router.lookup"] < 200_000
-            assert ttft.stages["encode.encoder.compute"] >= 50_000
-            assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end - ttft.start
-            assert told is not None
-            assert told.stages["router.lookup"] == ttft.stages["router.lookup"]
-
-    fake_instances.run_with_timeout(run_scenario)
+        assert status == 200
+        told = timing.parse_server_timing(headers["Server-Timing"])
+        ttft = next(each.ttft for each in await router.wait_for_records(2) if each.ttft is not None)
+        pieces = [each for each in ttft.pieces if each.name.startswith(("router.", "encode."))]
+        order = [each.name for each in pieces]
+        assert order[:6] == [
+            *("router.receive", "router.route", "router.tokenize", "router.lookup"),
+            *("router.route", "router.hop.encode"),
+        ]
+        assert order.count("router.tokenize") == order.count("router.lookup") == 1
+        assert 200_000 <= ttft.stages["router.tokenize"] < 300_000
+        assert 100_000 <= ttft.stages["router.lookup"] < 200_000
+        assert ttft.stages["encode.encoder.compute"] >= 50_000
+        assert sum(ttft.stages.values()) + ttft.unattributed == ttft.end - ttft.start
+        assert told is not None
+        assert told.stages["router.lookup"] == ttft.stages["router.lookup"]
 
 
 @pytest.mark.parametrize("line", [None, PrefillLine(0.01, 1e-4, 1e-8)], ids=["pairs", "seconds"])
@@ -207,145 +201,129 @@ def test_what_is_learnt_of_encoders() -> None:
     assert len(state.pending) == 0
 
 
-def test_items_go_where_the_least_work_is() -> None:
+async def test_items_go_where_the_least_work_is() -> None:
     """One big item keeps its encoder from small ones, of the same request and of the next."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
-        routing = scripted_knowledge.build_routing_factory(encoders="ttft")
-        async with (
-            fake_instances.run_instance(plan) as a,
-            fake_instances.run_instance(plan) as b,
-            run_fleet(False, a.url, b.url, routing=routing) as router,
-        ):
-            first, second = build_image_chat(200, 4000, 300), build_image_chat(100)
-            tasks = [asyncio.create_task(router.post_body(CHAT_PATH, first))]
-            await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 3)
-            tasks.append(asyncio.create_task(router.post_body(CHAT_PATH, second)))
-            await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 4)
-            big, small = (a, b) if len(a.received) == 1 else (b, a)
-            assert list_sent_images(big) == [list_image_urls(first)[1]]
-            assert sorted(list_sent_images(small)) == sorted(
-                [list_image_urls(first)[0], list_image_urls(first)[2], *list_image_urls(second)]
-            )
-            pending = router.app.endpoint.routing.get_leg_policy(ENCODE).state.pending
-            assert (
-                pending.get_load(big.url).tokens_to_compute,
-                pending.get_load(small.url).tokens_to_compute,
-            ) == (4000, 600)
-            assert [(await task)[0] for task in tasks] == [200, 200]
-            assert len(pending) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
+    routing = scripted_knowledge.build_routing_factory(encoders="ttft")
+    async with (
+        fake_instances.run_instance(plan) as a,
+        fake_instances.run_instance(plan) as b,
+        run_fleet(False, a.url, b.url, routing=routing) as router,
+    ):
+        first, second = build_image_chat(200, 4000, 300), build_image_chat(100)
+        tasks = [asyncio.create_task(router.post_body(CHAT_PATH, first))]
+        await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 3)
+        tasks.append(asyncio.create_task(router.post_body(CHAT_PATH, second)))
+        await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 4)
+        big, small = (a, b) if len(a.received) == 1 else (b, a)
+        assert list_sent_images(big) == [list_image_urls(first)[1]]
+        assert sorted(list_sent_images(small)) == sorted(
+            [list_image_urls(first)[0], list_image_urls(first)[2], *list_image_urls(second)]
+        )
+        pending = router.app.endpoint.routing.get_leg_policy(ENCODE).state.pending
+        assert (
+            pending.get_load(big.url).tokens_to_compute,
+            pending.get_load(small.url).tokens_to_compute,
+        ) == (4000, 600)
+        assert [(await task)[0] for task in tasks] == [200, 200]
+        assert len(pending) == 0
 
 
-def test_items_of_unknown_size_are_alike() -> None:
+async def test_items_of_unknown_size_are_alike() -> None:
     """Items of unknown size are spread evenly by number, and no speed is learnt from them."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
-        async with (
-            fake_instances.run_instance(plan) as a,
-            fake_instances.run_instance(plan) as b,
-            run_fleet(
-                False,
-                a.url,
-                b.url,
-                routing=scripted_knowledge.build_routing_factory(encoders="ttft"),
-            ) as router,
-        ):
-            body = build_image_chat(1, 1, 1, 1, 1, 1) | {
-                "items": [4000, 100]
-            }  # these are none of its parts
-            task = asyncio.create_task(router.post_body(CHAT_PATH, body))
-            await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 6)
-            assert len(a.received) == len(b.received) == 3
-            state = router.app.endpoint.routing.get_leg_policy(ENCODE).state
-            assert state.pending.get_load(a.url).tokens_to_compute == 3 * DEFAULT_ITEM_TOKENS
-            assert (await task)[0] == 200
-            assert (state.models.list_fits(), len(state.pending)) == ({}, 0)
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})
+    async with (
+        fake_instances.run_instance(plan) as a,
+        fake_instances.run_instance(plan) as b,
+        run_fleet(
+            False,
+            a.url,
+            b.url,
+            routing=scripted_knowledge.build_routing_factory(encoders="ttft"),
+        ) as router,
+    ):
+        body = build_image_chat(1, 1, 1, 1, 1, 1) | {
+            "items": [4000, 100]
+        }  # these are none of its parts
+        task = asyncio.create_task(router.post_body(CHAT_PATH, body))
+        await scripted_knowledge.wait_until(lambda: len(a.received) + len(b.received) == 6)
+        assert len(a.received) == len(b.received) == 3
+        state = router.app.endpoint.routing.get_leg_policy(ENCODE).state
+        assert state.pending.get_load(a.url).tokens_to_compute == 3 * DEFAULT_ITEM_TOKENS
+        assert (await task)[0] == 200
+        assert (state.models.list_fits(), len(state.pending)) == ({}, 0)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["E+PD", "E+P+D"])
-def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
+async def test_what_the_encoders_policy_believes_is_seen(apart: bool) -> None:
     """GET /instances and /metrics show encoders' load and learnt speed; `ttft.predicted_ms` excludes them."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan()
-        async with (
-            fake_instances.run_instance(plan) as e,
-            run_fleet(
-                apart, e.url, routing=scripted_knowledge.build_routing_factory(encoders="ttft")
-            ) as router,
-            open_admin(router) as here,
-        ):
-            for number in range(10):
-                size = 400 + 40 * (number % 3)
-                plan.stages_ms = {"preprocess": 5, "encoder.compute": size // 20}
-                assert (
-                    await router.post_body(CHAT_PATH, build_image_chat(size), **TRACED_HEADERS)
-                )[0] == 200
-            said = (await here.list_instances())[1]
-            assert said["routing"]["encoders"] == "ttft"
-            told = said["instances"][0]
-            assert told["leg"] == ENCODE
-            assert told["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
-            assert told["fits"]["tiny"]["samples"] == 10
-            assert told["fits"]["tiny"]["b"] is not None and told["predictions"]["outcomes"] == 2
-            assert told["besides"] >= 0.005
-            text = router.app.metrics.render_text().decode()
-            labels = f'instance="{e.url}",leg="encode"'
-            assert f"{metric_names.ROUTER_PENDING_TOKENS}{{{labels}}} 0.0" in text
-            assert f'{metric_names.ROUTER_PREFILL_SAMPLES}{{{labels},model="tiny"}} 10.0' in text
-            record = next(each for each in (await router.wait_for_records(20))[-2:] if each.ttft)
-            assert record.ttft is not None
-            routes = [each.attributes for each in record.ttft.pieces if each.attributes]
-            assert keys.ROUTE_SCORE in next(each for each in routes if keys.ROUTE_POLICY in each)
-            leg = router.app.endpoint.routing.prefilling_leg
-            own = router.app.endpoint.routing.get_leg_policy(leg).state.models.get_line("tiny")
-            assert (keys.PREDICTED_MS in record.ttft.attributes) is (own is not None)
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan()
+    async with (
+        fake_instances.run_instance(plan) as e,
+        run_fleet(
+            apart, e.url, routing=scripted_knowledge.build_routing_factory(encoders="ttft")
+        ) as router,
+        open_admin(router) as here,
+    ):
+        for number in range(10):
+            size = 400 + 40 * (number % 3)
+            plan.stages_ms = {"preprocess": 5, "encoder.compute": size // 20}
+            assert (await router.post_body(CHAT_PATH, build_image_chat(size), **TRACED_HEADERS))[
+                0
+            ] == 200
+        said = (await here.list_instances())[1]
+        assert said["routing"]["encoders"] == "ttft"
+        told = said["instances"][0]
+        assert told["leg"] == ENCODE
+        assert told["pending"] == {"requests": 0, "tokens": 0, "pairs": 0}
+        assert told["fits"]["tiny"]["samples"] == 10
+        assert told["fits"]["tiny"]["b"] is not None and told["predictions"]["outcomes"] == 2
+        assert told["besides"] >= 0.005
+        text = router.app.metrics.render_text().decode()
+        labels = f'instance="{e.url}",leg="encode"'
+        assert f"{metric_names.ROUTER_PENDING_TOKENS}{{{labels}}} 0.0" in text
+        assert f'{metric_names.ROUTER_PREFILL_SAMPLES}{{{labels},model="tiny"}} 10.0' in text
+        record = next(each for each in (await router.wait_for_records(20))[-2:] if each.ttft)
+        assert record.ttft is not None
+        routes = [each.attributes for each in record.ttft.pieces if each.attributes]
+        assert keys.ROUTE_SCORE in next(each for each in routes if keys.ROUTE_POLICY in each)
+        leg = router.app.endpoint.routing.prefilling_leg
+        own = router.app.endpoint.routing.get_leg_policy(leg).state.models.get_line("tiny")
+        assert (keys.PREDICTED_MS in record.ttft.attributes) is (own is not None)
 
 
-def test_too_late_is_refused_before_encoders_work() -> None:
+async def test_too_late_is_refused_before_encoders_work() -> None:
     """When prefill or encoders are too busy for the SLO, the answer is 429, before any encoder call."""
+    routing = scripted_knowledge.build_routing_factory(encoders="ttft", slo_s=0.5)
+    async with (
+        fake_instances.run_instance(InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})) as e,
+        run_fleet(False, e.url, routing=routing) as router,
+    ):
+        (answering,) = router.fleet.get("prefill_decode")
+        teach_leg(router, ENCODE, e.url, 0.001)
+        teach_leg(router, "prefill_decode", answering.url, 0.0001)
+        first = asyncio.create_task(
+            router.post_body(CHAT_PATH, build_image_chat(2000))
+        )  # late, but who is idle tries
+        await scripted_knowledge.wait_until(lambda: len(e.received) == 1)
+        status, headers, _ = await router.post_body(CHAT_PATH, build_image_chat(100))
+        assert status == 429 and 1 <= int(headers["Retry-After"]) <= 2
+        assert (await router.post_body(CHAT_PATH, fake_instances.build_chat() | {"tokens": 800}))[
+            0
+        ] == 200  # no item
+        assert (await first)[0] == 200
+        assert len(e.received) == 1
 
-    async def run_scenario() -> None:
-        routing = scripted_knowledge.build_routing_factory(encoders="ttft", slo_s=0.5)
-        async with (
-            fake_instances.run_instance(InstancePlan({"encoder.compute": LONG_PROMPT_TOKENS})) as e,
-            run_fleet(False, e.url, routing=routing) as router,
-        ):
-            (answering,) = router.fleet.get("prefill_decode")
-            teach_leg(router, ENCODE, e.url, 0.001)
-            teach_leg(router, "prefill_decode", answering.url, 0.0001)
-            first = asyncio.create_task(
-                router.post_body(CHAT_PATH, build_image_chat(2000))
-            )  # late, but who is idle tries
-            await scripted_knowledge.wait_until(lambda: len(e.received) == 1)
-            status, headers, _ = await router.post_body(CHAT_PATH, build_image_chat(100))
-            assert status == 429 and 1 <= int(headers["Retry-After"]) <= 2
-            assert (
-                await router.post_body(CHAT_PATH, fake_instances.build_chat() | {"tokens": 800})
-            )[0] == 200  # no item
-            assert (await first)[0] == 200
-            assert len(e.received) == 1
-
-            state = router.app.endpoint.routing.prefill_policy.state
-            other = RoutingRequest(
-                "prefill_decode", CHAT_PATH, "tiny", "x", {}, b"", prompt_tokens=20_000
-            )
-            state.record_sent(other, Decision(answering, 0.0, ""), clock.now_us())
-            assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 429
-            assert len(e.received) == 1 and router.app.endpoint.routing.slo_rejections == 2
-            state.record_left(other, clock.now_us())
-            assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 200
-            assert len(state.pending) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+        state = router.app.endpoint.routing.prefill_policy.state
+        other = RoutingRequest(
+            "prefill_decode", CHAT_PATH, "tiny", "x", {}, b"", prompt_tokens=20_000
+        )
+        state.record_sent(other, Decision(answering, 0.0, ""), clock.now_us())
+        assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 429
+        assert len(e.received) == 1 and router.app.endpoint.routing.slo_rejections == 2
+        state.record_left(other, clock.now_us())
+        assert (await router.post_body(CHAT_PATH, build_image_chat(100)))[0] == 200
+        assert len(state.pending) == 0
 
 
 def test_time_already_spent_counts() -> None:
@@ -426,45 +404,33 @@ def test_an_encoder_that_is_gone_is_forgotten() -> None:
     assert ("tiny", B.url) not in state.models.list_fits()
 
 
-def test_too_many_items_are_refused_before_any_encoder_is_asked() -> None:
+async def test_too_many_items_are_refused_before_any_encoder_is_asked() -> None:
     """One item more than --max-items is a 400; the same item again is none."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({})) as e,
-            fake_instances.run_instance(InstancePlan({})) as pd,
-            fake_instances.run_router(
-                [pd.url], [e.url], limits=RouterLimits(max_items=3)
-            ) as router,
-        ):
-            status, _, body = await router.post_chat("a", "b", "c", "d")
-            assert status == 400 and b"more than 3 different media items" in body
-            assert not e.received and not pd.received
-            assert (await router.post_chat("a", "b", "c", "a"))[0] == 200
-            assert len(e.received) == 3
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        fake_instances.run_instance(InstancePlan({})) as e,
+        fake_instances.run_instance(InstancePlan({})) as pd,
+        fake_instances.run_router([pd.url], [e.url], limits=RouterLimits(max_items=3)) as router,
+    ):
+        status, _, body = await router.post_chat("a", "b", "c", "d")
+        assert status == 400 and b"more than 3 different media items" in body
+        assert not e.received and not pd.received
+        assert (await router.post_chat("a", "b", "c", "a"))[0] == 200
+        assert len(e.received) == 3
 
 
-def test_the_fields_of_all_items_are_held_once() -> None:
+async def test_the_fields_of_all_items_are_held_once() -> None:
     """Sixty-four items with a template of half a megabyte do not make sixty-four copies of it."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan({})) as e,
-            fake_instances.run_instance(InstancePlan({})) as pd,
-            fake_instances.run_router([pd.url], [e.url]) as router,
-        ):
-            body = fake_instances.build_chat(*map(str, range(64))) | {
-                "chat_template": "x" * 500_000
-            }
-            parsed = parse_body(json.dumps(body).encode(), CHAT_PATH)
-            request = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, parsed.data)
-            requests = build_encoder_requests(parsed, request)
-            assert len({id(each.body_frame) for each in requests}) == 1
-            assert not any(each.body for each in requests)
-            assert (await router.post_body(CHAT_PATH, body))[0] == 200
-            assert {len(each.json["chat_template"]) for each in e.received} == {500_000}
-            assert sorted(list_sent_images(e), key=int) == [str(number) for number in range(64)]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        fake_instances.run_instance(InstancePlan({})) as e,
+        fake_instances.run_instance(InstancePlan({})) as pd,
+        fake_instances.run_router([pd.url], [e.url]) as router,
+    ):
+        body = fake_instances.build_chat(*map(str, range(64))) | {"chat_template": "x" * 500_000}
+        parsed = parse_body(json.dumps(body).encode(), CHAT_PATH)
+        request = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, parsed.data)
+        requests = build_encoder_requests(parsed, request)
+        assert len({id(each.body_frame) for each in requests}) == 1
+        assert not any(each.body for each in requests)
+        assert (await router.post_body(CHAT_PATH, body))[0] == 200
+        assert {len(each.json["chat_template"]) for each in e.received} == {500_000}
+        assert sorted(list_sent_images(e), key=int) == [str(number) for number in range(64)]

@@ -34,138 +34,110 @@ async def wait_for_ttft(router: fake_instances.RunningRouter, count: int = 2) ->
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
-def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
+async def test_every_mode_gives_one_plain_stream(mode: str, path: str) -> None:
     """The same events, usage and id whichever way the first token came; P is empty afterwards."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet(mode) as fleet:
-            got = await fleet.send_request(path, stream_options={"include_usage": True})
-            assert got.status == 200 and got.headers["Content-Type"].startswith("text/event-stream")
-            assert got.texts == ALL_TOKENS and got.events[-1] == "[DONE]"
-            assert got.events[-2]["usage"] == USAGE
-            assert {(each["id"], each["created"]) for each in got.events[:-1]} == {
-                (f"cmpl-{got.headers['X-Request-Id']}", 100)
-            }
-            if path == CHAT:
-                assert got.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-            ends = [each["choices"][0]["finish_reason"] for each in got.events[:-2]]
-            assert ends == [None] * (len(ends) - 1) + ["length"]
-            assert await fleet.wait_until_freed() and not fleet.model.is_dead
-            ttft, _ = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[keys.FIRST_TOKEN] == mode
-            assert keys.FIRST_TOKEN_REASON not in ttft.attributes
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet(mode) as fleet:
+        got = await fleet.send_request(path, stream_options={"include_usage": True})
+        assert got.status == 200 and got.headers["Content-Type"].startswith("text/event-stream")
+        assert got.texts == ALL_TOKENS and got.events[-1] == "[DONE]"
+        assert got.events[-2]["usage"] == USAGE
+        assert {(each["id"], each["created"]) for each in got.events[:-1]} == {
+            (f"cmpl-{got.headers['X-Request-Id']}", 100)
+        }
+        if path == CHAT:
+            assert got.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        ends = [each["choices"][0]["finish_reason"] for each in got.events[:-2]]
+        assert ends == [None] * (len(ends) - 1) + ["length"]
+        assert await fleet.wait_until_freed() and not fleet.model.is_dead
+        ttft, _ = await wait_for_ttft(fleet.router)
+        assert ttft.attributes[keys.FIRST_TOKEN] == mode
+        assert keys.FIRST_TOKEN_REASON not in ttft.attributes
 
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
-def test_plain_answers_are_decodes(mode: str) -> None:
+async def test_plain_answers_are_decodes(mode: str) -> None:
     """An answer that is not streamed is D's alone."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet(mode) as fleet:
-            got = await fleet.send_request(stream=False)
-            assert json.loads(got.body)["choices"][0]["message"]["content"] == "".join(ALL_TOKENS)
-            (asked,) = fleet.decode.received
-            assert asked.json["kv_transfer_params"]["remote_host"] == "10.0.0.1"
-            assert asked.headers["x-ttft-leg"] == "decode" and await fleet.wait_until_freed()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet(mode) as fleet:
+        got = await fleet.send_request(stream=False)
+        assert json.loads(got.body)["choices"][0]["message"]["content"] == "".join(ALL_TOKENS)
+        (asked,) = fleet.decode.received
+        assert asked.json["kv_transfer_params"]["remote_host"] == "10.0.0.1"
+        assert asked.headers["x-ttft-leg"] == "decode" and await fleet.wait_until_freed()
 
 
-def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
+async def test_blocks_of_an_answer_in_another_form_reach_decode() -> None:
     """D answers from the first token on, and fetches the blocks that P keeps all the same."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("strip", is_foreign=True) as fleet:
-            await fleet.send_request()
-            (asked,) = fleet.decode.received
-            assert asked.json["kv_transfer_params"]["remote_host"] == "10.0.0.1"
-            assert await fleet.wait_until_freed()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("strip", is_foreign=True) as fleet:
+        await fleet.send_request()
+        (asked,) = fleet.decode.received
+        assert asked.json["kv_transfer_params"]["remote_host"] == "10.0.0.1"
+        assert await fleet.wait_until_freed()
 
 
-def test_what_prefill_and_decode_are_asked() -> None:
+async def test_what_prefill_and_decode_are_asked() -> None:
     """P: one token, its blocks kept, the same id and seed. D: what P returned, unchanged."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("strip") as fleet:
-            await fleet.send_request(max_completion_tokens=4, seed=3, min_tokens=2)
-            (p,), (d,) = fleet.prefill.received, fleet.decode.received
-            assert p.headers["x-ttft-leg"] == "prefill"
-            assert (p.json["max_tokens"], p.json["stream"], p.json["min_tokens"]) == (1, False, 1)
-            assert p.json["kv_transfer_params"]["do_remote_decode"] is True
-            assert d.json["kv_transfer_params"] == {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_request_id": f"cmpl-{d.headers['X-Request-Id']}-p",
-                "remote_host": "10.0.0.1",
-                "remote_port": 5600,
-            }
-            assert p.json["seed"] == d.json["seed"] == 3
-            assert p.headers["X-Request-Id"] == d.headers["X-Request-Id"]
-            assert (d.json["max_completion_tokens"], d.json["min_tokens"]) == (4, 2)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("strip") as fleet:
+        await fleet.send_request(max_completion_tokens=4, seed=3, min_tokens=2)
+        (p,), (d,) = fleet.prefill.received, fleet.decode.received
+        assert p.headers["x-ttft-leg"] == "prefill"
+        assert (p.json["max_tokens"], p.json["stream"], p.json["min_tokens"]) == (1, False, 1)
+        assert p.json["kv_transfer_params"]["do_remote_decode"] is True
+        assert d.json["kv_transfer_params"] == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": f"cmpl-{d.headers['X-Request-Id']}-p",
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+        }
+        assert p.json["seed"] == d.json["seed"] == 3
+        assert p.headers["X-Request-Id"] == d.headers["X-Request-Id"]
+        assert (d.json["max_completion_tokens"], d.json["min_tokens"]) == (4, 2)
 
 
-def test_shared_storage_needs_no_parameters() -> None:
+async def test_shared_storage_needs_no_parameters() -> None:
     """A P that returns none is followed by a D that gets none; continue is strip then."""
-
-    async def run_scenario() -> None:
-        for mode in ("off", "strip", "continue"):
-            async with fake_pair.run_fleet(mode, nixl=False) as fleet:
-                assert (await fleet.send_request()).texts == ALL_TOKENS
-                assert "kv_transfer_params" not in fleet.decode.received[0].json
-                ttft, _ = await wait_for_ttft(fleet.router)
-                reason = ttft.attributes.get(keys.FIRST_TOKEN_REASON)
-                assert reason == ("kv_transfer_params" if mode == "continue" else None)
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("off", "strip", "continue"):
+        async with fake_pair.run_fleet(mode, nixl=False) as fleet:
+            assert (await fleet.send_request()).texts == ALL_TOKENS
+            assert "kv_transfer_params" not in fleet.decode.received[0].json
+            ttft, _ = await wait_for_ttft(fleet.router)
+            reason = ttft.attributes.get(keys.FIRST_TOKEN_REASON)
+            assert reason == ("kv_transfer_params" if mode == "continue" else None)
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17])
 @pytest.mark.parametrize("path", PATHS)
-def test_continue_at_whole_blocks_does_not_kill_decode(length: int, path: str) -> None:
+async def test_continue_at_whole_blocks_does_not_kill_decode(length: int, path: str) -> None:
     """At a whole number of blocks D first loads the bare prompt, then goes on without parameters."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("continue", length=length) as fleet:
-            assert (await fleet.send_request(path)).texts == ALL_TOKENS
-            assert not fleet.model.is_dead and await fleet.wait_until_freed()
-            *loads, last = [each.json for each in fleet.decode.received]
-            assert len(loads) == (length % fake_pair.BLOCK_TOKENS == 0)
-            params = last.get("kv_transfer_params", {})
-            assert bool(params.get("do_remote_prefill")) == (length % fake_pair.BLOCK_TOKENS != 0)
-            ids = params.get("prompt_token_ids") or last["prompt"]
-            assert ids == [*range(1, length + 1), 100] and last["max_tokens"] == 3
-            for load in loads:
-                assert (load["max_tokens"], load["stream"]) == (1, False)
-                assert load["kv_transfer_params"]["do_remote_prefill"] is True
-            ttft, _ = await wait_for_ttft(fleet.router)
-            assert ttft.attributes[keys.FIRST_TOKEN] == "continue"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("continue", length=length) as fleet:
+        assert (await fleet.send_request(path)).texts == ALL_TOKENS
+        assert not fleet.model.is_dead and await fleet.wait_until_freed()
+        *loads, last = [each.json for each in fleet.decode.received]
+        assert len(loads) == (length % fake_pair.BLOCK_TOKENS == 0)
+        params = last.get("kv_transfer_params", {})
+        assert bool(params.get("do_remote_prefill")) == (length % fake_pair.BLOCK_TOKENS != 0)
+        ids = params.get("prompt_token_ids") or last["prompt"]
+        assert ids == [*range(1, length + 1), 100] and last["max_tokens"] == 3
+        for load in loads:
+            assert (load["max_tokens"], load["stream"]) == (1, False)
+            assert load["kv_transfer_params"]["do_remote_prefill"] is True
+        ttft, _ = await wait_for_ttft(fleet.router)
+        assert ttft.attributes[keys.FIRST_TOKEN] == "continue"
 
 
-def test_continue_needs_to_know_the_blocks() -> None:
+async def test_continue_needs_to_know_the_blocks() -> None:
     """No block size, a release that takes no ids, no room for one token more: strip, with the reason."""
-
-    async def run_scenario() -> None:
-        for fields, reason in (
-            ({"block": 0}, "block_size"),
-            ({"version": "0.24.0"}, "version"),
-            ({"longest": 6, "length": 5}, "max_model_len"),
-        ):
-            async with fake_pair.run_fleet("continue", **fields) as fleet:
-                await wait_for_cards(fleet)
-                await fleet.send_request(max_tokens=None)
-                ttft, _ = await wait_for_ttft(fleet.router)
-                assert ttft.attributes[keys.FIRST_TOKEN] == "strip"
-                assert ttft.attributes[keys.FIRST_TOKEN_REASON] == reason
-
-    fake_instances.run_with_timeout(run_scenario)
+    for fields, reason in (
+        ({"block": 0}, "block_size"),
+        ({"version": "0.24.0"}, "version"),
+        ({"longest": 6, "length": 5}, "max_model_len"),
+    ):
+        async with fake_pair.run_fleet("continue", **fields) as fleet:
+            await wait_for_cards(fleet)
+            await fleet.send_request(max_tokens=None)
+            ttft, _ = await wait_for_ttft(fleet.router)
+            assert ttft.attributes[keys.FIRST_TOKEN] == "strip"
+            assert ttft.attributes[keys.FIRST_TOKEN_REASON] == reason
 
 
 async def wait_for_cards(fleet: fake_pair.PairFleet) -> None:
@@ -174,110 +146,84 @@ async def wait_for_cards(fleet: fake_pair.PairFleet) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_the_first_token_does_not_wait_for_decode() -> None:
+async def test_the_first_token_does_not_wait_for_decode() -> None:
     """A D that takes 300 ms adds nothing to the client's TTFT in strip and continue, all of it in off."""
-
-    async def run_scenario() -> None:
-        for mode, early in (("off", False), ("strip", True), ("continue", True)):
-            async with fake_pair.run_fleet(mode, late=0.3) as fleet:
-                begun = clock.now_us()
-                url = f"{fleet.router.url}{CHAT}"
-                body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
-                async with fleet.router.client.post(url, json=body) as response:
-                    first = await response.content.readany()
-                    assert (clock.now_us() - begun < 200_000) == early and b"Hel" in first
-                    await response.read()
-                ttft, last = await wait_for_ttft(fleet.router)
-                assert (ttft.end < 200_000) == early
-                assert ("decode.kv.transfer" in ttft.stages) == (not early)
-                assert ttft.stages["prefill.prefill.compute"] >= 20_000
-                assert [call.leg for call in last.calls] == ["prefill", "decode"]
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode, early in (("off", False), ("strip", True), ("continue", True)):
+        async with fake_pair.run_fleet(mode, late=0.3) as fleet:
+            begun = clock.now_us()
+            url = f"{fleet.router.url}{CHAT}"
+            body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
+            async with fleet.router.client.post(url, json=body) as response:
+                first = await response.content.readany()
+                assert (clock.now_us() - begun < 200_000) == early and b"Hel" in first
+                await response.read()
+            ttft, last = await wait_for_ttft(fleet.router)
+            assert (ttft.end < 200_000) == early
+            assert ("decode.kv.transfer" in ttft.stages) == (not early)
+            assert ttft.stages["prefill.prefill.compute"] >= 20_000
+            assert [call.leg for call in last.calls] == ["prefill", "decode"]
 
 
-def test_the_handover_is_told() -> None:
+async def test_the_handover_is_told() -> None:
     """The time from P's token to D's next one is a span below the server span, divided into parts."""
-
-    async def run_scenario() -> None:
-        for mode, last in (("strip", span_names.FIRST_DECODE), ("continue", "router.egress")):
-            async with fake_pair.run_fleet(mode, late=0.1) as fleet:
-                await fleet.send_request()
-                ttft, record = await wait_for_ttft(fleet.router)
-                assert record.handover is not None
-                whole, *steps = cut_handover(record.handover)
-                assert (whole.name, whole.start) == (span_names.HANDOVER, ttft.end)
-                found = dict(whole.attributes)
-                total = found.pop(keys.HANDOVER_TOTAL_US)
-                assert total == whole.end - whole.start == sum(found.values())
-                assert found["ttft.handover.decode.kv.transfer_us"] >= 100_000
-                assert steps[0].start == whole.start and steps[-1].end == whole.end
-                assert steps[-1].name == last
-                for one, two in zip(steps, steps[1:], strict=False):
-                    assert one.end == two.start
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode, last in (("strip", span_names.FIRST_DECODE), ("continue", "router.egress")):
+        async with fake_pair.run_fleet(mode, late=0.1) as fleet:
+            await fleet.send_request()
+            ttft, record = await wait_for_ttft(fleet.router)
+            assert record.handover is not None
+            whole, *steps = cut_handover(record.handover)
+            assert (whole.name, whole.start) == (span_names.HANDOVER, ttft.end)
+            found = dict(whole.attributes)
+            total = found.pop(keys.HANDOVER_TOTAL_US)
+            assert total == whole.end - whole.start == sum(found.values())
+            assert found["ttft.handover.decode.kv.transfer_us"] >= 100_000
+            assert steps[0].start == whole.start and steps[-1].end == whole.end
+            assert steps[-1].name == last
+            for one, two in zip(steps, steps[1:], strict=False):
+                assert one.end == two.start
 
 
-def test_one_token_is_prefills_alone() -> None:
+async def test_one_token_is_prefills_alone() -> None:
     """With max_tokens 1, P answers and keeps no blocks; D is not called."""
-
-    async def run_scenario() -> None:
-        for mode in ("off", "strip", "continue"):
-            async with fake_pair.run_fleet(mode) as fleet:
-                got = await fleet.send_request(max_tokens=1)
-                assert got.texts == ["Hel"] and not fleet.decode.received
-                assert "kv_transfer_params" not in fleet.prefill.received[0].json
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("off", "strip", "continue"):
+        async with fake_pair.run_fleet(mode) as fleet:
+            got = await fleet.send_request(max_tokens=1)
+            assert got.texts == ["Hel"] and not fleet.decode.received
+            assert "kv_transfer_params" not in fleet.prefill.received[0].json
 
 
-def test_an_answer_that_ends_on_prefill_ends_there() -> None:
+async def test_an_answer_that_ends_on_prefill_ends_there() -> None:
     """If P's token ends the answer, D generates nothing, and P's blocks are freed."""
-
-    async def run_scenario() -> None:
-        for mode in ("strip", "continue"):
-            async with fake_pair.run_fleet(mode, finish="stop") as fleet:
-                got = await fleet.send_request(stream_options={"include_usage": True})
-                assert got.texts == ["Hel"] and got.events[-1] == "[DONE]"
-                assert got.events[-2]["usage"]["completion_tokens"] == 1
-                assert got.events[-3]["choices"][0]["finish_reason"] == "stop"
-                assert await fleet.wait_until_freed()
-                assert [each.json["model"] for each in fleet.decode.received] == [
-                    "ttft-otel-nobody"
-                ]
-                ttft, record = await wait_for_ttft(fleet.router)
-                assert ttft.attributes[keys.FIRST_TOKEN] == mode and record.handover is None
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("strip", "continue"):
+        async with fake_pair.run_fleet(mode, finish="stop") as fleet:
+            got = await fleet.send_request(stream_options={"include_usage": True})
+            assert got.texts == ["Hel"] and got.events[-1] == "[DONE]"
+            assert got.events[-2]["usage"]["completion_tokens"] == 1
+            assert got.events[-3]["choices"][0]["finish_reason"] == "stop"
+            assert await fleet.wait_until_freed()
+            assert [each.json["model"] for each in fleet.decode.received] == ["ttft-otel-nobody"]
+            ttft, record = await wait_for_ttft(fleet.router)
+            assert ttft.attributes[keys.FIRST_TOKEN] == mode and record.handover is None
 
 
-def test_decode_may_merge_tokens() -> None:
+async def test_decode_may_merge_tokens() -> None:
     """D's first event may hold three tokens: the client loses none of them."""
-
-    async def run_scenario() -> None:
-        for mode in ("off", "strip", "continue"):
-            for path in PATHS:
-                async with fake_pair.run_fleet(mode, merged=3) as fleet:
-                    assert "".join((await fleet.send_request(path)).texts) == "".join(ALL_TOKENS)
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("off", "strip", "continue"):
+        for path in PATHS:
+            async with fake_pair.run_fleet(mode, merged=3) as fleet:
+                assert "".join((await fleet.send_request(path)).texts) == "".join(ALL_TOKENS)
 
 
-def test_another_first_token_is_counted() -> None:
+async def test_another_first_token_is_counted() -> None:
     """In strip, a different first token of D is replaced, marked on the server span and counted."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("strip", first="Yo") as fleet:
-            assert (await fleet.send_request()).texts == ALL_TOKENS
-            _, record = await wait_for_ttft(fleet.router)
-            assert record.server.attributes[keys.FIRST_TOKEN_MISMATCH] is True
-            async with fleet.router.client.get(f"{fleet.router.url}/metrics") as response:
-                assert "ttft_otel_router_first_token_mismatches_total 1.0" in await response.text()
-        async with fake_pair.run_fleet("off", first="Yo") as fleet:
-            assert (await fleet.send_request()).texts == ["Yo", *ALL_TOKENS[1:]]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("strip", first="Yo") as fleet:
+        assert (await fleet.send_request()).texts == ALL_TOKENS
+        _, record = await wait_for_ttft(fleet.router)
+        assert record.server.attributes[keys.FIRST_TOKEN_MISMATCH] is True
+        async with fleet.router.client.get(f"{fleet.router.url}/metrics") as response:
+            assert "ttft_otel_router_first_token_mismatches_total 1.0" in await response.text()
+    async with fake_pair.run_fleet("off", first="Yo") as fleet:
+        assert (await fleet.send_request()).texts == ["Yo", *ALL_TOKENS[1:]]
 
 
 async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None:
@@ -287,99 +233,75 @@ async def check_first_token_off(fleet: fake_pair.PairFleet, reason: str) -> None
     assert ttft.attributes[keys.FIRST_TOKEN_REASON] == reason
 
 
-def test_half_a_character_waits_for_decode() -> None:
+async def test_half_a_character_waits_for_decode() -> None:
     """A first token that is an incomplete character is not sent from P: D's event has the text."""
-
-    async def run_scenario() -> None:
-        for mode in ("strip", "continue"):
-            for half in ("", "a\ufffd"):
-                async with fake_pair.run_fleet(mode, tokens=(half, "é", "!", ".")) as fleet:
-                    assert (await fleet.send_request()).texts == [half, "é", "!", "."]
-                    assert len(fleet.decode.received) == 1
-                    await check_first_token_off(fleet, "character")
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("strip", "continue"):
+        for half in ("", "a\ufffd"):
+            async with fake_pair.run_fleet(mode, tokens=(half, "é", "!", ".")) as fleet:
+                assert (await fleet.send_request()).texts == [half, "é", "!", "."]
+                assert len(fleet.decode.received) == 1
+                await check_first_token_off(fleet, "character")
 
 
-def test_one_time_for_all_events() -> None:
+async def test_one_time_for_all_events() -> None:
     """P's and D's streams begin in different seconds; the client's does not."""
-
-    async def run_scenario() -> None:
-        for mode in ("strip", "continue"):
-            async with fake_pair.run_fleet(mode, created=107) as fleet:
-                events = (await fleet.send_request()).events
-                assert {each["created"] for each in events[:-1]} == {100}
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("strip", "continue"):
+        async with fake_pair.run_fleet(mode, created=107) as fleet:
+            events = (await fleet.send_request()).events
+            assert {each["created"] for each in events[:-1]} == {100}
 
 
-def test_prefills_refusal_is_the_clients() -> None:
+async def test_prefills_refusal_is_the_clients() -> None:
     """P's error status and body are the client's; D is not called."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("strip") as fleet:
-            got = await fleet.send_request(model="other")
-            assert got.status == 404 and not fleet.decode.received
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("strip") as fleet:
+        got = await fleet.send_request(model="other")
+        assert got.status == 404 and not fleet.decode.received
 
 
-def test_decodes_refusal_ends_the_stream() -> None:
+async def test_decodes_refusal_ends_the_stream() -> None:
     """Off: D's status and body. With P's token out: an error event, [DONE], and P is freed."""
-
-    async def run_scenario() -> None:
-        for mode in ("off", "strip", "continue"):
-            async with fake_pair.run_fleet(mode, refuses=400) as fleet:
-                got = await fleet.send_request()
-                if mode == "off":
-                    assert got.status == 400 and b"refused" in got.body
-                else:
-                    assert got.status == 200 and got.events[-1] == "[DONE]"
-                    assert got.events[-2]["error"]["message"] == "refused"
-                    _, record = await wait_for_ttft(fleet.router)
-                    assert record.server.error == "400"
-                assert await fleet.wait_until_freed()
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("off", "strip", "continue"):
+        async with fake_pair.run_fleet(mode, refuses=400) as fleet:
+            got = await fleet.send_request()
+            if mode == "off":
+                assert got.status == 400 and b"refused" in got.body
+            else:
+                assert got.status == 200 and got.events[-1] == "[DONE]"
+                assert got.events[-2]["error"]["message"] == "refused"
+                _, record = await wait_for_ttft(fleet.router)
+                assert record.server.error == "400"
+            assert await fleet.wait_until_freed()
 
 
-def test_a_decode_that_is_gone_ends_the_stream() -> None:
+async def test_a_decode_that_is_gone_ends_the_stream() -> None:
     """When no decode can be reached after P's token, the client gets an error event and [DONE]."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with (
-            fake_pair.run_server(model, False) as p,
-            fake_instances.run_router(
-                [], prefills=[p.url], decodes=[fake_instances.find_unused_url()]
-            ) as router,
-        ):
-            body = {"model": "tiny", "messages": [], "stream": True}
-            status, _, data = await router.post_body(CHAT, body)
-            assert status == 200 and b'"error"' in data and data.endswith(b"data: [DONE]\n\n")
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with (
+        fake_pair.run_server(model, False) as p,
+        fake_instances.run_router(
+            [], prefills=[p.url], decodes=[fake_instances.find_unused_url()]
+        ) as router,
+    ):
+        body = {"model": "tiny", "messages": [], "stream": True}
+        status, _, data = await router.post_body(CHAT, body)
+        assert status == 200 and b'"error"' in data and data.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(
     ("slow", "late", "wait"), [(5.0, 0.0, 0.2), (0.0, 5.0, 0.2)], ids=["in P", "between P and D"]
 )
-def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: float) -> None:
+async def test_a_client_that_leaves_frees_prefill(slow: float, late: float, wait: float) -> None:
     """100 ms after the client disconnects both legs have ended, and P's blocks are freed."""
-
-    async def run_scenario() -> None:
-        for mode in ("off", "strip", "continue"):
-            async with fake_pair.run_fleet(mode, slow=slow, late=late) as fleet:
-                task = asyncio.create_task(fleet.send_request())
-                await asyncio.sleep(wait)
-                left = clock.now_us()
-                task.cancel()
-                await asyncio.sleep(0.15)
-                busy = fleet.prefill if slow else fleet.decode
-                assert 0 < busy.received[0].cancelled_us - left < 100_000
-                assert await fleet.wait_until_freed()
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("off", "strip", "continue"):
+        async with fake_pair.run_fleet(mode, slow=slow, late=late) as fleet:
+            task = asyncio.create_task(fleet.send_request())
+            await asyncio.sleep(wait)
+            left = clock.now_us()
+            task.cancel()
+            await asyncio.sleep(0.15)
+            busy = fleet.prefill if slow else fleet.decode
+            assert 0 < busy.received[0].cancelled_us - left < 100_000
+            assert await fleet.wait_until_freed()
 
 
 @contextlib.asynccontextmanager
@@ -403,137 +325,106 @@ async def run_refusing_decode(
         yield fake_pair.PairFleet(full, p, idle, router), busy, idle
 
 
-def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
+async def test_a_decode_that_cannot_is_followed_by_one_without_blocks() -> None:
     """A D that answers 503 has P free the blocks: the next D computes the prompt, and fetches nothing."""
-
-    async def run_scenario() -> None:
-        for mode in ("off", "strip", "continue"):
-            async with run_refusing_decode(first_token=mode) as (fleet, busy, idle):
-                assert (await fleet.send_request()).texts == ALL_TOKENS
-                assert busy.received[0].json["kv_transfer_params"]["do_remote_prefill"] is True
-                (asked,) = idle.received
-                assert "remote_host" not in asked.json.get("kv_transfer_params", {})
-                assert await fleet.wait_until_freed()
-
-    fake_instances.run_with_timeout(run_scenario)
+    for mode in ("off", "strip", "continue"):
+        async with run_refusing_decode(first_token=mode) as (fleet, busy, idle):
+            assert (await fleet.send_request()).texts == ALL_TOKENS
+            assert busy.received[0].json["kv_transfer_params"]["do_remote_prefill"] is True
+            (asked,) = idle.received
+            assert "remote_host" not in asked.json.get("kv_transfer_params", {})
+            assert await fleet.wait_until_freed()
 
 
-def test_a_decode_that_refused_has_nothing_in_flight() -> None:
+async def test_a_decode_that_refused_has_nothing_in_flight() -> None:
     """While another D answers, the one that said no is free to be chosen."""
-
-    async def run_scenario() -> None:
-        async with run_refusing_decode(late=0.3) as (fleet, busy, idle):
-            asked = asyncio.create_task(fleet.send_request())
-            while not idle.received:
-                await asyncio.sleep(0.01)
-            decodes = fleet.router.fleet.get("decode")
-            assert {each.url: each.in_flight for each in decodes} == {busy.url: 0, idle.url: 1}
-            assert (await asked).status == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_refusing_decode(late=0.3) as (fleet, busy, idle):
+        asked = asyncio.create_task(fleet.send_request())
+        while not idle.received:
+            await asyncio.sleep(0.01)
+        decodes = fleet.router.fleet.get("decode")
+        assert {each.url: each.in_flight for each in decodes} == {busy.url: 0, idle.url: 1}
+        assert (await asked).status == 200
 
 
-def test_no_retries_is_no_second_decode() -> None:
+async def test_no_retries_is_no_second_decode() -> None:
     """With --retries 0 a decode instance's error is the answer, though another instance is free."""
-
-    async def run_scenario() -> None:
-        async with run_refusing_decode(first_token="off", retries=0) as (fleet, busy, idle):
-            assert (await fleet.send_request()).status == 503
-            assert not idle.received and not fleet.router.app.endpoint.upstream.retry_counts
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_refusing_decode(first_token="off", retries=0) as (fleet, busy, idle):
+        assert (await fleet.send_request()).status == 503
+        assert not idle.received and not fleet.router.app.endpoint.upstream.retry_counts
 
 
-def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
+async def test_a_stop_of_another_type_is_the_instances_to_refuse() -> None:
     """A `stop` of a wrong type is forwarded to P as it came, for P to refuse."""
-
-    async def run_scenario() -> None:
-        for stop in (5, True, 1.5, {"a": 1}, [None]):
-            async with fake_pair.run_fleet("strip") as fleet:
-                got = await fleet.send_request(stop=stop)
-                assert got.status == 200 and fleet.prefill.received[0].json["stop"] == stop
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_several_answers_are_decodes_alone() -> None:
-    """n > 1 would fetch one request's blocks several times: D computes the prompt itself."""
-
-    async def run_scenario() -> None:
+    for stop in (5, True, 1.5, {"a": 1}, [None]):
         async with fake_pair.run_fleet("strip") as fleet:
-            assert (await fleet.send_request(n=2)).status == 200
-            assert (
-                not fleet.prefill.received
-                and "kv_transfer_params" not in fleet.decode.received[0].json
-            )
-            await check_first_token_off(fleet, "n")
-
-    fake_instances.run_with_timeout(run_scenario)
+            got = await fleet.send_request(stop=stop)
+            assert got.status == 200 and fleet.prefill.received[0].json["stop"] == stop
 
 
-def test_a_clients_own_parameters_reach_nobody() -> None:
+async def test_several_answers_are_decodes_alone() -> None:
+    """n > 1 would fetch one request's blocks several times: D computes the prompt itself."""
+    async with fake_pair.run_fleet("strip") as fleet:
+        assert (await fleet.send_request(n=2)).status == 200
+        assert (
+            not fleet.prefill.received and "kv_transfer_params" not in fleet.decode.received[0].json
+        )
+        await check_first_token_off(fleet, "n")
+
+
+async def test_a_clients_own_parameters_reach_nobody() -> None:
     """kv_transfer_params of a client reach no instance, on any path, vllm_xargs included."""
-
-    async def run_scenario() -> None:
-        evil = {"do_remote_prefill": True, "remote_block_ids": [[1]], "prompt_token_ids": [1]}
-        for mode in ("off", "strip", "continue"):
-            async with fake_pair.run_fleet(mode) as fleet:
-                for path in (*PATHS, "/v1/responses", "/v1/embeddings"):
-                    for more in ({}, {"top_p": float("nan")}, {"n": 2}, {"max_tokens": 1}):
-                        await fleet.send_request(
-                            path,
-                            stream=False,
-                            kv_transfer_params=evil,
-                            ec_transfer_params=evil,
-                            vllm_xargs={"kv_transfer_params": "x", "mine": 1},
-                            **more,
-                        )
-                for each in (*fleet.prefill.received, *fleet.decode.received):
-                    params = each.json.get("kv_transfer_params") or {}
-                    assert params.get("remote_block_ids") is None
-                    assert "prompt_token_ids" not in params
-                    assert "ec_transfer_params" not in each.json
-                    assert each.json.get("vllm_xargs", {"mine": 1}) == {"mine": 1}
-
-    fake_instances.run_with_timeout(run_scenario)
+    evil = {"do_remote_prefill": True, "remote_block_ids": [[1]], "prompt_token_ids": [1]}
+    for mode in ("off", "strip", "continue"):
+        async with fake_pair.run_fleet(mode) as fleet:
+            for path in (*PATHS, "/v1/responses", "/v1/embeddings"):
+                for more in ({}, {"top_p": float("nan")}, {"n": 2}, {"max_tokens": 1}):
+                    await fleet.send_request(
+                        path,
+                        stream=False,
+                        kv_transfer_params=evil,
+                        ec_transfer_params=evil,
+                        vllm_xargs={"kv_transfer_params": "x", "mine": 1},
+                        **more,
+                    )
+            for each in (*fleet.prefill.received, *fleet.decode.received):
+                params = each.json.get("kv_transfer_params") or {}
+                assert params.get("remote_block_ids") is None
+                assert "prompt_token_ids" not in params
+                assert "ec_transfer_params" not in each.json
+                assert each.json.get("vllm_xargs", {"mine": 1}) == {"mine": 1}
 
 
-def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
+async def test_a_router_that_is_stopped_leaves_nothing_on_prefill() -> None:
     """A request that the drain's time-out cuts off before D took P's blocks has them released."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with (
-            fake_pair.run_server(model, False) as p,
-            fake_pair.run_server(model, True) as d,
-            aiohttp.ClientSession() as client,
-        ):
-            model.stuck = 20
-            async with fake_instances.run_router([], prefills=[p.url], decodes=[d.url]) as router:
-                body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
-                cut = asyncio.create_task(client.post(router.url + CHAT, json=body))
-                while not d.received:
-                    await asyncio.sleep(0.01)
-                assert model.held_requests
-                router.server.cancels = True
-            assert not model.held_requests
-            await asyncio.gather(cut, return_exceptions=True)
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with (
+        fake_pair.run_server(model, False) as p,
+        fake_pair.run_server(model, True) as d,
+        aiohttp.ClientSession() as client,
+    ):
+        model.stuck = 20
+        async with fake_instances.run_router([], prefills=[p.url], decodes=[d.url]) as router:
+            body = {"model": "tiny", "messages": [], "stream": True, "max_tokens": 4}
+            cut = asyncio.create_task(client.post(router.url + CHAT, json=body))
+            while not d.received:
+                await asyncio.sleep(0.01)
+            assert model.held_requests
+            router.server.cancels = True
+        assert not model.held_requests
+        await asyncio.gather(cut, return_exceptions=True)
 
 
-def test_with_every_decodes_breaker_open_prefill_is_left_empty() -> None:
+async def test_with_every_decodes_breaker_open_prefill_is_left_empty() -> None:
     """With all breakers open one decode is still tried; when it refuses, P frees its blocks."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel(refuses=503)
-        async with fake_pair.run_disaggregated(
-            model, failures=1, pause_s=30, first_token="off"
-        ) as (router, p, d):
-            fleet = fake_pair.PairFleet(model, p, d, router)
-            assert [(await fleet.send_request()).status for _ in range(2)] == [503, 503]
-            assert len(p.received) == 2 and await fleet.wait_until_freed()
-            streams = [each for each in d.received if each.json["model"] == "tiny"]
-            assert len(streams) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel(refuses=503)
+    async with fake_pair.run_disaggregated(model, failures=1, pause_s=30, first_token="off") as (
+        router,
+        p,
+        d,
+    ):
+        fleet = fake_pair.PairFleet(model, p, d, router)
+        assert [(await fleet.send_request()).status for _ in range(2)] == [503, 503]
+        assert len(p.received) == 2 and await fleet.wait_until_freed()
+        streams = [each for each in d.received if each.json["model"] == "tiny"]
+        assert len(streams) == 1

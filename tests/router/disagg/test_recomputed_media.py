@@ -65,42 +65,32 @@ def test_those_that_say_nothing_count_nothing() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-def test_what_a_server_encoded_again_is_on_metrics(
+async def test_what_a_server_encoded_again_is_on_metrics(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By leg and instance, 0 as long as all is well; encoders have no such count."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(
-            encoder_cache=EncoderCacheCounts(items=3, remote=1, local=0, recomputed=2, bytes=4096)
-        )
-        async with fake_instances.run_routed_instances([plan, None], [None]) as (
-            router,
-            e,
-            one,
-            two,
-        ):
-            for _ in range(4):
-                assert (await router.post_chat("a", stream=stream, traceparent=TRACEPARENT))[
-                    0
-                ] == 200
-            await router.wait_for_records(8)
-            lines = router.app.metrics.render_text().decode().splitlines()
-            assert [line for line in lines if line.startswith(METRIC_NAME)] == [
-                f'{METRIC_NAME}{{instance="{one.url}",leg="prefill_decode"}} 4.0',
-                f'{METRIC_NAME}{{instance="{two.url}",leg="prefill_decode"}} 0.0',
-            ]
-            assert len(caplog.messages) == 1 and one.url in caplog.messages[0]
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan(
+        encoder_cache=EncoderCacheCounts(items=3, remote=1, local=0, recomputed=2, bytes=4096)
+    )
+    async with fake_instances.run_routed_instances([plan, None], [None]) as (
+        router,
+        e,
+        one,
+        two,
+    ):
+        for _ in range(4):
+            assert (await router.post_chat("a", stream=stream, traceparent=TRACEPARENT))[0] == 200
+        await router.wait_for_records(8)
+        lines = router.app.metrics.render_text().decode().splitlines()
+        assert [line for line in lines if line.startswith(METRIC_NAME)] == [
+            f'{METRIC_NAME}{{instance="{one.url}",leg="prefill_decode"}} 4.0',
+            f'{METRIC_NAME}{{instance="{two.url}",leg="prefill_decode"}} 0.0',
+        ]
+        assert len(caplog.messages) == 1 and one.url in caplog.messages[0]
 
 
-def test_without_encoders_there_is_no_such_count() -> None:
+async def test_without_encoders_there_is_no_such_count() -> None:
     """Nothing can be encoded twice where nobody encodes ahead."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            text = router.app.metrics.render_text().decode()
-            assert metric_names.ROUTER_ATTEMPTS in text and f"{METRIC_NAME}{{" not in text
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        text = router.app.metrics.render_text().decode()
+        assert metric_names.ROUTER_ATTEMPTS in text and f"{METRIC_NAME}{{" not in text

@@ -21,7 +21,7 @@ AUDIO_URL = {"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}
 TEXT = {"type": "text", "text": "what is it?"}
 
 
-def test_every_item_of_every_message() -> None:
+async def test_every_item_of_every_message() -> None:
     """Several items in a message, several messages, repeated ones once; text and tools stay behind."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "be brief"},
@@ -38,22 +38,19 @@ def test_every_item_of_every_message() -> None:
         "temperature": 0.5,
     }
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
-            data = json.dumps(body, indent=1).encode()
-            status, _, _ = await router.post_body("/v1/chat/completions", data)
-            assert status == 200 and pd.received[0].body == data
-            asked = [each.json for each in e.received]
-            assert all(len(each["messages"]) == 1 for each in asked)
-            items = [each["messages"][0]["content"] for each in asked]
-            assert sorted(items, key=str) == sorted(
-                [[IMAGE], [VIDEO], [INPUT_AUDIO], [AUDIO_URL]], key=str
-            )
-            for each in asked:
-                assert each["mm_processor_kwargs"] == {"max_pixels": 99}
-                assert not {"tools", "temperature"} & set(each)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
+        data = json.dumps(body, indent=1).encode()
+        status, _, _ = await router.post_body("/v1/chat/completions", data)
+        assert status == 200 and pd.received[0].body == data
+        asked = [each.json for each in e.received]
+        assert all(len(each["messages"]) == 1 for each in asked)
+        items = [each["messages"][0]["content"] for each in asked]
+        assert sorted(items, key=str) == sorted(
+            [[IMAGE], [VIDEO], [INPUT_AUDIO], [AUDIO_URL]], key=str
+        )
+        for each in asked:
+            assert each["mm_processor_kwargs"] == {"max_pixels": 99}
+            assert not {"tools", "temperature"} & set(each)
 
 
 def build_image_part(url: str) -> dict[str, Any]:
@@ -98,7 +95,7 @@ def test_other_paths_items_are_parts_of_chat_messages(path: str, ascii_only: boo
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
-def test_other_paths_items_go_to_encoders(path: str, stream: bool) -> None:
+async def test_other_paths_items_go_to_encoders(path: str, stream: bool) -> None:
     """Each by a chat completion, with what decides about their hash there; the answers' parameters follow."""
     body, parts = EXPECTED_PARTS_BY_PATH[path]
     hints = {
@@ -113,54 +110,43 @@ def test_other_paths_items_go_to_encoders(path: str, stream: bool) -> None:
         "/v1/responses": {"chat_template"},
     }
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[InstancePlan({}, answers=build_announcement)]
-        ) as (router, e, server):
-            data = json.dumps({**body, **hints, "stream": stream}).encode()
-            assert (await router.post_body(path, data))[0] == 200
-            assert {each.path for each in e.received} == {"/v1/chat/completions"}
-            asked = [each.json for each in e.received]
-            items = [json.dumps(each["messages"][0]["content"]) for each in asked]
-            assert sorted(items) == sorted({json.dumps([each]) for each in parts})
-            for each in asked:
-                assert {*hints} & {*each} == {*hints} - unread[path]
-            assert server.received[0].path == path
-            assert len(server.received[0].json[EC_PARAMS_FIELD]) == len(items)
-            assert server.received[0].body.startswith(data[:-1])
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[InstancePlan({}, answers=build_announcement)]
+    ) as (router, e, server):
+        data = json.dumps({**body, **hints, "stream": stream}).encode()
+        assert (await router.post_body(path, data))[0] == 200
+        assert {each.path for each in e.received} == {"/v1/chat/completions"}
+        asked = [each.json for each in e.received]
+        items = [json.dumps(each["messages"][0]["content"]) for each in asked]
+        assert sorted(items) == sorted({json.dumps([each]) for each in parts})
+        for each in asked:
+            assert {*hints} & {*each} == {*hints} - unread[path]
+        assert server.received[0].path == path
+        assert len(server.received[0].json[EC_PARAMS_FIELD]) == len(items)
+        assert server.received[0].body.startswith(data[:-1])
 
 
 @pytest.mark.parametrize("path", EXPECTED_PARTS_BY_PATH)
-def test_with_decode_apart_other_paths_skip_encoders(path: str) -> None:
+async def test_with_decode_apart_other_paths_skip_encoders(path: str) -> None:
     """There D serves them alone, and encodes them itself: nobody does it before for nothing."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with fake_pair.run_disaggregated(
-            model, encoder=InstancePlan({}, answers=build_announcement)
-        ) as (router, e, p, d):
-            assert (await router.post_body(path, EXPECTED_PARTS_BY_PATH[path][0]))[0] == 200
-            assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
-            assert not e.received and not p.received
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with fake_pair.run_disaggregated(
+        model, encoder=InstancePlan({}, answers=build_announcement)
+    ) as (router, e, p, d):
+        assert (await router.post_body(path, EXPECTED_PARTS_BY_PATH[path][0]))[0] == 200
+        assert len(d.received) == 1 and EC_PARAMS_FIELD not in d.received[0].json
+        assert not e.received and not p.received
 
 
-def test_video_and_audio_are_announced_like_images() -> None:
+async def test_video_and_audio_are_announced_like_images() -> None:
     """Whatever kind an item is of, the next leg gets the encoder's entry for it."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            encoders=[InstancePlan({}, answers=build_announcement)]
-        ) as (router, e, server):
-            content = [VIDEO, TEXT, INPUT_AUDIO, AUDIO_URL, IMAGE]
-            body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
-            assert (await router.post_body("/v1/chat/completions", body))[0] == 200
-            assert len(e.received) == len(server.received[0].json[EC_PARAMS_FIELD]) == 4
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        encoders=[InstancePlan({}, answers=build_announcement)]
+    ) as (router, e, server):
+        content = [VIDEO, TEXT, INPUT_AUDIO, AUDIO_URL, IMAGE]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        assert (await router.post_body("/v1/chat/completions", body))[0] == 200
+        assert len(e.received) == len(server.received[0].json[EC_PARAMS_FIELD]) == 4
 
 
 ODD_MESSAGES = [

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Mapping
 
 import pytest
 
-from router import fake_instances
 from ttft_otel.router.discovery.discovery import Discovery, end_tasks
 from ttft_otel.router.discovery.findings import Findings
 from ttft_otel.router.discovery.source_address import SourceAddress, parse_source_address
@@ -124,40 +123,33 @@ def test_one_refusal_keeps_nobody_else_out() -> None:
 
 
 @pytest.mark.parametrize("error", [SourceUnreachable("gone"), KeyError("odd")])
-def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
+async def test_a_source_that_fails_is_asked_again(error: Exception) -> None:
     """Any exception of a source is logged, and the source is asked again."""
     roster = Roster()
     discovery = build_discovery(roster, [find({"a": "decode"}), error, find({"b": "decode"})])
 
-    async def run_scenario() -> None:
-        async with discovery.run():
-            while set(roster.roles) != {"b"}:
-                await asyncio.sleep(0.001)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with discovery.run():
+        while set(roster.roles) != {"b"}:
+            await asyncio.sleep(0.001)
     assert discovery.watched[0].failures == 1
     assert roster.calls == ["+a", "+b", "-a"]
 
 
-def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
+async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
     """A task that ignores one cancellation, as asyncio.wait_for could before Python 3.12, still ends."""
+    swallowed = 0
 
-    async def run_scenario() -> None:
-        swallowed = 0
+    async def ask_forever() -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                swallowed += 1
+                if swallowed == 2:
+                    raise
 
-        async def ask_forever() -> None:
-            nonlocal swallowed
-            while True:
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    swallowed += 1
-                    if swallowed == 2:
-                        raise
-
-        task = asyncio.create_task(ask_forever())
-        await asyncio.sleep(0)
-        await end_tasks([task])
-        assert task.cancelled() and swallowed == 2
-
-    fake_instances.run_with_timeout(run_scenario)
+    task = asyncio.create_task(ask_forever())
+    await asyncio.sleep(0)
+    await end_tasks([task])
+    assert task.cancelled() and swallowed == 2

@@ -20,121 +20,99 @@ def split_port(url: str) -> str:
     return url.rpartition(":")[2]
 
 
-def test_an_address_that_appears_serves_and_one_that_goes_drains() -> None:
+async def test_an_address_that_appears_serves_and_one_that_goes_drains() -> None:
     """Two addresses of loopback with one port are two instances, as two pods are."""
-
-    async def run_scenario() -> None:
-        async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
-            port = split_port(one.url)
-            dns.records[NAME, "A"] = ["127.0.0.1", "127.0.0.2"]
-            source = f"dns://{NAME}:{port}?nameserver=127.0.0.1:{dns.port}"
-            async with run_discovery_site("--discover", source) as site:
-                await site.wait_for_states(
-                    {
-                        f"prefill_decode http://127.0.0.1:{port}": "healthy",
-                        # nothing listens there: discovery says who there is, probes who lives
-                        f"prefill_decode http://127.0.0.2:{port}": "failed",
-                    }
-                )
-                assert (await site.router.post_chat())[0] == 200
-                dns.records[NAME, "A"] = ["127.0.0.1"]
-                await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
-                status, _, said = await site.router.get_json("/readyz")
-                assert status == 200
-                assert said["discovery"] == [{"source": source, "instances": 1}]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
+        port = split_port(one.url)
+        dns.records[NAME, "A"] = ["127.0.0.1", "127.0.0.2"]
+        source = f"dns://{NAME}:{port}?nameserver=127.0.0.1:{dns.port}"
+        async with run_discovery_site("--discover", source) as site:
+            await site.wait_for_states(
+                {
+                    f"prefill_decode http://127.0.0.1:{port}": "healthy",
+                    # nothing listens there: discovery says who there is, probes who lives
+                    f"prefill_decode http://127.0.0.2:{port}": "failed",
+                }
+            )
+            assert (await site.router.post_chat())[0] == 200
+            dns.records[NAME, "A"] = ["127.0.0.1"]
+            await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
+            status, _, said = await site.router.get_json("/readyz")
+            assert status == 200
+            assert said["discovery"] == [{"source": source, "instances": 1}]
 
 
-def test_srv_records_say_ports_and_a_role_comes_from_the_source() -> None:
+async def test_srv_records_say_ports_and_a_role_comes_from_the_source() -> None:
     """Prefill and decode by two names, each record with a port of its own."""
-
-    async def run_scenario() -> None:
-        async with (
-            run_dns_server() as dns,
-            fake_instances.run_instance() as p,
-            fake_instances.run_instance() as d,
-        ):
-            for name, each in (("p", p), ("d", d)):
-                dns.records[f"_http._tcp.{name}.", "SRV"] = [
-                    f"0 50 {split_port(each.url)} pod-{name}."
-                ]
-                dns.records[f"pod-{name}.", "A"] = ["127.0.0.1"]
-            server = f"nameserver=127.0.0.1:{dns.port}"
-            flags = [
-                *("--discover", f"dns://_http._tcp.p.?role=prefill&{server}"),
-                *("--discover", f"dns://_http._tcp.d.?role=decode&{server}"),
-            ]
-            async with run_discovery_site(*flags) as site:
-                await site.wait_for_states(
-                    {f"prefill {p.url}": "healthy", f"decode {d.url}": "healthy"}
-                )
-                assert (await site.router.get_json("/readyz"))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        run_dns_server() as dns,
+        fake_instances.run_instance() as p,
+        fake_instances.run_instance() as d,
+    ):
+        for name, each in (("p", p), ("d", d)):
+            dns.records[f"_http._tcp.{name}.", "SRV"] = [f"0 50 {split_port(each.url)} pod-{name}."]
+            dns.records[f"pod-{name}.", "A"] = ["127.0.0.1"]
+        server = f"nameserver=127.0.0.1:{dns.port}"
+        flags = [
+            *("--discover", f"dns://_http._tcp.p.?role=prefill&{server}"),
+            *("--discover", f"dns://_http._tcp.d.?role=decode&{server}"),
+        ]
+        async with run_discovery_site(*flags) as site:
+            await site.wait_for_states(
+                {f"prefill {p.url}": "healthy", f"decode {d.url}": "healthy"}
+            )
+            assert (await site.router.get_json("/readyz"))[0] == 200
 
 
-def test_a_hundred_pods_do_not_fit_a_datagram() -> None:
+async def test_a_hundred_pods_do_not_fit_a_datagram() -> None:
     """A truncated answer is asked for again over TCP."""
-
-    async def run_scenario() -> None:
-        async with run_dns_server() as dns:
-            dns.records[NAME, "A"] = [f"127.0.1.{number}" for number in range(1, 101)]
-            source = f"dns://{NAME}:9?nameserver=127.0.0.1:{dns.port}"
-            async with run_discovery_site("--discover", source) as site:
-                line = await site.wait_for_source(lambda said: said["instances"] == 100)
-                assert "problem" not in line
-                assert (NAME, "A", "tcp") in dns.questions
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_dns_server() as dns:
+        dns.records[NAME, "A"] = [f"127.0.1.{number}" for number in range(1, 101)]
+        source = f"dns://{NAME}:9?nameserver=127.0.0.1:{dns.port}"
+        async with run_discovery_site("--discover", source) as site:
+            line = await site.wait_for_source(lambda said: said["instances"] == 100)
+            assert "problem" not in line
+            assert (NAME, "A", "tcp") in dns.questions
 
 
 @pytest.mark.parametrize("failure", ["SERVFAIL", "REFUSED"])
-def test_a_resolver_that_fails_takes_nobody_away(
+async def test_a_resolver_that_fails_takes_nobody_away(
     failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When DNS fails the instances stay, one line is logged, and the next answer is applied."""
-
-    async def run_scenario() -> None:
-        async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
-            port = split_port(one.url)
-            dns.records[NAME, "A"] = ["127.0.0.1"]
-            source = f"dns://{NAME}:{port}?nameserver=127.0.0.1:{dns.port}"
-            async with run_discovery_site("--discover", source) as site:
-                await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
-                dns.rcode = failure
-                line = await site.wait_for_source(lambda said: "problem" in said)
-                assert line["instances"] == 1
-                assert "the 1 instances known before stay in use" in line["problem"]
-                asked = len(dns.questions)
-                while len(dns.questions) < asked + 4:
-                    await asyncio.sleep(0.01)
-                assert (await site.router.post_chat())[0] == 200
-                assert len([each for each in caplog.messages if "stay in use" in each]) == 1
-                dns.rcode = ""
-                await site.wait_for_source(lambda said: "problem" not in said)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
+        port = split_port(one.url)
+        dns.records[NAME, "A"] = ["127.0.0.1"]
+        source = f"dns://{NAME}:{port}?nameserver=127.0.0.1:{dns.port}"
+        async with run_discovery_site("--discover", source) as site:
+            await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
+            dns.rcode = failure
+            line = await site.wait_for_source(lambda said: "problem" in said)
+            assert line["instances"] == 1
+            assert "the 1 instances known before stay in use" in line["problem"]
+            asked = len(dns.questions)
+            while len(dns.questions) < asked + 4:
+                await asyncio.sleep(0.01)
+            assert (await site.router.post_chat())[0] == 200
+            assert len([each for each in caplog.messages if "stay in use" in each]) == 1
+            dns.rcode = ""
+            await site.wait_for_source(lambda said: "problem" not in said)
 
 
-def test_a_name_without_addresses_is_said_and_must_be_said_twice(
+async def test_a_name_without_addresses_is_said_and_must_be_said_twice(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One empty answer changes nothing, since a Service may have just been made anew; a second one does."""
-
-    async def run_scenario() -> None:
-        async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
-            source = f"dns://{NAME}:{split_port(one.url)}?nameserver=127.0.0.1:{dns.port}"
-            async with run_discovery_site("--discover", source) as site:
-                line = await site.wait_for_source(lambda said: "no address" in said["problem"])
-                assert line["instances"] == 0
-                assert (await site.router.get_json("/readyz"))[0] == 503
-                assert any("is the Service headless?" in each for each in caplog.messages)
-                asked = [name for name, kind, _ in dns.questions if kind == "A"]
-                assert len(asked) >= 2
-                dns.records[NAME, "A"] = ["127.0.0.1"]
-                await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
-                dns.records.clear()
-                await site.wait_for_states({})
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_dns_server() as dns, fake_instances.run_instance(InstancePlan({})) as one:
+        source = f"dns://{NAME}:{split_port(one.url)}?nameserver=127.0.0.1:{dns.port}"
+        async with run_discovery_site("--discover", source) as site:
+            line = await site.wait_for_source(lambda said: "no address" in said["problem"])
+            assert line["instances"] == 0
+            assert (await site.router.get_json("/readyz"))[0] == 503
+            assert any("is the Service headless?" in each for each in caplog.messages)
+            asked = [name for name, kind, _ in dns.questions if kind == "A"]
+            assert len(asked) >= 2
+            dns.records[NAME, "A"] = ["127.0.0.1"]
+            await site.wait_for_states({f"prefill_decode {one.url}": "healthy"})
+            dns.records.clear()
+            await site.wait_for_states({})

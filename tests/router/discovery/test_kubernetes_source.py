@@ -49,203 +49,163 @@ async def run_cluster(
             yield cluster, one, site
 
 
-def test_a_change_comes_by_the_watch() -> None:
+async def test_a_change_comes_by_the_watch() -> None:
     """A pod that terminates drains: its stream ends, new requests go elsewhere; one list is enough."""
-
-    async def run_scenario() -> None:
-        async with (
-            run_cluster() as (cluster, one, site),
-            fake_instances.run_instance(InstancePlan({})) as two,
-        ):
-            cluster.put(serve_from(two, "b"))
-            both = {f"prefill_decode {each.url}": "healthy" for each in (one, two)}
-            await site.wait_for_states(both)
-            gone = serve_from(one)
-            gone["endpoints"][0]["conditions"] = {"ready": False, "terminating": True}
-            cluster.put(gone)
-            await site.wait_for_states({f"prefill_decode {two.url}": "healthy"})
-            assert (await site.router.post_chat())[0] == 200
-            assert (len(one.received), len(two.received)) == (0, 1)
-            cluster.delete("b")
-            line = await site.wait_for_source(lambda said: said["instances"] == 0)
-            assert line["problem"] == "no endpoint is ready"
-            assert cluster.lists == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        run_cluster() as (cluster, one, site),
+        fake_instances.run_instance(InstancePlan({})) as two,
+    ):
+        cluster.put(serve_from(two, "b"))
+        both = {f"prefill_decode {each.url}": "healthy" for each in (one, two)}
+        await site.wait_for_states(both)
+        gone = serve_from(one)
+        gone["endpoints"][0]["conditions"] = {"ready": False, "terminating": True}
+        cluster.put(gone)
+        await site.wait_for_states({f"prefill_decode {two.url}": "healthy"})
+        assert (await site.router.post_chat())[0] == 200
+        assert (len(one.received), len(two.received)) == (0, 1)
+        cluster.delete("b")
+        line = await site.wait_for_source(lambda said: said["instances"] == 0)
+        assert line["problem"] == "no endpoint is ready"
+        assert cluster.lists == 1
 
 
-def test_a_watch_that_ends_goes_on_where_it_was() -> None:
+async def test_a_watch_that_ends_goes_on_where_it_was() -> None:
     """After a time-out of the server the next watch begins at the last version, bookmarks' included."""
-
-    async def run_scenario() -> None:
-        async with run_cluster() as (cluster, one, site):
-            cluster.ends_watches = True
-            cluster.send_bookmark()
-            newest = str(cluster.version)
-            while cluster.queries[-1].get("resourceVersion") != newest:
-                await site.wait_for_source(lambda _: True)
-            assert cluster.queries[-1]["allowWatchBookmarks"] == "true"
-            cluster.put(serve_from(one, "b", ttft_otel__role="prefill_decode"))
-            cluster.delete("a")
-            while cluster.queries[-1].get("resourceVersion") != str(cluster.version):
-                await site.wait_for_source(lambda _: True)
-            assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
-            assert cluster.lists == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_cluster() as (cluster, one, site):
+        cluster.ends_watches = True
+        cluster.send_bookmark()
+        newest = str(cluster.version)
+        while cluster.queries[-1].get("resourceVersion") != newest:
+            await site.wait_for_source(lambda _: True)
+        assert cluster.queries[-1]["allowWatchBookmarks"] == "true"
+        cluster.put(serve_from(one, "b", ttft_otel__role="prefill_decode"))
+        cluster.delete("a")
+        while cluster.queries[-1].get("resourceVersion") != str(cluster.version):
+            await site.wait_for_source(lambda _: True)
+        assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
+        assert cluster.lists == 1
 
 
-def test_a_version_that_was_compacted_is_listed_anew() -> None:
+async def test_a_version_that_was_compacted_is_listed_anew() -> None:
     """410 is an event of the watch, not its status; what was deleted meanwhile is gone."""
-
-    async def run_scenario() -> None:
-        async with (
-            run_cluster() as (cluster, one, site),
-            fake_instances.run_instance(InstancePlan({})) as two,
-        ):
-            cluster.slices.clear()
-            cluster.slices["b"] = serve_from(two, "b")  # no event tells it
-            cluster.compact()
-            await site.wait_for_states({f"prefill_decode {two.url}": "healthy"})
-            assert cluster.lists >= 2
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        run_cluster() as (cluster, one, site),
+        fake_instances.run_instance(InstancePlan({})) as two,
+    ):
+        cluster.slices.clear()
+        cluster.slices["b"] = serve_from(two, "b")  # no event tells it
+        cluster.compact()
+        await site.wait_for_states({f"prefill_decode {two.url}": "healthy"})
+        assert cluster.lists >= 2
 
 
-def test_an_api_server_that_goes_away_leaves_everybody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_api_server_that_goes_away_leaves_everybody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """While the API server is away instances stay and serve; the failures are counted."""
-
-    async def run_scenario() -> None:
-        async with run_cluster() as (cluster, one, site):
-            cluster.status = 503
-            cluster.cut_watches()
-            line = await site.wait_for_source(
-                lambda said: "answered 503" in said.get("problem", "")
-            )
-            assert line["instances"] == 1
-            assert (await site.router.post_chat())[0] == 200
-            assert any("stay in use" in each for each in caplog.messages)
-            async with site.router.client.get(f"{site.router.url}/metrics") as response:
-                text = await response.text()
-            assert f'{metric_names.ROUTER_DISCOVERED_INSTANCES}{{source="{SOURCE}"}} 1.0' in text
-            assert f"{metric_names.ROUTER_DISCOVERY_FAILURES}_total" in text
-            cluster.delete("a")
-            cluster.put(serve_from(one, "new"))
-            cluster.status = 200
-            await site.wait_for_source(lambda said: "problem" not in said)
-            assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_cluster() as (cluster, one, site):
+        cluster.status = 503
+        cluster.cut_watches()
+        line = await site.wait_for_source(lambda said: "answered 503" in said.get("problem", ""))
+        assert line["instances"] == 1
+        assert (await site.router.post_chat())[0] == 200
+        assert any("stay in use" in each for each in caplog.messages)
+        async with site.router.client.get(f"{site.router.url}/metrics") as response:
+            text = await response.text()
+        assert f'{metric_names.ROUTER_DISCOVERED_INSTANCES}{{source="{SOURCE}"}} 1.0' in text
+        assert f"{metric_names.ROUTER_DISCOVERY_FAILURES}_total" in text
+        cluster.delete("a")
+        cluster.put(serve_from(one, "new"))
+        cluster.status = 200
+        await site.wait_for_source(lambda said: "problem" not in said)
+        assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_missing_rights_are_named(status: int) -> None:
+async def test_missing_rights_are_named(status: int) -> None:
     """When the API refuses, the log says which Role is needed."""
-
-    async def run_scenario() -> None:
-        async with run_slice_server() as cluster:
-            cluster.status = status
-            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-            async with run_discovery_site(*flags) as site:
-                line = await site.wait_for_source(lambda said: str(status) in said["problem"])
-                assert "list and watch of endpointslices" in line["problem"]
-                assert (await site.router.get_json("/readyz"))[0] == 503
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_slice_server() as cluster:
+        cluster.status = status
+        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+        async with run_discovery_site(*flags) as site:
+            line = await site.wait_for_source(lambda said: str(status) in said["problem"])
+            assert "list and watch of endpointslices" in line["problem"]
+            assert (await site.router.get_json("/readyz"))[0] == 503
 
 
-def test_a_selector_that_finds_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_selector_that_finds_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """A selector without any EndpointSlice is named in the log, and /readyz is not ready."""
-
-    async def run_scenario() -> None:
-        async with run_slice_server() as cluster:
-            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-            async with run_discovery_site(*flags) as site:
-                line = await site.wait_for_source(lambda said: "selector" in said["problem"])
-                assert line["problem"] == (
-                    "the selector finds no EndpointSlice: has the Service these labels?"
-                )
-                assert any("finds no EndpointSlice" in each for each in caplog.messages)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_slice_server() as cluster:
+        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+        async with run_discovery_site(*flags) as site:
+            line = await site.wait_for_source(lambda said: "selector" in said["problem"])
+            assert line["problem"] == (
+                "the selector finds no EndpointSlice: has the Service these labels?"
+            )
+            assert any("finds no EndpointSlice" in each for each in caplog.messages)
 
 
-def test_labels_say_roles() -> None:
+async def test_labels_say_roles() -> None:
     """One selector, prefill and decode by the label of their Services."""
-
-    async def run_scenario() -> None:
-        async with (
-            run_slice_server() as cluster,
-            fake_instances.run_instance() as p,
-            fake_instances.run_instance() as d,
-        ):
-            cluster.put(serve_from(d, "d", ttft_otel__role="decode"))
-            of_llm_d = serve_from(p, "p")
-            of_llm_d["metadata"]["labels"]["llm-d.ai/role"] = "prefill"
-            cluster.put(of_llm_d)
-            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-            async with run_discovery_site(*flags) as site:
-                await site.wait_for_states(
-                    {f"prefill {p.url}": "healthy", f"decode {d.url}": "healthy"}
-                )
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        run_slice_server() as cluster,
+        fake_instances.run_instance() as p,
+        fake_instances.run_instance() as d,
+    ):
+        cluster.put(serve_from(d, "d", ttft_otel__role="decode"))
+        of_llm_d = serve_from(p, "p")
+        of_llm_d["metadata"]["labels"]["llm-d.ai/role"] = "prefill"
+        cluster.put(of_llm_d)
+        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+        async with run_discovery_site(*flags) as site:
+            await site.wait_for_states(
+                {f"prefill {p.url}": "healthy", f"decode {d.url}": "healthy"}
+            )
 
 
-def test_a_role_that_cannot_be_mixed_is_refused_and_said() -> None:
+async def test_a_role_that_cannot_be_mixed_is_refused_and_said() -> None:
     """A prefill instance beside ones that serve whole requests stays out."""
-
-    async def run_scenario() -> None:
-        async with (
-            run_cluster() as (cluster, one, site),
-            fake_instances.run_instance() as p,
-        ):
-            cluster.put(serve_from(p, "p", ttft_otel__role="prefill"))
-            line = await site.wait_for_source(lambda said: "problem" in said)
-            assert line["instances"] == 1
-            assert "was refused" in line["problem"] and "cannot be mixed" in line["problem"]
-            assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        run_cluster() as (cluster, one, site),
+        fake_instances.run_instance() as p,
+    ):
+        cluster.put(serve_from(p, "p", ttft_otel__role="prefill"))
+        line = await site.wait_for_source(lambda said: "problem" in said)
+        assert line["instances"] == 1
+        assert "was refused" in line["problem"] and "cannot be mixed" in line["problem"]
+        assert site.map_states() == {f"prefill_decode {one.url}": "healthy"}
 
 
-def test_events_may_be_longer_than_buffers() -> None:
+async def test_events_may_be_longer_than_buffers() -> None:
     """A slice with a thousand endpoints is one line of some 100 kB."""
-
-    async def run_scenario() -> None:
-        async with run_slice_server() as cluster:
-            flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
-            async with run_discovery_site(*flags) as site:
-                await site.wait_for_source(lambda said: "selector" in said["problem"])
-                endpoints = [
-                    {**build_endpoint(f"127.0.2.{number % 200}"), "nodeName": "n" * 200}
-                    for number in range(1000)
-                ]
-                cluster.put(build_slice("large", endpoints))
-                await site.wait_for_source(lambda said: said["instances"] == 200)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_slice_server() as cluster:
+        flags = ["--discover", SOURCE, "--kubernetes-api", cluster.url]
+        async with run_discovery_site(*flags) as site:
+            await site.wait_for_source(lambda said: "selector" in said["problem"])
+            endpoints = [
+                {**build_endpoint(f"127.0.2.{number % 200}"), "nodeName": "n" * 200}
+                for number in range(1000)
+            ]
+            cluster.put(build_slice("large", endpoints))
+            await site.wait_for_source(lambda said: said["instances"] == 200)
 
 
-def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
+async def test_a_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
     """The token file is read again for each request, because kubelet replaces it."""
-
-    async def run_scenario() -> None:
-        async with run_slice_server() as cluster:
-            token = tmp_path / "token"
-            api = KubernetesApi(ClusterAccess(cluster.url, token), "default", "app=vllm")
-            await api.open()
-            with pytest.raises(SourceUnreachable, match="no token"):
-                await api.list_slices()
-            for cluster.token in ("first", "second"):
-                token.write_text(f"{cluster.token}\n")
-                assert await api.list_slices() == ([], "10")
-            cluster.token = "third"
-            with pytest.raises(SourceUnreachable, match="401"):
-                await api.list_slices()
-            await api.close()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_slice_server() as cluster:
+        token = tmp_path / "token"
+        api = KubernetesApi(ClusterAccess(cluster.url, token), "default", "app=vllm")
+        await api.open()
+        with pytest.raises(SourceUnreachable, match="no token"):
+            await api.list_slices()
+        for cluster.token in ("first", "second"):
+            token.write_text(f"{cluster.token}\n")
+            assert await api.list_slices() == ([], "10")
+        cluster.token = "third"
+        with pytest.raises(SourceUnreachable, match="401"):
+            await api.list_slices()
+        await api.close()
 
 
 def test_a_pod_knows_its_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router import fake_instances
 from router.discovery.dns_server import DnsServer, run_dns_server
 from router.peers.peer_site import NAME
 from ttft_otel.router.discovery import dns_source
@@ -37,34 +36,30 @@ async def wait_for_addresses(directory: PeerDirectory, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer counts, but for none: what was named last stays."""
     monkeypatch.setattr(dns_source, "QUERY_TIMEOUT_S", 0.2)
 
-    async def run_scenario() -> None:
-        async with run_dns_server() as server, ask_meanwhile(server) as directory:
-            while not directory.problem and len(server.questions) < 4:
-                await asyncio.sleep(0.01)
-            assert directory.addresses == ()
-            server.records[NAME, "A"] = ["10.0.0.2", "10.0.0.1"]
-            await wait_for_addresses(directory, 2)
-            assert directory.addresses == (("10.0.0.1", 9100), ("10.0.0.2", 9100))
-            server.is_silent = True
-            while "no answer" not in directory.problem:
-                await asyncio.sleep(0.01)
-            assert len(directory.addresses) == 2
-            server.is_silent = False
-            server.records[NAME, "A"] = ["10.0.0.3"]
-            await wait_for_addresses(directory, 1)
-            assert directory.problem == ""
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    async with run_dns_server() as server, ask_meanwhile(server) as directory:
+        while not directory.problem and len(server.questions) < 4:
+            await asyncio.sleep(0.01)
+        assert directory.addresses == ()
+        server.records[NAME, "A"] = ["10.0.0.2", "10.0.0.1"]
+        await wait_for_addresses(directory, 2)
+        assert directory.addresses == (("10.0.0.1", 9100), ("10.0.0.2", 9100))
+        server.is_silent = True
+        while "no answer" not in directory.problem:
+            await asyncio.sleep(0.01)
+        assert len(directory.addresses) == 2
+        server.is_silent = False
+        server.records[NAME, "A"] = ["10.0.0.3"]
+        await wait_for_addresses(directory, 1)
+        assert directory.problem == ""
 
 
-def test_addresses_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_addresses_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """The first ones by address, the same for every replica; it is said once."""
-
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.WARNING, "ttft_otel"):
         async with run_dns_server() as server:
             server.records[NAME, "A"] = [f"10.0.1.{number}" for number in range(MAX_PEERS + 8)]
             async with ask_meanwhile(server) as directory:
@@ -72,7 +67,4 @@ def test_addresses_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
                 asked = len(server.questions)
                 while len(server.questions) < asked + 6:
                     await asyncio.sleep(0.01)
-
-    with caplog.at_level(logging.WARNING, "ttft_otel"):
-        fake_instances.run_with_timeout(run_scenario, 60)
     assert [f"only {MAX_PEERS} are told" in each.message for each in caplog.records] == [True]

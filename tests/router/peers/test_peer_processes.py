@@ -77,89 +77,71 @@ async def open_streams(
 
 @pytest.mark.parametrize("policy", ["least_requests", "ttft"])
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
+async def test_replicas_decide_on_the_whole_load(tmp_path: Path, policy: str, workers: str) -> None:
     """Streams that stay open are spread evenly, whichever replica gets them, and when they end all know."""
-
-    async def run_scenario() -> None:
-        async with run_stream_site(
-            tmp_path, "--routing-logic", policy, "--workers", workers
-        ) as site:
-            for each in site.replicas:
-                if workers == "2":
-                    await wait_for_workers(each.process, 2)
-                await each.wait_for_messages("taken", 2)
-            streams = await open_streams(site.replicas, site.replicas, STREAMS)
-            if policy == "least_requests":
-                assert site.count_received() == [STREAMS // 2] * 2
-            site.end_streams()
-            assert await asyncio.gather(*streams) == [200] * STREAMS
-            for each in site.replicas:
-                await each.wait_for_load(0)
-                messages = await each.read_messages()
-                dropped = {"forged", "malformed", "stale", "replayed", "full"}
-                assert not any(messages[reason] for reason in dropped), messages
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
-
-
-def test_a_wrong_key_changes_nothing(tmp_path: Path) -> None:
-    """Said once and counted; each replica goes on with what it knows itself."""
-
-    async def run_scenario() -> None:
-        async with run_stream_site(
-            tmp_path, "--routing-logic", "least_requests", keys=(KEY, KEY.replace("0", "1"))
-        ) as site:
-            one, other = site.replicas
-            streams = await open_streams([one], [one], 4)
-            before = (await other.read_messages())["forged"]
-            await other.wait_for_messages("forged", before + 2)
-            assert await other.read_in_flight() == 0
-            assert (await other.read_messages())["taken"] == 0
-            assert other.process.log.read_text().count("its sender has another key") == 1
-            site.end_streams()
-            assert await asyncio.gather(*streams) == [200] * 4
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
-
-
-@pytest.mark.slow
-def test_a_replica_is_killed(tmp_path: Path) -> None:
-    """It can say nothing any more: what it had under way counts until it expires."""
-
-    async def run_scenario() -> None:
-        async with run_stream_site(tmp_path, "--routing-logic", "ttft") as site:
-            one, other = site.replicas
-            await other.wait_for_messages("taken", 2)
-            streams = await open_streams([one], site.replicas, 4)
-            one.process.send_signal(signal.SIGKILL)
-            assert await asyncio.gather(*streams) == [0] * 4
-            await other.wait_for_load(0)
-            site.end_streams()
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
-
-
-@pytest.mark.slow
-def test_the_worker_with_the_port_is_killed(tmp_path: Path) -> None:
-    """Its successor has the port again, and both workers hear of the other replica as before."""
-
-    async def run_scenario() -> None:
-        async with run_stream_site(
-            tmp_path, "--routing-logic", "least_requests", "--workers", "2"
-        ) as site:
-            for each in site.replicas:
+    async with run_stream_site(tmp_path, "--routing-logic", policy, "--workers", workers) as site:
+        for each in site.replicas:
+            if workers == "2":
                 await wait_for_workers(each.process, 2)
-            one, other = site.replicas
-            os.kill(list_worker_pids(one.process)[0], signal.SIGKILL)
-            await wait_for_workers(one.process, 2, 1)
-            streams = await open_streams([other], site.replicas, 4)
-            assert site.count_received() == [2, 2]
-            site.end_streams()
-            assert await asyncio.gather(*streams) == [200] * 4
-            for each in site.replicas:
-                await each.wait_for_load(0)
+            await each.wait_for_messages("taken", 2)
+        streams = await open_streams(site.replicas, site.replicas, STREAMS)
+        if policy == "least_requests":
+            assert site.count_received() == [STREAMS // 2] * 2
+        site.end_streams()
+        assert await asyncio.gather(*streams) == [200] * STREAMS
+        for each in site.replicas:
+            await each.wait_for_load(0)
+            messages = await each.read_messages()
+            dropped = {"forged", "malformed", "stale", "replayed", "full"}
+            assert not any(messages[reason] for reason in dropped), messages
 
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+
+async def test_a_wrong_key_changes_nothing(tmp_path: Path) -> None:
+    """Said once and counted; each replica goes on with what it knows itself."""
+    async with run_stream_site(
+        tmp_path, "--routing-logic", "least_requests", keys=(KEY, KEY.replace("0", "1"))
+    ) as site:
+        one, other = site.replicas
+        streams = await open_streams([one], [one], 4)
+        before = (await other.read_messages())["forged"]
+        await other.wait_for_messages("forged", before + 2)
+        assert await other.read_in_flight() == 0
+        assert (await other.read_messages())["taken"] == 0
+        assert other.process.log.read_text().count("its sender has another key") == 1
+        site.end_streams()
+        assert await asyncio.gather(*streams) == [200] * 4
+
+
+@pytest.mark.slow
+async def test_a_replica_is_killed(tmp_path: Path) -> None:
+    """It can say nothing any more: what it had under way counts until it expires."""
+    async with run_stream_site(tmp_path, "--routing-logic", "ttft") as site:
+        one, other = site.replicas
+        await other.wait_for_messages("taken", 2)
+        streams = await open_streams([one], site.replicas, 4)
+        one.process.send_signal(signal.SIGKILL)
+        assert await asyncio.gather(*streams) == [0] * 4
+        await other.wait_for_load(0)
+        site.end_streams()
+
+
+@pytest.mark.slow
+async def test_the_worker_with_the_port_is_killed(tmp_path: Path) -> None:
+    """Its successor has the port again, and both workers hear of the other replica as before."""
+    async with run_stream_site(
+        tmp_path, "--routing-logic", "least_requests", "--workers", "2"
+    ) as site:
+        for each in site.replicas:
+            await wait_for_workers(each.process, 2)
+        one, other = site.replicas
+        os.kill(list_worker_pids(one.process)[0], signal.SIGKILL)
+        await wait_for_workers(one.process, 2, 1)
+        streams = await open_streams([other], site.replicas, 4)
+        assert site.count_received() == [2, 2]
+        site.end_streams()
+        assert await asyncio.gather(*streams) == [200] * 4
+        for each in site.replicas:
+            await each.wait_for_load(0)
 
 
 def build_body(sequence: int, url: str, late_ms: int = 0) -> bytes:
@@ -180,37 +162,33 @@ async def tell_on(it: Replica, url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def test_made_up_datagrams(tmp_path: Path) -> None:
+async def test_made_up_datagrams(tmp_path: Path) -> None:
     """Noise, nonsense with the key, an old time, a repetition: counted and dropped, the router serves."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
-            flags = ("--routing-logic", "least_requests")
-            async with run_replicas(tmp_path, (a, b), (KEY,), *flags) as ((it,), server):
-                keys = (KEY.encode(),)
-                fine, late = build_body(9, a.url), build_body(10, a.url, 60_000)
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
-                    for data in (
-                        *(b"", b"x", bytes(65_000), fine),
-                        *(seal_body(b"\xc1", keys), seal_body(late, keys)),
-                        *(seal_body(fine, keys), seal_body(fine, keys)),
-                    ):
-                        anybody.sendto(data, (it.host, it.port))
-                await it.wait_for_messages("replayed", 1)
-                counted = await it.read_messages()
-                assert counted["forged"] == 4
-                assert counted["malformed"] == counted["stale"] == counted["replayed"] == 1
-                assert counted["taken"] == 1 and server.questions
-                telling = asyncio.create_task(tell_on(it, a.url))
-                await it.wait_for_load(5)
-                for _ in range(3):
-                    assert await post_alone(it.process) == 200
-                assert [len(each.received) for each in (a, b)] == [0, 3]
-                telling.cancel()
-                # Whoever made it up is silent since.
-                await it.wait_for_load(0)
-
-    fake_instances.run_with_timeout(run_scenario, TIMEOUT_S)
+    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+        flags = ("--routing-logic", "least_requests")
+        async with run_replicas(tmp_path, (a, b), (KEY,), *flags) as ((it,), server):
+            keys = (KEY.encode(),)
+            fine, late = build_body(9, a.url), build_body(10, a.url, 60_000)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
+                for data in (
+                    *(b"", b"x", bytes(65_000), fine),
+                    *(seal_body(b"\xc1", keys), seal_body(late, keys)),
+                    *(seal_body(fine, keys), seal_body(fine, keys)),
+                ):
+                    anybody.sendto(data, (it.host, it.port))
+            await it.wait_for_messages("replayed", 1)
+            counted = await it.read_messages()
+            assert counted["forged"] == 4
+            assert counted["malformed"] == counted["stale"] == counted["replayed"] == 1
+            assert counted["taken"] == 1 and server.questions
+            telling = asyncio.create_task(tell_on(it, a.url))
+            await it.wait_for_load(5)
+            for _ in range(3):
+                assert await post_alone(it.process) == 200
+            assert [len(each.received) for each in (a, b)] == [0, 3]
+            telling.cancel()
+            # Whoever made it up is silent since.
+            await it.wait_for_load(0)
 
 
 @pytest.mark.parametrize(

@@ -22,205 +22,163 @@ def parse_refusal(body: bytes, status: int, kind: str) -> str:
     return str(error["message"])
 
 
-def test_api_key_opens_and_ends_here() -> None:
+async def test_api_key_opens_and_ends_here() -> None:
     """Only a configured key is accepted; instances get the upstream key, never the client's."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({})], [InstancePlan({})], keys=["first", "zweit-ü"], key="own"
-        ) as (router, e, pd):
-            for given in ("", "Bearer ", "Bearer firs", "Bearer firstt", "Basic first", "first"):
-                named = {"Authorization": given} if given else {}
-                status, headers, body = await router.post_chat("a", **named)
-                assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
-                parse_refusal(body, 401, "AuthenticationError")
-            assert not e.received and not pd.received
-            for given in ("Bearer first", "bearer first", "Bearer zweit-ü"):
-                both = {"Authorization": given, "x-api-key": given.partition(" ")[2]}
-                assert (await router.post_chat("a", **both))[0] == 200
-            assert not any("x-api-key" in each.headers for each in e.received + pd.received)
-            assert {each.headers["Authorization"] for each in e.received + pd.received} == {
-                "Bearer own"
-            }
-            assert set(pd.models_authorizations) == {"Bearer own"}
-            for path, guarded in (("/v1/models", 1), ("/ttft_report/x", 1), ("/healthz", 0)):
-                assert ((await router.get_json(path))[0] == 401) == bool(guarded)
-            assert (await router.get_json("/v1/models", Authorization="Bearer first"))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({})], [InstancePlan({})], keys=["first", "zweit-ü"], key="own"
+    ) as (router, e, pd):
+        for given in ("", "Bearer ", "Bearer firs", "Bearer firstt", "Basic first", "first"):
+            named = {"Authorization": given} if given else {}
+            status, headers, body = await router.post_chat("a", **named)
+            assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
+            parse_refusal(body, 401, "AuthenticationError")
+        assert not e.received and not pd.received
+        for given in ("Bearer first", "bearer first", "Bearer zweit-ü"):
+            both = {"Authorization": given, "x-api-key": given.partition(" ")[2]}
+            assert (await router.post_chat("a", **both))[0] == 200
+        assert not any("x-api-key" in each.headers for each in e.received + pd.received)
+        assert {each.headers["Authorization"] for each in e.received + pd.received} == {
+            "Bearer own"
+        }
+        assert set(pd.models_authorizations) == {"Bearer own"}
+        for path, guarded in (("/v1/models", 1), ("/ttft_report/x", 1), ("/healthz", 0)):
+            assert ((await router.get_json(path))[0] == 401) == bool(guarded)
+        assert (await router.get_json("/v1/models", Authorization="Bearer first"))[0] == 200
 
 
-def test_without_keys_authorization_passes() -> None:
+async def test_without_keys_authorization_passes() -> None:
     """Without keys the client's Authorization header is passed on to instances."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            await router.post_chat(Authorization="Bearer theirs")
-            await router.post_chat()
-            assert one.received[0].headers["Authorization"] == "Bearer theirs"
-            assert "Authorization" not in one.received[1].headers
-            assert (await router.get_json("/v1/models", Authorization="Bearer theirs"))[0] == 200
-            assert one.models_authorizations[-1] == "Bearer theirs"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        await router.post_chat(Authorization="Bearer theirs")
+        await router.post_chat()
+        assert one.received[0].headers["Authorization"] == "Bearer theirs"
+        assert "Authorization" not in one.received[1].headers
+        assert (await router.get_json("/v1/models", Authorization="Bearer theirs"))[0] == 200
+        assert one.models_authorizations[-1] == "Bearer theirs"
 
 
-def test_only_json_generates() -> None:
+async def test_only_json_generates() -> None:
     """Another content type, or none, is a 415; parameters of the right one do not matter."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jso"):
-                status, _, body = await router.post_chat(Content_Type=kind)
-                assert status == 415 and "application/json" in parse_refusal(
-                    body, 415, "BadRequestError"
-                )
-            for kind in ("application/json; charset=utf-8", "Application/JSON"):
-                assert (await router.post_chat(Content_Type=kind))[0] == 200
-            path = "/v1/audio/transcriptions"
-            assert (await router.post_body(path, b"--x", Content_Type="multipart/form-data"))[
-                0
-            ] == 200
-            assert len(one.received) == 3
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jso"):
+            status, _, body = await router.post_chat(Content_Type=kind)
+            assert status == 415 and "application/json" in parse_refusal(
+                body, 415, "BadRequestError"
+            )
+        for kind in ("application/json; charset=utf-8", "Application/JSON"):
+            assert (await router.post_chat(Content_Type=kind))[0] == 200
+        path = "/v1/audio/transcriptions"
+        assert (await router.post_body(path, b"--x", Content_Type="multipart/form-data"))[0] == 200
+        assert len(one.received) == 3
 
 
 @pytest.mark.parametrize("trust", [True, False])
-def test_callers_do_not_decide_what_is_sampled(trust: bool) -> None:
+async def test_callers_do_not_decide_what_is_sampled(trust: bool) -> None:
     """An untrusted caller's trace ID is kept, its sampled flag is not; it cannot claim to be a router."""
-
-    async def run_scenario() -> None:
-        for sampler, flag in (("parentbased_always_off", "01"), ("parentbased_always_on", "00")):
-            settings = Settings(sampler=sampler, trust_sampled=trust)
-            async with fake_instances.run_routed_instances(
-                [InstancePlan({})], settings=settings
-            ) as (router, one):
-                named = {"traceparent": TRACEPARENT[:-2] + flag, "x_ttft_leg": "mono"}
-                _, headers, _ = await router.post_chat(x_ttft_timing="1", **named)
-                assert "Server-Timing" in headers
-                _, trace, _, told = one.received[0].headers["traceparent"].split("-")
-                assert trace == TRACEPARENT.split("-")[1]
-                sampled = (flag == "01") == trust
-                assert told == f"0{int(sampled)}"
-                records = await router.wait_for_records(2) if sampled else router.records
-                assert [each.outermost for each in records] == [not trust] * 2 * sampled
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_server_and_date_are_the_instances_own_and_once() -> None:
-    """An answer has one Server and one Date at most, those of the instance that made it."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            for stream in (True, False):
-                _, headers, _ = await router.post_chat(stream=stream)
-                assert len(headers.getall("Date")) == len(headers.getall("Server")) == 1
-                assert "aiohttp" in headers["Server"]
-            _, headers, _ = await router.post_chat(Content_Type="no")
-            assert len(headers.getall("Server", [])) <= 1
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_an_answer_cut_short_is_cut_for_the_client() -> None:
-    """A plain answer that ends before its Content-Length does so for the client too."""
-
-    async def run_scenario() -> None:
-        async def answer_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 201 Odd\r\nContent-Length: 10\r\nX-Own: kept\r\n\r\nhalf")
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(answer_half, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with fake_instances.run_router([url]) as router:
-            with pytest.raises(Exception, match="payload"):
-                await router.post_chat(stream=False)
-            async with router.client.post(
-                f"{router.url}/v1/chat/completions", json=fake_instances.build_chat()
-            ) as response:
-                assert (response.status, response.headers["X-Own"]) == (201, "kept")
-                assert await response.content.read(4) == b"half"
-            found = [each.server for each in await router.wait_for_records(2) if each.server]
-            assert found[0].error == "ClientPayloadError"
-        server.close()
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_nonsense_is_never_an_error_of_ours() -> None:
-    """Odd methods, paths, queries and headers never get a status of 500 or above."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            await router.get_json("/readyz")
-            for path in ("/v1/", "/v1//x", "/v1/%00", "/v1/a%2f..%2fb?x=%ff&=", "/v1/é", "/v2/x"):
-                for body in (b"", b"\x00", b"null", b'"x"', b'{"model": 3, "messages": {}}'):
-                    assert (await router.post_body(path, body))[0] < 500
-            for method in ("PUT", "PATCH", "OPTIONS", "HEAD", "GET", "BREW"):
-                url = f"{router.url}/v1/chat/completions"
-                async with router.client.request(method, url) as response:
-                    assert response.status in (400, 404, 405)
-            odd = {"x_request_id": "é" * 9, "traceparent": "00-" + "f" * 300, "cookie": "a=\t;;"}
-            assert (await router.post_chat(**odd))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_half_a_surrogate_pair_is_no_model() -> None:
-    """A name with half a surrogate pair, valid JSON but not UTF-8, is an unknown model like any other."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            await router.get_json("/v1/models")
-            for body in (b'{"model": "\\ud800"}', b'{"model": "\\ud800", "top_p": NaN}'):
-                status, _, data = await router.post_body("/v1/chat/completions", body)
-                assert status == 404 and "does not exist" in parse_refusal(
-                    data, 404, "NotFoundError"
-                )
-            assert len(await router.wait_for_records(2)) == 2 and not one.received
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_models_are_told_and_learnt_for_the_clients_key() -> None:
-    """A wrong key gets the instances' 401, not cached models; with the right one a new model is found."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({}, models_key="theirs")]) as (
+    for sampler, flag in (("parentbased_always_off", "01"), ("parentbased_always_on", "00")):
+        settings = Settings(sampler=sampler, trust_sampled=trust)
+        async with fake_instances.run_routed_instances([InstancePlan({})], settings=settings) as (
             router,
             one,
         ):
-            right = {"Authorization": "Bearer theirs"}
-            assert (await router.get_json("/v1/models", **right))[0] == 200
-            for given in ({}, {"Authorization": "Bearer other"}):
-                async with router.client.get(f"{router.url}/v1/models", headers=given) as response:
-                    assert response.status == 401
-                    parse_refusal(await response.read(), 401, "AuthenticationError")
-            one.plan.models = ("tiny", "adapter")
-            body = {"model": "adapter", "messages": []}
-            assert (await router.post_body("/v1/chat/completions", body, **right))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+            named = {"traceparent": TRACEPARENT[:-2] + flag, "x_ttft_leg": "mono"}
+            _, headers, _ = await router.post_chat(x_ttft_timing="1", **named)
+            assert "Server-Timing" in headers
+            _, trace, _, told = one.received[0].headers["traceparent"].split("-")
+            assert trace == TRACEPARENT.split("-")[1]
+            sampled = (flag == "01") == trust
+            assert told == f"0{int(sampled)}"
+            records = await router.wait_for_records(2) if sampled else router.records
+            assert [each.outermost for each in records] == [not trust] * 2 * sampled
 
 
-def test_a_path_that_is_nowhere_is_refused_in_the_same_form() -> None:
+async def test_server_and_date_are_the_instances_own_and_once() -> None:
+    """An answer has one Server and one Date at most, those of the instance that made it."""
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        for stream in (True, False):
+            _, headers, _ = await router.post_chat(stream=stream)
+            assert len(headers.getall("Date")) == len(headers.getall("Server")) == 1
+            assert "aiohttp" in headers["Server"]
+        _, headers, _ = await router.post_chat(Content_Type="no")
+        assert len(headers.getall("Server", [])) <= 1
+
+
+async def test_an_answer_cut_short_is_cut_for_the_client() -> None:
+    """A plain answer that ends before its Content-Length does so for the client too."""
+
+    async def answer_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 201 Odd\r\nContent-Length: 10\r\nX-Own: kept\r\n\r\nhalf")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer_half, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with fake_instances.run_router([url]) as router:
+        with pytest.raises(Exception, match="payload"):
+            await router.post_chat(stream=False)
+        async with router.client.post(
+            f"{router.url}/v1/chat/completions", json=fake_instances.build_chat()
+        ) as response:
+            assert (response.status, response.headers["X-Own"]) == (201, "kept")
+            assert await response.content.read(4) == b"half"
+        found = [each.server for each in await router.wait_for_records(2) if each.server]
+        assert found[0].error == "ClientPayloadError"
+    server.close()
+
+
+async def test_nonsense_is_never_an_error_of_ours() -> None:
+    """Odd methods, paths, queries and headers never get a status of 500 or above."""
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        await router.get_json("/readyz")
+        for path in ("/v1/", "/v1//x", "/v1/%00", "/v1/a%2f..%2fb?x=%ff&=", "/v1/é", "/v2/x"):
+            for body in (b"", b"\x00", b"null", b'"x"', b'{"model": 3, "messages": {}}'):
+                assert (await router.post_body(path, body))[0] < 500
+        for method in ("PUT", "PATCH", "OPTIONS", "HEAD", "GET", "BREW"):
+            url = f"{router.url}/v1/chat/completions"
+            async with router.client.request(method, url) as response:
+                assert response.status in (400, 404, 405)
+        odd = {"x_request_id": "é" * 9, "traceparent": "00-" + "f" * 300, "cookie": "a=\t;;"}
+        assert (await router.post_chat(**odd))[0] == 200
+
+
+async def test_half_a_surrogate_pair_is_no_model() -> None:
+    """A name with half a surrogate pair, valid JSON but not UTF-8, is an unknown model like any other."""
+    async with fake_instances.run_routed_instances() as (router, one):
+        await router.get_json("/v1/models")
+        for body in (b'{"model": "\\ud800"}', b'{"model": "\\ud800", "top_p": NaN}'):
+            status, _, data = await router.post_body("/v1/chat/completions", body)
+            assert status == 404 and "does not exist" in parse_refusal(data, 404, "NotFoundError")
+        assert len(await router.wait_for_records(2)) == 2 and not one.received
+
+
+async def test_models_are_told_and_learnt_for_the_clients_key() -> None:
+    """A wrong key gets the instances' 401, not cached models; with the right one a new model is found."""
+    async with fake_instances.run_routed_instances([InstancePlan({}, models_key="theirs")]) as (
+        router,
+        one,
+    ):
+        right = {"Authorization": "Bearer theirs"}
+        assert (await router.get_json("/v1/models", **right))[0] == 200
+        for given in ({}, {"Authorization": "Bearer other"}):
+            async with router.client.get(f"{router.url}/v1/models", headers=given) as response:
+                assert response.status == 401
+                parse_refusal(await response.read(), 401, "AuthenticationError")
+        one.plan.models = ("tiny", "adapter")
+        body = {"model": "adapter", "messages": []}
+        assert (await router.post_body("/v1/chat/completions", body, **right))[0] == 200
+
+
+async def test_a_path_that_is_nowhere_is_refused_in_the_same_form() -> None:
     """An unknown path and a wrong method get an error in OpenAI's form."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            for path in ("/v1/nothing", "/v1/chat/completions", "/"):
-                async with router.client.get(f"{router.url}{path}") as response:
-                    parse_refusal(await response.read(), 404, "NotFoundError")
-            status, headers, body = await router.post_body("/healthz", {})
-            assert (status, headers["Allow"]) == (405, "GET")
-            parse_refusal(body, 405, "BadRequestError")
-            assert not one.received
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        for path in ("/v1/nothing", "/v1/chat/completions", "/"):
+            async with router.client.get(f"{router.url}{path}") as response:
+                parse_refusal(await response.read(), 404, "NotFoundError")
+        status, headers, body = await router.post_body("/healthz", {})
+        assert (status, headers["Allow"]) == (405, "GET")
+        parse_refusal(body, 405, "BadRequestError")
+        assert not one.received
 
 
 ESCAPES = (
@@ -240,85 +198,70 @@ ESCAPES = (
 
 
 @pytest.mark.parametrize("path", ESCAPES)
-def test_paths_that_mean_another_one(path: str) -> None:
+async def test_paths_that_mean_another_one(path: str) -> None:
     """Paths that an instance could resolve to one outside /v1 are refused and not forwarded."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            data = raw_http.encode_request(path=path)
-            response = await raw_http.send_bytes(router.url, data)
-            assert raw_http.parse_status(response) == 400
-            parse_refusal(response.partition(b"\r\n\r\n")[2], 400, "BadRequestError")
-            for allowed in ("/v1/a..b/.c", "/v1/a%20b", "/v1/caf%C3%A9", "/v1/%63hat/completions"):
-                data = raw_http.encode_request(path=allowed)
-                assert raw_http.parse_status(await raw_http.send_bytes(router.url, data)) == 200
-            assert len(one.received) == 4
-            assert router.app.admission.refusal_counts == {"path": 1}
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        data = raw_http.encode_request(path=path)
+        response = await raw_http.send_bytes(router.url, data)
+        assert raw_http.parse_status(response) == 400
+        parse_refusal(response.partition(b"\r\n\r\n")[2], 400, "BadRequestError")
+        for allowed in ("/v1/a..b/.c", "/v1/a%20b", "/v1/caf%C3%A9", "/v1/%63hat/completions"):
+            data = raw_http.encode_request(path=allowed)
+            assert raw_http.parse_status(await raw_http.send_bytes(router.url, data)) == 200
+        assert len(one.received) == 4
+        assert router.app.admission.refusal_counts == {"path": 1}
 
 
-def test_a_name_that_no_instance_lists_is_no_label() -> None:
+async def test_a_name_that_no_instance_lists_is_no_label() -> None:
     """Unknown model names and paths of a client appear neither in span names nor in metric labels."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            while any(each.models is None for each in router.fleet):
-                await asyncio.sleep(0.01)
-            for path, model, status in (
-                ("/v1/chat/completions", "made-up", 404),
-                ("/v1/chat/completions", "tiny", 200),
-                ("/v1/made-up/path", "tiny", 200),
-            ):
-                assert (await router.post_body(path, {"model": model}))[0] == status
-            refused, served, odd = await router.wait_for_records(3)
-            assert keys.MODEL not in refused.attributes
-            assert served.attributes[keys.MODEL] == odd.attributes[keys.MODEL] == "tiny"
-            assert [call.name for call in served.calls] == ["POST /v1/chat/completions"]
-            assert [call.name for call in odd.calls] == ["POST /v1/{path:path}"]
-            one.plan.status = 404
-            assert (await router.post_body("/v1/embeddings", {"model": "made-up"}))[0] == 404
-            assert keys.MODEL not in (await router.wait_for_records(4))[-1].attributes
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        while any(each.models is None for each in router.fleet):
+            await asyncio.sleep(0.01)
+        for path, model, status in (
+            ("/v1/chat/completions", "made-up", 404),
+            ("/v1/chat/completions", "tiny", 200),
+            ("/v1/made-up/path", "tiny", 200),
+        ):
+            assert (await router.post_body(path, {"model": model}))[0] == status
+        refused, served, odd = await router.wait_for_records(3)
+        assert keys.MODEL not in refused.attributes
+        assert served.attributes[keys.MODEL] == odd.attributes[keys.MODEL] == "tiny"
+        assert [call.name for call in served.calls] == ["POST /v1/chat/completions"]
+        assert [call.name for call in odd.calls] == ["POST /v1/{path:path}"]
+        one.plan.status = 404
+        assert (await router.post_body("/v1/embeddings", {"model": "made-up"}))[0] == 404
+        assert keys.MODEL not in (await router.wait_for_records(4))[-1].attributes
 
 
-def test_refusals_are_counted() -> None:
+async def test_refusals_are_counted() -> None:
     """Each refusal is counted by its reason, those of the proxy and those of the other endpoints."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
-            key = {"Authorization": "Bearer k"}
-            chat = "/v1/chat/completions"
-            assert (await router.post_body(chat, b"{}"))[0] == 401
-            assert (await router.post_body(chat, b"{}", **key, Content_Type="text/plain"))[0] == 415
-            assert (await router.post_body(chat, b"[", **key))[0] == 400
-            assert (await router.post_body(chat, {"model": "no"}, **key))[0] == 404
-            assert (await router.get_json("/nowhere"))[0] == 404
-            assert (await router.get_json("/v1/models"))[0] == 401
-            assert (await router.post_body("/metrics", b""))[0] == 405
-            assert router.app.admission.refusal_counts == {
-                **{"key": 2, "media_type": 1, "json": 1, "model": 1, "not_found": 1, "method": 1}
-            }
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(keys=["k"]) as (router, one):
+        key = {"Authorization": "Bearer k"}
+        chat = "/v1/chat/completions"
+        assert (await router.post_body(chat, b"{}"))[0] == 401
+        assert (await router.post_body(chat, b"{}", **key, Content_Type="text/plain"))[0] == 415
+        assert (await router.post_body(chat, b"[", **key))[0] == 400
+        assert (await router.post_body(chat, {"model": "no"}, **key))[0] == 404
+        assert (await router.get_json("/nowhere"))[0] == 404
+        assert (await router.get_json("/v1/models"))[0] == 401
+        assert (await router.post_body("/metrics", b""))[0] == 405
+        assert router.app.admission.refusal_counts == {
+            **{"key": 2, "media_type": 1, "json": 1, "model": 1, "not_found": 1, "method": 1}
+        }
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/messages", "/v1/chat/completions/batch", "/v1/chat/completions"]
 )
-def test_json_that_cannot_be_read_is_refused_on_every_path(path: str) -> None:
+async def test_json_that_cannot_be_read_is_refused_on_every_path(path: str) -> None:
     """JSON nested too deeply to parse is refused: transfer parameters could hide in it."""
     deep = b'{"kv_transfer_params": {"a": 1}, "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}"
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            for kind in ("application/json", "application/vnd.x+json; charset=utf-8"):
-                status, _, body = await router.post_body(path, deep, Content_Type=kind)
-                if path == "/v1/chat/completions" and "vnd" in kind:
-                    assert status == 415
-                else:
-                    parse_refusal(body, 400, "BadRequestError")
-            assert not one.received
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        for kind in ("application/json", "application/vnd.x+json; charset=utf-8"):
+            status, _, body = await router.post_body(path, deep, Content_Type=kind)
+            if path == "/v1/chat/completions" and "vnd" in kind:
+                assert status == 415
+            else:
+                parse_refusal(body, 400, "BadRequestError")
+        assert not one.received

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from router import fake_instances
 from router.control.test_client_connection import (
     RawClient,
     connect,
@@ -37,127 +36,104 @@ async def send_half_body(router: RunningRouter, number: int) -> AsyncIterator[Ra
         yield client
 
 
-def test_slow_bodies() -> None:
+async def test_slow_bodies() -> None:
     """A body that does not arrive within the limit gets 408, and its memory is released."""
-
-    async def run_scenario() -> None:
-        async with run_limited(body_timeout=0.3) as (router, one):
-            async with send_half_body(router, 5000) as slow:
-                started_s = time.monotonic()
-                status, _, body = await slow.read_answer()
-                assert status == 408 and json.loads(body)["error"]["code"] == 408
-                assert time.monotonic() - started_s < 4
-            async with connect(router) as trickling:
-                await trickling.send(encode_post(b"", "transfer-encoding: chunked"))
-                for _ in range(8):
-                    await asyncio.sleep(0.05)
-                    await trickling.send(b"1\r\n \r\n")
-                assert (await trickling.read_answer())[0] == 408
-            await wait_for_bytes(router, 0)
-            assert (await read_refusals(router))["body_timeout"] == 2
-            assert not one.received
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_limited(body_timeout=0.3) as (router, one):
+        async with send_half_body(router, 5000) as slow:
+            started_s = time.monotonic()
+            status, _, body = await slow.read_answer()
+            assert status == 408 and json.loads(body)["error"]["code"] == 408
+            assert time.monotonic() - started_s < 4
+        async with connect(router) as trickling:
+            await trickling.send(encode_post(b"", "transfer-encoding: chunked"))
+            for _ in range(8):
+                await asyncio.sleep(0.05)
+                await trickling.send(b"1\r\n \r\n")
+            assert (await trickling.read_answer())[0] == 408
+        await wait_for_bytes(router, 0)
+        assert (await read_refusals(router))["body_timeout"] == 2
+        assert not one.received
 
 
-def test_long_answers_are_no_slow_bodies() -> None:
+async def test_long_answers_are_no_slow_bodies() -> None:
     """The time limit for bodies ends with the body; a long answer is not cut by it."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(stages_ms={"prefill.compute": 500})
-        async with run_limited(plan, body_timeout=0.2) as (router, _):
-            assert (await router.post_chat())[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan(stages_ms={"prefill.compute": 500})
+    async with run_limited(plan, body_timeout=0.2) as (router, _):
+        assert (await router.post_chat())[0] == 200
 
 
-def test_bodies_together() -> None:
+async def test_bodies_together() -> None:
     """When the budget is full, the request with the largest unfinished body is refused; others pass."""
+    plan = InstancePlan(stages_ms={"prefill.compute": 600})
+    async with (
+        run_limited(plan, max_bodies=100 * KILO) as (router, one),
+        contextlib.AsyncExitStack() as clients,
+    ):
+        whole = await clients.enter_async_context(connect(router))
+        await whole.send(encode_post(b'{"model": "tiny"%b}' % (b" " * 50 * KILO)))
+        while not one.received:
+            await asyncio.sleep(0.01)
+        held = router.app.endpoint.body_budget.held_bytes
+        assert held > 50 * KILO, "held until an instance answers"
+        small = await clients.enter_async_context(send_half_body(router, 10 * KILO))
+        await wait_for_bytes(router, held + 10 * KILO)
+        large = await clients.enter_async_context(send_half_body(router, 30 * KILO))
+        await wait_for_bytes(router, held + 40 * KILO)
 
-    async def run_scenario() -> None:
-        plan = InstancePlan(stages_ms={"prefill.compute": 600})
-        async with (
-            run_limited(plan, max_bodies=100 * KILO) as (router, one),
-            contextlib.AsyncExitStack() as clients,
-        ):
-            whole = await clients.enter_async_context(connect(router))
-            await whole.send(encode_post(b'{"model": "tiny"%b}' % (b" " * 50 * KILO)))
-            while not one.received:
-                await asyncio.sleep(0.01)
-            held = router.app.endpoint.body_budget.held_bytes
-            assert held > 50 * KILO, "held until an instance answers"
-            small = await clients.enter_async_context(send_half_body(router, 10 * KILO))
-            await wait_for_bytes(router, held + 10 * KILO)
-            large = await clients.enter_async_context(send_half_body(router, 30 * KILO))
-            await wait_for_bytes(router, held + 40 * KILO)
-
-            honest = b"{%b}" % (b" " * 20 * KILO)
-            assert (await router.post_body("/v1/embeddings", honest))[0] == 200
-            status, headers, body = await large.read_answer()
-            assert (status, headers["retry-after"]) == (503, "1")
-            assert json.loads(body)["error"]["type"] == "UnavailableError"
-            await small.send(b" ")
-            assert (await small.read_answer())[0] == 400, "not refused: it is no JSON"
-            assert (await whole.read_answer())[0] == 200
-            assert (await read_refusals(router))["bodies"] == 1
-            await wait_for_bytes(router, 0)
-
-    fake_instances.run_with_timeout(run_scenario)
+        honest = b"{%b}" % (b" " * 20 * KILO)
+        assert (await router.post_body("/v1/embeddings", honest))[0] == 200
+        status, headers, body = await large.read_answer()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(body)["error"]["type"] == "UnavailableError"
+        await small.send(b" ")
+        assert (await small.read_answer())[0] == 400, "not refused: it is no JSON"
+        assert (await whole.read_answer())[0] == 200
+        assert (await read_refusals(router))["bodies"] == 1
+        await wait_for_bytes(router, 0)
 
 
-def test_whole_bodies_fill_the_budget() -> None:
+async def test_whole_bodies_fill_the_budget() -> None:
     """When bodies of requests that nobody answers yet fill the budget, the next body is refused."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(stages_ms={"prefill.compute": 500})
-        async with run_limited(plan, max_bodies=64 * KILO) as (router, one):
-            long = b'{"model": "tiny"%b}' % (b" " * 60 * KILO)
-            first = asyncio.create_task(router.post_body("/v1/chat/completions", long))
-            while not one.received:
-                await asyncio.sleep(0.01)
-            assert (await router.post_body("/v1/chat/completions", long))[0] == 503
-            assert (await first)[0] == 200
-            assert (await router.post_body("/v1/chat/completions", long))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan(stages_ms={"prefill.compute": 500})
+    async with run_limited(plan, max_bodies=64 * KILO) as (router, one):
+        long = b'{"model": "tiny"%b}' % (b" " * 60 * KILO)
+        first = asyncio.create_task(router.post_body("/v1/chat/completions", long))
+        while not one.received:
+            await asyncio.sleep(0.01)
+        assert (await router.post_body("/v1/chat/completions", long))[0] == 503
+        assert (await first)[0] == 200
+        assert (await router.post_body("/v1/chat/completions", long))[0] == 200
 
 
-def test_answers_under_way_leave_the_budget_free() -> None:
+async def test_answers_under_way_leave_the_budget_free() -> None:
     """While long answers are generated, other requests' bodies have all of the budget."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(gap_s=1.0)
-        async with run_limited(plan, max_bodies=64 * KILO) as (router, one):
-            long = b'{"model": "tiny", "stream": true%b}' % (b" " * 60 * KILO)
-            url = f"{router.url}/v1/chat/completions"
-            json_type = {"Content-Type": "application/json"}
-            async with contextlib.AsyncExitStack() as clients:
-                for _ in range(4):
-                    posting = router.client.post(url, data=long, headers=json_type)
-                    answer = await clients.enter_async_context(posting)
-                    assert answer.status == 200 and await answer.content.readany()
-                assert len(one.received) == 4 and not answer.content.at_eof()
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan(gap_s=1.0)
+    async with run_limited(plan, max_bodies=64 * KILO) as (router, one):
+        long = b'{"model": "tiny", "stream": true%b}' % (b" " * 60 * KILO)
+        url = f"{router.url}/v1/chat/completions"
+        json_type = {"Content-Type": "application/json"}
+        async with contextlib.AsyncExitStack() as clients:
+            for _ in range(4):
+                posting = router.client.post(url, data=long, headers=json_type)
+                answer = await clients.enter_async_context(posting)
+                assert answer.status == 200 and await answer.content.readany()
+            assert len(one.received) == 4 and not answer.content.at_eof()
 
 
-def test_answered_before_the_body_ended(monkeypatch: Any) -> None:
+async def test_answered_before_the_body_ended(monkeypatch: Any) -> None:
     """The rest of a refused body is read for a while, so that the client sees the answer; then no more."""
     from ttft_otel.router.control import front_door
 
     monkeypatch.setattr(front_door, "MAX_LINGER_S", 0.4)
 
-    async def run_scenario() -> None:
-        async with run_limited(max_body=1000) as (router, _):
-            async with connect(router) as polite:
-                await polite.send(encode_post(b" " * 3_000_000))
-                assert (await polite.read_answer())[0] == 413
-                await polite.send(encode_post())
-                assert (await polite.read_answer())[0] == 200, "the same connection"
-            async with send_half_body(router, 3000) as endless:
-                assert (await endless.read_answer())[0] == 413
-                started_s = time.monotonic()
-                assert await endless.read_rest() == b""
-                assert time.monotonic() - started_s < 4
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with run_limited(max_body=1000) as (router, _):
+        async with connect(router) as polite:
+            await polite.send(encode_post(b" " * 3_000_000))
+            assert (await polite.read_answer())[0] == 413
+            await polite.send(encode_post())
+            assert (await polite.read_answer())[0] == 200, "the same connection"
+        async with send_half_body(router, 3000) as endless:
+            assert (await endless.read_answer())[0] == 413
+            started_s = time.monotonic()
+            assert await endless.read_rest() == b""
+            assert time.monotonic() - started_s < 4

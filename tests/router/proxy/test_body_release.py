@@ -87,87 +87,65 @@ async def check_dropped(router: RunningRouter, body: dict[str, Any], mark: bytes
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("has_encoder", [False, True], ids=["alone", "with an encoder"])
-def test_dropped_by_a_single_leg(policy: str, has_encoder: bool) -> None:
+async def test_dropped_by_a_single_leg(policy: str, has_encoder: bool) -> None:
     """The body, and the media that encoders got."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan(gap_s=LONG_GAP_S)],
-            [InstancePlan({"encoder.compute": 5})] if has_encoder else [],
-            routing=build_routing_factory(policy),
-        ) as (router, *_):
-            await check_dropped(router, fake_instances.build_chat("a", "b"), b'{"n": 1}')
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan(gap_s=LONG_GAP_S)],
+        [InstancePlan({"encoder.compute": 5})] if has_encoder else [],
+        routing=build_routing_factory(policy),
+    ) as (router, *_):
+        await check_dropped(router, fake_instances.build_chat("a", "b"), b'{"n": 1}')
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
-def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
+async def test_dropped_by_prefill_and_decode(policy: str, mode: str) -> None:
     """The client's body when D answers, and P's and D's with it."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel(gap=LONG_GAP_S)
-        async with fake_pair.run_disaggregated(
-            model, first_token=mode, routing=build_routing_factory(policy)
-        ) as (router, *_):
-            body = fake_instances.build_chat() | {"max_tokens": 4}
-            # In `continue` D says the second token first, else after its first pause.
-            await check_dropped(router, body, b"Hel" if mode == "off" else b"lo")
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel(gap=LONG_GAP_S)
+    async with fake_pair.run_disaggregated(
+        model, first_token=mode, routing=build_routing_factory(policy)
+    ) as (router, *_):
+        body = fake_instances.build_chat() | {"max_tokens": 4}
+        # In `continue` D says the second token first, else after its first pause.
+        await check_dropped(router, body, b"Hel" if mode == "off" else b"lo")
 
 
-def test_dropped_by_the_thread_that_parses_heavy_bodies() -> None:
+async def test_dropped_by_the_thread_that_parses_heavy_bodies() -> None:
     """Its last call must not keep the body that it was for."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel(gap=LONG_GAP_S)
-        async with fake_pair.run_disaggregated(model, first_token="strip") as (router, *_):
-            heavy = {"max_tokens": 4, "lists": [[]] * 30_000}
-            await check_dropped(router, fake_instances.build_chat() | heavy, b"lo")
-            assert router.app.endpoint.body_parser._thread._threads, "it was heavy enough"
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel(gap=LONG_GAP_S)
+    async with fake_pair.run_disaggregated(model, first_token="strip") as (router, *_):
+        heavy = {"max_tokens": 4, "lists": [[]] * 30_000}
+        await check_dropped(router, fake_instances.build_chat() | heavy, b"lo")
+        assert router.app.endpoint.body_parser._thread._threads, "it was heavy enough"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_held_while_nobody_answers(policy: str) -> None:
+async def test_held_while_nobody_answers(policy: str) -> None:
     """Another instance may still have to get it; the watching of these tests sees that."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"prefill.compute": 500})
-        async with fake_instances.run_routed_instances(
-            [plan], routing=build_routing_factory(policy)
-        ) as (router, one):
-            body = json.dumps(fake_instances.build_chat()).encode()
-            asking = asyncio.create_task(
-                router.post_body(CHAT, body, **{"X-Request-Id": REQUEST_ID})
-            )
-            while not one.received:
-                await asyncio.sleep(0.01)
-            assert router.app.endpoint.body_budget.held_bytes == len(body)
-            assert list_held_requests() and not WatchedBytes.drop_count
-            assert (await asking)[0] == 200
-            await wait_until_dropped(router)
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({"prefill.compute": 500})
+    async with fake_instances.run_routed_instances(
+        [plan], routing=build_routing_factory(policy)
+    ) as (router, one):
+        body = json.dumps(fake_instances.build_chat()).encode()
+        asking = asyncio.create_task(router.post_body(CHAT, body, **{"X-Request-Id": REQUEST_ID}))
+        while not one.received:
+            await asyncio.sleep(0.01)
+        assert router.app.endpoint.body_budget.held_bytes == len(body)
+        assert list_held_requests() and not WatchedBytes.drop_count
+        assert (await asking)[0] == 200
+        await wait_until_dropped(router)
 
 
-def test_dropped_when_the_client_leaves() -> None:
+async def test_dropped_when_the_client_leaves() -> None:
     """A client that leaves before the answer takes its body along."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"prefill.compute": 5000})
-        async with fake_instances.run_routed_instances([plan]) as (router, _):
-            with pytest.raises(TimeoutError):
-                async with router.client.post(
-                    f"{router.url}{CHAT}",
-                    json=fake_instances.build_chat(),
-                    headers={"X-Request-Id": REQUEST_ID},
-                    timeout=aiohttp.ClientTimeout(total=0.2),
-                ):
-                    pass
-            await wait_until_dropped(router)
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({"prefill.compute": 5000})
+    async with fake_instances.run_routed_instances([plan]) as (router, _):
+        with pytest.raises(TimeoutError):
+            async with router.client.post(
+                f"{router.url}{CHAT}",
+                json=fake_instances.build_chat(),
+                headers={"X-Request-Id": REQUEST_ID},
+                timeout=aiohttp.ClientTimeout(total=0.2),
+            ):
+                pass
+        await wait_until_dropped(router)

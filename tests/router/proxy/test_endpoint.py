@@ -22,423 +22,337 @@ from ttft_otel.router.limits import RouterLimits
 from ttft_otel.tracing import clock
 
 
-def test_stream_is_not_buffered() -> None:
+async def test_stream_is_not_buffered() -> None:
     """Each chunk reaches the client before the instance sends the next one."""
-
-    async def run_scenario() -> None:
-        permits, got = asyncio.Semaphore(0), []
-        plan = InstancePlan(permits=permits)
-        async with fake_instances.run_routed_instances([plan]) as (router, _):
-            url = f"{router.url}/v1/chat/completions"
-            async with router.client.post(url, json=fake_instances.build_chat()) as response:
-                assert response.headers["Content-Type"] == "text/event-stream"
-                async for chunk in response.content.iter_any():
-                    got.append(chunk)
-                    permits.release()
-            assert tuple(got) == STREAM_EVENTS
-
-    fake_instances.run_with_timeout(run_scenario)
+    permits, got = asyncio.Semaphore(0), []
+    plan = InstancePlan(permits=permits)
+    async with fake_instances.run_routed_instances([plan]) as (router, _):
+        url = f"{router.url}/v1/chat/completions"
+        async with router.client.post(url, json=fake_instances.build_chat()) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            async for chunk in response.content.iter_any():
+                got.append(chunk)
+                permits.release()
+        assert tuple(got) == STREAM_EVENTS
 
 
-def test_bytes_pass_unmodified() -> None:
+async def test_bytes_pass_unmodified() -> None:
     """The request's odd spacing reaches the backend, and the answer's reaches the client."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            body = b'{ "model":"tiny",\n "messages" : [], "n":1e0 }'
-            status, headers, answer = await router.post_body("/v1/chat/completions?a=%2F", body)
-            assert (status, answer) == (200, b'{"answer":  "42"}')
-            assert one.received[0].body == body
-            assert one.received[0].path == "/v1/chat/completions?a=%2F"
-            assert headers["X-Own"] == "kept" and "X-Hop" not in headers
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        body = b'{ "model":"tiny",\n "messages" : [], "n":1e0 }'
+        status, headers, answer = await router.post_body("/v1/chat/completions?a=%2F", body)
+        assert (status, answer) == (200, b'{"answer":  "42"}')
+        assert one.received[0].body == body
+        assert one.received[0].path == "/v1/chat/completions?a=%2F"
+        assert headers["X-Own"] == "kept" and "X-Hop" not in headers
 
 
-def test_hop_by_hop_headers_stop_here() -> None:
+async def test_hop_by_hop_headers_stop_here() -> None:
     """Hop-by-hop headers, and those that Connection names, are not forwarded; all others are."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            await router.post_chat(
-                Connection="keep-alive, X-Mine",
-                X_Mine="1",
-                TE="trailers",
-                Baggage="a=1,b=%20",
-                Authorization="Bearer x",
-                Accept_Encoding="gzip",
-            )
-            seen = one.received[0].headers
-            assert "X-Mine" not in seen and "TE" not in seen
-            assert seen["Baggage"] == "a=1,b=%20" and seen["Authorization"] == "Bearer x"
-            assert seen["Accept-Encoding"] == "gzip"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        await router.post_chat(
+            Connection="keep-alive, X-Mine",
+            X_Mine="1",
+            TE="trailers",
+            Baggage="a=1,b=%20",
+            Authorization="Bearer x",
+            Accept_Encoding="gzip",
+        )
+        seen = one.received[0].headers
+        assert "X-Mine" not in seen and "TE" not in seen
+        assert seen["Baggage"] == "a=1,b=%20" and seen["Authorization"] == "Bearer x"
+        assert seen["Accept-Encoding"] == "gzip"
 
 
-def test_images_go_to_encoders_at_once() -> None:
+async def test_images_go_to_encoders_at_once() -> None:
     """Distinct images are encoded concurrently; the backend is called when all have answered."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(stages_ms={"encoder.compute": 400})
-        async with fake_instances.run_routed_instances(encoders=[plan, plan]) as (
-            router,
-            e1,
-            e2,
-            pd,
-        ):
-            status, _, body = await router.post_chat(
-                "http://x/a", "data:image/png;base64,AA", "c", "c"
-            )
-            assert (status, body) == (200, b"".join(STREAM_EVENTS))
-            calls = e1.received + e2.received
-            assert sorted(len(each.received) for each in (e1, e2)) == [1, 2]
-            asked_us = [each.received_us for each in calls]
-            assert max(asked_us) < min(asked_us) + 400_000, "all were asked before one had answered"
-            assert pd.received[0].received_us >= max(asked_us) + 400_000
-            urls = {each.json["messages"][0]["content"][0]["image_url"]["url"] for each in calls}
-            assert urls == {"http://x/a", "data:image/png;base64,AA", "c"}
-            for each in calls:
-                body = each.json
-                assert (body["max_tokens"], body["stream"], body["model"]) == (1, False, "tiny")
-                assert len(body["messages"][0]["content"]) == 1
-            assert pd.received[0].json == fake_instances.build_chat(
-                "http://x/a", "data:image/png;base64,AA", "c", "c"
-            )
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan(stages_ms={"encoder.compute": 400})
+    async with fake_instances.run_routed_instances(encoders=[plan, plan]) as (
+        router,
+        e1,
+        e2,
+        pd,
+    ):
+        status, _, body = await router.post_chat("http://x/a", "data:image/png;base64,AA", "c", "c")
+        assert (status, body) == (200, b"".join(STREAM_EVENTS))
+        calls = e1.received + e2.received
+        assert sorted(len(each.received) for each in (e1, e2)) == [1, 2]
+        asked_us = [each.received_us for each in calls]
+        assert max(asked_us) < min(asked_us) + 400_000, "all were asked before one had answered"
+        assert pd.received[0].received_us >= max(asked_us) + 400_000
+        urls = {each.json["messages"][0]["content"][0]["image_url"]["url"] for each in calls}
+        assert urls == {"http://x/a", "data:image/png;base64,AA", "c"}
+        for each in calls:
+            body = each.json
+            assert (body["max_tokens"], body["stream"], body["model"]) == (1, False, "tiny")
+            assert len(body["messages"][0]["content"]) == 1
+        assert pd.received[0].json == fake_instances.build_chat(
+            "http://x/a", "data:image/png;base64,AA", "c", "c"
+        )
 
 
-def test_text_skips_the_encoder() -> None:
+async def test_text_skips_the_encoder() -> None:
     """A request without images, and any that is not chat, goes straight to the backend."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
-            await router.post_chat()
-            await router.post_body("/v1/completions", {"prompt": "x"})
-            await router.post_body("/v1/embeddings", {"input": "x"})
-            assert (len(e.received), len(pd.received)) == (0, 3)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
+        await router.post_chat()
+        await router.post_body("/v1/completions", {"prompt": "x"})
+        await router.post_body("/v1/embeddings", {"input": "x"})
+        assert (len(e.received), len(pd.received)) == (0, 3)
 
 
-def test_backends_take_turns() -> None:
+async def test_backends_take_turns() -> None:
     """Round robin: four requests over two backends are two each."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([None, None]) as (router, a, b):
-            for _ in range(4):
-                await router.post_chat()
-            assert (len(a.received), len(b.received)) == (2, 2)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances([None, None]) as (router, a, b):
+        for _ in range(4):
+            await router.post_chat()
+        assert (len(a.received), len(b.received)) == (2, 2)
 
 
-def test_every_leg_has_its_own_parent() -> None:
+async def test_every_leg_has_its_own_parent() -> None:
     """Each leg's traceparent names the router's own client span for it, in the caller's trace."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
-            await router.post_chat(
-                "a", "b", traceparent=TRACEPARENT, tracestate="v=1", X_Request_Id="mine"
-            )
-            server = (await router.wait_for_records(2))[-1]
-            calls = {call.span_id: call for call in server.calls}
-            assert len(calls) == 3 and server.parent_id == TRACEPARENT.split("-")[2]
-            for each in (*e.received, *pd.received):
-                version, trace, parent, flags = each.headers["traceparent"].split("-")
-                assert (version, trace, flags) == ("00", TRACEPARENT.split("-")[1], "01")
-                assert calls.pop(parent).leg == each.headers["x-ttft-leg"]
-                assert each.headers["tracestate"] == "v=1"
-                assert each.headers["x-ttft-timing"] == "1"
-            ids = sorted(each.headers["X-Request-Id"] for each in (*e.received, *pd.received))
-            assert ids == ["mine", "mine-encode-0", "mine-encode-1"]
-            assert pd.received[0].headers["X-Request-Id"] == "mine"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(encoders=[None]) as (router, e, pd):
+        await router.post_chat(
+            "a", "b", traceparent=TRACEPARENT, tracestate="v=1", X_Request_Id="mine"
+        )
+        server = (await router.wait_for_records(2))[-1]
+        calls = {call.span_id: call for call in server.calls}
+        assert len(calls) == 3 and server.parent_id == TRACEPARENT.split("-")[2]
+        for each in (*e.received, *pd.received):
+            version, trace, parent, flags = each.headers["traceparent"].split("-")
+            assert (version, trace, flags) == ("00", TRACEPARENT.split("-")[1], "01")
+            assert calls.pop(parent).leg == each.headers["x-ttft-leg"]
+            assert each.headers["tracestate"] == "v=1"
+            assert each.headers["x-ttft-timing"] == "1"
+        ids = sorted(each.headers["X-Request-Id"] for each in (*e.received, *pd.received))
+        assert ids == ["mine", "mine-encode-0", "mine-encode-1"]
+        assert pd.received[0].headers["X-Request-Id"] == "mine"
 
 
-def test_request_id_is_kept_or_made() -> None:
+async def test_request_id_is_kept_or_made() -> None:
     """A caller's id comes back; a malformed or missing one is replaced, never an error."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            for given in ("ok-1", "", "two words", "x" * 300):
-                _, headers, _ = await router.post_chat(X_Request_Id=given)
-                kept = headers["X-Request-Id"]
-                assert (kept == given) == (given == "ok-1")
-                assert one.received[-1].headers["X-Request-Id"] == kept and len(kept) <= 256
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        for given in ("ok-1", "", "two words", "x" * 300):
+            _, headers, _ = await router.post_chat(X_Request_Id=given)
+            kept = headers["X-Request-Id"]
+            assert (kept == given) == (given == "ok-1")
+            assert one.received[-1].headers["X-Request-Id"] == kept and len(kept) <= 256
 
 
-def test_malformed_context_breaks_nothing() -> None:
+async def test_malformed_context_breaks_nothing() -> None:
     """A malformed traceparent, tracestate or baggage starts a new trace; the request is served."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            bad = {"traceparent": "00-zz-1", "tracestate": "x" * 900, "baggage": "é;;=,"}
-            status, _, _ = await router.post_chat(**bad)
-            assert status == 200
-            assert one.received[0].headers["traceparent"].startswith("00-")
-            assert (await router.wait_for_records(2))[0].parent_id == ""
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances() as (router, one):
+        bad = {"traceparent": "00-zz-1", "tracestate": "x" * 900, "baggage": "é;;=,"}
+        status, _, _ = await router.post_chat(**bad)
+        assert status == 200
+        assert one.received[0].headers["traceparent"].startswith("00-")
+        assert (await router.wait_for_records(2))[0].parent_id == ""
 
 
-def test_client_leaving_stops_the_legs() -> None:
+async def test_client_leaving_stops_the_legs() -> None:
     """A client that goes away before or after the first token ends the leg within 100 ms."""
-
-    async def run_scenario() -> None:
-        for plan, wait in (
-            (InstancePlan({"prefill.compute": 5000}), 0.2),
-            (InstancePlan(gap_s=5), 0.2),
-        ):
-            async with fake_instances.run_routed_instances([plan]) as (router, one):
-                task = asyncio.create_task(router.post_chat())
-                await asyncio.sleep(wait)
-                left = clock.now_us()
-                task.cancel()
-                record = (await router.wait_for_records(1 if plan.gap_s == 0 else 2))[-1]
-                await asyncio.sleep(0.05)
-                assert 0 < one.received[0].cancelled_us - left < 100_000
-                assert record.server is not None and record.server.error == "disconnected"
-                assert record.calls[0].error == "cancelled"
-                if record.ttft is not None:
-                    assert record.ttft.error == "disconnected"
-                    assert record.ttft.died == "router.hop.mono"
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_client_leaving_stops_the_encoders() -> None:
-    """When the client disconnects, encoder calls in flight end and the backend is not called."""
-
-    async def run_scenario() -> None:
-        slow = InstancePlan({"encoder.compute": 5000})
-        async with fake_instances.run_routed_instances(encoders=[slow]) as (router, e, pd):
-            task = asyncio.create_task(router.post_chat("a", "b"))
-            await asyncio.sleep(0.2)
+    for plan, wait in (
+        (InstancePlan({"prefill.compute": 5000}), 0.2),
+        (InstancePlan(gap_s=5), 0.2),
+    ):
+        async with fake_instances.run_routed_instances([plan]) as (router, one):
+            task = asyncio.create_task(router.post_chat())
+            await asyncio.sleep(wait)
             left = clock.now_us()
             task.cancel()
-            await router.wait_for_records(1)
+            record = (await router.wait_for_records(1 if plan.gap_s == 0 else 2))[-1]
             await asyncio.sleep(0.05)
-            assert all(0 < each.cancelled_us - left < 100_000 for each in e.received)
-            assert len(e.received) == 2 and not pd.received
+            assert 0 < one.received[0].cancelled_us - left < 100_000
+            assert record.server is not None and record.server.error == "disconnected"
+            assert record.calls[0].error == "cancelled"
+            if record.ttft is not None:
+                assert record.ttft.error == "disconnected"
+                assert record.ttft.died == "router.hop.mono"
 
-    fake_instances.run_with_timeout(run_scenario)
+
+async def test_client_leaving_stops_the_encoders() -> None:
+    """When the client disconnects, encoder calls in flight end and the backend is not called."""
+    slow = InstancePlan({"encoder.compute": 5000})
+    async with fake_instances.run_routed_instances(encoders=[slow]) as (router, e, pd):
+        task = asyncio.create_task(router.post_chat("a", "b"))
+        await asyncio.sleep(0.2)
+        left = clock.now_us()
+        task.cancel()
+        await router.wait_for_records(1)
+        await asyncio.sleep(0.05)
+        assert all(0 < each.cancelled_us - left < 100_000 for each in e.received)
+        assert len(e.received) == 2 and not pd.received
 
 
-def test_errors_keep_status_and_body() -> None:
+async def test_errors_keep_status_and_body() -> None:
     """A backend's error is the client's, for a stream too; its spans say error."""
-
-    async def run_scenario() -> None:
-        for status in (400, 429, 500):
-            async with fake_instances.run_routed_instances([InstancePlan(status=status)]) as (
-                r,
-                one,
-            ):
-                got, _, body = await r.post_chat()
-                assert (got, body) == (status, b'{"error": "no"}')
-                (record,) = await r.wait_for_records(1)
-                assert record.ttft is not None and record.ttft.error == str(status)
-                assert record.server is not None
-                assert record.server.error == ("500" if status == 500 else "")
-
-    fake_instances.run_with_timeout(run_scenario)
+    for status in (400, 429, 500):
+        async with fake_instances.run_routed_instances([InstancePlan(status=status)]) as (
+            r,
+            one,
+        ):
+            got, _, body = await r.post_chat()
+            assert (got, body) == (status, b'{"error": "no"}')
+            (record,) = await r.wait_for_records(1)
+            assert record.ttft is not None and record.ttft.error == str(status)
+            assert record.server is not None
+            assert record.server.error == ("500" if status == 500 else "")
 
 
-def test_failed_encoder_answers() -> None:
+async def test_failed_encoder_answers() -> None:
     """A failed encoder call gives the client its status and body; the backend is not asked."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(encoders=[InstancePlan(status=422)]) as (
-            router,
-            e,
-            pd,
-        ):
-            for images in (("a",), ("a", "b")):
-                status, headers, body = await router.post_chat(*images)
-                assert (status, body) == (422, b'{"error": "no"}')
-                assert headers["X-Request-Id"]
-            assert not pd.received
-            record = (await router.wait_for_records(2))[0]
-            assert record.ttft is not None and record.ttft.died == "router.hop.encode"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(encoders=[InstancePlan(status=422)]) as (
+        router,
+        e,
+        pd,
+    ):
+        for images in (("a",), ("a", "b")):
+            status, headers, body = await router.post_chat(*images)
+            assert (status, body) == (422, b'{"error": "no"}')
+            assert headers["X-Request-Id"]
+        assert not pd.received
+        record = (await router.wait_for_records(2))[0]
+        assert record.ttft is not None and record.ttft.died == "router.hop.encode"
 
 
-def test_backend_down() -> None:
+async def test_backend_down() -> None:
     """A refused connection is a 502 in OpenAI's form, and the record names the stage it died in."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
-            status, _, body = await router.post_chat()
-            assert status == 502 and json.loads(body)["error"]["code"] == 502
-            (record,) = await router.wait_for_records(1)
-            assert record.ttft is not None and record.server is not None
-            assert record.ttft.died == "router.hop.mono"
-            assert record.server.error == "502" and record.calls[0].error
-        async with fake_instances.run_router([]) as router:
-            assert (await router.post_chat())[0] == 503
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_router([fake_instances.find_unused_url()]) as router:
+        status, _, body = await router.post_chat()
+        assert status == 502 and json.loads(body)["error"]["code"] == 502
+        (record,) = await router.wait_for_records(1)
+        assert record.ttft is not None and record.server is not None
+        assert record.ttft.died == "router.hop.mono"
+        assert record.server.error == "502" and record.calls[0].error
+    async with fake_instances.run_router([]) as router:
+        assert (await router.post_chat())[0] == 503
 
 
-def test_refused_connection_tries_another() -> None:
+async def test_refused_connection_tries_another() -> None:
     """A refused connection is retried on another backend; the lost time is stage router.retry."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance() as one, contextlib.AsyncExitStack() as stack:
-            two = await stack.enter_async_context(fake_instances.run_instance())
-            async with fake_instances.run_router([two.url, one.url]) as router:
-                await router.app.endpoint.upstream.health_monitor.wait_probed()
-                await stack.aclose()
-                assert [(await router.post_chat())[0] for _ in range(4)] == [200] * 4
-                records = [each for each in await router.wait_for_records(8) if each.calls]
-                assert [len(each.calls) for each in records] == [2, 1, 1, 1]
-                lost, other = records[0].calls
-                assert (lost.error, lost.status, other.status) == ("ClientConnectorError", 0, 200)
-                assert other.attributes[keys.ATTEMPT] == 2
-                firsts = [each.ttft for each in router.records if each.ttft]
-                (told,) = [each for each in firsts if "router.retry" in each.stages]
-                # until the other attempt begins, the pause before it included
-                pieces = {piece.name: piece for piece in told.pieces}
-                assert pieces["router.retry"].start <= lost.start + 1000
-                assert pieces["router.retry"].end > lost.end
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance() as one, contextlib.AsyncExitStack() as stack:
+        two = await stack.enter_async_context(fake_instances.run_instance())
+        async with fake_instances.run_router([two.url, one.url]) as router:
+            await router.app.endpoint.upstream.health_monitor.wait_probed()
+            await stack.aclose()
+            assert [(await router.post_chat())[0] for _ in range(4)] == [200] * 4
+            records = [each for each in await router.wait_for_records(8) if each.calls]
+            assert [len(each.calls) for each in records] == [2, 1, 1, 1]
+            lost, other = records[0].calls
+            assert (lost.error, lost.status, other.status) == ("ClientConnectorError", 0, 200)
+            assert other.attributes[keys.ATTEMPT] == 2
+            firsts = [each.ttft for each in router.records if each.ttft]
+            (told,) = [each for each in firsts if "router.retry" in each.stages]
+            # until the other attempt begins, the pause before it included
+            pieces = {piece.name: piece for piece in told.pieces}
+            assert pieces["router.retry"].start <= lost.start + 1000
+            assert pieces["router.retry"].end > lost.end
 
 
-def test_broken_stream_is_broken_for_the_client() -> None:
+async def test_broken_stream_is_broken_for_the_client() -> None:
     """A backend that dies mid-stream leaves the client with a cut stream, not a complete one."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan(breaks_stream=True, gap_s=0.05)
-        async with fake_instances.run_routed_instances([plan]) as (router, one):
-            try:
-                await router.post_chat()
-            except aiohttp.ClientPayloadError:
-                pass
-            else:
-                raise AssertionError("the stream looked complete")
-            first, last = await router.wait_for_records(2)
-            assert first.ttft is not None and first.ttft.error == ""
-            assert last.server is not None and last.server.error == "ClientPayloadError"
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan(breaks_stream=True, gap_s=0.05)
+    async with fake_instances.run_routed_instances([plan]) as (router, one):
+        try:
+            await router.post_chat()
+        except aiohttp.ClientPayloadError:
+            pass
+        else:
+            raise AssertionError("the stream looked complete")
+        first, last = await router.wait_for_records(2)
+        assert first.ttft is not None and first.ttft.error == ""
+        assert last.server is not None and last.server.error == "ClientPayloadError"
 
 
-def test_malformed_json_is_refused_here() -> None:
+async def test_malformed_json_is_refused_here() -> None:
     """What is no JSON object is a 400 in OpenAI's form; where other bodies are taken it goes on."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(InstancePlan(status=400)) as pd,
-            fake_instances.run_instance() as e,
-        ):
-            async with fake_instances.run_router([pd.url], [e.url]) as router:
-                for body in (b"{", b"", b"\xff\xfe", b"[1]", b"[" * 5000):
-                    status, _, said = await router.post_body("/v1/chat/completions", body)
-                    error = json.loads(said)["error"]
-                    assert status == error["code"] == 400 and "JSON" in error["message"]
-                    assert not pd.received
-                for path, body, kind in (
-                    ("/v1/chat/completions", b'{"messages": 3}', "application/json"),
-                    ("/v1/audio/transcriptions", b"\xff", "multipart/form-data; boundary=x"),
-                    ("/v1/responses/r/cancel", b"", "application/json"),
-                ):
-                    assert (await router.post_body(path, body, Content_Type=kind))[0] == 400
-                    assert pd.received.pop().body == body
-                assert not e.received
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_a_response_in_the_background_has_no_ttft() -> None:
-    """A queued background response has no TTFT; a refused one is recorded as failed."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            body = {"model": "tiny", "input": "x", "background": True}
-            _, headers, _ = await router.post_body("/v1/responses", body, x_ttft_timing="1")
-            assert "Server-Timing" not in headers
-            (record,) = await router.wait_for_records(1)
-            assert record.ttft is None and record.server is not None and not record.server.error
-            request_id = headers[header_names.REQUEST_ID]
-            assert (await router.get_json(f"/ttft_report/{request_id}"))[0] == 404
-            one.plan.status = 503
-            await router.post_body("/v1/responses", body)
-            record = (await router.wait_for_records(2))[-1]
-            assert record.ttft is not None and record.ttft.error == "503"
-            one.plan.status = 200
-            await router.post_body("/v1/chat/completions", body)  # it has no background there
-            record = (await router.wait_for_records(3))[-1]
-            assert record.ttft is not None and not record.ttft.error
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_transfer_parameters_of_clients_are_removed() -> None:
-    """A client's own kv_transfer_params, which can kill an instance, never reach one."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances() as (router, one):
-            for body in (
-                b'{"model": "tiny", "kv_transfer_params": {"a": 1}, "ec_transfer_params": null}',
-                b'{"model": "tiny", "kv_transfer\\u005fparams": {"a": NaN}}',
-                b'{"model": "tiny", "kv_transfer_params": 1e999}',
+    async with (
+        fake_instances.run_instance(InstancePlan(status=400)) as pd,
+        fake_instances.run_instance() as e,
+    ):
+        async with fake_instances.run_router([pd.url], [e.url]) as router:
+            for body in (b"{", b"", b"\xff\xfe", b"[1]", b"[" * 5000):
+                status, _, said = await router.post_body("/v1/chat/completions", body)
+                error = json.loads(said)["error"]
+                assert status == error["code"] == 400 and "JSON" in error["message"]
+                assert not pd.received
+            for path, body, kind in (
+                ("/v1/chat/completions", b'{"messages": 3}', "application/json"),
+                ("/v1/audio/transcriptions", b"\xff", "multipart/form-data; boundary=x"),
+                ("/v1/responses/r/cancel", b"", "application/json"),
             ):
-                await router.post_body("/v1/completions", body)
-                assert one.received[-1].json == {"model": "tiny"}
+                assert (await router.post_body(path, body, Content_Type=kind))[0] == 400
+                assert pd.received.pop().body == body
+            assert not e.received
 
-    fake_instances.run_with_timeout(run_scenario)
+
+async def test_a_response_in_the_background_has_no_ttft() -> None:
+    """A queued background response has no TTFT; a refused one is recorded as failed."""
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        body = {"model": "tiny", "input": "x", "background": True}
+        _, headers, _ = await router.post_body("/v1/responses", body, x_ttft_timing="1")
+        assert "Server-Timing" not in headers
+        (record,) = await router.wait_for_records(1)
+        assert record.ttft is None and record.server is not None and not record.server.error
+        request_id = headers[header_names.REQUEST_ID]
+        assert (await router.get_json(f"/ttft_report/{request_id}"))[0] == 404
+        one.plan.status = 503
+        await router.post_body("/v1/responses", body)
+        record = (await router.wait_for_records(2))[-1]
+        assert record.ttft is not None and record.ttft.error == "503"
+        one.plan.status = 200
+        await router.post_body("/v1/chat/completions", body)  # it has no background there
+        record = (await router.wait_for_records(3))[-1]
+        assert record.ttft is not None and not record.ttft.error
 
 
-def test_body_is_bounded() -> None:
+async def test_transfer_parameters_of_clients_are_removed() -> None:
+    """A client's own kv_transfer_params, which can kill an instance, never reach one."""
+    async with fake_instances.run_routed_instances() as (router, one):
+        for body in (
+            b'{"model": "tiny", "kv_transfer_params": {"a": 1}, "ec_transfer_params": null}',
+            b'{"model": "tiny", "kv_transfer\\u005fparams": {"a": NaN}}',
+            b'{"model": "tiny", "kv_transfer_params": 1e999}',
+        ):
+            await router.post_body("/v1/completions", body)
+            assert one.received[-1].json == {"model": "tiny"}
+
+
+async def test_body_is_bounded() -> None:
     """Beyond the bound is 413, announced by Content-Length or found while reading."""
+    limits = RouterLimits(max_body=1000)
+    async with fake_instances.run_routed_instances(limits=limits) as (router, one):
+        assert (await router.post_body("/v1/completions", b"x" * 1001))[0] == 413
 
-    async def run_scenario() -> None:
-        limits = RouterLimits(max_body=1000)
-        async with fake_instances.run_routed_instances(limits=limits) as (router, one):
-            assert (await router.post_body("/v1/completions", b"x" * 1001))[0] == 413
+        async def generate_chunks() -> object:
+            for _ in range(20):
+                yield b"x" * 100
 
-            async def generate_chunks() -> object:
-                for _ in range(20):
-                    yield b"x" * 100
-
-            url = f"{router.url}/v1/completions"
-            named = {"Content-Type": "application/json"}
-            async with router.client.post(url, data=generate_chunks(), headers=named) as response:
-                assert response.status == 413
-            assert not one.received
-
-    fake_instances.run_with_timeout(run_scenario)
+        url = f"{router.url}/v1/completions"
+        named = {"Content-Type": "application/json"}
+        async with router.client.post(url, data=generate_chunks(), headers=named) as response:
+            assert response.status == 413
+        assert not one.received
 
 
-def test_client_may_ask_for_the_breakdown() -> None:
+async def test_client_may_ask_for_the_breakdown() -> None:
     """With x-ttft-timing the answer has the router's Server-Timing, which closes; without, none."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan(rest_ms=50)], [InstancePlan({"encoder.compute": 30})]
-        ) as (router, e, pd):
-            for stream in (True, False):
-                began_ns = time.monotonic_ns()
-                _, headers, _ = await router.post_chat("a", stream=stream, x_ttft_timing="1")
-                total_us = (time.monotonic_ns() - began_ns) // 1000
-                said = timing.parse_server_timing(headers["Server-Timing"])
-                assert said is not None and said.stages["encode.encoder.compute"] >= 30_000
-                assert (said.rest is None) == stream
-                if said.rest is not None:
-                    assert 50_000 <= said.rest <= total_us - said.ttft
-                _, headers, _ = await router.post_chat("a", stream=stream)
-                assert "Server-Timing" not in headers
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan(rest_ms=50)], [InstancePlan({"encoder.compute": 30})]
+    ) as (router, e, pd):
+        for stream in (True, False):
+            began_ns = time.monotonic_ns()
+            _, headers, _ = await router.post_chat("a", stream=stream, x_ttft_timing="1")
+            total_us = (time.monotonic_ns() - began_ns) // 1000
+            said = timing.parse_server_timing(headers["Server-Timing"])
+            assert said is not None and said.stages["encode.encoder.compute"] >= 30_000
+            assert (said.rest is None) == stream
+            if said.rest is not None:
+                assert 50_000 <= said.rest <= total_us - said.ttft
+            _, headers, _ = await router.post_chat("a", stream=stream)
+            assert "Server-Timing" not in headers
 
 
-def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[str]) -> None:
     """An exception in the router is a 500 in OpenAI's form, error.type on the span, a log traceback."""
 
     class FailingPolicy(types.RoutingPolicy):
@@ -448,17 +362,14 @@ def test_a_fault_of_the_routers_own_is_told_as_one(capfd: pytest.CaptureFixture[
     def install_failing_policy(built: app.RouterApp) -> None:
         built.endpoint.routing.prefill_policy.policy = FailingPolicy()
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(prepare=install_failing_policy) as (
-            router,
-            one,
-        ):
-            status, _, body = await router.post_chat()
-            assert status == 500 and json.loads(body)["error"]["code"] == 500
-            assert b"business" not in body
-            (record,) = await router.wait_for_records(1)
-            assert record.server is not None and record.server.error == "LookupError"
-            assert router.app.endpoint.response_counts == {"5xx": 1}
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(prepare=install_failing_policy) as (
+        router,
+        one,
+    ):
+        status, _, body = await router.post_chat()
+        assert status == 500 and json.loads(body)["error"]["code"] == 500
+        assert b"business" not in body
+        (record,) = await router.wait_for_records(1)
+        assert record.server is not None and record.server.error == "LookupError"
+        assert router.app.endpoint.response_counts == {"5xx": 1}
     assert "not the client's business" in capfd.readouterr().err

@@ -73,34 +73,28 @@ async def send_and_leave(url: str, data: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stays_behind() -> None:
+async def test_nothing_stays_behind() -> None:
     """After 200 requests of all kinds: no task, no object of a request, no connection in use."""
-
-    async def run_scenario() -> None:
-        reports = RecentReports(MAX_REPORTS)
-        async with (
-            raw_http.run_instance() as one,
-            fake_instances.run_router([one.url], [one.url], reports=reports) as router,
-        ):
-            router.app.endpoint.upstream.pool.max_failures = NEVER_BYTES
-            await send_mixed(router.url, 40)
-            await asyncio.sleep(0.3)
-            before = count_tasks()
-            sent = await send_mixed(router.url, 200)
-            assert set(sent) == set(REQUEST_KINDS)
-            for _ in range(40):
-                await asyncio.sleep(0.1)
-                if count_tasks() <= before and not list_alive(Exchange, Attempt):
-                    break
-            assert count_tasks() <= before
-            assert not list_alive(Exchange, Attempt)
-            assert len(reports) <= MAX_REPORTS
-            assert not [
-                each.in_flight for each in router.app.endpoint.upstream.pool if each.in_flight
-            ]
-            assert router.app.admission.requests_under_way == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+    reports = RecentReports(MAX_REPORTS)
+    async with (
+        raw_http.run_instance() as one,
+        fake_instances.run_router([one.url], [one.url], reports=reports) as router,
+    ):
+        router.app.endpoint.upstream.pool.max_failures = NEVER_BYTES
+        await send_mixed(router.url, 40)
+        await asyncio.sleep(0.3)
+        before = count_tasks()
+        sent = await send_mixed(router.url, 200)
+        assert set(sent) == set(REQUEST_KINDS)
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            if count_tasks() <= before and not list_alive(Exchange, Attempt):
+                break
+        assert count_tasks() <= before
+        assert not list_alive(Exchange, Attempt)
+        assert len(reports) <= MAX_REPORTS
+        assert not [each.in_flight for each in router.app.endpoint.upstream.pool if each.in_flight]
+        assert router.app.admission.requests_under_way == 0
 
 
 def count_tasks() -> int:
@@ -128,35 +122,31 @@ def list_alive(*kinds: type) -> list[object]:
         for logic in logics
     ],
 )
-def test_10_000_requests_leave_no_trace(legs: tuple[str, ...], logic: str) -> None:
+async def test_10_000_requests_leave_no_trace(legs: tuple[str, ...], logic: str) -> None:
     """Memory, sockets and counters of the router's process are what they were before them."""
-
-    async def run_scenario() -> None:
-        async with raw_http.run_instance() as one:
-            flags = ["--reports", str(MAX_REPORTS), "--breaker-failures", str(NEVER_BYTES)]
-            flags += ["--routing-logic", logic]
-            if logic == "ttft":
-                flags += ["--encoder-routing-logic", logic]
-            flags += [word for leg in ("--encoder", *legs) for word in (leg, one.url)]
-            traced = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": one.url}
-            async with raw_http.run_router_process(*flags, **traced) as router:
-                await send_mixed(router.url, 3000)
-                await wait_until_idle(router)
-                memory, files = router.measure_memory_bytes(), router.count_open_files()
-                sent = await send_mixed(router.url, 10_000)
-                await wait_until_idle(router)
-                assert sum(sent.values()) == 10_000
-                assert router.count_open_files() <= files + 3  # probes come and go
-                # one kept kilobyte a request would be 10 MB; 4 are what the allocator's mood makes
-                assert router.measure_memory_bytes() - memory < 8 << 20
-                assert set(await router.read_metric("ttft_otel_router_in_flight")) == {0.0}
-                assert await router.read_metric("ttft_otel_router_requests_in_flight") == [0.0]
-                books = {"ttft": {0.0}}.get(logic, set())
-                assert set(await router.read_metric("ttft_otel_router_pending_prefills")) == books
-                assert set(await router.read_metric("ttft_otel_router_pending_tokens")) == books
-                assert not await router.read_metric("ttft_otel_hook_errors_total")
-
-    asyncio.run(run_scenario())
+    async with raw_http.run_instance() as one:
+        flags = ["--reports", str(MAX_REPORTS), "--breaker-failures", str(NEVER_BYTES)]
+        flags += ["--routing-logic", logic]
+        if logic == "ttft":
+            flags += ["--encoder-routing-logic", logic]
+        flags += [word for leg in ("--encoder", *legs) for word in (leg, one.url)]
+        traced = {"TTFT_OTEL": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": one.url}
+        async with raw_http.run_router_process(*flags, **traced) as router:
+            await send_mixed(router.url, 3000)
+            await wait_until_idle(router)
+            memory, files = router.measure_memory_bytes(), router.count_open_files()
+            sent = await send_mixed(router.url, 10_000)
+            await wait_until_idle(router)
+            assert sum(sent.values()) == 10_000
+            assert router.count_open_files() <= files + 3  # probes come and go
+            # one kept kilobyte a request would be 10 MB; 4 are what the allocator's mood makes
+            assert router.measure_memory_bytes() - memory < 8 << 20
+            assert set(await router.read_metric("ttft_otel_router_in_flight")) == {0.0}
+            assert await router.read_metric("ttft_otel_router_requests_in_flight") == [0.0]
+            books = {"ttft": {0.0}}.get(logic, set())
+            assert set(await router.read_metric("ttft_otel_router_pending_prefills")) == books
+            assert set(await router.read_metric("ttft_otel_router_pending_tokens")) == books
+            assert not await router.read_metric("ttft_otel_hook_errors_total")
 
 
 async def wait_until_idle(router: raw_http.RouterProcess) -> None:

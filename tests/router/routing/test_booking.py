@@ -41,43 +41,39 @@ Request = tuple[str, bool, int, int, int | None, int, int]
     st.booleans(),
     st.sampled_from(("", "ttft")),
 )
-def test_books_end_empty(sent: list[Request], logic: str, apart: bool, encoders: str) -> None:
+async def test_books_end_empty(sent: list[Request], logic: str, apart: bool, encoders: str) -> None:
     """Answers, errors, retries, cut connections and clients that leave, at once and in any order."""
-
-    async def run_scenario() -> None:
-        async with raw_http.run_instance() as a, raw_http.run_instance() as b:
-            legs = {"prefills": [a.url, b.url], "decodes": [b.url]} if apart else {}
-            async with fake_instances.run_router(
-                [] if apart else [a.url, b.url],
-                [a.url, b.url] if encoders else [],
-                failures=test_endpoint_soak.NEVER_BYTES,
-                routing=scripted_knowledge.build_routing_factory(
-                    logic, encoders=encoders, session_key="prompt"
-                ),
-                **legs,  # type: ignore[arg-type]
-            ) as router:
-                tasks = []
-                for each in sent:
-                    await asyncio.sleep(each[-1] / 1000)
-                    tasks.append(asyncio.create_task(send_one(router.url, each)))
-                await asyncio.gather(*tasks)
-                routing = router.app.endpoint.routing
-                for _ in range(100):
-                    if not count_pending(routing) and not router.app.admission.requests_under_way:
-                        break
-                    await asyncio.sleep(0.02)
-                assert count_pending(routing) == 0
-                for leg in routing.reported_legs:
-                    for each in (a, b):
-                        load = routing.get_leg_policy(leg).state.pending.get_load(each.url)
-                        assert (load.tokens_to_compute, load.pairs, len(load.queued_blocks)) == (
-                            0,
-                            0,
-                            0,
-                        )
-                assert not [each for each in router.fleet if each.in_flight]
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    async with raw_http.run_instance() as a, raw_http.run_instance() as b:
+        legs = {"prefills": [a.url, b.url], "decodes": [b.url]} if apart else {}
+        async with fake_instances.run_router(
+            [] if apart else [a.url, b.url],
+            [a.url, b.url] if encoders else [],
+            failures=test_endpoint_soak.NEVER_BYTES,
+            routing=scripted_knowledge.build_routing_factory(
+                logic, encoders=encoders, session_key="prompt"
+            ),
+            **legs,  # type: ignore[arg-type]
+        ) as router:
+            tasks = []
+            for each in sent:
+                await asyncio.sleep(each[-1] / 1000)
+                tasks.append(asyncio.create_task(send_one(router.url, each)))
+            await asyncio.gather(*tasks)
+            routing = router.app.endpoint.routing
+            for _ in range(100):
+                if not count_pending(routing) and not router.app.admission.requests_under_way:
+                    break
+                await asyncio.sleep(0.02)
+            assert count_pending(routing) == 0
+            for leg in routing.reported_legs:
+                for each in (a, b):
+                    load = routing.get_leg_policy(leg).state.pending.get_load(each.url)
+                    assert (load.tokens_to_compute, load.pairs, len(load.queued_blocks)) == (
+                        0,
+                        0,
+                        0,
+                    )
+            assert not [each for each in router.fleet if each.in_flight]
 
 
 async def send_one(url: str, request: Request) -> None:
@@ -106,68 +102,52 @@ def count_pending(routing: RoutingService) -> int:
     return sum(len(routing.get_leg_policy(leg).state.pending) for leg in routing.reported_legs)
 
 
-def test_the_same_id_twice() -> None:
+async def test_the_same_id_twice() -> None:
     """Clients choose request ids: two requests with one id are two entries, and each ends its own."""
-
-    async def run_scenario() -> None:
-        plan = fake_instances.InstancePlan({"prefill.compute": LONG_PROMPT_TOKENS})
-        async with fake_instances.run_routed_instances(
-            [plan], routing=scripted_knowledge.build_routing_factory()
-        ) as (router, one):
-            body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
-            posts = [
-                router.post_body("/v1/completions", body, x_request_id="same") for _ in range(3)
-            ]
-            tasks = [asyncio.create_task(each) for each in posts]
-            state = router.app.endpoint.routing.prefill_policy.state
-            await scripted_knowledge.wait_until(lambda: len(state.pending) == 3)
-            assert state.pending.get_load(one.url).tokens_to_compute == 300
-            await asyncio.gather(*tasks)
-            assert len(state.pending) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = fake_instances.InstancePlan({"prefill.compute": LONG_PROMPT_TOKENS})
+    async with fake_instances.run_routed_instances(
+        [plan], routing=scripted_knowledge.build_routing_factory()
+    ) as (router, one):
+        body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
+        posts = [router.post_body("/v1/completions", body, x_request_id="same") for _ in range(3)]
+        tasks = [asyncio.create_task(each) for each in posts]
+        state = router.app.endpoint.routing.prefill_policy.state
+        await scripted_knowledge.wait_until(lambda: len(state.pending) == 3)
+        assert state.pending.get_load(one.url).tokens_to_compute == 300
+        await asyncio.gather(*tasks)
+        assert len(state.pending) == 0
 
 
-def test_a_retry_moves_the_entry() -> None:
+async def test_a_retry_moves_the_entry() -> None:
     """While a request waits for its second attempt it counts nowhere, and then where it is."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [
-                fake_instances.InstancePlan(status=503),
-                fake_instances.InstancePlan({"prefill.compute": LONG_PROMPT_TOKENS}),
-            ],
-            routing=scripted_knowledge.build_routing_factory("qps"),
-        ) as (router, a, b):
-            body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
-            task = asyncio.create_task(router.post_body("/v1/completions", body))
-            pending = router.app.endpoint.routing.prefill_policy.state.pending
-            await scripted_knowledge.wait_until(lambda: len(a.received) == len(b.received) == 1)
-            assert (
-                pending.get_load(a.url).tokens_to_compute,
-                pending.get_load(b.url).tokens_to_compute,
-            ) == (0, 100)
-            assert (await task)[0] == 200
-            assert len(pending) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [
+            fake_instances.InstancePlan(status=503),
+            fake_instances.InstancePlan({"prefill.compute": LONG_PROMPT_TOKENS}),
+        ],
+        routing=scripted_knowledge.build_routing_factory("qps"),
+    ) as (router, a, b):
+        body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
+        task = asyncio.create_task(router.post_body("/v1/completions", body))
+        pending = router.app.endpoint.routing.prefill_policy.state.pending
+        await scripted_knowledge.wait_until(lambda: len(a.received) == len(b.received) == 1)
+        assert (
+            pending.get_load(a.url).tokens_to_compute,
+            pending.get_load(b.url).tokens_to_compute,
+        ) == (0, 100)
+        assert (await task)[0] == 200
+        assert len(pending) == 0
 
 
-def test_an_entry_ends_with_the_first_token() -> None:
+async def test_an_entry_ends_with_the_first_token() -> None:
     """While the rest of a stream comes nothing is pending any more."""
-
-    async def run_scenario() -> None:
-        plan = fake_instances.InstancePlan({"prefill.compute": 10}, gap_s=LONG_PROMPT_TOKENS / 1000)
-        async with fake_instances.run_routed_instances(
-            [plan], routing=scripted_knowledge.build_routing_factory()
-        ) as (router, one):
-            body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
-            task = asyncio.create_task(router.post_body("/v1/completions", body))
-            pending = router.app.endpoint.routing.prefill_policy.state.pending
-            (instance,) = router.fleet
-            await scripted_knowledge.wait_until(
-                lambda: instance.in_flight == 1 and not len(pending)
-            )
-            await task
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = fake_instances.InstancePlan({"prefill.compute": 10}, gap_s=LONG_PROMPT_TOKENS / 1000)
+    async with fake_instances.run_routed_instances(
+        [plan], routing=scripted_knowledge.build_routing_factory()
+    ) as (router, one):
+        body = {"model": "tiny", "prompt": "a", "stream": True, "tokens": 100}
+        task = asyncio.create_task(router.post_body("/v1/completions", body))
+        pending = router.app.endpoint.routing.prefill_policy.state.pending
+        (instance,) = router.fleet
+        await scripted_knowledge.wait_until(lambda: instance.in_flight == 1 and not len(pending))
+        await task

@@ -187,7 +187,7 @@ class ToyPolicy(RoutingPolicy):
         return Decision(instances[0], 0.0, "toy", cached[0])
 
 
-def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says that it needs it gets: prompts, who has them cached, and what is pending where."""
     monkeypatch.setitem(POLICIES, "toy", ToyPolicy)
     asks = replace(read_options("--backend", INSTANCE_URL), routing_logic="toy").build_routing(
@@ -195,134 +195,115 @@ def test_a_new_policy_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert asks.prompt_reader is not None and asks.prefix_source is not None
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 500})],
-            routing=scripted_knowledge.build_routing_factory("toy"),
-        ) as (router, one):
-            toy = get_routing(router).prefill_policy.policy
-            assert isinstance(toy, ToyPolicy)
-            first = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion(800)))
-            await scripted_knowledge.wait_until(lambda: len(toy.observations) == 1)
-            await router.post_body(COMPLETIONS_PATH, build_completion(160, 2))
-            await first
-            await router.post_body(COMPLETIONS_PATH, build_completion(800))
-            assert toy.observations == [(800, [0], 0), (160, [0], 800), (800, [784], 0)]
-            assert metric_names.ROUTER_PENDING_TOKENS in router.app.metrics.render_text().decode()
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({"prefill.compute": 500})],
+        routing=scripted_knowledge.build_routing_factory("toy"),
+    ) as (router, one):
+        toy = get_routing(router).prefill_policy.policy
+        assert isinstance(toy, ToyPolicy)
+        first = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion(800)))
+        await scripted_knowledge.wait_until(lambda: len(toy.observations) == 1)
+        await router.post_body(COMPLETIONS_PATH, build_completion(160, 2))
+        await first
+        await router.post_body(COMPLETIONS_PATH, build_completion(800))
+        assert toy.observations == [(800, [0], 0), (160, [0], 800), (800, [784], 0)]
+        assert metric_names.ROUTER_PENDING_TOKENS in router.app.metrics.render_text().decode()
 
 
-def test_delays_are_where_they_were() -> None:
+async def test_delays_are_where_they_were() -> None:
     """A reader that takes 300 ms is `router.tokenize`, a source that takes 500 is `router.lookup`."""
-
-    async def run_scenario() -> None:
-        routing = scripted_knowledge.build_routing_factory(
-            "ttft", ScriptedReader(0.3), ScriptedSource(0.5)
+    routing = scripted_knowledge.build_routing_factory(
+        "ttft", ScriptedReader(0.3), ScriptedSource(0.5)
+    )
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({"prefill.compute": 20})], routing=routing
+    ) as (router, one):
+        _, headers, _ = await router.post_body(
+            COMPLETIONS_PATH, build_completion(), x_ttft_timing="1", **TRACED_HEADERS
         )
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 20})], routing=routing
-        ) as (router, one):
-            _, headers, _ = await router.post_body(
-                COMPLETIONS_PATH, build_completion(), x_ttft_timing="1", **TRACED_HEADERS
-            )
-            record = (await router.wait_for_records(2))[0]
-            assert record.ttft is not None
-            stages = record.ttft.stages
-            assert 300_000 <= stages["router.tokenize"] < 450_000
-            assert 500_000 <= stages["router.lookup"] < 650_000
-            assert stages["router.route"] < 150_000
-            length = record.ttft.end - record.ttft.start
-            assert sum(stages.values()) + record.ttft.unattributed == length
-            told = timing.parse_server_timing(headers["Server-Timing"])
-            assert told is not None and told.stages["router.lookup"] == stages["router.lookup"]
-
-    fake_instances.run_with_timeout(run_scenario)
+        record = (await router.wait_for_records(2))[0]
+        assert record.ttft is not None
+        stages = record.ttft.stages
+        assert 300_000 <= stages["router.tokenize"] < 450_000
+        assert 500_000 <= stages["router.lookup"] < 650_000
+        assert stages["router.route"] < 150_000
+        length = record.ttft.end - record.ttft.start
+        assert sum(stages.values()) + record.ttft.unattributed == length
+        told = timing.parse_server_timing(headers["Server-Timing"])
+        assert told is not None and told.stages["router.lookup"] == stages["router.lookup"]
 
 
-def test_a_client_that_leaves_in_between() -> None:
+async def test_a_client_that_leaves_in_between() -> None:
     """Who leaves while its prompt is read died in `router.tokenize`; or in `router.lookup`."""
-
-    async def run_scenario() -> None:
-        for reader, source, stage in (
-            (ScriptedReader(5), ScriptedSource(), "router.tokenize"),
-            (ScriptedReader(), ScriptedSource(5), "router.lookup"),
-        ):
-            async with fake_instances.run_routed_instances(
-                routing=scripted_knowledge.build_routing_factory("ttft", reader, source)
-            ) as (router, one):
-                task = asyncio.create_task(
-                    router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
-                )
-                await scripted_knowledge.wait_until(
-                    lambda: router.app.admission.requests_under_way == 1
-                )
-                await asyncio.sleep(0.15)
-                task.cancel()
-                (record,) = await router.wait_for_records(1)
-                assert record.ttft is not None and record.ttft.died == stage
-                assert record.ttft.stages[stage] > 50_000
-                assert not one.received
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_the_choice_is_told() -> None:
-    """Policy, reason, candidates' scores and caches are on `router.route`, the prediction on `ttft`."""
-
-    async def run_scenario() -> None:
+    for reader, source, stage in (
+        (ScriptedReader(5), ScriptedSource(), "router.tokenize"),
+        (ScriptedReader(), ScriptedSource(5), "router.lookup"),
+    ):
         async with fake_instances.run_routed_instances(
-            [None, None], routing=scripted_knowledge.build_routing_factory()
-        ) as (router, a, b):
-            teach_prefills(get_routing(router), a.url, 0.0001)
-            teach_prefills(get_routing(router), b.url, 0.0002)
-            await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
-            record = (await router.wait_for_records(2))[0]
-            found = get_route_attributes(record)
-            assert record.ttft is not None
-            assert found[keys.ROUTE_POLICY] == "ttft" and found[keys.ROUTE_REASON] == "calibrated"
-            assert found[keys.ROUTE_CANDIDATES] == 2
-            near = [each.url.removeprefix("http://") for each in (a, b)]
-            assert found[keys.ROUTE_INSTANCES] == tuple(near)
-            scores = found[keys.ROUTE_SCORES]
-            assert isinstance(scores, tuple) and found[keys.ROUTE_SCORE] == scores[0] < scores[1]
-            assert found[keys.ROUTE_CACHED_TOKENS] == (0, 0)
-            assert record.ttft.attributes[keys.PREDICTED_MS] == pytest.approx(80, rel=0.3)
-            await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
-            again = get_route_attributes((await router.wait_for_records(4))[2])
-            assert again[keys.ROUTE_CACHED_TOKENS] == (
-                784,
-                0,
-            )  # all blocks but the one of the last token
-
-    fake_instances.run_with_timeout(run_scenario)
+            routing=scripted_knowledge.build_routing_factory("ttft", reader, source)
+        ) as (router, one):
+            task = asyncio.create_task(
+                router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+            )
+            await scripted_knowledge.wait_until(
+                lambda: router.app.admission.requests_under_way == 1
+            )
+            await asyncio.sleep(0.15)
+            task.cancel()
+            (record,) = await router.wait_for_records(1)
+            assert record.ttft is not None and record.ttft.died == stage
+            assert record.ttft.stages[stage] > 50_000
+            assert not one.received
 
 
-def test_at_most_sixteen_candidates() -> None:
+async def test_the_choice_is_told() -> None:
+    """Policy, reason, candidates' scores and caches are on `router.route`, the prediction on `ttft`."""
+    async with fake_instances.run_routed_instances(
+        [None, None], routing=scripted_knowledge.build_routing_factory()
+    ) as (router, a, b):
+        teach_prefills(get_routing(router), a.url, 0.0001)
+        teach_prefills(get_routing(router), b.url, 0.0002)
+        await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
+        record = (await router.wait_for_records(2))[0]
+        found = get_route_attributes(record)
+        assert record.ttft is not None
+        assert found[keys.ROUTE_POLICY] == "ttft" and found[keys.ROUTE_REASON] == "calibrated"
+        assert found[keys.ROUTE_CANDIDATES] == 2
+        near = [each.url.removeprefix("http://") for each in (a, b)]
+        assert found[keys.ROUTE_INSTANCES] == tuple(near)
+        scores = found[keys.ROUTE_SCORES]
+        assert isinstance(scores, tuple) and found[keys.ROUTE_SCORE] == scores[0] < scores[1]
+        assert found[keys.ROUTE_CACHED_TOKENS] == (0, 0)
+        assert record.ttft.attributes[keys.PREDICTED_MS] == pytest.approx(80, rel=0.3)
+        await router.post_body(COMPLETIONS_PATH, build_completion(800), **TRACED_HEADERS)
+        again = get_route_attributes((await router.wait_for_records(4))[2])
+        assert again[keys.ROUTE_CACHED_TOKENS] == (
+            784,
+            0,
+        )  # all blocks but the one of the last token
+
+
+async def test_at_most_sixteen_candidates() -> None:
     """Of many candidates the sixteen best are told, the best first."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance() as one:
-            others = [f"http://127.0.0.1:{port}" for port in range(1, 31)]
-            source = ScriptedSource(cached_by_url={one.url: 784, others[7]: 160})
-            routing = scripted_knowledge.build_routing_factory("ttft", None, source)
-            async with fake_instances.run_router([*others, one.url], routing=routing) as router:
-                await router.app.endpoint.upstream.health_monitor.close()
-                for each in router.fleet:
-                    each.state = "healthy"
-                router.fleet.reset_candidates()
-                await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
-                found = get_route_attributes((await router.wait_for_records(2))[0])
-                assert found[keys.ROUTE_CANDIDATES] == 31
-                scores = found[keys.ROUTE_SCORES]
-                assert isinstance(scores, tuple) and len(scores) == 16
-                assert list(scores) == sorted(scores) and scores[0] == found[keys.ROUTE_SCORE]
-                assert found[keys.ROUTE_CACHED_TOKENS] == (784, 160, *[0] * 14)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance() as one:
+        others = [f"http://127.0.0.1:{port}" for port in range(1, 31)]
+        source = ScriptedSource(cached_by_url={one.url: 784, others[7]: 160})
+        routing = scripted_knowledge.build_routing_factory("ttft", None, source)
+        async with fake_instances.run_router([*others, one.url], routing=routing) as router:
+            await router.app.endpoint.upstream.health_monitor.close()
+            for each in router.fleet:
+                each.state = "healthy"
+            router.fleet.reset_candidates()
+            await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+            found = get_route_attributes((await router.wait_for_records(2))[0])
+            assert found[keys.ROUTE_CANDIDATES] == 31
+            scores = found[keys.ROUTE_SCORES]
+            assert isinstance(scores, tuple) and len(scores) == 16
+            assert list(scores) == sorted(scores) and scores[0] == found[keys.ROUTE_SCORE]
+            assert found[keys.ROUTE_CACHED_TOKENS] == (784, 160, *[0] * 14)
 
 
-def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in reading or looking up is caught and counted; the request is routed by its bytes."""
     monkeypatch.setenv("TTFT_OTEL_GUARD", "keep")
 
@@ -330,15 +311,12 @@ def test_a_lookup_that_fails_loses_no_request(monkeypatch: pytest.MonkeyPatch) -
         async def look_up(self, *_: Any) -> dict[str, int] | None:
             raise RuntimeError("broken")
 
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            routing=scripted_knowledge.build_routing_factory("ttft", None, FailingSource())
-        ) as (router, one):
-            before = guard.error_counts["router.look"]
-            assert (await router.post_body(COMPLETIONS_PATH, build_completion()))[0] == 200
-            assert guard.error_counts["router.look"] == before + 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        routing=scripted_knowledge.build_routing_factory("ttft", None, FailingSource())
+    ) as (router, one):
+        before = guard.error_counts["router.look"]
+        assert (await router.post_body(COMPLETIONS_PATH, build_completion()))[0] == 200
+        assert guard.error_counts["router.look"] == before + 1
 
 
 def test_what_is_learnt() -> None:
@@ -395,96 +373,80 @@ def test_a_whole_answer_of_unknown_ttft_is_no_outcome() -> None:
     assert state.outcomes[INSTANCE_URL].outcomes == 1
 
 
-def test_events_before_the_engine_are_no_first_token() -> None:
+async def test_events_before_the_engine_are_no_first_token() -> None:
     """A stream of /v1/responses is pending until its first delta, and nothing is learnt of its begin."""
-
-    async def run_scenario() -> None:
-        created, delta = (
-            f'event: response.{name}\ndata: {{"type":"response.{name}"}}\n\n'.encode()
-            for name in ("created", "output_text.delta")
-        )
-        plan = InstancePlan({}, sends_timing=False, chunks=(created, *[delta] * 60), gap_s=0.5)
-        async with fake_instances.run_routed_instances(
-            [plan], routing=scripted_knowledge.build_routing_factory()
-        ) as (router, one):
-            teach_prefills(get_routing(router), one.url)
-            state, (to,) = get_routing(router).prefill_policy.state, router.fleet
-            before = state.models.list_fits()["tiny", one.url].samples
-            async with router.client.post(
-                f"{router.url}/v1/responses", json=build_completion()
-            ) as response:
-                assert await response.content.readany() == created
-                assert len(state.pending) == 1
-                assert (await response.content.readany()).startswith(delta)
-                await scripted_knowledge.wait_until(lambda: not len(state.pending))
-                assert to.in_flight == 1
-            assert state.models.list_fits()["tiny", one.url].samples == before
-            assert state.outcomes == {}
-
-    fake_instances.run_with_timeout(run_scenario)
+    created, delta = (
+        f'event: response.{name}\ndata: {{"type":"response.{name}"}}\n\n'.encode()
+        for name in ("created", "output_text.delta")
+    )
+    plan = InstancePlan({}, sends_timing=False, chunks=(created, *[delta] * 60), gap_s=0.5)
+    async with fake_instances.run_routed_instances(
+        [plan], routing=scripted_knowledge.build_routing_factory()
+    ) as (router, one):
+        teach_prefills(get_routing(router), one.url)
+        state, (to,) = get_routing(router).prefill_policy.state, router.fleet
+        before = state.models.list_fits()["tiny", one.url].samples
+        async with router.client.post(
+            f"{router.url}/v1/responses", json=build_completion()
+        ) as response:
+            assert await response.content.readany() == created
+            assert len(state.pending) == 1
+            assert (await response.content.readany()).startswith(delta)
+            await scripted_knowledge.wait_until(lambda: not len(state.pending))
+            assert to.in_flight == 1
+        assert state.models.list_fits()["tiny", one.url].samples == before
+        assert state.outcomes == {}
 
 
 @pytest.mark.parametrize("wants", [False, True])
-def test_without_tracing_instances_are_asked_all_the_same(wants: bool) -> None:
+async def test_without_tracing_instances_are_asked_all_the_same(wants: bool) -> None:
     """With tracing off ttft learns from Server-Timing, which only clients that asked for it see."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 30}, rest_ms=100)],
-            routing=scripted_knowledge.build_routing_factory(),
-            traced=False,
-        ) as (router, one):
-            own = {"x_ttft_timing": "1"} if wants else {}
-            _, headers, _ = await router.post_body(
-                COMPLETIONS_PATH, build_completion(stream=False), **own
-            )
-            assert one.received[0].headers[header_names.ASK_TIMING] == "1"
-            assert header_names.TRACEPARENT not in one.received[0].headers
-            assert ("Server-Timing" in headers) == wants
-            assert (
-                get_routing(router).prefill_policy.state.models.list_fits()["tiny", one.url].samples
-                == 1
-            )
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({"prefill.compute": 30}, rest_ms=100)],
+        routing=scripted_knowledge.build_routing_factory(),
+        traced=False,
+    ) as (router, one):
+        own = {"x_ttft_timing": "1"} if wants else {}
+        _, headers, _ = await router.post_body(
+            COMPLETIONS_PATH, build_completion(stream=False), **own
+        )
+        assert one.received[0].headers[header_names.ASK_TIMING] == "1"
+        assert header_names.TRACEPARENT not in one.received[0].headers
+        assert ("Server-Timing" in headers) == wants
+        assert (
+            get_routing(router).prefill_policy.state.models.list_fits()["tiny", one.url].samples
+            == 1
+        )
 
 
-def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
+async def test_without_tracing_nobody_is_asked_for_what_nobody_reads() -> None:
     """A policy that predicts nothing sends no header of its own, and takes none away."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            routing=scripted_knowledge.build_routing_factory("prefix"), traced=False
-        ) as (router, one):
-            _, headers, _ = await router.post_body(COMPLETIONS_PATH, build_completion())
-            assert header_names.ASK_TIMING not in one.received[0].headers
-            assert "Server-Timing" in headers
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        routing=scripted_knowledge.build_routing_factory("prefix"), traced=False
+    ) as (router, one):
+        _, headers, _ = await router.post_body(COMPLETIONS_PATH, build_completion())
+        assert header_names.ASK_TIMING not in one.received[0].headers
+        assert "Server-Timing" in headers
 
 
-def test_prompts_that_nobody_can_read_are_guessed() -> None:
+async def test_prompts_that_nobody_can_read_are_guessed() -> None:
     """A prompt of unknown length counts by its bytes, also of /v1/messages; loading an adapter is no work."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 500})],
-            routing=scripted_knowledge.build_routing_factory(),
-        ) as (router, one):
-            load = get_routing(router).prefill_policy.state.pending
-            for path, least in (
-                (COMPLETIONS_PATH, 501),
-                ("/v1/messages", 500),
-                ("/v1/load_lora_adapter", 0),
-            ):
-                body = build_completion(None, prompt="word " * 400)
-                task = asyncio.create_task(router.post_body(path, body))
-                await scripted_knowledge.wait_until(lambda: len(load) == 1)
-                assert least <= load.get_load(one.url).tokens_to_compute <= least + 20 * bool(least)
-                await task
-                assert len(load) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({"prefill.compute": 500})],
+        routing=scripted_knowledge.build_routing_factory(),
+    ) as (router, one):
+        load = get_routing(router).prefill_policy.state.pending
+        for path, least in (
+            (COMPLETIONS_PATH, 501),
+            ("/v1/messages", 500),
+            ("/v1/load_lora_adapter", 0),
+        ):
+            body = build_completion(None, prompt="word " * 400)
+            task = asyncio.create_task(router.post_body(path, body))
+            await scripted_knowledge.wait_until(lambda: len(load) == 1)
+            assert least <= load.get_load(one.url).tokens_to_compute <= least + 20 * bool(least)
+            await task
+            assert len(load) == 0
 
 
 def test_what_comes_besides_is_expected_too() -> None:
@@ -502,145 +464,119 @@ def test_what_comes_besides_is_expected_too() -> None:
     assert state.predict_ttft(Decision(to, 0.0, "", predicted_ttft_s=0.1)) == 0.1
 
 
-def test_predictions_are_held_against_outcomes() -> None:
+async def test_predictions_are_held_against_outcomes() -> None:
     """After some requests the fit is the instance's own speed, and predictions have an error."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"prefill.compute": 40})
-        async with fake_instances.run_routed_instances(
-            [plan], routing=scripted_knowledge.build_routing_factory()
-        ) as (router, one):
-            for number in range(14):
-                tokens = 400 + 40 * (number % 3)
-                plan.stages_ms = {"prefill.compute": tokens // 10}
-                # 3 % more and 3 % less in turns, as told: what it really took is a busy machine's.
-                plan.reported_us = {"prefill.compute": tokens * (93 if number % 2 else 87)}
-                await router.post_body(
-                    COMPLETIONS_PATH, build_completion(tokens, number + 1), **TRACED_HEADERS
-                )
-            told = get_routing(router).describe_instances()[one.url]
-            assert told["fits"]["tiny"]["samples"] == 14
-            assert 0.01 < told["fits"]["tiny"]["mape"] < 0.06
-            # How large an error is right: test_prediction_outcomes.py. Here, a busy machine's.
-            assert told["predictions"]["outcomes"] > 0
-            text = router.app.metrics.render_text().decode()
-            series = f'{metric_names.ROUTER_PREDICTION_MAPE}{{instance="{one.url}",leg="mono"}}'
-            (line,) = (each for each in text.splitlines() if each.startswith(series))
-            assert float(line.rpartition(" ")[2]) == pytest.approx(told["predictions"]["mape"])
-            assert f"{metric_names.ROUTER_PREFILL_SAMPLES}" in text and 'coefficient="b"' in text
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({"prefill.compute": 40})
+    async with fake_instances.run_routed_instances(
+        [plan], routing=scripted_knowledge.build_routing_factory()
+    ) as (router, one):
+        for number in range(14):
+            tokens = 400 + 40 * (number % 3)
+            plan.stages_ms = {"prefill.compute": tokens // 10}
+            # 3 % more and 3 % less in turns, as told: what it really took is a busy machine's.
+            plan.reported_us = {"prefill.compute": tokens * (93 if number % 2 else 87)}
+            await router.post_body(
+                COMPLETIONS_PATH, build_completion(tokens, number + 1), **TRACED_HEADERS
+            )
+        told = get_routing(router).describe_instances()[one.url]
+        assert told["fits"]["tiny"]["samples"] == 14
+        assert 0.01 < told["fits"]["tiny"]["mape"] < 0.06
+        # How large an error is right: test_prediction_outcomes.py. Here, a busy machine's.
+        assert told["predictions"]["outcomes"] > 0
+        text = router.app.metrics.render_text().decode()
+        series = f'{metric_names.ROUTER_PREDICTION_MAPE}{{instance="{one.url}",leg="mono"}}'
+        (line,) = (each for each in text.splitlines() if each.startswith(series))
+        assert float(line.rpartition(" ")[2]) == pytest.approx(told["predictions"]["mape"])
+        assert f"{metric_names.ROUTER_PREFILL_SAMPLES}" in text and 'coefficient="b"' in text
 
 
-def test_too_late_is_429() -> None:
+async def test_too_late_is_429() -> None:
     """What has to wait too long for --slo-ttft-ms is refused and counted; an idle instance serves it late."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({"prefill.compute": 1000})],
-            routing=scripted_knowledge.build_routing_factory(slo_s=0.5),
-        ) as (router, one):
-            teach_prefills(get_routing(router), one.url, 0.001)
-            late = asyncio.create_task(
-                router.post_body(COMPLETIONS_PATH, build_completion(20_000), **TRACED_HEADERS)
-            )
-            await scripted_knowledge.wait_until(
-                lambda: len(get_routing(router).prefill_policy.state.pending) == 1
-            )
-            status, headers, body = await router.post_body(
-                COMPLETIONS_PATH, build_completion(100, 9), **TRACED_HEADERS
-            )
-            assert status == 429 and 10 < int(headers["Retry-After"]) <= 20
-            assert b'"type":"RateLimitError"' in body and b'"code":429' in body
-            assert (await late)[0] == 200
-            assert len(one.received) == 1
-            assert (
-                f"{metric_names.ROUTER_SLO_REFUSALS}_total 1.0"
-                in router.app.metrics.render_text().decode()
-            )
-            assert len(get_routing(router).prefill_policy.state.pending) == 0
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({"prefill.compute": 1000})],
+        routing=scripted_knowledge.build_routing_factory(slo_s=0.5),
+    ) as (router, one):
+        teach_prefills(get_routing(router), one.url, 0.001)
+        late = asyncio.create_task(
+            router.post_body(COMPLETIONS_PATH, build_completion(20_000), **TRACED_HEADERS)
+        )
+        await scripted_knowledge.wait_until(
+            lambda: len(get_routing(router).prefill_policy.state.pending) == 1
+        )
+        status, headers, body = await router.post_body(
+            COMPLETIONS_PATH, build_completion(100, 9), **TRACED_HEADERS
+        )
+        assert status == 429 and 10 < int(headers["Retry-After"]) <= 20
+        assert b'"type":"RateLimitError"' in body and b'"code":429' in body
+        assert (await late)[0] == 200
+        assert len(one.received) == 1
+        assert (
+            f"{metric_names.ROUTER_SLO_REFUSALS}_total 1.0"
+            in router.app.metrics.render_text().decode()
+        )
+        assert len(get_routing(router).prefill_policy.state.pending) == 0
 
 
-def test_prefill_instances_are_accounted_for_until_their_token() -> None:
+async def test_prefill_instances_are_accounted_for_until_their_token() -> None:
     """With P and D apart the policy is P's: an entry while P computes, none while D answers."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with fake_pair.run_disaggregated(
-            model, routing=scripted_knowledge.build_routing_factory()
-        ) as (router, p, d):
-            routing = get_routing(router)
-            assert routing.prefilling_leg == "prefill"
-            body = fake_instances.build_chat() | {"tokens": 800, "max_tokens": 4}
-            assert (await router.post_body("/v1/chat/completions", body, **TRACED_HEADERS))[
-                0
-            ] == 200
-            state = routing.prefill_policy.state
-            assert len(state.pending) == 0 and state.index.match_blocks(
-                range(1_000_000, 1_000_003), [p.url]
-            ) == [3]
-            found = [
-                piece.attributes
-                for each in await router.wait_for_records(2)
-                for piece in (each.ttft.pieces if each.ttft else ())
-                if piece.name == "router.route" and piece.attributes
-            ]
-            assert found[0][keys.ROUTE_POLICY] == "ttft"
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with fake_pair.run_disaggregated(
+        model, routing=scripted_knowledge.build_routing_factory()
+    ) as (router, p, d):
+        routing = get_routing(router)
+        assert routing.prefilling_leg == "prefill"
+        body = fake_instances.build_chat() | {"tokens": 800, "max_tokens": 4}
+        assert (await router.post_body("/v1/chat/completions", body, **TRACED_HEADERS))[0] == 200
+        state = routing.prefill_policy.state
+        assert len(state.pending) == 0 and state.index.match_blocks(
+            range(1_000_000, 1_000_003), [p.url]
+        ) == [3]
+        found = [
+            piece.attributes
+            for each in await router.wait_for_records(2)
+            for piece in (each.ttft.pieces if each.ttft else ())
+            if piece.name == "router.route" and piece.attributes
+        ]
+        assert found[0][keys.ROUTE_POLICY] == "ttft"
 
 
-def test_whoever_is_removed_is_forgotten() -> None:
+async def test_whoever_is_removed_is_forgotten() -> None:
     """Added by /instances it is chosen, removed its outcomes go; the source is told each time."""
-
-    async def run_scenario() -> None:
-        source = ScriptedSource()
-        async with (
-            fake_instances.run_instance() as a,
-            fake_instances.run_instance() as b,
-            fake_instances.run_router(
-                [a.url], routing=scripted_knowledge.build_routing_factory("ttft", None, source)
-            ) as router,
-        ):
-            legs, routing = router.app.endpoint.upstream, get_routing(router)
-            legs.pool.add_instance(parse_instance_url(b.url, "mono"))
-            teach_prefills(routing, a.url, 0.001)
-            teach_prefills(routing, b.url, 0.0001)
-            await router.post_body(COMPLETIONS_PATH, build_completion())
-            assert len(b.received) == 1 and b.url in routing.prefill_policy.state.outcomes
-            found = legs.pool.find_instance("mono", b.url)
-            assert found is not None
-            begun = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion()))
-            await scripted_knowledge.wait_until(lambda: len(b.received) == 2)
-            legs.pool.remove_instance(found)
-            assert source.sync_count == 2
-            state = routing.prefill_policy.state
-            assert (await begun)[0] == 200 and len(state.pending) == 0
-            assert b.url not in state.outcomes and b.url not in routing.describe_instances()
-            assert (
-                b.url not in state.overheads_s and ("tiny", b.url) not in state.models.list_fits()
-            )
-            await router.post_body(COMPLETIONS_PATH, build_completion())
-            assert len(a.received) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    source = ScriptedSource()
+    async with (
+        fake_instances.run_instance() as a,
+        fake_instances.run_instance() as b,
+        fake_instances.run_router(
+            [a.url], routing=scripted_knowledge.build_routing_factory("ttft", None, source)
+        ) as router,
+    ):
+        legs, routing = router.app.endpoint.upstream, get_routing(router)
+        legs.pool.add_instance(parse_instance_url(b.url, "mono"))
+        teach_prefills(routing, a.url, 0.001)
+        teach_prefills(routing, b.url, 0.0001)
+        await router.post_body(COMPLETIONS_PATH, build_completion())
+        assert len(b.received) == 1 and b.url in routing.prefill_policy.state.outcomes
+        found = legs.pool.find_instance("mono", b.url)
+        assert found is not None
+        begun = asyncio.create_task(router.post_body(COMPLETIONS_PATH, build_completion()))
+        await scripted_knowledge.wait_until(lambda: len(b.received) == 2)
+        legs.pool.remove_instance(found)
+        assert source.sync_count == 2
+        state = routing.prefill_policy.state
+        assert (await begun)[0] == 200 and len(state.pending) == 0
+        assert b.url not in state.outcomes and b.url not in routing.describe_instances()
+        assert b.url not in state.overheads_s and ("tiny", b.url) not in state.models.list_fits()
+        await router.post_body(COMPLETIONS_PATH, build_completion())
+        assert len(a.received) == 1
 
 
-def test_shared_cache() -> None:
+async def test_shared_cache() -> None:
     """What one instance has, all have: then the cached prefix decides nothing, and counts everywhere."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
-            source = ScriptedSource(cached_by_url={a.url: 160})
-            routing = scripted_knowledge.build_routing_factory(
-                "ttft", None, source, shared_cache=True
-            )
-            async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
-                await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
-                assert get_route_attributes((await router.wait_for_records(2))[0])[
-                    keys.ROUTE_CACHED_TOKENS
-                ] == (160, 160)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance() as a, fake_instances.run_instance() as b:
+        source = ScriptedSource(cached_by_url={a.url: 160})
+        routing = scripted_knowledge.build_routing_factory("ttft", None, source, shared_cache=True)
+        async with fake_instances.run_router([a.url, b.url], routing=routing) as router:
+            await router.post_body(COMPLETIONS_PATH, build_completion(), **TRACED_HEADERS)
+            assert get_route_attributes((await router.wait_for_records(2))[0])[
+                keys.ROUTE_CACHED_TOKENS
+            ] == (160, 160)

@@ -43,43 +43,35 @@ def test_pages(metrics: bytes, version: bytes, cache: InstanceCapabilities) -> N
     assert parse_capabilities(metrics, version) == cache
 
 
-def test_asked_once_and_again_when_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_asked_once_and_again_when_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known is not asked for again; too old is asked for behind the requests, which do not wait."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("off") as fleet:
-            legs = fleet.router.app.endpoint.upstream
-            found, instances = CapabilityCache(legs), legs.pool.get("decode")
-            found.refresh_stale(instances)
-            assert await found.get_capabilities(instances) == [
-                InstanceCapabilities(fake_pair.BLOCK_TOKENS, True, (0, 32))
-            ]
-            fleet.model.block = 4
-            found.refresh_stale(instances)
-            await asyncio.sleep(0.05)
-            assert (await found.get_capabilities(instances))[0].block_size == fake_pair.BLOCK_TOKENS
-            monkeypatch.setattr(capabilities, "MAX_AGE_US", 0)
-            old = CapabilityCache(legs)
-            old.refresh_stale(instances)
-            assert (await old.get_capabilities(instances))[0].block_size == 4
-            fleet.model.block = 32
-            old.refresh_stale(instances)
-            assert (await old.get_capabilities(instances))[0].block_size == 4
-            await asyncio.sleep(0.05)
-            assert (await old.get_capabilities(instances))[0].block_size == 32
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("off") as fleet:
+        legs = fleet.router.app.endpoint.upstream
+        found, instances = CapabilityCache(legs), legs.pool.get("decode")
+        found.refresh_stale(instances)
+        assert await found.get_capabilities(instances) == [
+            InstanceCapabilities(fake_pair.BLOCK_TOKENS, True, (0, 32))
+        ]
+        fleet.model.block = 4
+        found.refresh_stale(instances)
+        await asyncio.sleep(0.05)
+        assert (await found.get_capabilities(instances))[0].block_size == fake_pair.BLOCK_TOKENS
+        monkeypatch.setattr(capabilities, "MAX_AGE_US", 0)
+        old = CapabilityCache(legs)
+        old.refresh_stale(instances)
+        assert (await old.get_capabilities(instances))[0].block_size == 4
+        fleet.model.block = 32
+        old.refresh_stale(instances)
+        assert (await old.get_capabilities(instances))[0].block_size == 4
+        await asyncio.sleep(0.05)
+        assert (await old.get_capabilities(instances))[0].block_size == 32
 
 
-def test_silence_is_unknown() -> None:
+async def test_silence_is_unknown() -> None:
     """An instance that does not answer has no known cache, and nothing fails."""
-
-    async def run_scenario() -> None:
-        async with fake_pair.run_fleet("off") as fleet:
-            found = CapabilityCache(fleet.router.app.endpoint.upstream)
-            nobody = (types.parse_instance_url(fake_instances.find_unused_url(), "decode"),)
-            assert await found.get_capabilities(nobody) == [InstanceCapabilities()]
-            found.refresh_stale(nobody)
-            assert await found.get_capabilities(nobody) == [InstanceCapabilities()]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_pair.run_fleet("off") as fleet:
+        found = CapabilityCache(fleet.router.app.endpoint.upstream)
+        nobody = (types.parse_instance_url(fake_instances.find_unused_url(), "decode"),)
+        assert await found.get_capabilities(nobody) == [InstanceCapabilities()]
+        found.refresh_stale(nobody)
+        assert await found.get_capabilities(nobody) == [InstanceCapabilities()]

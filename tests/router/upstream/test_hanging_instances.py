@@ -28,115 +28,97 @@ REQUEST = RoutingRequest("mono", CHAT_PATH, "tiny", "r", {}, b"{}", prompt_token
 
 @pytest.mark.parametrize("fault", ["hangs", "hangs after head"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_wait_for_the_first_byte_ends(fault: str, stream: bool) -> None:
+async def test_the_wait_for_the_first_byte_ends(fault: str, stream: bool) -> None:
     """504 in OpenAI's form, a span that says so, a failure that counts, and the connection closed."""
-
-    async def run_scenario() -> None:
-        async with (
-            faulty_instance.run_instance(fault) as one,
-            fake_instances.run_router(
-                [one.url], failures=1, pause_s=30, limits=RouterLimits(first_byte_timeout=0.3)
-            ) as router,
-        ):
-            began_us = clock.now_us()
-            status, _, body = await router.post_chat(stream=stream)
-            assert clock.now_us() - began_us >= 300_000
-            error = json.loads(body)["error"]
-            assert (status, error["code"], error["type"]) == (504, 504, "UpstreamError")
-            assert "in time" in error["message"] and one.url.rpartition(":")[2] not in body.decode()
-            record = (await router.wait_for_records(1))[-1]
-            assert record.ttft is not None and record.ttft.died == "router.hop.mono"
-            assert [call.error for call in record.calls] == ["FirstByteTimeout"]
-            (instance,) = router.fleet
-            assert (instance.breaker.state, instance.in_flight) == ("open", 0)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        faulty_instance.run_instance(fault) as one,
+        fake_instances.run_router(
+            [one.url], failures=1, pause_s=30, limits=RouterLimits(first_byte_timeout=0.3)
+        ) as router,
+    ):
+        began_us = clock.now_us()
+        status, _, body = await router.post_chat(stream=stream)
+        assert clock.now_us() - began_us >= 300_000
+        error = json.loads(body)["error"]
+        assert (status, error["code"], error["type"]) == (504, 504, "UpstreamError")
+        assert "in time" in error["message"] and one.url.rpartition(":")[2] not in body.decode()
+        record = (await router.wait_for_records(1))[-1]
+        assert record.ttft is not None and record.ttft.died == "router.hop.mono"
+        assert [call.error for call in record.calls] == ["FirstByteTimeout"]
+        (instance,) = router.fleet
+        assert (instance.breaker.state, instance.in_flight) == ("open", 0)
 
 
-def test_a_stream_that_has_begun_may_take_any_time() -> None:
+async def test_a_stream_that_has_begun_may_take_any_time() -> None:
     """The limit is for the first byte only; with --total-timeout the answer is cut, uncounted."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({}, gap_s=0.4)
-        for limits, is_whole in (
-            (RouterLimits(first_byte_timeout=0.3), True),
-            (RouterLimits(first_byte_timeout=0.3, total_timeout=0.5), False),
+    plan = InstancePlan({}, gap_s=0.4)
+    for limits, is_whole in (
+        (RouterLimits(first_byte_timeout=0.3), True),
+        (RouterLimits(first_byte_timeout=0.3, total_timeout=0.5), False),
+    ):
+        async with (
+            fake_instances.run_instance(plan) as one,
+            fake_instances.run_router([one.url], failures=1, limits=limits) as router,
         ):
-            async with (
-                fake_instances.run_instance(plan) as one,
-                fake_instances.run_router([one.url], failures=1, limits=limits) as router,
-            ):
-                try:
-                    _, _, body = await router.post_chat()
-                except Exception as error:  # noqa: BLE001 - whatever the client calls a cut stream
-                    assert not is_whole and "payload" in str(error)
-                else:
-                    assert is_whole and body == b"".join(fake_instances.STREAM_EVENTS)
-                (instance,) = router.fleet
-                assert instance.breaker.state == "closed"
-
-    fake_instances.run_with_timeout(run_scenario)
+            try:
+                _, _, body = await router.post_chat()
+            except Exception as error:  # noqa: BLE001 - whatever the client calls a cut stream
+                assert not is_whole and "payload" in str(error)
+            else:
+                assert is_whole and body == b"".join(fake_instances.STREAM_EVENTS)
+            (instance,) = router.fleet
+            assert instance.breaker.state == "closed"
 
 
 @pytest.mark.parametrize("by", ["time", "probe"])
-def test_a_long_trial_does_not_keep_its_instance(by: str) -> None:
+async def test_a_long_trial_does_not_keep_its_instance(by: str) -> None:
     """A plain answer that takes minutes is the trial: the next request is let in before it is over."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
-            limits = RouterLimits(breaker_trial=0.3 if by == "time" else 60.0)
-            async with fake_instances.run_router(
-                [one.url], failures=1, pause_s=0.1, probe_interval_s=60.0, limits=limits
-            ) as router:
-                (instance,) = router.fleet
-                await router.app.endpoint.upstream.health_monitor.wait_probed()
-                await router.post_chat()
-                while instance.breaker.state != "half-open":
-                    await asyncio.sleep(0.01)
-                one.plan = InstancePlan({"prefill.compute": 20_000})
-                trial = asyncio.create_task(router.post_chat(stream=False))
-                while len(one.received) < 2:
-                    await asyncio.sleep(0.01)
-                assert (await router.post_chat())[0] == 503
-                if by == "probe":
-                    assert await router.app.endpoint.upstream.health_monitor.probe_instance(
-                        instance
-                    )
-                while not instance.breaker.admits_requests:
-                    await asyncio.sleep(0.01)
-                one.plan = InstancePlan({})
-                assert (await router.post_chat())[0] == 200
-                assert instance.breaker.state == "closed" and not trial.done()
-                trial.cancel()
-                await asyncio.gather(trial, return_exceptions=True)
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_headers_do_not_close_a_breaker() -> None:
-    """A server whose engine hangs sends a stream's headers at once: it gets a trial, no full share."""
-
-    async def run_scenario() -> None:
-        async with (
-            faulty_instance.run_instance("hangs after head") as one,
-            fake_instances.run_router(
-                [one.url],
-                failures=1,
-                pause_s=0.1,
-                probe_interval_s=60.0,
-                limits=RouterLimits(first_byte_timeout=0.5),
-            ) as router,
-        ):
-            await router.app.endpoint.upstream.health_monitor.wait_probed()
-            assert (await router.post_chat())[0] == 504
+    async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
+        limits = RouterLimits(breaker_trial=0.3 if by == "time" else 60.0)
+        async with fake_instances.run_router(
+            [one.url], failures=1, pause_s=0.1, probe_interval_s=60.0, limits=limits
+        ) as router:
             (instance,) = router.fleet
+            await router.app.endpoint.upstream.health_monitor.wait_probed()
+            await router.post_chat()
             while instance.breaker.state != "half-open":
                 await asyncio.sleep(0.01)
-            answers = await asyncio.gather(*(router.post_chat() for _ in range(4)))
-            assert sorted(each[0] for each in answers) == [503, 503, 503, 504]
-            assert one.received_count == 2 and instance.breaker.state == "open"
+            one.plan = InstancePlan({"prefill.compute": 20_000})
+            trial = asyncio.create_task(router.post_chat(stream=False))
+            while len(one.received) < 2:
+                await asyncio.sleep(0.01)
+            assert (await router.post_chat())[0] == 503
+            if by == "probe":
+                assert await router.app.endpoint.upstream.health_monitor.probe_instance(instance)
+            while not instance.breaker.admits_requests:
+                await asyncio.sleep(0.01)
+            one.plan = InstancePlan({})
+            assert (await router.post_chat())[0] == 200
+            assert instance.breaker.state == "closed" and not trial.done()
+            trial.cancel()
+            await asyncio.gather(trial, return_exceptions=True)
 
-    fake_instances.run_with_timeout(run_scenario)
+
+async def test_headers_do_not_close_a_breaker() -> None:
+    """A server whose engine hangs sends a stream's headers at once: it gets a trial, no full share."""
+    async with (
+        faulty_instance.run_instance("hangs after head") as one,
+        fake_instances.run_router(
+            [one.url],
+            failures=1,
+            pause_s=0.1,
+            probe_interval_s=60.0,
+            limits=RouterLimits(first_byte_timeout=0.5),
+        ) as router,
+    ):
+        await router.app.endpoint.upstream.health_monitor.wait_probed()
+        assert (await router.post_chat())[0] == 504
+        (instance,) = router.fleet
+        while instance.breaker.state != "half-open":
+            await asyncio.sleep(0.01)
+        answers = await asyncio.gather(*(router.post_chat() for _ in range(4)))
+        assert sorted(each[0] for each in answers) == [503, 503, 503, 504]
+        assert one.received_count == 2 and instance.breaker.state == "open"
 
 
 @pytest.mark.parametrize("policy", ["least_requests", "ttft"])

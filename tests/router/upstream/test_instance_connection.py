@@ -103,16 +103,12 @@ def test_a_connection_is_kept() -> None:
         (CHUNKED_HEAD + b"2;a=b\r\nhi\r\n0\r\nTrailer: dropped\r\n\r\n", b"hi"),
     ],
 )
-def test_answers_end(answer_bytes: bytes, body: bytes) -> None:
+async def test_answers_end(answer_bytes: bytes, body: bytes) -> None:
     """By length, by the last chunk, with the connection, without a body; interim ones are dropped."""
-
-    async def run_scenario() -> None:
-        async with run_pool(answer_bytes) as (_, make_attempt, pool):
-            answer = await ask(pool, make_attempt())
-            assert (await answer.read(), answer.is_complete) == (body, True)
-            assert answer.list_values(b"link") == answer.list_values(b"trailer") == []
-
-    run(run_scenario)
+    async with run_pool(answer_bytes) as (_, make_attempt, pool):
+        answer = await ask(pool, make_attempt())
+        assert (await answer.read(), answer.is_complete) == (body, True)
+        assert answer.list_values(b"link") == answer.list_values(b"trailer") == []
 
 
 @pytest.mark.parametrize(
@@ -133,78 +129,63 @@ def test_answers_end(answer_bytes: bytes, body: bytes) -> None:
         (CHUNKED_HEAD + b"0\r\nT: " + b"b" * MAX_HEADER_BYTES, aiohttp.ClientPayloadError),
     ],
 )
-def test_what_is_no_answer(answer_bytes: bytes, error: type[Exception]) -> None:
+async def test_what_is_no_answer(answer_bytes: bytes, error: type[Exception]) -> None:
     """Each fault is an error, and the connection is not used again."""
-
-    async def run_scenario() -> None:
-        async with run_pool(answer_bytes) as (raw, make_attempt, pool):
-            for _ in range(2):
-                with pytest.raises((error, aiohttp.ClientResponseError)):
-                    await (await ask(pool, make_attempt())).read()
-            assert raw.connection_count == 2
-
-    run(run_scenario)
+    async with run_pool(answer_bytes) as (raw, make_attempt, pool):
+        for _ in range(2):
+            with pytest.raises((error, aiohttp.ClientResponseError)):
+                await (await ask(pool, make_attempt())).read()
+        assert raw.connection_count == 2
 
 
-def test_a_slow_reader_slows_the_instance() -> None:
+async def test_a_slow_reader_slows_the_instance() -> None:
     """Little is held of an answer that nobody reads; read, all of it comes."""
     size = 32 << 20
 
-    async def run_scenario() -> None:
-        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
-        async with run_pool(head + bytes(size)) as (raw, make_attempt, pool):
-            answer = await ask(pool, make_attempt())
-            before = -1
-            while before != raw.written_bytes:
-                before = raw.written_bytes
-                await asyncio.sleep(0.2)
-            assert before < size  # what sockets hold, and:
-            assert len(answer.read_nowait()) <= MAX_UNREAD_BYTES + (1 << 18)
-            got = 0
-            while part := await answer.readany():
-                got += len(part)
-            assert got > size // 2 and answer.at_eof()
-
-    run(run_scenario)
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
+    async with run_pool(head + bytes(size)) as (raw, make_attempt, pool):
+        answer = await ask(pool, make_attempt())
+        before = -1
+        while before != raw.written_bytes:
+            before = raw.written_bytes
+            await asyncio.sleep(0.2)
+        assert before < size  # what sockets hold, and:
+        assert len(answer.read_nowait()) <= MAX_UNREAD_BYTES + (1 << 18)
+        got = 0
+        while part := await answer.readany():
+            got += len(part)
+        assert got > size // 2 and answer.at_eof()
 
 
-def test_what_comes_with_the_end_is_returned() -> None:
+async def test_what_comes_with_the_end_is_returned() -> None:
     """Parts are pushed as they come, but the last one leaves with the end."""
+    chunks = b"2\r\nhi\r\n"
+    async with run_pool(CHUNKED_HEAD + chunks, chunks + b"0\r\n\r\n") as (
+        _,
+        make_attempt,
+        pool,
+    ):
+        answer = await ask(pool, make_attempt())
+        assert await answer.readany() == b"hi"
+        pushed: list[bytes] = []
+        task = asyncio.create_task(answer.push_to(pushed.append))
+        await asyncio.sleep(0)
+        task.cancel()
+        answer.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert pushed == []
 
-    async def run_scenario() -> None:
-        chunks = b"2\r\nhi\r\n"
-        async with run_pool(CHUNKED_HEAD + chunks, chunks + b"0\r\n\r\n") as (
-            _,
-            make_attempt,
-            pool,
-        ):
-            answer = await ask(pool, make_attempt())
-            assert await answer.readany() == b"hi"
-            pushed: list[bytes] = []
-            task = asyncio.create_task(answer.push_to(pushed.append))
-            await asyncio.sleep(0)
-            task.cancel()
-            answer.close()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert pushed == []
-
-        async with run_pool(CHUNKED_HEAD + chunks + b"0\r\n\r\n") as (_, make_attempt, pool):
-            answer = await ask(pool, make_attempt())
-            pushed = []
-            assert b"".join(pushed) + await answer.push_to(pushed.append) == b"hi"
-
-    run(run_scenario)
+    async with run_pool(CHUNKED_HEAD + chunks + b"0\r\n\r\n") as (_, make_attempt, pool):
+        answer = await ask(pool, make_attempt())
+        pushed = []
+        assert b"".join(pushed) + await answer.push_to(pushed.append) == b"hi"
 
 
-def test_no_header_is_smuggled() -> None:
+async def test_no_header_is_smuggled() -> None:
     """A line break in a value is refused here too, whatever was checked before."""
-
-    async def run_scenario() -> None:
-        async with run_pool(PLAIN) as (raw, make_attempt, pool):
-            for headers in ({"a": "b\r\nc: d"}, {"a\n": "b"}):
-                with pytest.raises(ValueError):
-                    await pool.send_request(make_attempt(), "/v1/x", headers, (b"body",))
-            assert raw.heads == []
-
-    run(run_scenario)
+    async with run_pool(PLAIN) as (raw, make_attempt, pool):
+        for headers in ({"a": "b\r\nc: d"}, {"a\n": "b"}):
+            with pytest.raises(ValueError):
+                await pool.send_request(make_attempt(), "/v1/x", headers, (b"body",))
+        assert raw.heads == []

@@ -47,80 +47,66 @@ def end_pause(
     router.fleet.reset_candidates()
 
 
-def test_a_failing_probe_takes_an_instance_out_and_a_good_one_back() -> None:
+async def test_a_failing_probe_takes_an_instance_out_and_a_good_one_back() -> None:
     """While its /health says 503 an instance gets nothing; then again its share."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([None, None], probe_interval_s=0.05) as (
-            router,
-            a,
-            b,
-        ):
-            a.plan.health_status = 503
-            await wait_until(lambda: get_state(router, a)[0] == "failed")
-            assert (await router.get_json("/readyz"))[0] == 200
-            for _ in range(4):
-                assert (await router.post_chat())[0] == 200
-            assert (len(a.received), len(b.received)) == (0, 4)
-            b.plan.health_status = 500
-            await wait_until(lambda: get_state(router, b)[0] == "failed")
-            status, _, said = await router.get_json("/readyz")
-            assert status == 503 and set(said["legs"]["mono"].values()) == {"failed"}
-            # with all of them out the probes may be wrong: they are tried
+    async with fake_instances.run_routed_instances([None, None], probe_interval_s=0.05) as (
+        router,
+        a,
+        b,
+    ):
+        a.plan.health_status = 503
+        await wait_until(lambda: get_state(router, a)[0] == "failed")
+        assert (await router.get_json("/readyz"))[0] == 200
+        for _ in range(4):
             assert (await router.post_chat())[0] == 200
-            a.plan.health_status = b.plan.health_status = 200
-            await wait_until(
-                lambda: get_state(router, a)[0] == get_state(router, b)[0] == "healthy"
-            )
-            seen = len(a.received)
-            for _ in range(4):
-                await router.post_chat()
-            assert len(a.received) == seen + 2
+        assert (len(a.received), len(b.received)) == (0, 4)
+        b.plan.health_status = 500
+        await wait_until(lambda: get_state(router, b)[0] == "failed")
+        status, _, said = await router.get_json("/readyz")
+        assert status == 503 and set(said["legs"]["mono"].values()) == {"failed"}
+        # with all of them out the probes may be wrong: they are tried
+        assert (await router.post_chat())[0] == 200
+        a.plan.health_status = b.plan.health_status = 200
+        await wait_until(lambda: get_state(router, a)[0] == get_state(router, b)[0] == "healthy")
+        seen = len(a.received)
+        for _ in range(4):
+            await router.post_chat()
+        assert len(a.received) == seen + 2
 
-    fake_instances.run_with_timeout(run_scenario)
 
-
-def test_turns_stay_fair_while_one_is_out() -> None:
+async def test_turns_stay_fair_while_one_is_out() -> None:
     """Of three instances with one out, the other two get half each."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({}), InstancePlan({}, health_status=503), InstancePlan({})]
-        ) as (router, a, b, c):
-            await router.get_json("/readyz")
-            for _ in range(10):
-                await router.post_chat()
-            assert [len(each.received) for each in (a, b, c)] == [5, 0, 5]
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({}), InstancePlan({}, health_status=503), InstancePlan({})]
+    ) as (router, a, b, c):
+        await router.get_json("/readyz")
+        for _ in range(10):
+            await router.post_chat()
+        assert [len(each.received) for each in (a, b, c)] == [5, 0, 5]
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
-def test_an_instance_that_cannot_is_passed_over(status: int) -> None:
+async def test_an_instance_that_cannot_is_passed_over(status: int) -> None:
     """502, 503 and 504 before the first byte: another instance answers; each attempt is a span."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan(status=status), None]) as (
-            router,
-            a,
-            b,
-        ):
-            got, _, body = await router.post_chat()
-            assert (got, body) == (200, b"".join(fake_instances.STREAM_EVENTS))
-            first, last = await router.wait_for_records(2)
-            assert [call.status for call in last.calls] == [status, 200]
-            assert last.calls[0].error == str(status)
-            assert last.calls[1].attributes[keys.ATTEMPT] == 2
-            assert last.server is not None and last.server.error == ""
-            assert first.ttft is not None and first.ttft.stages["router.retry"] >= 20_000
-            assert b.received[0].body == a.received[0].body
-            text = await fetch_metrics(router)
-            assert 'ttft_otel_router_retries_total{leg="mono"} 1.0' in text
-            assert f'instance="{a.url}",leg="mono",result="5xx"}} 1.0' in text
-            assert f'instance="{b.url}",leg="mono",result="2xx"}} 1.0' in text
-            assert 'ttft_otel_router_requests_total{result="2xx"} 1.0' in text
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances([InstancePlan(status=status), None]) as (
+        router,
+        a,
+        b,
+    ):
+        got, _, body = await router.post_chat()
+        assert (got, body) == (200, b"".join(fake_instances.STREAM_EVENTS))
+        first, last = await router.wait_for_records(2)
+        assert [call.status for call in last.calls] == [status, 200]
+        assert last.calls[0].error == str(status)
+        assert last.calls[1].attributes[keys.ATTEMPT] == 2
+        assert last.server is not None and last.server.error == ""
+        assert first.ttft is not None and first.ttft.stages["router.retry"] >= 20_000
+        assert b.received[0].body == a.received[0].body
+        text = await fetch_metrics(router)
+        assert 'ttft_otel_router_retries_total{leg="mono"} 1.0' in text
+        assert f'instance="{a.url}",leg="mono",result="5xx"}} 1.0' in text
+        assert f'instance="{b.url}",leg="mono",result="2xx"}} 1.0' in text
+        assert 'ttft_otel_router_requests_total{result="2xx"} 1.0' in text
 
 
 async def fetch_metrics(router: fake_instances.RunningRouter) -> str:
@@ -129,213 +115,169 @@ async def fetch_metrics(router: fake_instances.RunningRouter) -> str:
         return await response.text()
 
 
-def test_when_nobody_can_the_answer_is_the_last_ones() -> None:
+async def test_when_nobody_can_the_answer_is_the_last_ones() -> None:
     """Three that say 503: the client reads the third's body; alone, one is asked only once."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({}, status=503)
-        async with (
-            fake_instances.run_instance(plan) as a,
-            fake_instances.run_instance(plan) as b,
-            fake_instances.run_instance(plan) as c,
-        ):
-            async with fake_instances.run_router([a.url, b.url, c.url]) as router:
-                status, headers, body = await router.post_chat()
-                assert (status, body, headers["X-Own"]) == (503, b'{"error": "no"}', "kept")
-                assert [len(each.received) for each in (a, b, c)] == [1, 1, 1]
-                (record,) = await router.wait_for_records(1)
-                assert record.ttft is not None and record.ttft.died == "router.hop.mono"
-            async with fake_instances.run_router([a.url]) as router:
-                assert (await router.post_chat())[0] == 503 and len(a.received) == 2
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({}, status=503)
+    async with (
+        fake_instances.run_instance(plan) as a,
+        fake_instances.run_instance(plan) as b,
+        fake_instances.run_instance(plan) as c,
+    ):
+        async with fake_instances.run_router([a.url, b.url, c.url]) as router:
+            status, headers, body = await router.post_chat()
+            assert (status, body, headers["X-Own"]) == (503, b'{"error": "no"}', "kept")
+            assert [len(each.received) for each in (a, b, c)] == [1, 1, 1]
+            (record,) = await router.wait_for_records(1)
+            assert record.ttft is not None and record.ttft.died == "router.hop.mono"
+        async with fake_instances.run_router([a.url]) as router:
+            assert (await router.post_chat())[0] == 503 and len(a.received) == 2
 
 
-def test_other_errors_are_answers() -> None:
+async def test_other_errors_are_answers() -> None:
     """A 500 or a 429 is not tried elsewhere: it may be the request that is wrong."""
-
-    async def run_scenario() -> None:
-        for status in (400, 429, 500, 501):
-            async with (
-                fake_instances.run_instance(InstancePlan(status=status)) as a,
-                fake_instances.run_instance() as b,
-            ):
-                async with fake_instances.run_router([a.url, b.url]) as router:
-                    assert (await router.post_chat())[0] == status
-                    assert not b.received
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_what_may_have_been_read_is_not_sent_again() -> None:
-    """A connection that breaks before any answer is a 502: such a request could kill the next."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({"prefill.compute": 150}, dropped_requests=2)
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance() as b:
-            async with fake_instances.run_router([a.url, b.url]) as router:
-                status, _, body = await router.post_chat()
-                error = json.loads(body)["error"]
-                assert (status, error["code"], error["type"]) == (502, 502, "UpstreamError")
-                assert a.url.rpartition(":")[2] not in error["message"]
-                await router.post_chat()  # b
-                assert (await router.post_chat())[
-                    0
-                ] == 502  # on a connection that was kept, but late
-                assert (len(a.received), len(b.received)) == (2, 1)
-                (record,) = [each for each in router.records if each.ttft][:1]
-                assert record.ttft is not None and record.ttft.died == "router.hop.mono"
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_a_kept_connection_that_was_just_closed_is_no_loss() -> None:
-    """A server that closes an idle connection as a request comes gets it again, once."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
-            assert (await router.post_chat())[0] == 200
-            one.plan.dropped_requests = 1
-            assert (await router.post_chat())[0] == 200
-            assert len(one.received) == 3 and get_state(router, one) == ("healthy", "closed")
-            one.plan.dropped_requests = 2
-            assert (await router.post_chat())[0] == 502
-            assert len(one.received) == 5
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_a_failed_encoder_call_goes_to_another_encoder_once() -> None:
-    """A 500, or a broken connection, is tried on another encoder; then the error is the client's."""
-
-    async def run_scenario() -> None:
-        for bad in (InstancePlan({}, status=500), InstancePlan({}, dropped_requests=9)):
-            async with fake_instances.run_routed_instances(encoders=[bad, InstancePlan({})]) as (
-                router,
-                e1,
-                e2,
-                pd,
-            ):
-                assert (await router.post_chat("a"))[0] == 200
-                assert [len(each.received) for each in (e1, e2, pd)] == [1, 1, 1]
-                first, last = await router.wait_for_records(2)
-                assert [call.leg for call in last.calls] == ["encode", "encode", "prefill_decode"]
-                assert first.ttft is not None and "router.retry" in first.ttft.stages
-        plan = InstancePlan({}, status=500)
-        async with fake_instances.run_routed_instances(encoders=[plan, plan, plan]) as (
-            router,
-            e1,
-            e2,
-            e3,
-            pd,
-        ):
-            status, _, body = await router.post_chat("a")
-            assert (status, body) == (500, b'{"error": "no"}')
-            assert len(e1.received + e2.received + e3.received) == 2 and not pd.received
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_a_wrong_image_is_wrong_everywhere() -> None:
-    """An encoder's 4xx is the client's error: no other encoder is asked."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({}, status=422)
-        async with fake_instances.run_routed_instances(encoders=[plan, plan]) as (
-            router,
-            e1,
-            e2,
-            pd,
-        ):
-            assert (await router.post_chat("a"))[0] == 422
-            assert len(e1.received + e2.received) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_retries_are_a_share_of_requests() -> None:
-    """With the saved ones spent, retries are no more than the budget's share of all requests."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({}, status=503)
-        async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
-            many = {"budget": 0.1, "failures": 10_000}
-            async with fake_instances.run_router([a.url, b.url], **many) as router:
-                for _ in range(100):
-                    assert (await router.post_chat())[0] == 503
-                retried = len(a.received) + len(b.received) - 100
-                assert retry.MAX_SAVED_RETRIES <= retried <= retry.MAX_SAVED_RETRIES + 10
-            async with fake_instances.run_router([a.url, b.url], budget=0.0) as router:
-                before = len(a.received) + len(b.received)
-                assert (await router.post_chat())[0] == 503
-                assert len(a.received) + len(b.received) == before + 1
-            async with fake_instances.run_router([a.url, b.url], retries=0) as router:
-                before = len(a.received) + len(b.received)
-                assert (await router.post_chat())[0] == 503
-                assert len(a.received) + len(b.received) == before + 1
-
-    fake_instances.run_with_timeout(run_scenario)
-
-
-def test_breaker_opens_tries_one_and_closes() -> None:
-    """After failures in a row an instance gets nothing, then one request, then its share."""
-
-    async def run_scenario() -> None:
+    for status in (400, 429, 500, 501):
         async with (
-            fake_instances.run_instance(InstancePlan({}, status=503)) as a,
-            fake_instances.run_instance(InstancePlan({})) as b,
+            fake_instances.run_instance(InstancePlan(status=status)) as a,
+            fake_instances.run_instance() as b,
         ):
-            async with fake_instances.run_router([a.url, b.url], failures=2, pause_s=30) as router:
-                for _ in range(8):
-                    assert (await router.post_chat())[0] == 200
-                assert len(a.received) == 2 and get_state(router, a) == ("healthy", "open")
-                assert f'breaker_open{{instance="{a.url}",leg="mono"}} 1.0' in await fetch_metrics(
-                    router
-                )
-                end_pause(router, a)
-                answers = await asyncio.gather(*(router.post_chat() for _ in range(6)))
-                assert {answer[0] for answer in answers} == {200}
-                assert len(a.received) == 3 and get_state(router, a)[1] == "open"
-                a.plan.status = 200
-                end_pause(router, a)
-                await asyncio.gather(*(router.post_chat() for _ in range(4)))
-                assert get_state(router, a)[1] == "closed" and len(a.received) >= 4
-
-    fake_instances.run_with_timeout(run_scenario)
+            async with fake_instances.run_router([a.url, b.url]) as router:
+                assert (await router.post_chat())[0] == status
+                assert not b.received
 
 
-def test_with_every_breaker_open_clients_are_told_to_come_back() -> None:
+async def test_what_may_have_been_read_is_not_sent_again() -> None:
+    """A connection that breaks before any answer is a 502: such a request could kill the next."""
+    plan = InstancePlan({"prefill.compute": 150}, dropped_requests=2)
+    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance() as b:
+        async with fake_instances.run_router([a.url, b.url]) as router:
+            status, _, body = await router.post_chat()
+            error = json.loads(body)["error"]
+            assert (status, error["code"], error["type"]) == (502, 502, "UpstreamError")
+            assert a.url.rpartition(":")[2] not in error["message"]
+            await router.post_chat()  # b
+            assert (await router.post_chat())[0] == 502  # on a connection that was kept, but late
+            assert (len(a.received), len(b.received)) == (2, 1)
+            (record,) = [each for each in router.records if each.ttft][:1]
+            assert record.ttft is not None and record.ttft.died == "router.hop.mono"
+
+
+async def test_a_kept_connection_that_was_just_closed_is_no_loss() -> None:
+    """A server that closes an idle connection as a request comes gets it again, once."""
+    async with fake_instances.run_routed_instances([InstancePlan({})]) as (router, one):
+        assert (await router.post_chat())[0] == 200
+        one.plan.dropped_requests = 1
+        assert (await router.post_chat())[0] == 200
+        assert len(one.received) == 3 and get_state(router, one) == ("healthy", "closed")
+        one.plan.dropped_requests = 2
+        assert (await router.post_chat())[0] == 502
+        assert len(one.received) == 5
+
+
+async def test_a_failed_encoder_call_goes_to_another_encoder_once() -> None:
+    """A 500, or a broken connection, is tried on another encoder; then the error is the client's."""
+    for bad in (InstancePlan({}, status=500), InstancePlan({}, dropped_requests=9)):
+        async with fake_instances.run_routed_instances(encoders=[bad, InstancePlan({})]) as (
+            router,
+            e1,
+            e2,
+            pd,
+        ):
+            assert (await router.post_chat("a"))[0] == 200
+            assert [len(each.received) for each in (e1, e2, pd)] == [1, 1, 1]
+            first, last = await router.wait_for_records(2)
+            assert [call.leg for call in last.calls] == ["encode", "encode", "prefill_decode"]
+            assert first.ttft is not None and "router.retry" in first.ttft.stages
+    plan = InstancePlan({}, status=500)
+    async with fake_instances.run_routed_instances(encoders=[plan, plan, plan]) as (
+        router,
+        e1,
+        e2,
+        e3,
+        pd,
+    ):
+        status, _, body = await router.post_chat("a")
+        assert (status, body) == (500, b'{"error": "no"}')
+        assert len(e1.received + e2.received + e3.received) == 2 and not pd.received
+
+
+async def test_a_wrong_image_is_wrong_everywhere() -> None:
+    """An encoder's 4xx is the client's error: no other encoder is asked."""
+    plan = InstancePlan({}, status=422)
+    async with fake_instances.run_routed_instances(encoders=[plan, plan]) as (
+        router,
+        e1,
+        e2,
+        pd,
+    ):
+        assert (await router.post_chat("a"))[0] == 422
+        assert len(e1.received + e2.received) == 1
+
+
+async def test_retries_are_a_share_of_requests() -> None:
+    """With the saved ones spent, retries are no more than the budget's share of all requests."""
+    plan = InstancePlan({}, status=503)
+    async with fake_instances.run_instance(plan) as a, fake_instances.run_instance(plan) as b:
+        many = {"budget": 0.1, "failures": 10_000}
+        async with fake_instances.run_router([a.url, b.url], **many) as router:
+            for _ in range(100):
+                assert (await router.post_chat())[0] == 503
+            retried = len(a.received) + len(b.received) - 100
+            assert retry.MAX_SAVED_RETRIES <= retried <= retry.MAX_SAVED_RETRIES + 10
+        async with fake_instances.run_router([a.url, b.url], budget=0.0) as router:
+            before = len(a.received) + len(b.received)
+            assert (await router.post_chat())[0] == 503
+            assert len(a.received) + len(b.received) == before + 1
+        async with fake_instances.run_router([a.url, b.url], retries=0) as router:
+            before = len(a.received) + len(b.received)
+            assert (await router.post_chat())[0] == 503
+            assert len(a.received) + len(b.received) == before + 1
+
+
+async def test_breaker_opens_tries_one_and_closes() -> None:
+    """After failures in a row an instance gets nothing, then one request, then its share."""
+    async with (
+        fake_instances.run_instance(InstancePlan({}, status=503)) as a,
+        fake_instances.run_instance(InstancePlan({})) as b,
+    ):
+        async with fake_instances.run_router([a.url, b.url], failures=2, pause_s=30) as router:
+            for _ in range(8):
+                assert (await router.post_chat())[0] == 200
+            assert len(a.received) == 2 and get_state(router, a) == ("healthy", "open")
+            assert f'breaker_open{{instance="{a.url}",leg="mono"}} 1.0' in await fetch_metrics(
+                router
+            )
+            end_pause(router, a)
+            answers = await asyncio.gather(*(router.post_chat() for _ in range(6)))
+            assert {answer[0] for answer in answers} == {200}
+            assert len(a.received) == 3 and get_state(router, a)[1] == "open"
+            a.plan.status = 200
+            end_pause(router, a)
+            await asyncio.gather(*(router.post_chat() for _ in range(4)))
+            assert get_state(router, a)[1] == "closed" and len(a.received) >= 4
+
+
+async def test_with_every_breaker_open_clients_are_told_to_come_back() -> None:
     """No call is made: 503 in OpenAI's form, with Retry-After."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
-            async with fake_instances.run_router([one.url], failures=2, pause_s=30) as router:
-                for _ in range(2):
-                    assert (await router.post_chat())[2] == b'{"error": "no"}'
-                status, headers, body = await router.post_chat()
-                assert (status, headers["Retry-After"], len(one.received)) == (503, "1", 2)
-                assert json.loads(body)["error"]["type"] == "UpstreamError"
-                record = (await router.wait_for_records(3))[-1]
-                assert record.ttft is not None and record.ttft.died == "router.route"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
+        async with fake_instances.run_router([one.url], failures=2, pause_s=30) as router:
+            for _ in range(2):
+                assert (await router.post_chat())[2] == b'{"error": "no"}'
+            status, headers, body = await router.post_chat()
+            assert (status, headers["Retry-After"], len(one.received)) == (503, "1", 2)
+            assert json.loads(body)["error"]["type"] == "UpstreamError"
+            record = (await router.wait_for_records(3))[-1]
+            assert record.ttft is not None and record.ttft.died == "router.route"
 
 
-def test_streams_that_break_off_open_the_breaker() -> None:
+async def test_streams_that_break_off_open_the_breaker() -> None:
     """Headers alone do not make an instance a good one."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(
-            InstancePlan({}, breaks_stream=True, gap_s=0.05)
-        ) as one:
-            async with fake_instances.run_router([one.url], failures=2, pause_s=30) as router:
-                for _ in range(2):
-                    with pytest.raises(Exception, match="payload"):
-                        await router.post_chat()
-                await router.wait_for_records(4)
-                assert get_state(router, one)[1] == "open"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance(InstancePlan({}, breaks_stream=True, gap_s=0.05)) as one:
+        async with fake_instances.run_router([one.url], failures=2, pause_s=30) as router:
+            for _ in range(2):
+                with pytest.raises(Exception, match="payload"):
+                    await router.post_chat()
+            await router.wait_for_records(4)
+            assert get_state(router, one)[1] == "open"
 
 
 def test_an_answer_that_broke_off_is_no_success_where_it_was_tried_again() -> None:
@@ -352,158 +294,134 @@ def test_an_answer_that_broke_off_is_no_success_where_it_was_tried_again() -> No
         assert one.breaker.consecutive_failures == number
 
 
-def test_a_trial_that_its_client_leaves_is_followed_by_another() -> None:
+async def test_a_trial_that_its_client_leaves_is_followed_by_another() -> None:
     """A half-open breaker is not stuck with a request that was cancelled."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
-            async with fake_instances.run_router([one.url], failures=1, pause_s=0.1) as router:
-                await router.post_chat()
-                await wait_until(lambda: get_state(router, one)[1] == "half-open")
-                one.plan = InstancePlan({"prefill.compute": 5000})
-                task = asyncio.create_task(router.post_chat())
-                await wait_until(lambda: len(one.received) == 2)
-                assert (await router.post_chat())[0] == 503
-                task.cancel()
-                await router.wait_for_records(3)
-                one.plan = InstancePlan({})
-                assert (await router.post_chat())[0] == 200
-                assert get_state(router, one)[1] == "closed"
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance(InstancePlan({}, status=503)) as one:
+        async with fake_instances.run_router([one.url], failures=1, pause_s=0.1) as router:
+            await router.post_chat()
+            await wait_until(lambda: get_state(router, one)[1] == "half-open")
+            one.plan = InstancePlan({"prefill.compute": 5000})
+            task = asyncio.create_task(router.post_chat())
+            await wait_until(lambda: len(one.received) == 2)
+            assert (await router.post_chat())[0] == 503
+            task.cancel()
+            await router.wait_for_records(3)
+            one.plan = InstancePlan({})
+            assert (await router.post_chat())[0] == 200
+            assert get_state(router, one)[1] == "closed"
 
 
-def test_a_request_from_before_does_not_end_a_trial() -> None:
+async def test_a_request_from_before_does_not_end_a_trial() -> None:
     """A stream that began before the breaker opened ends during the trial: still one request only."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_instance(InstancePlan({}, gap_s=0.3)) as one:
-            async with fake_instances.run_router([one.url], failures=1, pause_s=0.1) as router:
-                old = asyncio.create_task(router.post_chat())
-                await wait_until(lambda: len(one.received) == 1)
-                one.plan = InstancePlan({}, status=503)
-                assert (await router.post_chat())[0] == 503
-                await wait_until(lambda: get_state(router, one)[1] == "half-open")
-                one.plan = InstancePlan({"prefill.compute": 5000})
-                trial = asyncio.create_task(router.post_chat())
-                await wait_until(lambda: len(one.received) == 3)
-                assert not old.done() and (await old)[0] == 200
-                assert (await router.post_chat())[0] == 503 and len(one.received) == 3
-                trial.cancel()
-                await asyncio.gather(trial, return_exceptions=True)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_instance(InstancePlan({}, gap_s=0.3)) as one:
+        async with fake_instances.run_router([one.url], failures=1, pause_s=0.1) as router:
+            old = asyncio.create_task(router.post_chat())
+            await wait_until(lambda: len(one.received) == 1)
+            one.plan = InstancePlan({}, status=503)
+            assert (await router.post_chat())[0] == 503
+            await wait_until(lambda: get_state(router, one)[1] == "half-open")
+            one.plan = InstancePlan({"prefill.compute": 5000})
+            trial = asyncio.create_task(router.post_chat())
+            await wait_until(lambda: len(one.received) == 3)
+            assert not old.done() and (await old)[0] == 200
+            assert (await router.post_chat())[0] == 503 and len(one.received) == 3
+            trial.cancel()
+            await asyncio.gather(trial, return_exceptions=True)
 
 
-def test_nothing_stays_in_flight() -> None:
+async def test_nothing_stays_in_flight() -> None:
     """Answers, errors, retries, cut streams and clients that leave: the counts return to nought."""
-
-    async def run_scenario() -> None:
-        slow = InstancePlan({"prefill.compute": 100})
-        async with fake_instances.run_routed_instances(
-            [slow], [InstancePlan({}, status=503), InstancePlan({})]
-        ) as (router, e1, e2, pd):
-            tasks = [asyncio.create_task(router.post_chat("a", "b")) for _ in range(6)]
-            await wait_until(lambda: sum(each.in_flight for each in router.fleet) > 0)
-            for task in tasks[::2]:
-                task.cancel()
-            await asyncio.wait(tasks)
-            pd.plan = InstancePlan({}, status=500)
+    slow = InstancePlan({"prefill.compute": 100})
+    async with fake_instances.run_routed_instances(
+        [slow], [InstancePlan({}, status=503), InstancePlan({})]
+    ) as (router, e1, e2, pd):
+        tasks = [asyncio.create_task(router.post_chat("a", "b")) for _ in range(6)]
+        await wait_until(lambda: sum(each.in_flight for each in router.fleet) > 0)
+        for task in tasks[::2]:
+            task.cancel()
+        await asyncio.wait(tasks)
+        pd.plan = InstancePlan({}, status=500)
+        await router.post_chat()
+        pd.plan = InstancePlan({}, dropped_requests=1)
+        await router.post_chat()
+        pd.plan = InstancePlan({}, breaks_stream=True, gap_s=0.05)
+        with pytest.raises(Exception, match="payload"):
             await router.post_chat()
-            pd.plan = InstancePlan({}, dropped_requests=1)
-            await router.post_chat()
-            pd.plan = InstancePlan({}, breaks_stream=True, gap_s=0.05)
-            with pytest.raises(Exception, match="payload"):
-                await router.post_chat()
-            await wait_until(lambda: not router.app.admission.requests_under_way)
-            assert [each.in_flight for each in router.fleet] == [0, 0, 0]
-            assert not any(each.breaker.is_trial_in_flight for each in router.fleet)
-
-    fake_instances.run_with_timeout(run_scenario)
+        await wait_until(lambda: not router.app.admission.requests_under_way)
+        assert [each.in_flight for each in router.fleet] == [0, 0, 0]
+        assert not any(each.breaker.is_trial_in_flight for each in router.fleet)
 
 
-def test_requests_go_where_their_model_is() -> None:
+async def test_requests_go_where_their_model_is() -> None:
     """An instance that does not list a model is not asked for it; nobody lists it: 404."""
-
-    async def run_scenario() -> None:
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({}, models=("tiny", "one")), InstancePlan({}, models=("tiny", "two"))]
-        ) as (router, a, b):
-            assert {card["id"] for card in (await router.get_json("/v1/models"))[2]["data"]} == {
-                "tiny",
-                "one",
-                "two",
-            }
-            for _ in range(3):
-                assert (await router.post_body("/v1/completions", {"model": "two"}))[0] == 200
-            assert (len(a.received), len(b.received)) == (0, 3)
-            status, _, body = await router.post_body("/v1/completions", {"model": "other"})
-            error = json.loads(body)["error"]
-            assert (status, error["type"], error["param"]) == (404, "NotFoundError", "model")
-            assert "`other`" in error["message"]
-            await asyncio.sleep(1.1)
-            a.plan.models = ("tiny", "other")  # an adapter, loaded a moment ago
-            assert (await router.post_body("/v1/completions", {"model": "other"}))[0] == 200
-            assert len(a.received) == 1
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({}, models=("tiny", "one")), InstancePlan({}, models=("tiny", "two"))]
+    ) as (router, a, b):
+        assert {card["id"] for card in (await router.get_json("/v1/models"))[2]["data"]} == {
+            "tiny",
+            "one",
+            "two",
+        }
+        for _ in range(3):
+            assert (await router.post_body("/v1/completions", {"model": "two"}))[0] == 200
+        assert (len(a.received), len(b.received)) == (0, 3)
+        status, _, body = await router.post_body("/v1/completions", {"model": "other"})
+        error = json.loads(body)["error"]
+        assert (status, error["type"], error["param"]) == (404, "NotFoundError", "model")
+        assert "`other`" in error["message"]
+        await asyncio.sleep(1.1)
+        a.plan.models = ("tiny", "other")  # an adapter, loaded a moment ago
+        assert (await router.post_body("/v1/completions", {"model": "other"}))[0] == 200
+        assert len(a.received) == 1
 
 
 @pytest.mark.parametrize("mode", ["off", "strip", "continue"])
-def test_prefill_and_decode_are_tried_elsewhere_too(mode: str) -> None:
+async def test_prefill_and_decode_are_tried_elsewhere_too(mode: str) -> None:
     """A prefill and a decode instance that say 503 cost a retry each; the stream is whole."""
-
-    async def run_scenario() -> None:
-        model = fake_pair.PairModel()
-        async with (
-            fake_pair.run_server(model, False) as prefill,
-            fake_pair.run_server(model, True) as decode,
-            fake_instances.run_instance(InstancePlan({}, status=503)) as bad,
-            fake_instances.run_router(
-                [],
-                prefills=[bad.url, prefill.url],
-                decodes=[bad.url, decode.url],
-                first_token=mode,
-            ) as router,
-        ):
-            await router.get_json("/v1/models")
-            status, _, data = await router.post_body(
-                "/v1/chat/completions", fake_instances.build_chat() | {"max_tokens": 4}
-            )
-            assert (status, "".join(fake_pair.PairAnswer(200, {}, data).texts)) == (
-                200,
-                "".join(fake_pair.ANSWER_TOKENS),
-            )
-            last = (await router.wait_for_records(2))[-1]
-            tried = [(call.leg, call.status) for call in last.calls]
-            assert tried[:2] == [("prefill", 503), ("prefill", 200)]
-            assert tried[2:] == [("decode", 503), ("decode", 200)]
-            await wait_until(lambda: not any(each.in_flight for each in router.fleet))
-
-    fake_instances.run_with_timeout(run_scenario)
+    model = fake_pair.PairModel()
+    async with (
+        fake_pair.run_server(model, False) as prefill,
+        fake_pair.run_server(model, True) as decode,
+        fake_instances.run_instance(InstancePlan({}, status=503)) as bad,
+        fake_instances.run_router(
+            [],
+            prefills=[bad.url, prefill.url],
+            decodes=[bad.url, decode.url],
+            first_token=mode,
+        ) as router,
+    ):
+        await router.get_json("/v1/models")
+        status, _, data = await router.post_body(
+            "/v1/chat/completions", fake_instances.build_chat() | {"max_tokens": 4}
+        )
+        assert (status, "".join(fake_pair.PairAnswer(200, {}, data).texts)) == (
+            200,
+            "".join(fake_pair.ANSWER_TOKENS),
+        )
+        last = (await router.wait_for_records(2))[-1]
+        tried = [(call.leg, call.status) for call in last.calls]
+        assert tried[:2] == [("prefill", 503), ("prefill", 200)]
+        assert tried[2:] == [("decode", 503), ("decode", 200)]
+        await wait_until(lambda: not any(each.in_flight for each in router.fleet))
 
 
-def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
+async def test_an_instance_that_came_and_went_meanwhile_is_not_watched() -> None:
     """Two changes at once: who is gone when the first is done is asked nothing any more."""
-
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance() as a,
-            fake_instances.run_instance() as b,
-            fake_instances.run_instance() as brief,
-            fake_instances.run_router([a.url, b.url], probe_interval_s=0.05) as router,
-        ):
-            fleet = router.fleet
-            (old,) = (each for each in fleet if each.url == a.url)
-            new = types.parse_instance_url(brief.url, "mono")
-            fleet.remove_instance(old)
-            fleet.add_instance(new)
-            await asyncio.sleep(0)  # a's watch is ending, the new one's begins
-            fleet.remove_instance(new)
-            await asyncio.sleep(0.2)
-            assert not brief.models_authorizations and b.models_authorizations
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        fake_instances.run_instance() as a,
+        fake_instances.run_instance() as b,
+        fake_instances.run_instance() as brief,
+        fake_instances.run_router([a.url, b.url], probe_interval_s=0.05) as router,
+    ):
+        fleet = router.fleet
+        (old,) = (each for each in fleet if each.url == a.url)
+        new = types.parse_instance_url(brief.url, "mono")
+        fleet.remove_instance(old)
+        fleet.add_instance(new)
+        await asyncio.sleep(0)  # a's watch is ending, the new one's begins
+        fleet.remove_instance(new)
+        await asyncio.sleep(0.2)
+        assert not brief.models_authorizations and b.models_authorizations
 
 
 def test_a_pause_that_a_probe_cut_short_does_not_end_the_next_one() -> None:

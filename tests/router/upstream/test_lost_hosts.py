@@ -125,45 +125,41 @@ def test_a_minute() -> None:
     assert idle + interval * probes == unacknowledged_ms / 1000 == 60
 
 
-def test_lost_instances(other_host: OtherHost) -> None:
+async def test_lost_instances(other_host: OtherHost) -> None:
     """Whoever waits for a host that is gone is told so; a busy process on one that is there has its time."""
+    permits = asyncio.Semaphore(0)
+    plans = (InstancePlan({"prefill.compute": 14_000}), InstancePlan(permits=permits))
+    async with contextlib.AsyncExitStack() as stack:
+        routers = []
+        for plan in (*plans, InstancePlan()):
+            one = await stack.enter_async_context(fake_instances.run_instance(plan, THERE))
+            router = fake_instances.run_router([one.url], probe_interval_s=600.0)
+            routers.append(await stack.enter_async_context(router))
+        waiting, streaming, kept = routers
+        under_way = [asyncio.create_task(measure_end(each)) for each in (waiting, streaming)]
+        await asyncio.sleep(GONE_AFTER_S + 2)
+        assert not any(each.done() for each in under_way)
+        assert (await measure_end(kept))[:3] == (200, False, "")
 
-    async def run_scenario() -> None:
-        permits = asyncio.Semaphore(0)
-        plans = (InstancePlan({"prefill.compute": 14_000}), InstancePlan(permits=permits))
-        async with contextlib.AsyncExitStack() as stack:
-            routers = []
-            for plan in (*plans, InstancePlan()):
-                one = await stack.enter_async_context(fake_instances.run_instance(plan, THERE))
-                router = fake_instances.run_router([one.url], probe_interval_s=600.0)
-                routers.append(await stack.enter_async_context(router))
-            waiting, streaming, kept = routers
-            under_way = [asyncio.create_task(measure_end(each)) for each in (waiting, streaming)]
-            await asyncio.sleep(GONE_AFTER_S + 2)
-            assert not any(each.done() for each in under_way)
-            assert (await measure_end(kept))[:3] == (200, False, "")
+        other_host.cut_cable()
+        # Sent on the connection of the one before, which nobody knows to be lost.
+        *ends, late = await asyncio.gather(*under_way, measure_end(kept))
 
-            other_host.cut_cable()
-            # Sent on the connection of the one before, which nobody knows to be lost.
-            *ends, late = await asyncio.gather(*under_way, measure_end(kept))
-
-            permits.release()
-            permits.release()
-            assert [end[:3] for end in ends] == [
-                (502, False, "ClientOSError"),
-                (200, True, "ClientPayloadError"),
-            ]
-            assert late[:3] == (502, False, "ClientOSError")
-            assert GONE_AFTER_S - 1 < late[3] < 20
-            for each in routers:
-                (instance,) = each.fleet
-                assert instance.breaker.consecutive_failures == 1
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+        permits.release()
+        permits.release()
+        assert [end[:3] for end in ends] == [
+            (502, False, "ClientOSError"),
+            (200, True, "ClientPayloadError"),
+        ]
+        assert late[:3] == (502, False, "ClientOSError")
+        assert GONE_AFTER_S - 1 < late[3] < 20
+        for each in routers:
+            (instance,) = each.fleet
+            assert instance.breaker.consecutive_failures == 1
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_lost_client(other_host: OtherHost, is_streaming: bool) -> None:
+async def test_lost_client(other_host: OtherHost, is_streaming: bool) -> None:
     """The instance is told that nobody waits any more, but not while a client merely has nothing to say.
 
     is_streaming: it is sent events all the time, so that its host is asked nothing; it takes nothing.
@@ -173,21 +169,18 @@ def test_lost_client(other_host: OtherHost, is_streaming: bool) -> None:
     if is_streaming:
         plan = InstancePlan(chunks=fake_instances.STREAM_EVENTS[:1] * 10_000, gap_s=0.05)
 
-    async def run_scenario() -> None:
-        async with (
-            fake_instances.run_instance(plan, "127.0.0.1") as one,
-            fake_instances.run_router([one.url]) as router,
-        ):
-            with other_host.open_socket(THERE) as client:
-                client.connect((HERE, int(router.url.rpartition(":")[2])))
-                body = json.dumps(fake_instances.build_chat()).encode()
-                client.sendall(raw_http.encode_request(body=body))
-                await asyncio.sleep(GONE_AFTER_S + 2)
-                (received,) = one.received
-                assert not received.cancelled_us
+    async with (
+        fake_instances.run_instance(plan, "127.0.0.1") as one,
+        fake_instances.run_router([one.url]) as router,
+    ):
+        with other_host.open_socket(THERE) as client:
+            client.connect((HERE, int(router.url.rpartition(":")[2])))
+            body = json.dumps(fake_instances.build_chat()).encode()
+            client.sendall(raw_http.encode_request(body=body))
+            await asyncio.sleep(GONE_AFTER_S + 2)
+            (received,) = one.received
+            assert not received.cancelled_us
 
-                other_host.cut_cable()
-                while not received.cancelled_us:
-                    await asyncio.sleep(0.01)
-
-    fake_instances.run_with_timeout(run_scenario)
+            other_host.cut_cable()
+            while not received.cancelled_us:
+                await asyncio.sleep(0.01)

@@ -92,43 +92,39 @@ def use_up_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
-def test_what_counts(row: FailureRow, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_counts(row: FailureRow, monkeypatch: pytest.MonkeyPatch) -> None:
     """The breaker opens at the first failure, if it is one."""
-
-    async def run_scenario() -> None:
-        async with (
-            run_failing(row.fault) as url,
-            faulty_instance.run_instance() as well,
-            fake_instances.run_router(
-                [well.url] if row.leg == "encode" else [url],
-                [url] if row.leg == "encode" else [],
-                failures=1,
-                pause_s=30.0,
-                probe_interval_s=60.0,
-                limits=LIMITS,
-            ) as router,
-        ):
-            health_monitor = router.app.endpoint.upstream.health_monitor
-            await health_monitor.wait_probed()
-            await health_monitor.close()  # a probe would take the instance out meanwhile
-            (instance,) = router.fleet.get("encode") or tuple(router.fleet)
-            router.fleet.mark_healthy(instance)
-            if row.fault == "shortage":
-                use_up_descriptors(monkeypatch)
-            task = asyncio.create_task(router.post_chat("a"))
-            if row.fault == "client leaves":
-                await asyncio.sleep(0.2)
-                task.cancel()
-            await asyncio.wait([task])
-            if row.fault == "closes kept connections":
-                await router.post_chat("a")
-            while router.app.admission.requests_under_way:
-                await asyncio.sleep(0.01)
-            assert instance.breaker.state == ("open" if row.counts else "closed")
-            if not row.counts:
-                assert (instance.state, instance.breaker.consecutive_failures) == ("healthy", 0)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        run_failing(row.fault) as url,
+        faulty_instance.run_instance() as well,
+        fake_instances.run_router(
+            [well.url] if row.leg == "encode" else [url],
+            [url] if row.leg == "encode" else [],
+            failures=1,
+            pause_s=30.0,
+            probe_interval_s=60.0,
+            limits=LIMITS,
+        ) as router,
+    ):
+        health_monitor = router.app.endpoint.upstream.health_monitor
+        await health_monitor.wait_probed()
+        await health_monitor.close()  # a probe would take the instance out meanwhile
+        (instance,) = router.fleet.get("encode") or tuple(router.fleet)
+        router.fleet.mark_healthy(instance)
+        if row.fault == "shortage":
+            use_up_descriptors(monkeypatch)
+        task = asyncio.create_task(router.post_chat("a"))
+        if row.fault == "client leaves":
+            await asyncio.sleep(0.2)
+            task.cancel()
+        await asyncio.wait([task])
+        if row.fault == "closes kept connections":
+            await router.post_chat("a")
+        while router.app.admission.requests_under_way:
+            await asyncio.sleep(0.01)
+        assert instance.breaker.state == ("open" if row.counts else "closed")
+        if not row.counts:
+            assert (instance.state, instance.breaker.consecutive_failures) == ("healthy", 0)
 
 
 def test_the_page_has_these_rows() -> None:
@@ -173,21 +169,17 @@ def test_a_redirect_with_a_long_location_is_no_failure() -> None:
     fake_instances.run_with_timeout(run_scenario)
 
 
-def test_bad_media_are_retried_and_open_no_breaker() -> None:
+async def test_bad_media_are_retried_and_open_no_breaker() -> None:
     """A client's URL that no encoder can read costs two calls, each time, and nobody else anything."""
-
-    async def run_scenario() -> None:
-        plan = InstancePlan({}, status=500)
-        async with fake_instances.run_routed_instances(
-            [InstancePlan({})], [plan, plan], failures=2
-        ) as (router, e1, e2, _):
-            for _ in range(4):
-                assert (await router.post_chat("http://192.0.2.1/none.png"))[0] == 500
-            assert len(e1.received) == len(e2.received) == 4
-            e1.plan = e2.plan = InstancePlan({})
-            assert (await router.post_chat("http://192.0.2.1/good.png"))[0] == 200
-
-    fake_instances.run_with_timeout(run_scenario)
+    plan = InstancePlan({}, status=500)
+    async with fake_instances.run_routed_instances(
+        [InstancePlan({})], [plan, plan], failures=2
+    ) as (router, e1, e2, _):
+        for _ in range(4):
+            assert (await router.post_chat("http://192.0.2.1/none.png"))[0] == 500
+        assert len(e1.received) == len(e2.received) == 4
+        e1.plan = e2.plan = InstancePlan({})
+        assert (await router.post_chat("http://192.0.2.1/good.png"))[0] == 200
 
 
 def test_errors_in_logs_are_cut_and_printable() -> None:
@@ -200,31 +192,26 @@ def test_errors_in_logs_are_cut_and_printable() -> None:
     assert len(described) <= failures.MAX_DESCRIPTION_CHARS + 1
 
 
-def test_without_file_descriptors_probes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_file_descriptors_probes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that could not be asked stays as it was, and the client is told to come back."""
-
-    async def run_scenario() -> None:
-        async with (
-            faulty_instance.run_instance() as one,
-            fake_instances.run_router([one.url], probe_interval_s=60.0) as router,
-        ):
-            await router.get_json("/readyz")  # a connection to the router, which is kept
-            await router.app.endpoint.upstream.health_monitor.wait_probed()
-            (instance,) = router.fleet
-            use_up_descriptors(monkeypatch)
-            assert not await router.app.endpoint.upstream.health_monitor.probe_instance(instance)
-            status, headers, body = await router.post_chat()
-            assert (status, headers["Retry-After"]) == (503, "1")
-            assert b"no free connection" in body
-            assert (instance.state, instance.missed_probes) == ("healthy", 0)
-
-    fake_instances.run_with_timeout(run_scenario)
+    async with (
+        faulty_instance.run_instance() as one,
+        fake_instances.run_router([one.url], probe_interval_s=60.0) as router,
+    ):
+        await router.get_json("/readyz")  # a connection to the router, which is kept
+        await router.app.endpoint.upstream.health_monitor.wait_probed()
+        (instance,) = router.fleet
+        use_up_descriptors(monkeypatch)
+        assert not await router.app.endpoint.upstream.health_monitor.probe_instance(instance)
+        status, headers, body = await router.post_chat()
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert b"no free connection" in body
+        assert (instance.state, instance.missed_probes) == ("healthy", 0)
 
 
-def test_a_breaker_that_closes_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_breaker_that_closes_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Warnings are what somebody has to look at."""
-
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.INFO, "ttft_otel"):
         async with (
             fake_instances.run_instance(InstancePlan({}, status=503)) as one,
             fake_instances.run_router([one.url], failures=1, pause_s=0.05) as router,
@@ -235,8 +222,5 @@ def test_a_breaker_that_closes_is_no_warning(caplog: pytest.LogCaptureFixture) -
                 await asyncio.sleep(0.01)
             one.plan = InstancePlan({})
             assert (await router.post_chat())[0] == 200
-
-    with caplog.at_level(logging.INFO, "ttft_otel"):
-        fake_instances.run_with_timeout(run_scenario)
     (closed,) = [each for each in caplog.records if "circuit breaker closed" in each.getMessage()]
     assert closed.levelno == logging.INFO

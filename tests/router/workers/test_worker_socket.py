@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from router import fake_instances
 from ttft_otel.router.workers.messages import Answer, Frame, Message, Resync, decode_frame
 from ttft_otel.router.workers.worker_socket import WorkerSocket, build_path
 
@@ -33,83 +32,67 @@ def list_messages(frames: list[Frame]) -> list[Message]:
     return [message for frame in frames for message in frame.messages]
 
 
-def test_messages_arrive_in_order(tmp_path: Path) -> None:
+async def test_messages_arrive_in_order(tmp_path: Path) -> None:
     """Everybody else gets all of them."""
-
-    async def run_scenario() -> None:
-        with make_sockets(tmp_path, 3) as (sockets, received):
-            for each in sockets:
-                each.open()
-            sent: list[Message] = [Answer(number) for number in range(200)]
-            for message in sent:
-                sockets[0].send([message], [1, 2])
-            while len(list_messages(received[1])) < 200 or len(list_messages(received[2])) < 200:
-                await asyncio.sleep(0.01)
-            assert list_messages(received[1]) == list_messages(received[2]) == sent
-            assert not received[0]
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    with make_sockets(tmp_path, 3) as (sockets, received):
+        for each in sockets:
+            each.open()
+        sent: list[Message] = [Answer(number) for number in range(200)]
+        for message in sent:
+            sockets[0].send([message], [1, 2])
+        while len(list_messages(received[1])) < 200 or len(list_messages(received[2])) < 200:
+            await asyncio.sleep(0.01)
+        assert list_messages(received[1]) == list_messages(received[2]) == sent
+        assert not received[0]
 
 
-def test_a_full_queue_is_tried_again(tmp_path: Path) -> None:
+async def test_a_full_queue_is_tried_again(tmp_path: Path) -> None:
     """A worker that reads nothing for a while loses nothing, and then no more than the backlog is kept."""
-
-    async def run_scenario() -> None:
-        with make_sockets(tmp_path, 2) as (sockets, received):
-            sockets[0].open()
-            deaf = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            deaf.bind(str(build_path(tmp_path, 1)))
-            sent: list[Message] = [Answer(number, b"x" * 20_000) for number in range(100)]
-            for message in sent:
-                sockets[0].send([message], [1])
-            assert sockets[0].lost == 0
-            deaf.setblocking(False)
-            frames: list[Frame] = []
-            while len(frames) < 100:
-                try:
-                    frames.append(decode_frame(deaf.recv(1 << 20)))
-                except BlockingIOError:
-                    await asyncio.sleep(0.01)
-            assert list_messages(frames) == sent
-            for message in sent * 4:
-                sockets[0].send([message], [1])
-            assert sockets[0].lost > 0
-            deaf.close()
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    with make_sockets(tmp_path, 2) as (sockets, received):
+        sockets[0].open()
+        deaf = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        deaf.bind(str(build_path(tmp_path, 1)))
+        sent: list[Message] = [Answer(number, b"x" * 20_000) for number in range(100)]
+        for message in sent:
+            sockets[0].send([message], [1])
+        assert sockets[0].lost == 0
+        deaf.setblocking(False)
+        frames: list[Frame] = []
+        while len(frames) < 100:
+            try:
+                frames.append(decode_frame(deaf.recv(1 << 20)))
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+        assert list_messages(frames) == sent
+        for message in sent * 4:
+            sockets[0].send([message], [1])
+        assert sockets[0].lost > 0
+        deaf.close()
 
 
-def test_nobody_waits_for_a_worker_that_is_gone(tmp_path: Path) -> None:
+async def test_nobody_waits_for_a_worker_that_is_gone(tmp_path: Path) -> None:
     """Neither before it starts nor after it died; its successor takes its place."""
-
-    async def run_scenario() -> None:
-        with make_sockets(tmp_path, 2) as (sockets, received):
-            sockets[0].open()
-            sockets[0].send([Resync()], [1])
-            sockets[1].open()
-            sockets[1].close()  # leaves its path, as a killed process does
-            sockets[0].send([Resync()], [1])
-            sockets[1].open()
-            sockets[0].send([Resync()], [1])
-            while not received[1]:
-                await asyncio.sleep(0.01)
-            assert len(received[1]) == 1
-            assert not sockets[0].lost
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    with make_sockets(tmp_path, 2) as (sockets, received):
+        sockets[0].open()
+        sockets[0].send([Resync()], [1])
+        sockets[1].open()
+        sockets[1].close()  # leaves its path, as a killed process does
+        sockets[0].send([Resync()], [1])
+        sockets[1].open()
+        sockets[0].send([Resync()], [1])
+        while not received[1]:
+            await asyncio.sleep(0.01)
+        assert len(received[1]) == 1
+        assert not sockets[0].lost
 
 
-def test_rubbish_is_skipped(tmp_path: Path) -> None:
+async def test_rubbish_is_skipped(tmp_path: Path) -> None:
     """What is no frame is logged, and the next one read."""
-
-    async def run_scenario() -> None:
-        with make_sockets(tmp_path, 2) as (sockets, received):
-            sockets[1].open()
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-                stranger.sendto(b"\xffrubbish", str(build_path(tmp_path, 1)))
-            sockets[0].open()
-            sockets[0].send([Resync()], [1])
-            while not received[1]:
-                await asyncio.sleep(0.01)
-
-    fake_instances.run_with_timeout(run_scenario, 60)
+    with make_sockets(tmp_path, 2) as (sockets, received):
+        sockets[1].open()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.sendto(b"\xffrubbish", str(build_path(tmp_path, 1)))
+        sockets[0].open()
+        sockets[0].send([Resync()], [1])
+        while not received[1]:
+            await asyncio.sleep(0.01)

@@ -147,23 +147,20 @@ def test_never_more(
     assert len(world.index) <= len(world.engine.block_copies)
 
 
-def test_backwards() -> None:
+async def test_backwards() -> None:
     """Numbers that begin anew are another engine's, whose messages are all asked for at once."""
     world = FeedHarness(FakeEngine(BLOCK_TOKENS))
     first, second = [1] * 3 * BLOCK_TOKENS, [2] * BLOCK_TOKENS
 
-    async def hear_events() -> None:
-        await world.feed.handle_connected()
-        for ids in (first, second):
-            world.engine.compute_prompt(ids)
-            await world.deliver_events("heard")
-        world.engine.restart()
-        world.engine.compute_prompt(second)
-        await world.deliver_events("lost")
-        world.engine.compute_prompt([3] * BLOCK_TOKENS)
+    await world.feed.handle_connected()
+    for ids in (first, second):
+        world.engine.compute_prompt(ids)
         await world.deliver_events("heard")
-
-    asyncio.run(hear_events())
+    world.engine.restart()
+    world.engine.compute_prompt(second)
+    await world.deliver_events("lost")
+    world.engine.compute_prompt([3] * BLOCK_TOKENS)
+    await world.deliver_events("heard")
 
     assert [world.count_indexed_blocks(ids) for ids in (first, second, [3] * BLOCK_TOKENS)] == [
         0,
@@ -346,18 +343,15 @@ def test_malformed(payload: bytes) -> None:
     assert world.count_indexed_blocks(ids) == 1
 
 
-def test_bounded() -> None:
+async def test_bounded() -> None:
     """Blocks beyond the largest possible cache of an instance are not counted."""
     world = FeedHarness(FakeEngine(BLOCK_TOKENS), with_replays=False)
     world.feed.ledger.max_blocks = 10
 
-    async def hear_many() -> None:
-        for at in range(100):
-            await world.feed.receive_message(
-                at, encode_batch(build_stored_event([at], [at] * BLOCK_TOKENS))
-            )
-
-    asyncio.run(hear_many())
+    for at in range(100):
+        await world.feed.receive_message(
+            at, encode_batch(build_stored_event([at], [at] * BLOCK_TOKENS))
+        )
     assert len(world.index) == len(world.feed.ledger) == 10
     assert world.feed.ledger.counts["dropped"] == 90
 

@@ -16,7 +16,7 @@ import pytest
 
 from router.fake_engine import FakeEngine
 from router.fake_publisher import FakePublisher, run_publisher
-from router.routing.prefixes.test_kv_subscription import build_fleet, run_with_timeout, wait_until
+from router.routing.prefixes.test_kv_subscription import build_fleet, wait_until
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import keeper_channel, keeper_frames
 from ttft_otel.router.routing.prefixes.keeper_channel import KeeperChannel
@@ -85,6 +85,11 @@ async def run_fake_keeper(path: Path, answer: Callable[[bytes], bytes]) -> Async
         yield writers
     finally:
         server.close()
+        # A connection that was just accepted gets its writer some turns of the loop later.
+        for _ in range(5):
+            await asyncio.sleep(0.005)
+            for writer in writers:
+                writer.close()
 
 
 @asynccontextmanager
@@ -105,152 +110,123 @@ async def look_up_patiently(source: KeptPrefixSource, urls: list[str]) -> dict[s
     return found
 
 
-def test_reported_and_estimated(tmp_path: Path, path: Path) -> None:
+async def test_reported_and_estimated(tmp_path: Path, path: Path) -> None:
     """What an instance reports counts, whatever it was sent; of one that is silent, what it was sent."""
+    silent = "http://127.0.0.1:1"
+    publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
+    async with (
+        run_publisher(publisher) as url,
+        run_keeper(path) as keeper,
+        run_source(path, url, silent) as source,
+    ):
+        await publisher.wait_for_subscriber()
+        await wait_until(lambda: url in keeper.source.reported.reporting)
+        publisher.engine.compute_prompt(IDS[: 3 * BLOCK_TOKENS])
+        await publisher.publish_events()
+        await wait_until(lambda: len(keeper.source.reported) == 3)
+        source.index.record_served(silent, KEYS[:2])
+        source.index.record_served(url, KEYS)
 
-    async def run_scenario() -> None:
-        silent = "http://127.0.0.1:1"
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
-        async with (
-            run_publisher(publisher) as url,
-            run_keeper(path) as keeper,
-            run_source(path, url, silent) as source,
-        ):
-            await publisher.wait_for_subscriber()
-            await wait_until(lambda: url in keeper.source.reported.reporting)
-            publisher.engine.compute_prompt(IDS[: 3 * BLOCK_TOKENS])
-            await publisher.publish_events()
-            await wait_until(lambda: len(keeper.source.reported) == 3)
-            source.index.record_served(silent, KEYS[:2])
-            source.index.record_served(url, KEYS)
+        found = await look_up_patiently(source, [url, silent])
+        assert found == {url: 3 * BLOCK_TOKENS, silent: 2 * BLOCK_TOKENS}
+        await wait_until(lambda: source.describe_instances()[url]["source"] == "kv-events")
+        assert source.describe_instances()[url]["blocks"] == 3
+        assert source.describe_instances()[silent] == {"source": "history", "blocks": 2}
+        assert source.describe_problem() == ""
 
-            found = await look_up_patiently(source, [url, silent])
-            assert found == {url: 3 * BLOCK_TOKENS, silent: 2 * BLOCK_TOKENS}
-            await wait_until(lambda: source.describe_instances()[url]["source"] == "kv-events")
-            assert source.describe_instances()[url]["blocks"] == 3
-            assert source.describe_instances()[silent] == {"source": "history", "blocks": 2}
-            assert source.describe_problem() == ""
-
-            # An instance that this worker has not any more is followed by nobody.
-            source._pool.replace_instances({"mono": []})
-            source.sync_instances()
-            await wait_until(lambda: not len(keeper.pool))
-            assert not keeper.source.reported.reporting
-
-    run_with_timeout(run_scenario)
+        # An instance that this worker has not any more is followed by nobody.
+        source._pool.replace_instances({"mono": []})
+        source.sync_instances()
+        await wait_until(lambda: not len(keeper.pool))
+        assert not keeper.source.reported.reporting
 
 
-def test_instances_of_all_workers(path: Path) -> None:
+async def test_instances_of_all_workers(path: Path) -> None:
     """The keeper follows what any worker has, and goes on with the last one's when that is replaced."""
-
-    async def run_scenario() -> None:
-        one, other = "http://127.0.0.1:1", "http://127.0.0.1:2"
-        async with run_keeper(path) as keeper:
-            async with run_source(path, one):
-                async with run_source(path, one, other):
-                    await wait_until(lambda: {each.url for each in keeper.pool} == {one, other})
-                await wait_until(lambda: {each.url for each in keeper.pool} == {one})
-            await wait_until(lambda: not keeper.urls_by_worker)
-            assert {each.url for each in keeper.pool} == {one}
-
-    run_with_timeout(run_scenario)
+    one, other = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    async with run_keeper(path) as keeper:
+        async with run_source(path, one):
+            async with run_source(path, one, other):
+                await wait_until(lambda: {each.url for each in keeper.pool} == {one, other})
+            await wait_until(lambda: {each.url for each in keeper.pool} == {one})
+        await wait_until(lambda: not keeper.urls_by_worker)
+        assert {each.url for each in keeper.pool} == {one}
 
 
-def test_a_keeper_that_cannot_follow(path: Path) -> None:
+async def test_a_keeper_that_cannot_follow(path: Path) -> None:
     """It ends with the error, so that the supervisor says so and starts another one."""
 
     class FailingSource(KvEventsSource):
         async def start(self, session: aiohttp.ClientSession, pool: InstancePool) -> None:
             raise OSError("no sockets left")
 
-    async def run_scenario() -> None:
-        read_fd, write_fd = os.pipe()
-        keeper = IndexKeeper(FailingSource(BLOCK_TOKENS, 1000, ()), path)
-        task = asyncio.create_task(keeper.run(read_fd))
-        async with run_source(path, "http://127.0.0.1:1"):
-            with pytest.raises(OSError, match="no sockets left"):
-                await task
-        os.close(read_fd)
-        os.close(write_fd)
-
-    run_with_timeout(run_scenario)
+    read_fd, write_fd = os.pipe()
+    keeper = IndexKeeper(FailingSource(BLOCK_TOKENS, 1000, ()), path)
+    task = asyncio.create_task(keeper.run(read_fd))
+    async with run_source(path, "http://127.0.0.1:1"):
+        with pytest.raises(OSError, match="no sockets left"):
+            await task
+    os.close(read_fd)
+    os.close(write_fd)
 
 
-def test_without_a_keeper(path: Path) -> None:
+async def test_without_a_keeper(path: Path) -> None:
     """The estimate decides at once, and it is said; a keeper that comes later is found."""
-
-    async def run_scenario() -> None:
-        url = "http://127.0.0.1:1"
-        async with run_source(path, url) as source:
-            assert await source.look_up("m", Prompt(len(IDS), IDS, KEYS), [url]) is None
-            assert source.channel is not None and source.channel.counts["away"] == 1
-            assert "is away" in source.describe_problem()
-            async with run_keeper(path):
-                assert await look_up_patiently(source, [url]) == {url: 0}
-                await source.close()
-
-    run_with_timeout(run_scenario)
-
-
-def test_a_silent_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request waits for a bounded time; after some in a row nobody asks for a while."""
-    monkeypatch.setattr(keeper_channel, "LATE_PAUSE_S", 3600.0)
-
-    async def run_scenario() -> None:
-        async with run_fake_keeper(path, lambda _: b"-"), run_channel(path) as channel:
-            for _ in range(10):
-                assert await channel.look_up(KEYS) is None
-            assert channel.counts["late"] == keeper_channel.MAX_LATE
-            assert channel.counts["skipped"] == 10 - keeper_channel.MAX_LATE
-
-    run_with_timeout(run_scenario)
-
-
-def test_too_many_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a number of lookups that wait, requests are decided without one."""
-    monkeypatch.setattr(keeper_channel, "DEADLINE_S", 3600.0)
-
-    async def run_scenario() -> None:
-        async with run_fake_keeper(path, lambda _: b"-") as writers, run_channel(path) as channel:
-            asking = [asyncio.create_task(channel.look_up(KEYS)) for _ in range(100)]
-            await wait_until(lambda: channel.counts["skipped"] == 100 - keeper_channel.MAX_LOOKUPS)
-            # With the connection end all that wait for it, long before their time is over.
-            writers[0].close()
-            assert await asyncio.gather(*asking) == [None] * 100
-            assert channel.counts["away"] == keeper_channel.MAX_LOOKUPS
-
-    run_with_timeout(run_scenario)
-
-
-@pytest.mark.parametrize("reply", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\3\x92\xa1d"])
-def test_a_confused_keeper(path: Path, reply: bytes) -> None:
-    """A connection on which something else comes is given up, and made anew."""
-
-    async def run_scenario() -> None:
-        async with run_fake_keeper(path, lambda _: reply) as writers:
-            channel = KeeperChannel(path, lambda: [], lambda _: None)
-            await wait_until(lambda: len(writers) >= 3)
-            await channel.close()
-
-    run_with_timeout(run_scenario)
-
-
-def test_a_confused_worker(path: Path) -> None:
-    """The keeper hangs up on who sends something else, and goes on with the others."""
-
-    async def run_scenario() -> None:
-        url = "http://127.0.0.1:1"
-        async with run_keeper(path), run_source(path, url) as source:
-            assert await look_up_patiently(source, [url]) == {url: 0}
-            for garbage in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\7\x93\xa1l\1\xc4\1x"):
-                reader, writer = await asyncio.open_unix_connection(str(path))
-                writer.write(garbage)
-                assert await reader.read() == b""
-                writer.close()
+    url = "http://127.0.0.1:1"
+    async with run_source(path, url) as source:
+        assert await source.look_up("m", Prompt(len(IDS), IDS, KEYS), [url]) is None
+        assert source.channel is not None and source.channel.counts["away"] == 1
+        assert "is away" in source.describe_problem()
+        async with run_keeper(path):
             assert await look_up_patiently(source, [url]) == {url: 0}
             await source.close()
 
-    run_with_timeout(run_scenario)
+
+async def test_a_silent_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request waits for a bounded time; after some in a row nobody asks for a while."""
+    monkeypatch.setattr(keeper_channel, "LATE_PAUSE_S", 3600.0)
+
+    async with run_fake_keeper(path, lambda _: b"-"), run_channel(path) as channel:
+        for _ in range(10):
+            assert await channel.look_up(KEYS) is None
+        assert channel.counts["late"] == keeper_channel.MAX_LATE
+        assert channel.counts["skipped"] == 10 - keeper_channel.MAX_LATE
+
+
+async def test_too_many_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a number of lookups that wait, requests are decided without one."""
+    monkeypatch.setattr(keeper_channel, "DEADLINE_S", 3600.0)
+
+    async with run_fake_keeper(path, lambda _: b"-") as writers, run_channel(path) as channel:
+        asking = [asyncio.create_task(channel.look_up(KEYS)) for _ in range(100)]
+        await wait_until(lambda: channel.counts["skipped"] == 100 - keeper_channel.MAX_LOOKUPS)
+        # With the connection end all that wait for it, long before their time is over.
+        writers[0].close()
+        assert await asyncio.gather(*asking) == [None] * 100
+        assert channel.counts["away"] == keeper_channel.MAX_LOOKUPS
+
+
+@pytest.mark.parametrize("reply", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\3\x92\xa1d"])
+async def test_a_confused_keeper(path: Path, reply: bytes) -> None:
+    """A connection on which something else comes is given up, and made anew."""
+    async with run_fake_keeper(path, lambda _: reply) as writers:
+        channel = KeeperChannel(path, lambda: [], lambda _: None)
+        await wait_until(lambda: len(writers) >= 3)
+        await channel.close()
+
+
+async def test_a_confused_worker(path: Path) -> None:
+    """The keeper hangs up on who sends something else, and goes on with the others."""
+    url = "http://127.0.0.1:1"
+    async with run_keeper(path), run_source(path, url) as source:
+        assert await look_up_patiently(source, [url]) == {url: 0}
+        for garbage in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\7\x93\xa1l\1\xc4\1x"):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(garbage)
+            assert await reader.read() == b""
+            writer.close()
+        assert await look_up_patiently(source, [url]) == {url: 0}
+        await source.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 1000])

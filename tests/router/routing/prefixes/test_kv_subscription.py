@@ -102,111 +102,89 @@ def run_with_timeout(scenario: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_follows(tmp_path: Path, old: bool) -> None:
+async def test_follows(tmp_path: Path, old: bool) -> None:
     """What was stored before, while and after losing a message is known; a gone instance is forgotten."""
-
-    async def run_scenario() -> None:
-        publisher = FakePublisher(
-            tmp_path, FakeEngine(BLOCK_TOKENS, as_arrays=old), omits_topic=old
-        )
-        async with run_publisher(publisher) as url:
-            publisher.engine.compute_prompt(PROMPT_IDS)
+    publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS, as_arrays=old), omits_topic=old)
+    async with run_publisher(publisher) as url:
+        publisher.engine.compute_prompt(PROMPT_IDS)
+        await publisher.publish_events()
+        here = build_fleet(url)
+        async with run_source(here) as source:
+            await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
+            assert source.index.block_size == BLOCK_TOKENS
+            await publisher.wait_for_subscriber()
+            publisher.engine.evict_block(0)
+            await publisher.publish_events(is_lost=True)
+            publisher.engine.compute_prompt(OTHER_IDS)
             await publisher.publish_events()
-            here = build_fleet(url)
-            async with run_source(here) as source:
-                await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-                assert source.index.block_size == BLOCK_TOKENS
-                await publisher.wait_for_subscriber()
-                publisher.engine.evict_block(0)
-                await publisher.publish_events(is_lost=True)
-                publisher.engine.compute_prompt(OTHER_IDS)
-                await publisher.publish_events()
-                await wait_until(lambda: count_indexed_blocks(source, url, OTHER_IDS) == 3)
+            await wait_until(lambda: count_indexed_blocks(source, url, OTHER_IDS) == 3)
+            assert (
+                count_indexed_blocks(source, url, PROMPT_IDS)
+                == publisher.engine.count_cached_blocks(PROMPT_IDS)
+                < 5
+            )
+            told = source.describe_instances()[url]
+            assert told["connected"] and told["blocks"] == 7 and told["block_size"] == BLOCK_TOKENS
+            assert told["counts"]["gaps"] == 1 and told["last"] == {0: 2}
+            assert get_metric(source, url, metric_names.ROUTER_CACHED_BLOCKS, "kv-events") == 7
+            for event, number in (("gaps", 1), ("messages", 3), ("replays", 2)):
                 assert (
-                    count_indexed_blocks(source, url, PROMPT_IDS)
-                    == publisher.engine.count_cached_blocks(PROMPT_IDS)
-                    < 5
+                    get_metric(source, url, f"{metric_names.ROUTER_KV_EVENTS}_total", event)
+                    == number
                 )
-                told = source.describe_instances()[url]
-                assert (
-                    told["connected"] and told["blocks"] == 7 and told["block_size"] == BLOCK_TOKENS
-                )
-                assert told["counts"]["gaps"] == 1 and told["last"] == {0: 2}
-                assert get_metric(source, url, metric_names.ROUTER_CACHED_BLOCKS, "kv-events") == 7
-                for event, number in (("gaps", 1), ("messages", 3), ("replays", 2)):
-                    assert (
-                        get_metric(source, url, f"{metric_names.ROUTER_KV_EVENTS}_total", event)
-                        == number
-                    )
-                here.remove_instance(
-                    here.find_instance("mono", url) or parse_instance_url(url, "mono")
-                )
-                source.sync_instances()
-                assert count_indexed_blocks(source, url, OTHER_IDS) == 0
-                await wait_until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
-                assert source.describe_instances() == {}
-
-    run_with_timeout(run_scenario)
+            here.remove_instance(here.find_instance("mono", url) or parse_instance_url(url, "mono"))
+            source.sync_instances()
+            assert count_indexed_blocks(source, url, OTHER_IDS) == 0
+            await wait_until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
+            assert source.describe_instances() == {}
 
 
-def test_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that comes back has what it has since then, though its numbers went past the old ones."""
     monkeypatch.setattr(kv_subscription, "RECONNECT_DELAY_S", 0.01)
 
-    async def run_scenario() -> None:
-        async with run_followed_publisher(tmp_path) as (publisher, url, source):
-            await publisher.close()
-            publisher.engine.restart()
-            publisher.engine.compute_prompt(OTHER_IDS)
-            await publisher.publish_events(is_lost=True)
-            await wait_until(lambda: not source.describe_instances()[url]["connected"])
-            context = zmq.asyncio.Context()
-            publisher.bind_sockets(context)
-            await wait_until(lambda: count_indexed_blocks(source, url, OTHER_IDS) == 3)
-            assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
-            assert source.describe_instances()[url]["counts"]["restarts"] == 1
-            await publisher.close()
-            context.destroy(linger=0)
-
-    run_with_timeout(run_scenario)
+    async with run_followed_publisher(tmp_path) as (publisher, url, source):
+        await publisher.close()
+        publisher.engine.restart()
+        publisher.engine.compute_prompt(OTHER_IDS)
+        await publisher.publish_events(is_lost=True)
+        await wait_until(lambda: not source.describe_instances()[url]["connected"])
+        context = zmq.asyncio.Context()
+        publisher.bind_sockets(context)
+        await wait_until(lambda: count_indexed_blocks(source, url, OTHER_IDS) == 3)
+        assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
+        assert source.describe_instances()[url]["counts"]["restarts"] == 1
+        await publisher.close()
+        context.destroy(linger=0)
 
 
-def test_hole(tmp_path: Path) -> None:
+async def test_hole(tmp_path: Path) -> None:
     """What an engine's socket dropped from a long answer is asked for once more."""
-
-    async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), skipped_number=2)
-        async with run_publisher(publisher) as url:
-            for at in range(5):
-                publisher.engine.compute_prompt(PROMPT_IDS[: (at + 1) * BLOCK_TOKENS])
-                await publisher.publish_events()
-            async with run_source(build_fleet(url)) as source:
-                await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-        assert publisher.replay_starts == [0, 2]
-
-    run_with_timeout(run_scenario)
+    publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), skipped_number=2)
+    async with run_publisher(publisher) as url:
+        for at in range(5):
+            publisher.engine.compute_prompt(PROMPT_IDS[: (at + 1) * BLOCK_TOKENS])
+            await publisher.publish_events()
+        async with run_source(build_fleet(url)) as source:
+            await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
+    assert publisher.replay_starts == [0, 2]
 
 
-def test_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An instance without an endpoint is known by what it was sent; the log says why."""
     caplog.set_level(logging.WARNING, "ttft_otel")
 
-    async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), status=404)
-        async with run_publisher(publisher) as url, run_source(build_fleet(url)) as source:
-            await wait_until(
-                lambda: bool(caplog.records) and source.index.block_size == BLOCK_TOKENS
-            )
-            source.index.record_served(url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
-            assert count_indexed_blocks(source, url, PROMPT_IDS) == 5
-            assert source.describe_instances() == {url: {"source": "history", "blocks": 5}}
-            publisher.status = 200
-
-    run_with_timeout(run_scenario)
+    publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), status=404)
+    async with run_publisher(publisher) as url, run_source(build_fleet(url)) as source:
+        await wait_until(lambda: bool(caplog.records) and source.index.block_size == BLOCK_TOKENS)
+        source.index.record_served(url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
+        assert count_indexed_blocks(source, url, PROMPT_IDS) == 5
+        assert source.describe_instances() == {url: {"source": "history", "blocks": 5}}
+        publisher.status = 200
     assert "--kv-events-config" in caplog.text and "--kv-events-endpoint" in caplog.text
 
 
-def test_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An unexpected answer to /kv_event_sources is logged with what to configure."""
 
     class RanklessPublisher(FakePublisher):
@@ -214,113 +192,89 @@ def test_odd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             """No map of ranks."""
             return web.json_response([])
 
-    async def run_scenario() -> None:
-        async with run_publisher(RanklessPublisher(tmp_path)) as url, run_source(build_fleet(url)):
-            await wait_until(lambda: "did not return an object by rank" in caplog.text)
-
     caplog.set_level(logging.WARNING, "ttft_otel")
-    run_with_timeout(run_scenario)
+    async with run_publisher(RanklessPublisher(tmp_path)) as url, run_source(build_fleet(url)):
+        await wait_until(lambda: "did not return an object by rank" in caplog.text)
     assert "write --kv-events-endpoint INSTANCE_URL=ENDPOINT" in caplog.text
 
 
-def test_full(
+async def test_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Blocks beyond the index's limit are counted, and logged with their meaning."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
     caplog.set_level(logging.WARNING, "ttft_otel")
 
-    async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
-        publisher.engine.compute_prompt(PROMPT_IDS)
-        source = prefixes.build_source("kv-events")
-        assert isinstance(source.index, ReportedIndex)
-        source.index.max_reported = 6  # half of it for one instance
-        async with run_publisher(publisher) as url, run_source(build_fleet(url), source):
-            await publisher.publish_events()
-            await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 3)
-            assert source.describe_instances()[url]["blocks"] == 3
-            assert source.describe_instances()[url]["counts"]["dropped"] == 2
-            assert get_metric(source, url, f"{metric_names.ROUTER_KV_EVENTS}_total", "dropped") == 2
-            await wait_until(lambda: "counts as not cached" in caplog.text)
-
-    run_with_timeout(run_scenario)
+    publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS))
+    publisher.engine.compute_prompt(PROMPT_IDS)
+    source = prefixes.build_source("kv-events")
+    assert isinstance(source.index, ReportedIndex)
+    source.index.max_reported = 6  # half of it for one instance
+    async with run_publisher(publisher) as url, run_source(build_fleet(url), source):
+        await publisher.publish_events()
+        await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 3)
+        assert source.describe_instances()[url]["blocks"] == 3
+        assert source.describe_instances()[url]["counts"]["dropped"] == 2
+        assert get_metric(source, url, f"{metric_names.ROUTER_KV_EVENTS}_total", "dropped") == 2
+        await wait_until(lambda: "counts as not cached" in caplog.text)
 
 
-def test_reports_instead(tmp_path: Path) -> None:
+async def test_reports_instead(tmp_path: Path) -> None:
     """Once an instance reports, what it was sent counts no more."""
-
-    async def run_scenario() -> None:
-        publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), status=404)
-        async with run_publisher(publisher) as url:
-            value = f"{url}={publisher.events_endpoint},{publisher.replay_endpoint}"
-            source = prefixes.build_source(
-                "kv-events", kv_endpoints=[value], block_size=BLOCK_TOKENS
-            )
+    publisher = FakePublisher(tmp_path, FakeEngine(BLOCK_TOKENS), status=404)
+    async with run_publisher(publisher) as url:
+        value = f"{url}={publisher.events_endpoint},{publisher.replay_endpoint}"
+        source = prefixes.build_source("kv-events", kv_endpoints=[value], block_size=BLOCK_TOKENS)
+        source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
+        publisher.engine.compute_prompt(PROMPT_IDS)
+        await publisher.publish_events()
+        async with run_source(build_fleet(url), source):
+            await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
             source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
-            publisher.engine.compute_prompt(PROMPT_IDS)
-            await publisher.publish_events()
-            async with run_source(build_fleet(url), source):
-                await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-                source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
-                assert count_indexed_blocks(source, url, OTHER_IDS) == 0
-
-    run_with_timeout(run_scenario)
+            assert count_indexed_blocks(source, url, OTHER_IDS) == 0
 
 
-def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that comes back without events is known by what it is sent from then on."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
 
-    async def run_scenario() -> None:
-        async with run_followed_publisher(tmp_path) as (publisher, url, source):
-            publisher.status = 404
-            await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
-            assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
-            source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
-            assert count_indexed_blocks(source, url, OTHER_IDS) == 3
-            publisher.status = 200
-            await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-            assert count_indexed_blocks(source, url, OTHER_IDS) == 0
-
-    run_with_timeout(run_scenario)
+    async with run_followed_publisher(tmp_path) as (publisher, url, source):
+        publisher.status = 404
+        await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
+        assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
+        source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
+        assert count_indexed_blocks(source, url, OTHER_IDS) == 3
+        publisher.status = 200
+        await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
+        assert count_indexed_blocks(source, url, OTHER_IDS) == 0
 
 
-def test_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher that stays away counts no more; when it is back, all that it has is known again."""
     monkeypatch.setattr(kv_subscription, "REFRESH_INTERVAL_S", 0.05)
     monkeypatch.setattr(kv_subscription, "RECONNECT_DELAY_S", 0.05)
     monkeypatch.setattr(kv_subscription, "MAX_SILENCE_S", 0.2)
 
-    async def run_scenario() -> None:
-        async with run_followed_publisher(tmp_path) as (publisher, url, source):
-            await publisher.close()
-            await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
-            assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
-            await wait_until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
-            source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
-            assert count_indexed_blocks(source, url, OTHER_IDS) == 3
-            context = zmq.asyncio.Context()
-            publisher.bind_sockets(context)
-            await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
-            assert count_indexed_blocks(source, url, OTHER_IDS) == 0
-            await publisher.close()
-            context.destroy(linger=0)
-
-    run_with_timeout(run_scenario)
+    async with run_followed_publisher(tmp_path) as (publisher, url, source):
+        await publisher.close()
+        await wait_until(lambda: source.describe_instances()[url]["source"] == "history")
+        assert count_indexed_blocks(source, url, PROMPT_IDS) == 0
+        await wait_until(lambda: len(source.index) == 0)  # type: ignore[arg-type]
+        source.index.record_served(url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
+        assert count_indexed_blocks(source, url, OTHER_IDS) == 3
+        context = zmq.asyncio.Context()
+        publisher.bind_sockets(context)
+        await wait_until(lambda: count_indexed_blocks(source, url, PROMPT_IDS) == 5)
+        assert count_indexed_blocks(source, url, OTHER_IDS) == 0
+        await publisher.close()
+        context.destroy(linger=0)
 
 
-def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_instance(caplog: pytest.LogCaptureFixture) -> None:
     """An endpoint of an instance that is not there is told to the operator."""
-
-    async def run_scenario() -> None:
-        source = prefixes.build_source(
-            "kv-events", kv_endpoints=["http://127.0.0.1:9=tcp://*:5557"]
-        )
-        async with run_source(build_fleet(), source):
-            assert source.describe_instances() == {}
-
-    run_with_timeout(run_scenario)
+    source = prefixes.build_source("kv-events", kv_endpoints=["http://127.0.0.1:9=tcp://*:5557"])
+    async with run_source(build_fleet(), source):
+        assert source.describe_instances() == {}
     assert "http://127.0.0.1:9, which is no instance that prefills" in caplog.text
 
 
@@ -429,39 +383,31 @@ async def run_history_source() -> AsyncIterator[tuple[InstancePool, PrefixSource
 
 
 @pytest.mark.parametrize("draining", [False, True])
-def test_history_of_a_process(draining: bool) -> None:
+async def test_history_of_a_process(draining: bool) -> None:
     """What an instance was sent before it failed does not count: it may be a new process."""
-
-    async def run_scenario() -> None:
-        async with run_history_source() as (here, source):
-            one, two = here
-            for each in here:
-                source.index.record_served(each.url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
-                here.mark_healthy(each)
-            here.set_draining(one, draining)
-            here.mark_failed(one, "its process ended")
-            here.mark_healthy(one)
-            here.set_draining(one, False)
-            assert count_indexed_blocks(source, one.url, PROMPT_IDS) == 0
-            assert count_indexed_blocks(source, two.url, PROMPT_IDS) == 5
-            source.index.record_served(one.url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
-            here.mark_healthy(one)
-            assert count_indexed_blocks(source, one.url, OTHER_IDS) == 3
-
-    run_with_timeout(run_scenario)
+    async with run_history_source() as (here, source):
+        one, two = here
+        for each in here:
+            source.index.record_served(each.url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
+            here.mark_healthy(each)
+        here.set_draining(one, draining)
+        here.mark_failed(one, "its process ended")
+        here.mark_healthy(one)
+        here.set_draining(one, False)
+        assert count_indexed_blocks(source, one.url, PROMPT_IDS) == 0
+        assert count_indexed_blocks(source, two.url, PROMPT_IDS) == 5
+        source.index.record_served(one.url, compute_block_keys(OTHER_IDS, BLOCK_TOKENS))
+        here.mark_healthy(one)
+        assert count_indexed_blocks(source, one.url, OTHER_IDS) == 3
 
 
-def test_gone() -> None:
+async def test_gone() -> None:
     """A request in flight at an instance that was removed adds nothing to the index."""
-
-    async def run_scenario() -> None:
-        async with run_history_source() as (here, source):
-            gone, stays = here
-            here.remove_instance(gone)
-            source.sync_instances()
-            for each in (gone, stays):
-                source.index.record_served(each.url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
-            assert count_indexed_blocks(source, gone.url, PROMPT_IDS) == 0
-            assert count_indexed_blocks(source, stays.url, PROMPT_IDS) == 5
-
-    run_with_timeout(run_scenario)
+    async with run_history_source() as (here, source):
+        gone, stays = here
+        here.remove_instance(gone)
+        source.sync_instances()
+        for each in (gone, stays):
+            source.index.record_served(each.url, compute_block_keys(PROMPT_IDS, BLOCK_TOKENS))
+        assert count_indexed_blocks(source, gone.url, PROMPT_IDS) == 0
+        assert count_indexed_blocks(source, stays.url, PROMPT_IDS) == 5

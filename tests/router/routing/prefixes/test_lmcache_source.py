@@ -77,21 +77,18 @@ def build_layout(**places: Any) -> dict[str, Any]:
     return {"event_id": "e", "layout_info": places}
 
 
-def test_tells() -> None:
+async def test_tells() -> None:
     """Tokens by instance; an instance of which nothing is told has what it was sent."""
     controller = FakeController(build_layout(a=["LocalCPUBackend", 48], nobody=["x", 64]))
 
-    async def run_scenario() -> None:
-        async with run_source(controller, "a,b") as source:
-            source.index.record_served(B, PROMPT.block_keys[:1])
-            assert await source.look_up("m", PROMPT, [A, B]) == {A: 48, B: 16}
-            source.index.record_served(A, PROMPT.block_keys)
-            assert await source.look_up("m", PROMPT, [A, B]) == {A: 64, B: 16}
-            told = source.describe_instances()
-            assert {url: told[url]["instance_id"] for url in told} == {A: "a", B: "b"}
-            assert told[A]["counts"] == {"answered": 2, "unknown_instance": 2}
-
-    asyncio.run(run_scenario())
+    async with run_source(controller, "a,b") as source:
+        source.index.record_served(B, PROMPT.block_keys[:1])
+        assert await source.look_up("m", PROMPT, [A, B]) == {A: 48, B: 16}
+        source.index.record_served(A, PROMPT.block_keys)
+        assert await source.look_up("m", PROMPT, [A, B]) == {A: 64, B: 16}
+        told = source.describe_instances()
+        assert {url: told[url]["instance_id"] for url in told} == {A: "a", B: "b"}
+        assert told[A]["counts"] == {"answered": 2, "unknown_instance": 2}
     assert controller.lookups == [{"tokens": list(PROMPT_IDS)}] * 2
 
 
@@ -107,7 +104,7 @@ def test_tells() -> None:
         {"answer": build_layout(a=5)},
     ],
 )
-def test_fails(
+async def test_fails(
     wrong: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a good answer the index decides, and the next requests do not wait for the controller."""
@@ -116,13 +113,10 @@ def test_fails(
     caplog.set_level(logging.WARNING, "ttft_otel")
     controller = FakeController(**wrong)
 
-    async def run_scenario() -> None:
-        async with run_source(controller, "a", "b") as source:
-            assert await source.look_up("m", PROMPT, [A, B]) is None
-            assert await source.look_up("m", PROMPT, [A, B]) is None
-            assert source.describe_instances()[A]["counts"] == {"failed": 1, "skipped": 1}
-
-    asyncio.run(run_scenario())
+    async with run_source(controller, "a", "b") as source:
+        assert await source.look_up("m", PROMPT, [A, B]) is None
+        assert await source.look_up("m", PROMPT, [A, B]) is None
+        assert source.describe_instances()[A]["counts"] == {"failed": 1, "skipped": 1}
     assert len(controller.lookups) <= 1
     assert "does not answer /lookup" in caplog.text
 
@@ -171,22 +165,19 @@ def test_address_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     assert len(told) == 1 and "--lmcache-instances" in told[0]
 
 
-def test_added(caplog: pytest.LogCaptureFixture) -> None:
+async def test_added(caplog: pytest.LogCaptureFixture) -> None:
     """An instance that came later and has no name is told to the operator, once; one that has is known."""
     caplog.set_level(logging.WARNING, "ttft_otel")
     known, new = "http://127.0.0.1:3", "http://127.0.0.1:4"
 
-    async def run_scenario() -> None:
-        async with run_source(FakeController(), f"a={A}", f"b={B}", f"c={known}") as source:
-            assert isinstance(source, lmcache_source.LMCacheSource) and source._pool is not None
-            for url in (known, new):
-                source._pool.add_instance(parse_instance_url(url, "mono"))
-                source.sync_instances()
+    async with run_source(FakeController(), f"a={A}", f"b={B}", f"c={known}") as source:
+        assert isinstance(source, lmcache_source.LMCacheSource) and source._pool is not None
+        for url in (known, new):
+            source._pool.add_instance(parse_instance_url(url, "mono"))
             source.sync_instances()
-            assert source.describe_instances()[known]["instance_id"] == "c"
-            assert source.describe_instances()[new]["instance_id"] is None
-
-    asyncio.run(run_scenario())
+        source.sync_instances()
+        assert source.describe_instances()[known]["instance_id"] == "c"
+        assert source.describe_instances()[new]["instance_id"] is None
     (told,) = (each.getMessage() for each in caplog.records)
     assert f"{new} is not among --lmcache-instances" in told
     assert "as ID=URL" in told and "restart" in told
@@ -204,19 +195,15 @@ def test_names() -> None:
             prefixes.build_source("lmcache", lmcache_url=url)
 
 
-def test_same_address() -> None:
+async def test_same_address() -> None:
     """Two instances at one address cannot be told apart without names."""
-
-    async def run_scenario() -> None:
-        source = prefixes.build_source("lmcache", lmcache_url="http://127.0.0.1:9")
-        fleet = InstancePool(
-            {"mono": [parse_instance_url(f"http://127.0.0.1:{at}", "mono") for at in (1, 2)]}
-        )
-        async with aiohttp.ClientSession() as session:
-            try:
-                with pytest.raises(ValueError, match="share an address.*--lmcache-instances"):
-                    await source.start(session, fleet)
-            finally:
-                await source.close()
-
-    asyncio.run(run_scenario())
+    source = prefixes.build_source("lmcache", lmcache_url="http://127.0.0.1:9")
+    fleet = InstancePool(
+        {"mono": [parse_instance_url(f"http://127.0.0.1:{at}", "mono") for at in (1, 2)]}
+    )
+    async with aiohttp.ClientSession() as session:
+        try:
+            with pytest.raises(ValueError, match="share an address.*--lmcache-instances"):
+                await source.start(session, fleet)
+        finally:
+            await source.close()

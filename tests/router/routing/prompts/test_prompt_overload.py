@@ -20,7 +20,6 @@ from router.routing.prompts.test_prompt_processes import (
     folder,
     light_transformers,
     run_reader,
-    run_with_timeout,
     wait_for_prompt,
 )
 from ttft_otel.router.errors import UnreadablePrompt
@@ -68,171 +67,141 @@ async def classify_outcome(worker: TokenizerWorker, seconds: str) -> str:
     return "answered"
 
 
-def test_overload() -> None:
+async def test_overload() -> None:
     """With five times what a child can do, it answers as many as it can, and the others at once."""
     worker = start_slow_worker()
 
-    async def run_scenario() -> None:
-        await worker.ask_child(TokenizeQuestion(0, "m"))
-        tasks, begun = [], time.monotonic()
-        for _ in range(300):  # 100 a second, and it can do 20
-            tasks.append(asyncio.create_task(classify_outcome(worker, "0.05")))
-            await asyncio.sleep(0.01)
-        lasted = time.monotonic() - begun
-        fared = await asyncio.gather(*tasks)
-        assert await classify_outcome(worker, "0") == "answered"
-        await worker.close()
+    await worker.ask_child(TokenizeQuestion(0, "m"))
+    tasks, begun = [], time.monotonic()
+    for _ in range(300):  # 100 a second, and it can do 20
+        tasks.append(asyncio.create_task(classify_outcome(worker, "0.05")))
+        await asyncio.sleep(0.01)
+    lasted = time.monotonic() - begun
+    fared = await asyncio.gather(*tasks)
+    assert await classify_outcome(worker, "0") == "answered"
+    await worker.close()
 
-        half = fared[len(fared) // 2 :]
-        assert half.count("answered") > 0.4 * 20 * lasted / 2
-        assert half.count("late") < 0.1 * len(half)
-        assert set(fared) <= {"answered", "late", "busy"}
-
-    run_with_timeout(run_scenario())
+    half = fared[len(fared) // 2 :]
+    assert half.count("answered") > 0.4 * 20 * lasted / 2
+    assert half.count("late") < 0.1 * len(half)
+    assert set(fared) <= {"answered", "late", "busy"}
 
 
-def test_left() -> None:
+async def test_left() -> None:
     """A child works for nobody who has left: the next one waits for what it is at, no longer."""
     worker = start_slow_worker()
 
-    async def run_scenario() -> None:
-        await worker.ask_child(TokenizeQuestion(0, "m"))
-        many = [asyncio.create_task(classify_outcome(worker, "0.3")) for _ in range(30)]
-        await asyncio.sleep(0.05)
-        for task in many:
-            task.cancel()
-        await asyncio.gather(*many, return_exceptions=True)
-        assert await classify_outcome(worker, "0") == "answered"
-        assert worker._waiting_bytes == 0
-        assert not worker._waiting_questions
-        await worker.close()
-
-    run_with_timeout(run_scenario())
+    await worker.ask_child(TokenizeQuestion(0, "m"))
+    many = [asyncio.create_task(classify_outcome(worker, "0.3")) for _ in range(30)]
+    await asyncio.sleep(0.05)
+    for task in many:
+        task.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
+    assert await classify_outcome(worker, "0") == "answered"
+    assert worker._waiting_bytes == 0
+    assert not worker._waiting_questions
+    await worker.close()
 
 
-def test_late() -> None:
+async def test_late() -> None:
     """While a child is at a prompt that nobody waits for any more, others are told so at once."""
     worker = start_slow_worker()
 
-    async def run_scenario() -> None:
-        await worker.ask_child(TokenizeQuestion(0, "m"))
-        assert await classify_outcome(worker, "1.8") == "late"
-        await asyncio.sleep(0.1)
-        begun = time.monotonic()
-        assert await classify_outcome(worker, "0") == "busy"
-        assert time.monotonic() - begun < MAX_QUEUE_WAIT_S
-        await asyncio.sleep(1.0)
-        assert await classify_outcome(worker, "0") == "answered"
-        await worker.close()
-
-    run_with_timeout(run_scenario())
+    await worker.ask_child(TokenizeQuestion(0, "m"))
+    assert await classify_outcome(worker, "1.8") == "late"
+    await asyncio.sleep(0.1)
+    begun = time.monotonic()
+    assert await classify_outcome(worker, "0") == "busy"
+    assert time.monotonic() - begun < MAX_QUEUE_WAIT_S
+    await asyncio.sleep(1.0)
+    assert await classify_outcome(worker, "0") == "answered"
+    await worker.close()
 
 
-def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """That a model has no tokenizer because others have is said, once."""
     monkeypatch.setattr(local_reader, "MAX_TOKENIZERS", 0)
 
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.WARNING):
         found = LocalPromptReader(None, build_fleet(root="/m"))
         for source in ("/m", "/n", "/m"):
             assert found.ensure_loaded(source) is None
-
-    with caplog.at_level(logging.WARNING):
-        run_with_timeout(run_scenario())
     assert caplog.text.count("tokenizers are wanted") == 1
     assert "--tokenizer" in caplog.text
 
 
-def test_engine_backend() -> None:
+async def test_engine_backend() -> None:
     """The instances of the router's own options are asked."""
+    vllm = FakeVllm(answer={"token_ids": [1, 2, 3, 4, 5]})
+    async with vllm.run_server() as url:
+        several = InstancePool(options("--backend", url).build_instances())
+        async with run_reader(None, "engine", several) as read:
+            found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
 
-    async def run_scenario() -> None:
-        vllm = FakeVllm(answer={"token_ids": [1, 2, 3, 4, 5]})
-        async with vllm.run_server() as url:
-            several = InstancePool(options("--backend", url).build_instances())
-            async with run_reader(None, "engine", several) as read:
-                found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-
-        assert found is not None
-        assert found.tokens == 5
-        assert [path for path, _, _ in vllm.received] == [f"{CHAT_PATH}/render"]
-
-    run_with_timeout(run_scenario())
+    assert found is not None
+    assert found.tokens == 5
+    assert [path for path, _, _ in vllm.received] == [f"{CHAT_PATH}/render"]
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_engine_away(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_away(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When nobody is there, tokens come from the tokenizer, and instances are left alone for a while."""
     monkeypatch.setattr(engine_reader, "FAILURE_PAUSE_S", 600.0)
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "engine", build_fleet(ABSENT_URL, root=folder)) as read:
-            found = await wait_for_prompt(read)
-            assert found.tokens == len(found.token_ids) > 0
-            assert read.counts["failed-unreachable"] == 1
-
-    run_with_timeout(run_scenario())
+    async with run_reader(None, "engine", build_fleet(ABSENT_URL, root=folder)) as read:
+        found = await wait_for_prompt(read)
+        assert found.tokens == len(found.token_ids) > 0
+        assert read.counts["failed-unreachable"] == 1
 
 
 @pytest.mark.parametrize("away", [True, False])
-def test_engine_another(away: bool) -> None:
+async def test_engine_another(away: bool) -> None:
     """An instance that is late or not there is not asked again soon; another one is."""
-
-    async def run_scenario() -> None:
-        hanging, vllm = FakeVllm(answer={}, delay_s=3.0), FakeVllm(answer={"token_ids": [1, 2]})
-        async with hanging.run_server() as first, vllm.run_server() as second:
-            worse, better = (
-                parse_instance_url(ABSENT_URL if away else first, "mono"),
-                parse_instance_url(second, "mono"),
-            )
-            better.in_flight = 9
-            async with run_reader(None, "engine", InstancePool({"mono": [worse, better]})) as read:
-                found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-                assert (found is not None) is away
-                begun = time.monotonic()
-                for _ in range(3):
-                    assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is not None
-                assert time.monotonic() - begun < REQUEST_WAIT_S
-            assert read.counts["failed-unreachable" if away else "failed-late"] == 1
-
-    run_with_timeout(run_scenario())
+    hanging, vllm = FakeVllm(answer={}, delay_s=3.0), FakeVllm(answer={"token_ids": [1, 2]})
+    async with hanging.run_server() as first, vllm.run_server() as second:
+        worse, better = (
+            parse_instance_url(ABSENT_URL if away else first, "mono"),
+            parse_instance_url(second, "mono"),
+        )
+        better.in_flight = 9
+        async with run_reader(None, "engine", InstancePool({"mono": [worse, better]})) as read:
+            found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
+            assert (found is not None) is away
+            begun = time.monotonic()
+            for _ in range(3):
+                assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is not None
+            assert time.monotonic() - begun < REQUEST_WAIT_S
+        assert read.counts["failed-unreachable" if away else "failed-late"] == 1
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_engine_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer that an instance made necessary goes with it."""
     monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.05)
     many = build_fleet(ABSENT_URL, root=folder)
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "engine", many) as read:
-            loads = read._local._loads  # type: ignore[attr-defined]
-            await asyncio.sleep(0.2)
-            assert not loads, "it loads before it has to"
-            await wait_for_prompt(read)
-            (load,) = loads.values()
-            many.replace_instances({"mono": []})
-            while loads:
-                await asyncio.sleep(0.05)
-            await asyncio.gather(*read._local._closing_tasks)  # type: ignore[attr-defined]
-            with pytest.raises(ProcessLookupError):
-                os.kill(load.worker.pid, 0)
-
-    run_with_timeout(run_scenario())
+    async with run_reader(None, "engine", many) as read:
+        loads = read._local._loads  # type: ignore[attr-defined]
+        await asyncio.sleep(0.2)
+        assert not loads, "it loads before it has to"
+        await wait_for_prompt(read)
+        (load,) = loads.values()
+        many.replace_instances({"mono": []})
+        while loads:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*read._local._closing_tasks)  # type: ignore[attr-defined]
+        with pytest.raises(ProcessLookupError):
+            os.kill(load.worker.pid, 0)
 
 
-def test_a_client_that_leaves_as_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_as_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request ends there: the cancellation is never taken for the answer that came with it."""
+    reader = LocalPromptReader("m", build_fleet())
 
-    async def run_scenario() -> None:
-        reader = LocalPromptReader("m", build_fleet())
+    async def cancel_while_reading(*_: object) -> None:
+        asyncio.get_running_loop().call_soon(task.cancel)
 
-        async def cancel_while_reading(*_: object) -> None:
-            asyncio.get_running_loop().call_soon(task.cancel)
-
-        monkeypatch.setattr(reader, "_read_in_child", cancel_while_reading)
-        task = asyncio.create_task(reader.read_prompt("/v1/completions", "m", b"{}", 16))
-        await asyncio.wait({task})
-        assert task.cancelled()
-
-    run_with_timeout(run_scenario())
+    monkeypatch.setattr(reader, "_read_in_child", cancel_while_reading)
+    task = asyncio.create_task(reader.read_prompt("/v1/completions", "m", b"{}", 16))
+    await asyncio.wait({task})
+    assert task.cancelled()

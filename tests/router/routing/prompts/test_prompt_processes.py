@@ -97,7 +97,7 @@ def light_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("module", ["transformers", "light_transformers"])
-def test_local(folder: str, module: str, request: pytest.FixtureRequest) -> None:
+async def test_local(folder: str, module: str, request: pytest.FixtureRequest) -> None:
     """The tokenizer that an instance names is loaded in a child, which ends with the reader.
 
     The stand-in's token ids are those of transformers, held against the Rust tokenizer's.
@@ -105,95 +105,77 @@ def test_local(folder: str, module: str, request: pytest.FixtureRequest) -> None
     if module == "light_transformers":
         request.getfixturevalue(module)
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "local", build_fleet(root=folder)) as read:
-            found = await wait_for_prompt(read)
-            again = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-            (load,) = read._loads.values()  # type: ignore[attr-defined]
-            pid = load.worker.pid
-            os.kill(pid, 0)
+    async with run_reader(None, "local", build_fleet(root=folder)) as read:
+        found = await wait_for_prompt(read)
+        again = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
+        (load,) = read._loads.values()  # type: ignore[attr-defined]
+        pid = load.worker.pid
+        os.kill(pid, 0)
 
-        text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-        wanted = small_tokenizer.PlainTokenizer(folder)(text, add_special_tokens=False)
-        assert list(found.token_ids) == wanted["input_ids"]
-        assert found.block_keys == compute_block_keys(found.token_ids, 4)
-        assert found.tokens == len(found.token_ids) > 0
-        assert again == found
-        assert read.counts["cached"] == 1
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    run_with_timeout(run_scenario())
+    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    wanted = small_tokenizer.PlainTokenizer(folder)(text, add_special_tokens=False)
+    assert list(found.token_ids) == wanted["input_ids"]
+    assert found.block_keys == compute_block_keys(found.token_ids, 4)
+    assert found.tokens == len(found.token_ids) > 0
+    assert again == found
+    assert read.counts["cached"] == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_named(folder: str) -> None:
+async def test_named(folder: str) -> None:
     """The tokenizer that the operator names is used whatever instances say, and before they do."""
-
-    async def run_scenario() -> None:
-        async with run_reader(folder, "local", InstancePool({"mono": []})) as early:
-            found = await wait_for_prompt(early)
-        async with run_reader(folder, "local", build_fleet(root="/nowhere")) as late:
-            assert await wait_for_prompt(late) == found
-
-    run_with_timeout(run_scenario())
+    async with run_reader(folder, "local", InstancePool({"mono": []})) as early:
+        found = await wait_for_prompt(early)
+    async with run_reader(folder, "local", build_fleet(root="/nowhere")) as late:
+        assert await wait_for_prompt(late) == found
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_adapter(folder: str) -> None:
+async def test_adapter(folder: str) -> None:
     """An adapter has its base model's tokenizer and its own blocks."""
     many = build_fleet(root=folder)
     (each,) = many
     each.model_cards = (*each.model_cards, {"id": "lora", "root": "/adapter", "parent": "m"})
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "local", many) as read:
-            base = await wait_for_prompt(read)
-            lora = await read.read_prompt(CHAT_PATH, "lora", HELLO_BODY, 4)
+    async with run_reader(None, "local", many) as read:
+        base = await wait_for_prompt(read)
+        lora = await read.read_prompt(CHAT_PATH, "lora", HELLO_BODY, 4)
 
-        assert lora is not None
-        assert lora.token_ids == base.token_ids
-        more = {at: encode_extra_keys(["lora"]) for at in range(len(base.block_keys))}
-        assert lora.block_keys == compute_block_keys(base.token_ids, 4, more)
-
-    run_with_timeout(run_scenario())
+    assert lora is not None
+    assert lora.token_ids == base.token_ids
+    more = {at: encode_extra_keys(["lora"]) for at in range(len(base.block_keys))}
+    assert lora.block_keys == compute_block_keys(base.token_ids, 4, more)
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gone(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model's last instance its tokenizer's process goes too."""
     monkeypatch.setattr(local_reader, "MODEL_CHECK_INTERVAL_S", 0.05)
     many = build_fleet(root=folder)
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "local", many) as read:
-            await wait_for_prompt(read)
-            many.replace_instances({"mono": []})
-            while read._loads:  # type: ignore[attr-defined]
-                await asyncio.sleep(0.05)
+    async with run_reader(None, "local", many) as read:
+        await wait_for_prompt(read)
+        many.replace_instances({"mono": []})
+        while read._loads:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.05)
 
-            assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
-            assert read.counts["failed-model"] == 1
-
-    run_with_timeout(run_scenario())
+        assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
+        assert read.counts["failed-model"] == 1
 
 
 @pytest.mark.parametrize(("path", "size"), [("/v1/embeddings", 4), (CHAT_PATH, 0)])
-def test_path(path: str, size: int) -> None:
+async def test_path(path: str, size: int) -> None:
     """What is no prompt is not read, and that is counted."""
-
-    async def run_scenario() -> None:
-        async with run_reader(None, "local", build_fleet()) as read:
-            assert await read.read_prompt(path, "m", HELLO_BODY, size) is None
-            assert read.counts["failed-path"] == 1
-
-    run_with_timeout(run_scenario())
+    async with run_reader(None, "local", build_fleet()) as read:
+        assert await read.read_prompt(path, "m", HELLO_BODY, size) is None
+        assert read.counts["failed-path"] == 1
 
 
-def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     """A model that cannot be loaded is said once, with the remedy, and tried again after a pause."""
-
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.WARNING):
         async with run_reader(None, "local", build_fleet(root="/nowhere/model")) as read:
             while not read.counts["failed-load"]:
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
@@ -208,9 +190,6 @@ def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
             await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
             assert load.task is not task
             await load.task
-
-    with caplog.at_level(logging.WARNING):
-        run_with_timeout(run_scenario())
     (line,) = [
         each.getMessage() for each in caplog.records if "routed without" in each.getMessage()
     ]
@@ -227,7 +206,7 @@ def test_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
         {"prompt": [*range(1, 11)], "truncate_prompt_tokens": 6, "cache_salt": "s"},
     ],
 )
-def test_ids_need_no_tokenizer(
+async def test_ids_need_no_tokenizer(
     folder: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token ids are read while no tokenizer is there, as they are with it; text and odd ids are not."""
@@ -235,50 +214,44 @@ def test_ids_need_no_tokenizer(
     body = json.dumps({"model": "m", **more}).encode()
     text, odd = (json.dumps({"prompt": each}).encode() for each in ("Hello", [1, "a"]))
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "local", build_fleet(root=folder)) as read:
-            await wait_for_prompt(read)
-            known = await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)
-            assert known is not None and known.block_keys
-            assert NO_TOKENIZER not in read._loads  # type: ignore[attr-defined]
-        async with run_reader(None, "local", build_fleet(root="/nowhere/at/all")) as read:
-            while (found := await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)) is None:
-                assert not read.counts["failed-load"]
-            assert found == known
-            # A second check of the models does not take it for one that nobody wants.
-            await asyncio.sleep(2.5 * local_reader.MODEL_CHECK_INTERVAL_S)
-            assert await read.read_prompt(COMPLETIONS_PATH, "m", body, 4) == known
-            assert await read.read_prompt(COMPLETIONS_PATH, "m", text, 4) is None
-            assert await read.read_prompt(COMPLETIONS_PATH, "m", odd, 4) is None
-            assert read.counts["failed-malformed"] == 1
-            assert read.counts["failed-load"] + read.counts["failed-loading"] >= 1
-            pid = read._loads[NO_TOKENIZER].worker.pid  # type: ignore[attr-defined]
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    run_with_timeout(run_scenario())
+    async with run_reader(None, "local", build_fleet(root=folder)) as read:
+        await wait_for_prompt(read)
+        known = await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)
+        assert known is not None and known.block_keys
+        assert NO_TOKENIZER not in read._loads  # type: ignore[attr-defined]
+    async with run_reader(None, "local", build_fleet(root="/nowhere/at/all")) as read:
+        while (found := await read.read_prompt(COMPLETIONS_PATH, "m", body, 4)) is None:
+            assert not read.counts["failed-load"]
+        assert found == known
+        # A second check of the models does not take it for one that nobody wants.
+        await asyncio.sleep(2.5 * local_reader.MODEL_CHECK_INTERVAL_S)
+        assert await read.read_prompt(COMPLETIONS_PATH, "m", body, 4) == known
+        assert await read.read_prompt(COMPLETIONS_PATH, "m", text, 4) is None
+        assert await read.read_prompt(COMPLETIONS_PATH, "m", odd, 4) is None
+        assert read.counts["failed-malformed"] == 1
+        assert read.counts["failed-load"] + read.counts["failed-loading"] >= 1
+        pid = read._loads[NO_TOKENIZER].worker.pid  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("module", ["jinja2", "transformers"])
-def test_missing(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a module of the extra `tokenize` the log says what to install, and the router goes on."""
     (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('no', name='{module}')")
 
-    async def run_scenario() -> None:
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setenv("PYTHONPATH", str(tmp_path))
         async with run_reader(None, "local", build_fleet(root="/m")) as read:
             while not read.counts["failed-load"]:
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
                 await asyncio.sleep(0.05)
-
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        run_with_timeout(run_scenario())
     remedy = "pip install 'ttft-otel[router,tokenize]' or use --tokenize engine"
     assert f"{module} is not installed; {remedy}" in caplog.text
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_prompts_stay(folder: str, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+async def test_prompts_stay(folder: str, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     """What a prompt says is in no log and no output, whatever is wrong with it."""
     bodies = [
         HELLO_BODY.replace(b"Hello", b"s3cret"),
@@ -287,20 +260,17 @@ def test_prompts_stay(folder: str, caplog: pytest.LogCaptureFixture, capfd: Any)
         b'{"messages": [{"role": "user", "content": ["s3cret", 1]}]}',
     ]
 
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.DEBUG):
         async with run_reader(None, "local", build_fleet(root=folder)) as read:
             await wait_for_prompt(read)
             for body in bodies:
                 await read.read_prompt(CHAT_PATH, "m", body, 4)
             assert read.counts["failed-malformed"] == 3
-
-    with caplog.at_level(logging.DEBUG):
-        run_with_timeout(run_scenario())
     assert "s3cret" not in caplog.text + str(capfd.readouterr())
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that never ends costs its own request a second, then the child is another one."""
     monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 3.0)
     monkeypatch.setattr(tokenizer_worker, "_RESTART_DELAY_S", 0.0)
@@ -310,48 +280,42 @@ def test_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     body = HELLO_BODY.replace(b'"user"', b'"endless"')
 
-    async def run_scenario() -> None:
-        async with run_reader(None, "local", build_fleet(root=folder)) as read:
-            found = await wait_for_prompt(read)
-            (load,) = read._loads.values()  # type: ignore[attr-defined]
-            pid, begun = load.worker.pid, time.monotonic()
-            assert await read.read_prompt(CHAT_PATH, "m", body, 4) is None
-            assert time.monotonic() - begun < 3
-            assert read.counts["failed-late"] == 1
-            while load.worker._process is not None:
-                await asyncio.sleep(0.05)
-            while (again := await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)) is None:
-                await asyncio.sleep(0.05)
+    async with run_reader(None, "local", build_fleet(root=folder)) as read:
+        found = await wait_for_prompt(read)
+        (load,) = read._loads.values()  # type: ignore[attr-defined]
+        pid, begun = load.worker.pid, time.monotonic()
+        assert await read.read_prompt(CHAT_PATH, "m", body, 4) is None
+        assert time.monotonic() - begun < 3
+        assert read.counts["failed-late"] == 1
+        while load.worker._process is not None:
+            await asyncio.sleep(0.05)
+        while (again := await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)) is None:
+            await asyncio.sleep(0.05)
 
-            assert again == found
-            assert load.worker.pid != pid
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-
-    run_with_timeout(run_scenario())
+        assert again == found
+        assert load.worker.pid != pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("died", "died"), ("stuck", "stuck")])
-def test_broken(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broken(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that dies or hangs fails those who wait for it, and is not there any more."""
     # A child that dies may take long to start on a busy machine.
     monkeypatch.setattr(tokenizer_worker, "LOAD_TIMEOUT_S", 0.3 if reason == "stuck" else 30.0)
     found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN[name]])
 
-    async def run_scenario() -> None:
-        try:
-            with pytest.raises(UnreadablePrompt, match=reason):
-                await found.ask_child(TokenizeQuestion(0, "m"))
-            with pytest.raises(UnreadablePrompt, match="died"):  # at once: no child a millisecond
-                await found.ask_child(TokenizeQuestion(0, "m"))
-        finally:
-            await found.close()
-
-    run_with_timeout(run_scenario())
+    try:
+        with pytest.raises(UnreadablePrompt, match=reason):
+            await found.ask_child(TokenizeQuestion(0, "m"))
+        with pytest.raises(UnreadablePrompt, match="died"):  # at once: no child a millisecond
+            await found.ask_child(TokenizeQuestion(0, "m"))
+    finally:
+        await found.close()
 
 
 @pytest.mark.parametrize("said", GARBAGE_ANSWERS)
-def test_garbage(said: str) -> None:
+async def test_garbage(said: str) -> None:
     """A child that does not speak our frames is killed, and whoever waits is told."""
     found = TokenizerWorker(
         [
@@ -366,39 +330,33 @@ time.sleep(60)
         ]
     )
 
-    async def run_scenario() -> None:
-        with pytest.raises(UnreadablePrompt, match="died"):
-            await found.ask_child(TokenizeQuestion(0, "m"))
-        await found.close()
-
-    run_with_timeout(run_scenario())
+    with pytest.raises(UnreadablePrompt, match="died"):
+        await found.ask_child(TokenizeQuestion(0, "m"))
+    await found.close()
 
 
-def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more wait than may, in number or in bytes; whoever waits at the end is told."""
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTIONS", 2)
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTION_BYTES", 100)
     found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN["stuck"]])
 
-    async def run_scenario() -> None:
-        one = asyncio.create_task(found.ask_child(TokenizeQuestion(0, "m", "chat", b"x" * 60)))
-        await asyncio.sleep(0.3)
-        with pytest.raises(UnreadablePrompt, match="busy"):
-            await found.ask_child(TokenizeQuestion(0, "m", "chat", b"x" * 60))
-        two = asyncio.create_task(found.ask_child(TokenizeQuestion(0, "m", "chat", b"x")))
-        await asyncio.sleep(0.1)
-        with pytest.raises(UnreadablePrompt, match="busy"):
-            await found.ask_child(TokenizeQuestion(0, "m", "chat", b""))
-        await found.close()
-        for task in (one, two):
-            with pytest.raises(UnreadablePrompt, match="closed"):
-                await task
-
-    run_with_timeout(run_scenario())
+    one = asyncio.create_task(found.ask_child(TokenizeQuestion(0, "m", "chat", b"x" * 60)))
+    await asyncio.sleep(0.3)
+    with pytest.raises(UnreadablePrompt, match="busy"):
+        await found.ask_child(TokenizeQuestion(0, "m", "chat", b"x" * 60))
+    two = asyncio.create_task(found.ask_child(TokenizeQuestion(0, "m", "chat", b"x")))
+    await asyncio.sleep(0.1)
+    with pytest.raises(UnreadablePrompt, match="busy"):
+        await found.ask_child(TokenizeQuestion(0, "m", "chat", b""))
+    await found.close()
+    for task in (one, two):
+        with pytest.raises(UnreadablePrompt, match="closed"):
+            await task
 
 
 @pytest.mark.usefixtures("light_transformers")
-def test_loop_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loop_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of a hundred thousand tokens costs the event loop some milliseconds.
 
     The least of three: what it costs it does each time, a busy machine's cold caches it does not.
@@ -408,21 +366,18 @@ def test_loop_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_worker, "PROMPT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(local_reader, "REQUEST_WAIT_S", 60.0)
 
-    async def run_scenario() -> None:
-        spent_s = []
-        async with run_reader(folder, "local", build_fleet()) as read:
-            await wait_for_prompt(read, b'{"prompt": "x"}', COMPLETIONS_PATH)
-            for number in range(3):
-                body = json.dumps({"prompt": f"{number} {text}"}).encode()
-                began_s = time.process_time()
-                found = await wait_for_prompt(read, body, COMPLETIONS_PATH)
-                spent_s.append(time.process_time() - began_s)
+    spent_s = []
+    async with run_reader(folder, "local", build_fleet()) as read:
+        await wait_for_prompt(read, b'{"prompt": "x"}', COMPLETIONS_PATH)
+        for number in range(3):
+            body = json.dumps({"prompt": f"{number} {text}"}).encode()
+            began_s = time.process_time()
+            found = await wait_for_prompt(read, body, COMPLETIONS_PATH)
+            spent_s.append(time.process_time() - began_s)
 
-        assert found.tokens > 100_000
-        assert len(found.block_keys) == found.tokens // 4
-        assert min(spent_s) < 0.05, spent_s
-
-    run_with_timeout(run_scenario())
+    assert found.tokens > 100_000
+    assert len(found.block_keys) == found.tokens // 4
+    assert min(spent_s) < 0.05, spent_s
 
 
 class FakeVllm:
@@ -458,60 +413,51 @@ IMAGE_ANSWER = {
 }
 
 
-def test_engine() -> None:
+async def test_engine() -> None:
     """The instance's own tokens and media are the prompt, numbered as its KV events are."""
+    vllm = FakeVllm(answer=IMAGE_ANSWER)
+    async with (
+        vllm.run_server() as url,
+        run_reader(None, "engine", build_fleet(url), "key") as read,
+    ):
+        found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
 
-    async def run_scenario() -> None:
-        vllm = FakeVllm(answer=IMAGE_ANSWER)
-        async with (
-            vllm.run_server() as url,
-            run_reader(None, "engine", build_fleet(url), "key") as read,
-        ):
-            found = await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4)
-
-        assert found is not None
-        more = {
-            0: encode_extra_keys([("hash", 3), "s"]),
-            1: encode_extra_keys([("hash", -1)]),
-            2: encode_extra_keys([("hash", -5)]),
-        }
-        assert found.block_keys == compute_block_keys(range(12), 4, more)
-        assert (found.tokens, found.encoder_items, found.encoder_tokens) == (12, (6,), 6)
-        assert vllm.received == [
-            (f"{CHAT_PATH}/render", {**json.loads(HELLO_BODY), "mm_payload": "none"}, "Bearer key")
-        ]
-
-    run_with_timeout(run_scenario())
+    assert found is not None
+    more = {
+        0: encode_extra_keys([("hash", 3), "s"]),
+        1: encode_extra_keys([("hash", -1)]),
+        2: encode_extra_keys([("hash", -5)]),
+    }
+    assert found.block_keys == compute_block_keys(range(12), 4, more)
+    assert (found.tokens, found.encoder_items, found.encoder_tokens) == (12, (6,), 6)
+    assert vllm.received == [
+        (f"{CHAT_PATH}/render", {**json.loads(HELLO_BODY), "mm_payload": "none"}, "Bearer key")
+    ]
 
 
-def test_engine_completion() -> None:
+async def test_engine_completion() -> None:
     """Several prompts in one request are all counted."""
+    vllm = FakeVllm(answer=[{"token_ids": [1, 2, 3, 4, 5]}, {"token_ids": [6, 7]}])
+    async with vllm.run_server() as url, run_reader(None, "engine", build_fleet(url)) as read:
+        found = await read.read_prompt(COMPLETIONS_PATH, "m", b'{"prompt": ["a", "b"]}', 4)
 
-    async def run_scenario() -> None:
-        vllm = FakeVllm(answer=[{"token_ids": [1, 2, 3, 4, 5]}, {"token_ids": [6, 7]}])
-        async with vllm.run_server() as url, run_reader(None, "engine", build_fleet(url)) as read:
-            found = await read.read_prompt(COMPLETIONS_PATH, "m", b'{"prompt": ["a", "b"]}', 4)
-
-        assert found is not None
-        assert (found.tokens, list(found.token_ids), found.block_keys) == (
-            7,
-            [],
-            compute_block_keys([1, 2, 3, 4], 4),
-        )
-
-    run_with_timeout(run_scenario())
+    assert found is not None
+    assert (found.tokens, list(found.token_ids), found.block_keys) == (
+        7,
+        [],
+        compute_block_keys([1, 2, 3, 4], 4),
+    )
 
 
 @pytest.mark.usefixtures("light_transformers")
 @pytest.mark.parametrize(
     ("status", "remedy"), [(403, "--enable-scale-out"), (401, "--upstream-key")]
 )
-def test_engine_refuses(
+async def test_engine_refuses(
     status: int, remedy: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An instance that does not render, or wants a key, is asked once; what is to be set is said once."""
-
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.WARNING):
         vllm = FakeVllm(status=status)
         async with (
             vllm.run_server() as url,
@@ -524,9 +470,6 @@ def test_engine_refuses(
             assert [path for path, _, _ in vllm.received if path != "/tokenize"] == [
                 f"{CHAT_PATH}/render"
             ]
-
-    with caplog.at_level(logging.WARNING):
-        run_with_timeout(run_scenario())
     assert caplog.text.count(remedy) == 1
 
 
@@ -540,25 +483,20 @@ FAILING_SERVERS: list[tuple[FakeVllm, str]] = [
 
 
 @pytest.mark.parametrize(("vllm", "reason"), FAILING_SERVERS)
-def test_engine_fails(vllm: FakeVllm, reason: str) -> None:
+async def test_engine_fails(vllm: FakeVllm, reason: str) -> None:
     """Whatever an instance answers, a request has its prompt or the reason why not, in a second."""
-
-    async def run_scenario() -> None:
-        async with vllm.run_server() as url, run_reader(None, "engine", build_fleet(url)) as read:
-            begun = time.monotonic()
-            assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
-            assert read.counts == {f"failed-{reason}": 1}
-            assert time.monotonic() - begun < 3
-
-    run_with_timeout(run_scenario())
+    async with vllm.run_server() as url, run_reader(None, "engine", build_fleet(url)) as read:
+        begun = time.monotonic()
+        assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
+        assert read.counts == {f"failed-{reason}": 1}
+        assert time.monotonic() - begun < 3
 
 
 @pytest.mark.usefixtures("light_transformers")
 @pytest.mark.parametrize("same", [True, False])
-def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture) -> None:
     """An instance that reads chats in another way is named, with what to do; one that does not is not."""
-
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.WARNING):
         vllm = FakeVllm(answer={"tokens": [1]})
         if same:
             async with run_reader(folder, "local", build_fleet()) as other:
@@ -573,7 +511,4 @@ def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture) -> N
             await load.task
             assert read.counts["differs"] == (0 if same else 1)
             assert [path for path, _, _ in vllm.received] == ["/tokenize"]
-
-    with caplog.at_level(logging.WARNING):
-        run_with_timeout(run_scenario())
     assert ("--tokenize engine" in caplog.text) is not same
