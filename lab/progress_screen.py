@@ -108,7 +108,7 @@ def format_largest_stages(parts: Mapping[str, float], count: int = 3) -> Text:
     chosen = sorted(parts, key=lambda name: parts[name], reverse=True)[:count]
     text = Text(no_wrap=True, overflow="ellipsis")
     for name in sorted(chosen, key=palette.get_sort_key):
-        leg = palette.find_leg(name)
+        leg = stages.find_leg(name)
         word = "hop" if name.startswith("router.hop.") else stages.split_stage(name)[1]
         text.append("■ ", style=palette.find_color(name))
         text.append(f"{palette.ROLE_SHORT.get(leg, leg)} {word}".strip() + f" {parts[name]:.1f}  ")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.model import metric_labels, palette, stages
+from ttft_otel.model import metric_labels, stages
 from ttft_otel.model.names import keys, metric_names, span_names
 
 
@@ -87,7 +87,7 @@ def match_stage_kind(name: str) -> str:
         return match_legs([stages.UNATTRIBUTED])
     # A kind can have stages of servers and of routers; a hop's full name ends with its leg.
     own = [stage.name for stage in stages.STAGES if stage.kind == name]
-    router = [word for word, its in palette.ROUTER_KINDS.items() if its == name]
+    router = [word for word, its in stages.ROUTER_STAGES.items() if its.kind == name]
     alone = [word for word in router if word != "router.hop"]
     parts = [match_legs(own), *([escape_alternatives(alone)] if alone else [])]
     return "|".join(parts + (["router[.]hop[.].+"] if "router.hop" in router else []))

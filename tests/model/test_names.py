@@ -7,7 +7,6 @@ import ast
 import functools
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ SHIPPED = [
 ]
 
 
+# What users may rely on of a stage's row.
+PUBLIC = ("name", "kind", "process", "roles", "code", "says")
 WAITING_STAGES = (stages.QUEUE_STAGES[0], stages.STALL_STAGE)
 
 
@@ -53,7 +54,7 @@ def list_constants() -> dict[str, str]:
 def build_vocabulary() -> dict[str, Any]:
     """The public vocabulary: all names that users may rely on."""
     return {
-        "stages": [asdict(stage) for stage in stages.STAGES],
+        "stages": [{key: getattr(stage, key) for key in PUBLIC} for stage in stages.STAGES],
         "stage attributes": {name: keys.name_stage_attribute(name) for name in stages.STAGE_NAMES},
         "unattributed": stages.UNATTRIBUTED,
         "parts": stages.STAGE_PARTS,
@@ -61,7 +62,7 @@ def build_vocabulary() -> dict[str, Any]:
             reason: [keys.name_reason_attribute(stage, reason) for stage in WAITING_STAGES]
             for reason in stages.WAIT_REASON_NAMES
         },
-        "router stages": stages.ROUTER_STAGES,
+        "router stages": {name: stage.says for name, stage in stages.ROUTER_STAGES.items()},
         "roles": stages.ROLES,
         "services": stages.SERVICE_NAMES,
         "holding kinds": [*stages.HOLDING_KINDS],

@@ -214,7 +214,7 @@ def test_every_stage_is_in_one_stack(name: str) -> None:
         for kind in ttft_queries.STAGE_KINDS
         if re.fullmatch(ttft_queries.match_stage_kind(kind), name)
     ]
-    assert kinds == [palette.find_kind(name)]
+    assert kinds == [stages.find_kind(name)]
     hues = [
         properties[0].value["fixedColor"]
         for pattern, properties in series_colors.list_stage_colors()

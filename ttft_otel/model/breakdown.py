@@ -14,13 +14,14 @@ import msgspec
 
 from ttft_otel.model.held_waits import HeldPiece, divide_held
 from ttft_otel.model.intervals import PartitionCursor, flatten_intervals, merge_tail_pieces
-from ttft_otel.model.stages import UNATTRIBUTED
+from ttft_otel.model.stages import STAGES, STAGES_BY_NAME, UNATTRIBUTED
 from ttft_otel.model.wait_reasons import WAIT_STAGES, ReasonSlice, divide_waits
 
-CODE_ENCODER: Final = 9  # codes of the worker's intervals, keys of stages.STAGES_BY_CODE
-CODE_FORWARD: Final = 10
-CODE_EC_TRANSFER: Final = 8
-CODE_KV_TRANSFER: Final = 6
+# Codes of the worker's intervals.
+CODE_ENCODER: Final = STAGES_BY_NAME["encoder.compute"].code
+CODE_FORWARD: Final = STAGES_BY_NAME["prefill.compute"].code
+CODE_EC_TRANSFER: Final = STAGES_BY_NAME["ec.transfer"].code
+CODE_KV_TRANSFER: Final = STAGES_BY_NAME["kv.transfer"].code
 
 # Bits: a hook is missing, so that such an interval may not have been recorded.
 LOST_ENCODER: Final = 1  # the step ran the encoder, but has no interval for it
@@ -31,12 +32,7 @@ LOST_BEFORE: Final = 16  # KV blocks may have been loaded before the forward
 LOST_AFTER: Final = 32  # KV blocks may have been loaded or saved after it (on V2: after sampling)
 LOST_EARLIER: Final = 128  # earlier pipeline stages worked before it (64: carrier's)
 
-_STAGE_BY_CODE: Final = {
-    CODE_ENCODER: "encoder.compute",
-    CODE_FORWARD: "prefill.compute",
-    CODE_EC_TRANSFER: "ec.transfer",
-    CODE_KV_TRANSFER: "kv.transfer",
-}
+_STAGE_BY_CODE: Final = {stage.code: stage.name for stage in STAGES if stage.in_worker}
 MAX_PIECES: Final = 96  # pieces (spans) kept one by one; later ones are merged per stage
 
 

@@ -10,29 +10,9 @@ from typing import Final
 
 from ttft_otel.model import stages
 
-# Mid-tones, readable on white and on near-black backgrounds.
 STAGE_COLORS: Final[dict[str, str]] = {
-    "receive": "#94a3b8",
-    "dispatch": "#7587a0",
-    "egress": "#5d7089",
-    "router.receive": "#b3bfcf",
-    "router.tokenize": "#a78bda",
-    "router.lookup": "#4cc3d9",
-    "router.route": "#8796ac",
-    "router.egress": "#64748b",
-    "preprocess": "#c084fc",
-    "encoder.compute": "#8b5cf6",
-    "prefill.compute": "#5b5bf0",
-    "sample": "#a33bd6",
-    "ipc": "#5fd4e6",
-    "ec.transfer": "#14b8c4",
-    "kv.transfer": "#0e9488",
-    "output": "#38bd8f",
-    "router.hop": "#0a8fb8",
-    "encoder.queue": "#fcc63d",
-    "prefill.queue": "#f59e0b",
-    "prefill.stall": "#ea6a12",
-    "router.retry": "#e0403a",
+    **{stage.name: stage.color for stage in stages.STAGES},
+    **{stage.name: stage.color for stage in stages.ROUTER_STAGES.values()},
     stages.UNATTRIBUTED: "#9a9a9a",
 }
 KIND_LABELS: Final[dict[str, str]] = {
@@ -40,16 +20,6 @@ KIND_LABELS: Final[dict[str, str]] = {
     "wait": "waiting",
     "move": "moving data",
     "host": "host code",
-}
-# Not in stages.STAGES, whose rows are a server's: the router's stages have no code or process.
-ROUTER_KINDS: Final[dict[str, str]] = {
-    "router.receive": "host",
-    "router.tokenize": "work",
-    "router.lookup": "move",
-    "router.route": "host",
-    "router.retry": "wait",
-    "router.hop": "move",
-    "router.egress": "host",
 }
 # Hues that no stage has. In legends a square is a server, a circle a stage.
 ROLE_COLORS: Final[dict[str, str]] = {
@@ -71,67 +41,36 @@ ROLE_SHORT: Final[dict[str, str]] = {
 _ROLE_ORDER: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
 # Those before the first leg; egress comes after the last one, and has a key of its own.
 _ROUTER_ORDER: Final = (
-    *("router.receive", "router.tokenize", "router.lookup"),
-    *("router.route", "router.retry"),
+    "router.receive",
+    "router.tokenize",
+    "router.lookup",
+    "router.route",
+    "router.retry",
 )
-
-
-def strip_leg(name: str) -> str:
-    """The stage without its leg: `encode.preprocess` -> preprocess, `router.hop.x` -> router.hop.
-
-    name: full stage name.
-    """
-    if name in stages.ROUTER_STAGES:  # `router.receive` is a stage, not `receive` of a leg "router"
-        return name
-    word = stages.split_stage(name)[1]
-    return "router.hop" if word.startswith("router.hop.") else word
-
-
-def find_leg(name: str) -> str:
-    """The leg of the full stage name `name`; "" for a server's or the router's own stage."""
-    if name.startswith("router.hop."):
-        return name.removeprefix("router.hop.")
-    return "" if name in stages.ROUTER_STAGES else stages.split_stage(name)[0]
-
-
-def find_kind(name: str) -> str:
-    """The kind of the stage `name`: host, work, move or wait; "" for "unattributed"."""
-    word = strip_leg(name)
-    if word in stages.STAGES_BY_NAME:
-        return stages.STAGES_BY_NAME[word].kind
-    return ROUTER_KINDS.get(word, "")
 
 
 def find_color(name: str) -> str:
     """The stage's colour as #rrggbb, for outputs without style sheets; grey when `name` is unknown."""
-    return STAGE_COLORS.get(strip_leg(name), STAGE_COLORS[stages.UNATTRIBUTED])
-
-
-def describe_stage(name: str) -> str:
-    """The one-sentence description of the stage `name`."""
-    word = strip_leg(name)
-    if word in stages.STAGES_BY_NAME:
-        return stages.STAGES_BY_NAME[word].says
-    return stages.ROUTER_STAGES.get(word, "What no mark accounts for.")
+    return STAGE_COLORS.get(stages.strip_leg(name), STAGE_COLORS[stages.UNATTRIBUTED])
 
 
 def get_css_class(name: str) -> str:
     """The stage's class in the style sheet; unknown names share that of "unattributed"."""
-    word = strip_leg(name)
+    word = stages.strip_leg(name)
     # A dot in a class name would begin another class in CSS.
     return "s-" + (word if word in STAGE_COLORS else stages.UNATTRIBUTED).replace(".", "-")
 
 
 def get_sort_key(name: str) -> tuple[int, int, int]:
     """Sort key of the stage `name`: order of the critical path, leg after leg, unattributed last."""
-    word = strip_leg(name)
+    word = stages.strip_leg(name)
     if word in _ROUTER_ORDER:
         return (0, 0, _ROUTER_ORDER.index(word))
     if word == "router.egress":
         return (2, 0, 0)
     if word == stages.UNATTRIBUTED:
         return (3, 0, 0)
-    leg = find_leg(name)
+    leg = stages.find_leg(name)
     role_order = _ROLE_ORDER.get(leg, len(_ROLE_ORDER))
     # Before the leg's own stages, at whose edges it lies.
     if word == "router.hop":
@@ -140,7 +79,7 @@ def get_sort_key(name: str) -> tuple[int, int, int]:
         word = "encoder.compute"  # on an encoder the transfer is the save that follows the encoding
     # Doubled, so that an encoder's save fits between two stages.
     place = 2 * stages.STAGE_NAMES.index(word) if word in stages.STAGE_NAMES else 99
-    place += strip_leg(name) != word
+    place += stages.strip_leg(name) != word
     return (1, role_order, place)
 
 

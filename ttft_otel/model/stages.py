@@ -27,119 +27,261 @@ _TEXT_ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE, PREFILL_DECODE, MONO)
 _SERVER_ROLES: Final[tuple[Role, ...]] = (ENCODE, *_TEXT_ROLES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of a server's TTFT.
+    """One stage of a server's TTFT. What any folder has to know of a stage is here and nowhere else.
 
-    kind: "host" is Python overhead, "work" computation, "move" data transfer, "wait" queueing.
-    process: where it is measured: API server, engine core, worker.
-    roles: the server roles that can have it.
-    code: its number in EngineTimeline.steps and EngineDetails.waits; those of removed stages are not reused.
-    says: the sentence that pages and dashboards show.
+    Attributes:
+        name: as in spans; a leg's prefix may stand before it (split_stage()).
+        code: its number in EngineTimeline.steps and EngineDetails.waits; no number is used twice.
+        kind: "host" is Python overhead, "work" computation, "move" data transfer, "wait" queueing.
+        process: where it is measured: API server, engine core, worker.
+        roles: the server roles that can have it.
+        says: the sentence that pages and dashboards show.
+        color: #rrggbb, a mid-tone that is readable on white and on near-black; the hue stands for the kind.
+        rule_group: which rules of `explain` answer for it.
+        replayed: what-if's model of the engine makes it anew ("modelled"), or it stays as recorded: before
+            the engine has the request, inside the engine ("inside"), or after its last step.
+        lost_with: the narrowest group of patch targets without which it is unattributed; see hooks/targets/.
+        injected_at: places at which tests delay vLLM to show that the delay is in this stage and in no other.
+        ends_as: what `ttft.died_in` says of a request that ended in it; "" where that cannot be told.
+        in_worker: whether it is an interval that the worker measures inside a step.
+        service_of: encode, prefill: an instance cannot begin with the next item, or prompt, meanwhile; the
+            router learns instances' speed from it.
     """
 
     name: str
+    code: int
     kind: StageKind
     process: str
     roles: tuple[Role, ...]
-    code: int
     says: str
+    color: str
+    rule_group: str
+    replayed: Literal["before", "modelled", "inside", "after"]
+    lost_with: Literal["compute", "worker", "engine", "server"]
+    injected_at: tuple[str, ...]
+    ends_as: str = ""
+    in_worker: bool = False
+    service_of: tuple[Role, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterStage:
+    """One of the router's own stages; the attributes are those of Stage."""
+
+    name: str
+    kind: StageKind
+    says: str
+    color: str
+    rule_group: str
 
 
 # In the order of a request's critical path, which is also the order of breakdown.py's cursor.
 STAGES: Final[tuple[Stage, ...]] = (
-    Stage("receive", "host", "api", _SERVER_ROLES, 1, "Reading the body, JSON, validation."),
     Stage(
-        "preprocess",
-        "work",
-        "api",
-        _SERVER_ROLES,
-        2,
-        "Chat template, media, tokenizer, multimodal processor.",
+        name="receive",
+        code=1,
+        kind="host",
+        process="api",
+        roles=_SERVER_ROLES,
+        says="Reading the body, JSON, validation.",
+        color="#94a3b8",
+        rule_group="receive",
+        replayed="before",
+        lost_with="server",
+        injected_at=("receive",),
+        ends_as="receive",
     ),
     Stage(
-        "ipc",
-        "move",
-        "api+core",
-        _SERVER_ROLES,
-        3,
-        "From the API server into the engine core's input.",
+        name="preprocess",
+        code=2,
+        kind="work",
+        process="api",
+        roles=_SERVER_ROLES,
+        says="Chat template, media, tokenizer, multimodal processor.",
+        color="#c084fc",
+        rule_group="preprocess",
+        replayed="before",
+        lost_with="server",
+        injected_at=("media", "tokenize", "multimodal"),
+        ends_as="preprocess",
     ),
     Stage(
-        "encoder.queue",
-        "wait",
-        "core",
-        _SERVER_ROLES,
-        4,
-        "Waiting for the step that encodes an item.",
+        name="ipc",
+        code=3,
+        kind="move",
+        process="api+core",
+        roles=_SERVER_ROLES,
+        says="From the API server into the engine core's input.",
+        color="#5fd4e6",
+        rule_group="ipc",
+        replayed="before",
+        lost_with="server",
+        injected_at=("ipc",),
     ),
     Stage(
-        "prefill.queue",
-        "wait",
-        "core",
-        _SERVER_ROLES,
-        5,
-        "Waiting for the step that takes a first chunk.",
+        name="encoder.queue",
+        code=4,
+        kind="wait",
+        process="core",
+        roles=_SERVER_ROLES,
+        says="Waiting for the step that encodes an item.",
+        color="#fcc63d",
+        rule_group="queue",
+        replayed="modelled",
+        lost_with="engine",
+        injected_at=("queue",),
+        ends_as="prefill.queue",
     ),
     Stage(
-        "kv.transfer",
-        "move",
-        "core+worker",
-        _TEXT_ROLES,
-        6,
-        "Waiting for KV blocks, or loading them inside a step.",
+        name="prefill.queue",
+        code=5,
+        kind="wait",
+        process="core",
+        roles=_SERVER_ROLES,
+        says="Waiting for the step that takes a first chunk.",
+        color="#f59e0b",
+        rule_group="queue",
+        replayed="modelled",
+        lost_with="engine",
+        injected_at=("queue",),
+        ends_as="prefill.queue",
     ),
     Stage(
-        "dispatch",
-        "host",
-        "core+worker",
-        _SERVER_ROLES,
-        7,
-        "Rest of scheduling, RPC to the worker, input preparation.",
+        name="kv.transfer",
+        code=6,
+        kind="move",
+        process="core+worker",
+        roles=_TEXT_ROLES,
+        says="Waiting for KV blocks, or loading them inside a step.",
+        color="#0e9488",
+        rule_group="kv",
+        replayed="before",
+        lost_with="worker",
+        injected_at=("kv_wait", "kv_load"),
+        ends_as="kv.transfer",
+        in_worker=True,
     ),
     Stage(
-        "ec.transfer", "move", "core+worker", _SERVER_ROLES, 8, "Encoder-cache save, wait and load."
+        name="dispatch",
+        code=7,
+        kind="host",
+        process="core+worker",
+        roles=_SERVER_ROLES,
+        says="Rest of scheduling, RPC to the worker, input preparation.",
+        color="#7587a0",
+        rule_group="engine_host",
+        replayed="modelled",
+        lost_with="compute",
+        injected_at=("dispatch",),
+        ends_as="dispatch",
+        service_of=("encode", "prefill"),
     ),
     Stage(
-        "encoder.compute",
-        "work",
-        "worker",
-        _SERVER_ROLES,
-        9,
-        "The encoder's forward pass, for the step's whole batch.",
+        name="ec.transfer",
+        code=8,
+        kind="move",
+        process="core+worker",
+        roles=_SERVER_ROLES,
+        says="Encoder-cache save, wait and load.",
+        color="#14b8c4",
+        rule_group="ec",
+        replayed="before",
+        lost_with="worker",
+        injected_at=("ec_wait", "ec_asked", "ec_load", "ec_save", "ec_copy"),
+        ends_as="ec.transfer",
+        in_worker=True,
+        service_of=("encode",),
     ),
     Stage(
-        "prefill.compute",
-        "work",
-        "worker",
-        _TEXT_ROLES,
-        10,
-        "Forward passes over this prompt's chunks.",
+        name="encoder.compute",
+        code=9,
+        kind="work",
+        process="worker",
+        roles=_SERVER_ROLES,
+        says="The encoder's forward pass, for the step's whole batch.",
+        color="#8b5cf6",
+        rule_group="encoder",
+        replayed="modelled",
+        lost_with="compute",
+        injected_at=("encoder",),
+        ends_as="encoder.compute",
+        in_worker=True,
+        service_of=("encode",),
     ),
     Stage(
-        "prefill.stall",
-        "wait",
-        "worker",
-        _TEXT_ROLES,
-        11,
-        "Between chunks: turnaround, other steps, preemption.",
+        name="prefill.compute",
+        code=10,
+        kind="work",
+        process="worker",
+        roles=_TEXT_ROLES,
+        says="Forward passes over this prompt's chunks.",
+        color="#5b5bf0",
+        rule_group="prefill",
+        replayed="modelled",
+        lost_with="compute",
+        injected_at=("forward",),
+        ends_as="prefill.compute",
+        in_worker=True,
+        service_of=("prefill",),
     ),
-    Stage("sample", "work", "worker", _TEXT_ROLES, 12, "Logits and sampler of the last chunk."),
     Stage(
-        "output",
-        "move",
-        "worker+core+api",
-        _SERVER_ROLES,
-        13,
-        "From the worker to the API server, and detokenization.",
+        name="prefill.stall",
+        code=11,
+        kind="wait",
+        process="worker",
+        roles=_TEXT_ROLES,
+        says="Between chunks: turnaround, other steps, preemption.",
+        color="#ea6a12",
+        rule_group="stall",
+        replayed="modelled",
+        lost_with="compute",
+        injected_at=("queue",),
+        ends_as="prefill.compute",
+        service_of=("prefill",),
     ),
     Stage(
-        "egress",
-        "host",
-        "api",
-        _SERVER_ROLES,
-        14,
-        "Until the first body chunk is handed to the HTTP server.",
+        name="sample",
+        code=12,
+        kind="work",
+        process="worker",
+        roles=_TEXT_ROLES,
+        says="Logits and sampler of the last chunk.",
+        color="#a33bd6",
+        rule_group="engine_host",
+        replayed="modelled",
+        lost_with="engine",
+        injected_at=("sample",),
+        ends_as="prefill.compute",
+        service_of=("prefill",),
+    ),
+    Stage(
+        name="output",
+        code=13,
+        kind="move",
+        process="worker+core+api",
+        roles=_SERVER_ROLES,
+        says="From the worker to the API server, and detokenization.",
+        color="#38bd8f",
+        rule_group="delivery",
+        replayed="after",
+        lost_with="engine",
+        injected_at=("output",),
+        ends_as="output",
+    ),
+    Stage(
+        name="egress",
+        code=14,
+        kind="host",
+        process="api",
+        roles=_SERVER_ROLES,
+        says="Until the first body chunk is handed to the HTTP server.",
+        color="#5d7089",
+        rule_group="delivery",
+        replayed="after",
+        lost_with="server",
+        injected_at=("egress",),
     ),
 )
 UNATTRIBUTED: Final = "unattributed"
@@ -182,15 +324,58 @@ STALL_STAGE: Final = "prefill.stall"
 
 # The router's own stages. A leg is one request from the router to a server of one role; stages of a
 # leg are prefixed by that role: `encode.preprocess`.
-ROUTER_STAGES: Final[dict[str, str]] = {
-    "router.receive": "Reading and parsing the client's request.",
-    "router.tokenize": "Reading the prompt's tokens, for policies that route by them.",
-    "router.lookup": "Looking up which instances have how much of the prompt cached.",
-    "router.route": "Choosing an instance for each leg.",
-    "router.retry": "Time spent in attempts that failed.",
-    "router.hop": "A leg minus what its server accounts for; carries the leg: router.hop.encode.",
-    "router.egress": "From the leg's first bytes until the client's are given to the server.",
-}
+_ROUTER_ROWS: Final = (
+    RouterStage(
+        name="router.receive",
+        kind="host",
+        says="Reading and parsing the client's request.",
+        color="#b3bfcf",
+        rule_group="router",
+    ),
+    RouterStage(
+        name="router.tokenize",
+        kind="work",
+        says="Reading the prompt's tokens, for policies that route by them.",
+        color="#a78bda",
+        rule_group="router",
+    ),
+    RouterStage(
+        name="router.lookup",
+        kind="move",
+        says="Looking up which instances have how much of the prompt cached.",
+        color="#4cc3d9",
+        rule_group="router",
+    ),
+    RouterStage(
+        name="router.route",
+        kind="host",
+        says="Choosing an instance for each leg.",
+        color="#8796ac",
+        rule_group="router",
+    ),
+    RouterStage(
+        name="router.retry",
+        kind="wait",
+        says="Time spent in attempts that failed.",
+        color="#e0403a",
+        rule_group="router_retry",
+    ),
+    RouterStage(
+        name="router.hop",
+        kind="move",
+        says="A leg minus what its server accounts for; carries the leg: router.hop.encode.",
+        color="#0a8fb8",
+        rule_group="router_hop",
+    ),
+    RouterStage(
+        name="router.egress",
+        kind="host",
+        says="From the leg's first bytes until the client's are given to the server.",
+        color="#64748b",
+        rule_group="router",
+    ),
+)
+ROUTER_STAGES: Final[dict[str, RouterStage]] = {stage.name: stage for stage in _ROUTER_ROWS}
 
 # Built once: each span and each header looks names up.
 STAGE_NAMES: Final[tuple[str, ...]] = tuple(stage.name for stage in STAGES)
@@ -247,3 +432,42 @@ KNOWN_NAMES: Final = frozenset(
 def is_known_stage(name: str) -> bool:
     """Whether `name` is the full name of a stage, with or without a leg's prefix."""
     return name in KNOWN_NAMES
+
+
+def strip_leg(name: str) -> str:
+    """The stage `name` without its leg: `encode.preprocess` -> preprocess, `router.hop.x` -> router.hop."""
+    # `router.receive` is a stage, not `receive` of a leg "router".
+    if name in ROUTER_STAGES:
+        return name
+    return "router.hop" if name.startswith("router.hop.") else split_stage(name)[1]
+
+
+def find_leg(name: str) -> str:
+    """The leg of the full stage name `name`; "" for a server's or the router's own stage."""
+    if name.startswith("router.hop."):
+        return name.removeprefix("router.hop.")
+    return "" if name in ROUTER_STAGES else split_stage(name)[0]
+
+
+def find_stage(name: str) -> Stage | RouterStage | None:
+    """The row of the full stage name `name`; None for "unattributed" and unknown names."""
+    word = strip_leg(name)
+    return STAGES_BY_NAME.get(word) or ROUTER_STAGES.get(word)
+
+
+def find_kind(name: str) -> str:
+    """The kind of the stage `name`: host, work, move or wait; "" for "unattributed"."""
+    stage = find_stage(name)
+    return stage.kind if stage else ""
+
+
+def find_rule_group(name: str) -> str:
+    """Which rules of `explain` answer for the stage `name`; "" for "unattributed"."""
+    stage = find_stage(name)
+    return stage.rule_group if stage else ""
+
+
+def describe_stage(name: str) -> str:
+    """The one-sentence description of the stage `name`."""
+    stage = find_stage(name)
+    return stage.says if stage else "What no mark accounts for."

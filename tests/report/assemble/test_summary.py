@@ -66,8 +66,8 @@ def test_every_stage_has_a_colour() -> None:
     words = [*stages.STAGE_NAMES, *stages.ROUTER_STAGES]
     assert len({palette.find_color(word) for word in words}) == len(words)
     for word in (*words, "encode.preprocess", "router.hop.encode"):
-        assert palette.find_kind(word) in palette.KIND_LABELS
-        assert palette.describe_stage(word)
+        assert stages.find_kind(word) in palette.KIND_LABELS
+        assert stages.describe_stage(word)
         assert f".{palette.get_css_class(word)}{{" in palette.build_style_sheet()
     assert palette.get_css_class("<script>") == palette.get_css_class(stages.UNATTRIBUTED)
 

@@ -20,7 +20,7 @@ from ttft_otel.explain.diff.stage_difference import LEVEL, draw_weights
 from ttft_otel.explain.window.late_requests import ComparedRequests, NoExplanationError
 from ttft_otel.explain.window.request_evidence import COUNTS, HOP, RequestEvidence
 from ttft_otel.explain.window.request_facts import MEDIA
-from ttft_otel.model import palette
+from ttft_otel.model import palette, stages
 from ttft_otel.model.stages import UNATTRIBUTED
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -137,7 +137,7 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         compared=compared,
         difference_us=float(total[0]),
         parts=tuple(sorted(parts, key=lambda part: -part.us)),
-        first_share=compute_first_share(drawn, [palette.strip_leg(each) for each in stage_names]),
+        first_share=compute_first_share(drawn, [stages.strip_leg(each) for each in stage_names]),
         reasons=reasons,
         instances=instances,
         finding=build_finding(name, reasons, instances, compared),
@@ -232,7 +232,7 @@ def build_finding(
     is_one = instance_share >= MAIN_SHARE and its_requests < MAIN_SHARE
     return Finding(
         stage=stage,
-        word="router.hop" if stage.startswith(HOP) else palette.strip_leg(stage),
+        word="router.hop" if stage.startswith(HOP) else stages.strip_leg(stage),
         reason=reason,
         reason_share=reason_share,
         instance=instance if is_one else "",

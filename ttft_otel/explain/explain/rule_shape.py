@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ttft_otel.explain.explain.cause_findings import Finding
-from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE
+from ttft_otel.model.stages import find_rule_group
 
-WAITS: Final = (*QUEUE_STAGES, STALL_STAGE)
+QUEUE: Final = ("queue",)
+STALL: Final = ("stall",)
+WAITS: Final = (*QUEUE, *STALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class FigureBound:
 class CauseRule:
     """One cause, and its remedy.
 
-    stages: words of a stage without its leg. reasons: of waiting, one of which has most of it; () for
+    groups: of stages, by Stage.rule_group. reasons: of waiting, one of which has most of it; () for
     stages without reasons, ("",) where a queue tells none. bounds: all hold. settings: flags of
     `vllm serve`, () where the remedy is none. trial: a setting that what-if can try, of
     remedy_prediction.TOLD_SETTINGS, and by how much it is multiplied. source: a page of vLLM's
@@ -33,7 +35,7 @@ class CauseRule:
     """
 
     name: str
-    stages: tuple[str, ...]
+    groups: tuple[str, ...]
     sentence: str
     remedy: str
     price: str
@@ -45,9 +47,10 @@ class CauseRule:
 
     def fits(self, finding: Finding) -> bool:
         """Whether the rule is about this finding."""
+        group = find_rule_group(finding.word)
         return (
-            finding.word in self.stages
-            and (finding.reason in self.reasons if self.reasons else finding.word not in WAITS)
+            group in self.groups
+            and (finding.reason in self.reasons if self.reasons else group not in WAITS)
             and all(
                 bound.at_least <= finding.figures[bound.name] < bound.below for bound in self.bounds
             )

@@ -10,11 +10,11 @@ from typing import Final
 
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import list_explanation
-from ttft_otel.explain.explain.rule_shape import WAITS
 from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import NoExplanationError, choose_like
 from ttft_otel.explain.window.request_evidence import RequestEvidence, read_evidence
 from ttft_otel.explain.window.time_windows import TimeWindow
+from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice, open_source
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.store.database_reader import RequestFilter
@@ -41,7 +41,7 @@ def read_window(opened: BreakdownSource, wanted: RequestFilter) -> list[RequestE
 
 def add_holding(opened: BreakdownSource, explanation: Explanation) -> Explanation:
     """The explanation with who held the late requests, where their largest stage waits. Raises StoreError."""
-    if explanation.difference.finding.word not in WAITS:
+    if explanation.difference.finding.word not in WAIT_STAGES:
         return explanation
     return replace(explanation, holding=read_holding(opened, explanation.difference.compared.late))
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.explain.explain.rule_shape import WAITS, CauseRule
-from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE
+from ttft_otel.explain.explain.rule_shape import QUEUE, STALL, WAITS, CauseRule
 
 WAIT_RULES: Final[tuple[CauseRule, ...]] = (
     CauseRule(
         "max_num_seqs",
-        QUEUE_STAGES,
+        QUEUE,
         "All places of the batch were taken (max_num_seqs): requests waited until an answer had ended.",
         "Raise --max-num-seqs, or add an instance.",
         "More requests share each step: time between tokens grows, and each needs KV-cache memory.",
@@ -25,7 +24,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "token_budget",
-        QUEUE_STAGES,
+        QUEUE,
         "The steps had no tokens left (max_num_batched_tokens): other prompts, and decodes, came first.",
         "Raise --max-num-batched-tokens; or add an instance, or give long prompts one of their own.",
         "Longer steps: time between tokens of running answers grows with them.",
@@ -36,7 +35,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "kv_blocks",
-        QUEUE_STAGES,
+        QUEUE,
         "There were too few free KV blocks: running answers filled the cache.",
         "Raise --gpu-memory-utilization, halve the blocks' size with --kv-cache-dtype fp8, or lower "
         "--max-num-seqs.",
@@ -116,7 +115,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "in_step",
-        QUEUE_STAGES,
+        QUEUE,
         "They came while a step ran, and waited for its end: steps were long.",
         "Lower --max-num-batched-tokens, so that steps are shorter.",
         "Long prompts take more steps, and throughput falls.",
@@ -136,7 +135,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "preempted",
-        (STALL_STAGE,),
+        STALL,
         "Between two chunks there were no free KV blocks: requests were preempted, and computed again.",
         "Raise --gpu-memory-utilization, or lower --max-num-seqs.",
         "Less memory in reserve; fewer places make others wait for those.",
@@ -147,7 +146,7 @@ WAIT_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "between_chunks",
-        (STALL_STAGE,),
+        STALL,
         "Between two chunks of the prompt, steps worked for other requests.",
         "Raise --max-num-batched-tokens, so that a prompt needs fewer chunks.",
         "Longer steps: time between tokens of running answers grows with them.",

@@ -34,7 +34,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "long_prompts",
-        ("prefill.compute",),
+        ("prefill",),
         "Their prompts are longer: computing takes what it takes.",
         "Shorten prompts, let them share prefixes, or use more devices (--tensor-parallel-size).",
         "Devices; or an instance of their own for long prompts.",
@@ -44,7 +44,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "cache_misses",
-        ("prefill.compute",),
+        ("prefill",),
         "Less of their prompts was found in the prefix cache.",
         "Send like prefixes to one instance (`ttft-otel router --routing-logic prefixaware`), keep "
         "--enable-prefix-caching on, and give the cache memory.",
@@ -55,7 +55,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "shared_steps",
-        ("prefill.compute",),
+        ("prefill",),
         "Prompts are as long as others, but their steps took longer: they were shared with other requests.",
         "Lower --max-num-batched-tokens, or add an instance.",
         "Long prompts take more steps; an instance is a device more.",
@@ -66,7 +66,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "encoded_again",
-        ("encoder.compute",),
+        ("encoder",),
         "Media were encoded again although an encoder had encoded them.",
         "Check the encoder-cache connector on both sides (--ec-transfer-config).",
         "None: the work is done twice now.",
@@ -76,7 +76,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "encoder_work",
-        ("encoder.compute",),
+        ("encoder",),
         "The encoder took long: more or larger media, or a batch shared with other requests'.",
         "Send smaller media (--mm-processor-kwargs), or add encoder instances.",
         "Smaller images lose detail; an encoder instance is a device more.",
@@ -86,7 +86,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "kv_transfer",
-        ("kv.transfer",),
+        ("kv",),
         "KV blocks took long from the prefill instance, or from an offloaded cache.",
         "Look at the transport between the instances, and at the connector (--kv-transfer-config).",
         "A faster transport is hardware (RDMA).",
@@ -95,7 +95,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "ec_transfer",
-        ("ec.transfer",),
+        ("ec",),
         "Encodings took long to be saved, moved or loaded.",
         "Look at the transport, and at the connector's cache (--ec-transfer-config).",
         "A faster transport is hardware; a larger cache is memory.",
@@ -104,7 +104,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "hop",
-        ("router.hop",),
+        ("router_hop",),
         "The time passed between router and server: network, connections, or the server's accept queue.",
         "Raise --api-server-count, give the server's API process a core of its own, and look at the network.",
         "CPU cores and memory.",
@@ -113,7 +113,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "retry",
-        ("router.retry",),
+        ("router_retry",),
         "Attempts on instances that failed came first.",
         "Repair or remove those instances; a shorter --health-interval of the router finds them sooner.",
         "More probes.",
@@ -121,7 +121,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "router_itself",
-        ("router.receive", "router.tokenize", "router.lookup", "router.route", "router.egress"),
+        ("router",),
         "The router's own process was busy.",
         "Run it with --workers, one for each free CPU core.",
         "CPU cores and memory.",
@@ -146,7 +146,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "host_of_engine",
-        ("dispatch", "sample"),
+        ("engine_host",),
         "The engine's host program took long around the step: scheduling, inputs, sampling.",
         "Give engine core and worker a CPU core each; lower --max-num-seqs for smaller batches.",
         "Fewer places make requests wait for those.",
@@ -155,7 +155,7 @@ WORK_RULES: Final[tuple[CauseRule, ...]] = (
     ),
     CauseRule(
         "to_client",
-        ("output", "egress"),
+        ("delivery",),
         "The first token waited on its way out: the API server was busy with other answers.",
         "Raise --api-server-count.",
         "CPU cores and memory.",

@@ -17,7 +17,7 @@ from typing import Final
 
 from ttft_otel.explain.whatif.engine_model import EngineModel
 from ttft_otel.explain.whatif.engine_parts import EngineLimits, QueuedPrompt
-from ttft_otel.explain.whatif.replay_facts import ENGINE_STAGES, EngineVisit, ReplayRequest
+from ttft_otel.explain.whatif.replay_facts import MODELLED_STAGES, EngineVisit, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.router import types
@@ -210,7 +210,7 @@ class FleetModel:
 def merge_stages(request: ReplayRequest, prompt: QueuedPrompt, start: int) -> dict[str, int]:
     """The recorded stages with the engine's own replaced; behind encoders, with their change as well."""
     prefix = request.prefix
-    replaced = {f"{prefix}{name}" for name in ENGINE_STAGES}
+    replaced = {f"{prefix}{name}" for name in MODELLED_STAGES}
     merged = {name: us for name, us in request.stages.items() if name not in replaced}
     queue = "encoder.queue" if prompt.items else "prefill.queue"
     for name, us in (

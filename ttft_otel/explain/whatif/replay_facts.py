@@ -19,14 +19,19 @@ from ttft_otel.report.report_types import Leg, Request, StoredSpan
 
 RANK_MARK: Final = " rank "
 SERVER_KIND: Final = 2  # of a span, as in OTLP
-# What the model of the engine gives anew; all other stages stay as they were recorded.
-ENGINE_STAGES: Final = (
-    *("encoder.queue", "prefill.queue", "dispatch", "encoder.compute", "prefill.compute"),
-    *("prefill.stall", "sample"),
-)
+
+
+def list_replayed(*kinds: str) -> tuple[str, ...]:
+    """The stages whose row in stages.py says one of `kinds` in `replayed`."""
+    return tuple(stage.name for stage in stages.STAGES if stage.replayed in kinds)
+
+
+# What the model of the engine makes anew; all other stages stay as they were recorded.
+MODELLED_STAGES: Final = list_replayed("modelled")
+ENGINE_STAGES: Final = list_replayed("modelled", "inside")
 # Between the request's arrival and the scheduler; the connectors' waits are cut out of the queue.
-STAGES_BEFORE: Final = ("receive", "preprocess", "ipc", "kv.transfer", "ec.transfer")
-STAGES_AFTER: Final = ("output", "egress")
+STAGES_BEFORE: Final = list_replayed("before")
+STAGES_AFTER: Final = list_replayed("after")
 
 FindSpans = Callable[[str], Sequence[StoredSpan]]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ttft_otel.explain.window.request_facts import RequestFacts, build_facts, read_count
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.report.assemble.wait_lines import list_wait_reasons
 from ttft_otel.report.breakdown_source import BreakdownSource
@@ -88,7 +88,7 @@ def find_instance(request: Request, stage: str) -> str:
         return name_instance(request.find_leg(stage.removeprefix(HOP)))
     if stage in stages.ROUTER_STAGES:
         return name_instance(request.router)
-    role = palette.find_leg(stage)
+    role = stages.find_leg(stage)
     if role:
         return name_instance(request.find_leg(role))
     return name_instance(request.legs[-1] if request.legs else None)

@@ -6,13 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.model.stages import QUEUE_STAGES
+from ttft_otel.model.stages import STAGES
 
-COMPUTE_STAGES: Final = ("dispatch", "encoder.compute", "prefill.compute", "prefill.stall")
-WORKER_STAGES: Final = (*COMPUTE_STAGES, "ec.transfer", "kv.transfer")
+
+def _list_lost(*groups: str) -> tuple[str, ...]:
+    return tuple(stage.name for stage in STAGES if stage.lost_with in groups)
+
+
 # Losing a mark also loses its neighbours: the partition cannot tell where one of them ends.
-ENGINE_STAGES: Final = (*QUEUE_STAGES, *WORKER_STAGES, "sample", "output")
-ALL_STAGES: Final = ("receive", "preprocess", "ipc", *ENGINE_STAGES, "egress")
+COMPUTE_STAGES: Final = _list_lost("compute")
+WORKER_STAGES: Final = _list_lost("compute", "worker")
+ENGINE_STAGES: Final = _list_lost("compute", "worker", "engine")
+ALL_STAGES: Final = _list_lost("compute", "worker", "engine", "server")
 # For `drop_when`: what has to come upstream before a patch can go.
 VLLM_EMITS_IT: Final = "vLLM emits this time per request itself"
 

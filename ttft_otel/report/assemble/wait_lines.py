@@ -7,20 +7,20 @@ explained by the leg that it belongs to.
 
 from __future__ import annotations
 
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.report.report_types import Leg, Request
 
 
 def list_wait_reasons(request: Request, stage: str) -> list[tuple[str, int]]:
     """(reason, microseconds) of the full stage name `stage`, longest first; [] where none is known."""
-    word = palette.strip_leg(stage)
+    word = stages.strip_leg(stage)
     if word in stages.QUEUE_STAGES:
         group = "queue"
     elif word == stages.STALL_STAGE:
         group = "stall"
     else:
         return []
-    leg = _find_stage_leg(request, palette.find_leg(stage))
+    leg = _find_stage_leg(request, stages.find_leg(stage))
     # Of both queues a request has one: which of them is decided by its first step.
     reasons = leg.reasons.get(group, {}) if leg is not None and word in leg.stages else {}
     return sorted(reasons.items(), key=lambda part: (-part[1], part[0]))
@@ -28,8 +28,8 @@ def list_wait_reasons(request: Request, stage: str) -> list[tuple[str, int]]:
 
 def list_holding_kinds(request: Request, stage: str) -> list[tuple[str, int]]:
     """(kind of work, microseconds) that held a queue, the full stage name `stage`, longest first."""
-    word = palette.strip_leg(stage)
-    leg = _find_stage_leg(request, palette.find_leg(stage))
+    word = stages.strip_leg(stage)
+    leg = _find_stage_leg(request, stages.find_leg(stage))
     if leg is None or word not in stages.QUEUE_STAGES or word not in leg.stages:
         return []
     return sorted(leg.held.items(), key=lambda part: (-part[1], part[0]))

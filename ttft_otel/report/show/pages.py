@@ -50,7 +50,7 @@ class Segment:
     @property
     def word(self) -> str:
         """Its label, the stage without its leg; "" where it is too narrow for the text."""
-        word = palette.strip_leg(self.name)
+        word = stages.strip_leg(self.name)
         # SVG does not clip text to its bar: it would run into the next one.
         return word if self.width >= max(MIN_LABEL_PERCENT, PERCENT_PER_LETTER * len(word)) else ""
 
@@ -175,7 +175,7 @@ def list_legend() -> list[tuple[str, str, list[str]]]:
     """The legend: (kind, its label, its stages); each stage once."""
     words = [word for word in palette.STAGE_COLORS if word != stages.UNATTRIBUTED]
     groups = [
-        (kind, says, [word for word in words if palette.find_kind(word) == kind])
+        (kind, says, [word for word in words if stages.find_kind(word) == kind])
         for kind, says in palette.KIND_LABELS.items()
     ]
     return [*groups, ("", "no mark accounts for it", [stages.UNATTRIBUTED])]
@@ -227,6 +227,7 @@ def _create_environment() -> Environment:
         environment.globals[call.__name__] = call
     environment.globals.update(
         palette=palette,
+        stages=stages,
         version=__version__,
         iso=_format_iso,
         clock=_format_clock,

@@ -12,17 +12,19 @@ from typing import Final
 from msgspec.structs import replace
 
 from ttft_otel.model.endpoints import RESPONSES_PATH
-from ttft_otel.model.stages import ENCODE
+from ttft_otel.model.stages import ENCODE, PREFILL, QUEUE_STAGES, STAGES
 from ttft_otel.model.timing import ServerTiming
 from ttft_otel.router.routing.policies.pending_load import US_PER_SECOND
 from ttft_otel.router.routing.policies.policy_state import PolicyState
 from ttft_otel.router.types import Decision, RoutingRequest
 from ttft_otel.tracing import clock
 
-# Stages during which an engine (or encoder) cannot start the next prompt (or item); the compute first.
-PREFILL_SERVICE_STAGES: Final = ("prefill.compute", "dispatch", "prefill.stall", "sample")
-ENCODER_SERVICE_STAGES: Final = ("encoder.compute", "dispatch", "ec.transfer")
-QUEUE_STAGES: Final = ("encoder.queue", "prefill.queue")  # the same wait under two names
+# Stages during which an instance that serves this leg cannot begin with the next prompt or item.
+SERVICE_STAGES: Final = {
+    leg: tuple(stage.name for stage in STAGES if leg in stage.service_of)
+    for leg in (ENCODE, PREFILL)
+}
+COMPUTE_STAGES: Final = {ENCODE: "encoder.compute", PREFILL: "prefill.compute"}
 # Ends the type of every event of /v1/responses that carries output, as in
 # response.output_text.delta.
 DELTA_MARKER: Final = b'.delta"'
@@ -84,11 +86,9 @@ class Booking:
             return
         # A response that is not streamed arrives `rest` microseconds after its first token.
         first_token_us -= server_timing.rest or 0
-        service_stages = (
-            ENCODER_SERVICE_STAGES if self.request.leg == ENCODE else PREFILL_SERVICE_STAGES
-        )
-        service_us = sum(server_timing.stages.get(name, 0) for name in service_stages)
-        has_compute = service_stages[0] in server_timing.stages
+        work = ENCODE if self.request.leg == ENCODE else PREFILL
+        service_us = sum(server_timing.stages.get(name, 0) for name in SERVICE_STAGES[work])
+        has_compute = COMPUTE_STAGES[work] in server_timing.stages
         if has_compute:
             queue_us = sum(server_timing.stages.get(name, 0) for name in QUEUE_STAGES)
             # Network, HTTP, tokenizing: what neither queue nor prefill explains.
