@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure names, comments, docstrings and sizes of the code; scripts/style runs it.
 
-Reads the Python files of the package, the laboratory, the benchmarks and the dashboards' build.
-The exit code is 1 when a figure is over its limit.
+Reads the Python files of the package, the laboratory, the benchmarks and the dashboards' build; of tests/
+only the number of lines. The exit code is 1 when a figure is over its limit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from lab.room_imports import list_imported_names
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ttft_otel", "lab", "benchmarks", "grafana/build")
+PACKAGE = "ttft_otel"
+MAX_FUNCTION_LINES = 60
 # Conventional names that may occur in several packages.
 SHARED_MODULES = {"__init__", "__main__", "command", "app"}
 FIGURE_LIMITS = {
@@ -37,6 +41,9 @@ def find_sources() -> list[Path]:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if "guests" not in path.parts
     ]
+
+
+Measured: TypeAlias = "tuple[dict[str, Any], dict[str, list[str]]]"  # figures; places behind them
 
 
 def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -88,8 +95,8 @@ def documents_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool
     )
 
 
-def measure_style() -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Figures by name, and for those that are lists of places, the places."""
+def measure_names() -> Measured:
+    """Names and comments of all measured files."""
     functions: list[tuple[str, str]] = []
     classes: defaultdict[str, list[str]] = defaultdict(list)
     modules: defaultdict[str, list[str]] = defaultdict(list)
@@ -139,6 +146,74 @@ def measure_style() -> tuple[dict[str, Any], dict[str, list[str]]]:
         ],
     }
     return figures, places
+
+
+def list_folder_lines(folder: str) -> list[tuple[int, str]]:
+    """Lines and path of each Python file below `folder`, the longest first."""
+    root = ROOT / folder
+    found = [
+        (len(path.read_bytes().splitlines()), str(path.relative_to(ROOT)))
+        for path in sorted(root.rglob("*.py"))
+    ]
+    return sorted(found, reverse=True)
+
+
+def list_long_functions() -> list[str]:
+    """Places of the functions that are longer than MAX_FUNCTION_LINES."""
+    found = []
+    for path in find_sources():
+        for function in list_functions(ast.parse(path.read_bytes())):
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                where = f"{path.relative_to(ROOT)}:{function.lineno}"
+                found.append(f"{where} {function.name} {lines}")
+    return found
+
+
+def list_modules_with_one_importer() -> list[str]:
+    """Modules of the package that exactly one other module of it imports, with that importer."""
+    package = ROOT / PACKAGE
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    paths = {
+        ".".join((PACKAGE, *path.relative_to(package).with_suffix("").parts)): path
+        for path in sorted(package.rglob("*.py"))
+    }
+    for module, path in paths.items():
+        for name in list_imported_names(path, package):
+            # `from module import name` gives module.name.
+            imported = name if name in paths else name.rpartition(".")[0]
+            if imported in paths and imported != module:
+                importers[imported].add(module)
+    return [f"{module}: {min(found)}" for module, found in importers.items() if len(found) == 1]
+
+
+def measure_sizes() -> Measured:
+    """Sizes of the package and of its tests, and what in it is longer or smaller than it should be."""
+    product, tests = list_folder_lines(PACKAGE), list_folder_lines("tests")
+    classes = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    places = {
+        "product_lines": [f"{lines} {path}" for lines, path in product],
+        "classes": classes,
+        "test_lines": [f"{lines} {path}" for lines, path in tests],
+        "functions_over_60_lines": list_long_functions(),
+        "modules_with_one_importer": list_modules_with_one_importer(),
+    }
+    figures = {name: len(found) for name, found in places.items()}
+    figures["product_lines"] = sum(lines for lines, _ in product)
+    figures["test_lines"] = sum(lines for lines, _ in tests)
+    return figures, places
+
+
+def measure_style() -> Measured:
+    """Figures by name, and for those that are lists of places, the places."""
+    figures, places = measure_names()
+    sizes, size_places = measure_sizes()
+    return {**figures, **sizes}, {**places, **size_places}
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ def measured_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that is measured instead of the checkout; each test writes files into it."""
     monkeypatch.setattr(style, "ROOT", tmp_path)
     monkeypatch.setattr(style, "FOLDERS", ("package",))
+    monkeypatch.setattr(style, "PACKAGE", "package")
     (tmp_path / "package").mkdir()
     return tmp_path / "package"
 
@@ -82,6 +83,36 @@ def test_shared_module_names(measured_folder: Path) -> None:
     assert figures["module_names_used_twice"] == 1
     assert places["module_names_used_twice"] == [
         "state: package/one/state.py, package/two/state.py"
+    ]
+
+
+def test_sizes(measured_folder: Path) -> None:
+    """Lines of the package and of tests, classes, functions of more than 60 lines; with their places."""
+    long = "def read_all():\n" + "    print()\n" * style.MAX_FUNCTION_LINES
+    usual = "def read_file():\n" + "    print()\n" * (style.MAX_FUNCTION_LINES - 1)
+    write_module(measured_folder, "files", f"class File: ...\n{long}{usual}")
+    write_module(measured_folder.parent / "tests", "test_files", "class FakeFile: ...")
+
+    figures, places = style.measure_style()
+
+    assert figures["product_lines"] == 1 + 1 + 61 + 60 + 1  # docstring, class, functions, last line
+    assert figures["test_lines"] == 2
+    assert places["classes"] == ["package/files.py:2 File"]
+    assert places["functions_over_60_lines"] == ["package/files.py:3 read_all 61"]
+
+
+def test_modules_with_one_importer(measured_folder: Path) -> None:
+    """A module counts that one other module imports, in whatever form; one that two import does not."""
+    write_module(measured_folder, "names", "A = 1\ndef read_file(): ...")
+    write_module(measured_folder, "sums", "A = 1")
+    write_module(measured_folder, "first", "from package import names, sums")
+    write_module(measured_folder, "second", "from package.names import A\nimport package.first")
+
+    _, places = style.measure_style()
+
+    assert places["modules_with_one_importer"] == [
+        "package.sums: package.first",
+        "package.first: package.second",
     ]
 
 
