@@ -23,17 +23,24 @@ from typing import Any, Final
 import click
 import jsonschema
 
-from lab import demo_verdict, demo_workload, progress_screen, tiny_models, ttft_client
+from lab import (
+    demo_verdict,
+    demo_workload,
+    progress_screen,
+    report_files,
+    tiny_models,
+    ttft_client,
+)
 from lab.demo_verdict import RequestObservation
 from lab.demo_workload import DemoRequest
 from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
 from lab.local_servers import LocalServerError, exit_on_sigterm
 from lab.progress_screen import ProgressScreen
+from lab.report_files import ClientMeasurement
 from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
 from lab.ttft_client import TimedResponse
 from lab.vllm_releases import PROJECT_ROOT
-from ttft_otel.report.show import report_files, terminal
-from ttft_otel.report.show.report_files import ClientMeasurement
+from ttft_otel.report.show import terminal
 from ttft_otel.report.store.database_reader import DatabaseReader, open_reader
 
 CHUNK_TOKENS: Final = 512  # tokens per engine step: long prompts take several steps

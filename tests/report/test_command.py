@@ -20,9 +20,9 @@ from click.testing import CliRunner, Result
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from lab import report_files
 from ttft_otel.commands import serve
 from ttft_otel.commands.main import main
-from ttft_otel.report.show import report_files
 from ttft_otel.report.store.span_store import SpanStore
 
 SCHEMA = Path(__file__).parents[1] / "golden" / "report.schema.json"

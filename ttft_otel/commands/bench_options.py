@@ -195,7 +195,6 @@ LOAD_OPTIONS: Final = (
     click.option("--concurrency", type=POSITIVE_INT, help="Closed loop: concurrent requests."),
     click.option(
         "--max-unfinished",
-        "--max-unfinished-queries",
         "most",
         type=POSITIVE_INT,
         help="Delay requests while this many are unfinished.",

@@ -49,18 +49,6 @@ def test_topologies() -> None:
             read_options(*wrong).build_instances()
 
 
-def test_first_token() -> None:
-    """--stream-prefill-token, the flag's earlier name, means --first-token strip, which is the default."""
-    assert (
-        read_options().resolved_first_token
-        == read_options("--stream-prefill-token").resolved_first_token
-        == "strip"
-    )
-    assert read_options("--first-token", "continue").resolved_first_token == "continue"
-    with pytest.raises(click.UsageError, match="leave out one of"):
-        _ = read_options("--first-token", "off", "--stream-prefill-token").resolved_first_token
-
-
 def test_order(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag takes precedence over its environment variable, that over the file, that over the default."""
     config_file.write_text("retries: 1\nmax_body: 1\nreports: 1\ndrain-delay: 0.5\n")

@@ -12,6 +12,7 @@ import jsonschema
 import sample_records
 from rich.console import Console
 
+from lab import report_files
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.assemble.recomputed_counts import (
     RecomputedCount,
@@ -20,7 +21,7 @@ from ttft_otel.report.assemble.recomputed_counts import (
 )
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request, StoredSpan
-from ttft_otel.report.show import json_answers, pages, report_files, terminal
+from ttft_otel.report.show import json_answers, pages, terminal
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 

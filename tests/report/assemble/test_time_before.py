@@ -22,13 +22,14 @@ from opentelemetry.trace import SpanKind
 from rich.console import Console
 from sample_records import RunningServer, fetch_page
 
+from lab import report_files
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Record
 from ttft_otel.model.stages import INTERMEDIATE_ROLES
 from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.assemble.time_before import measure_before
 from ttft_otel.report.report_types import Request, StoredSpan, TimeBefore
-from ttft_otel.report.show import json_answers, report_files, terminal
+from ttft_otel.report.show import json_answers, terminal
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.tracing import clock

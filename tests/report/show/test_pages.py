@@ -15,12 +15,13 @@ import pytest
 import sample_records
 from sample_records import RunningServer, fetch_page
 
+from lab import report_files
 from tests.stack.grafana_browser import REMEDY, find_chromium
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Record
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.show import pages, report_files
+from ttft_otel.report.show import pages
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 

@@ -161,14 +161,16 @@ def test_closed(store: SpanStore) -> None:
 
 def test_schema(tmp_path: Path) -> None:
     """A file of another schema version, of no database, or none at all: each has its own remedy."""
-    other = tmp_path / "other.db"
-    with sqlite3.connect(other) as connection:
-        connection.execute("PRAGMA user_version=99")
-    connection.close()
-    with pytest.raises(database_schema.StoreError, match="schema 99"):
-        SpanStore(other)
-    with pytest.raises(database_schema.StoreError, match="schema 99"), open_reader(other):
-        pass
+    for version in (1, 99):
+        other = tmp_path / f"{version}.db"
+        with sqlite3.connect(other) as connection:
+            connection.execute(f"PRAGMA user_version={version}")
+        connection.close()
+        refusal = f"schema {version}, .* delete the file {other}, or"
+        with pytest.raises(database_schema.StoreError, match=refusal):
+            SpanStore(other)
+        with pytest.raises(database_schema.StoreError, match=refusal), open_reader(other):
+            pass
     text = tmp_path / "text.db"
     text.write_text("no database " * 1000)
     with pytest.raises(database_schema.StoreError, match="--db"):

@@ -92,7 +92,6 @@ Where a request's time went:
     default=types.MODE_STRIP,
     help="How the prefill instance's first token reaches the client; see docs/router.md.",
 )
-@declare_option("--stream-prefill-token", is_flag=True, help="The same as --first-token strip.")
 @declare_option(
     "--encode-once",
     is_flag=True,
@@ -263,7 +262,7 @@ def build_router(
         send_record,
         reports,
         options.limits,
-        options.resolved_first_token,
+        options.first_token,
         admission,
         options.encode_once,
     )

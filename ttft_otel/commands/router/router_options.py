@@ -47,7 +47,6 @@ class RouterOptions(RoutingOptions):
     decode: tuple[str, ...]
     backend: tuple[str, ...]
     first_token: str
-    stream_prefill_token: bool
     encode_once: bool
     host: str
     port: int
@@ -94,16 +93,6 @@ class RouterOptions(RoutingOptions):
         """Whether one process keeps the index of KV events for all workers."""
         reads_prompts = self.routing_logic in PROMPT_POLICIES
         return self.workers > 1 and reads_prompts and self.prefix_index == "kv-events"
-
-    @property
-    def resolved_first_token(self) -> str:
-        """--first-token or its alias. Raises UsageError when the two disagree."""
-        if self.stream_prefill_token and self.first_token != types.MODE_STRIP:
-            raise click.UsageError(
-                f"--stream-prefill-token is --first-token {types.MODE_STRIP}; "
-                f"leave out one of it and --first-token {self.first_token}."
-            )
-        return self.first_token
 
     def build_instances(self) -> dict[str, tuple[Instance, ...]]:
         """The configured instances by leg. Raises UsageError, with the remedy.

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from ttft_otel.report.store import retention, schema_migration
+from ttft_otel.report.store import retention
 
 # In SQLite's own user_version, which can be read without knowing any table.
 SCHEMA_VERSION: Final = 4
-OLD_VERSIONS: Final = (1, 2, 3)  # that schema_migration.py can rewrite
 DB_OPTION_HELP: Final = "Database file.  [default: $XDG_STATE_HOME/ttft-otel/spans.db]"
 BUSY_S: Final = 2.0  # seconds to wait for another process's lock
 
@@ -61,7 +60,7 @@ def get_default_path(env: Mapping[str, str] | None = None) -> Path:
 
 
 def open_for_writing(path: Path, max_bytes: int) -> tuple[sqlite3.Connection, int]:
-    """Open the database for writing, create it if it is absent, rewrite it if it is old. Raises StoreError.
+    """Open the database for writing, create it if it is absent. Raises StoreError.
 
     max_bytes: size of the file at which SQLite refuses to write (SQLITE_FULL). From a larger file the oldest
     traces are removed, whose number is returned beside the connection.
@@ -113,47 +112,29 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables of a new database, or rewrite those of an older one, in one transaction."""
+    """Create the tables of a new database in one transaction. Raises StoreError for another schema."""
     # Takes the write lock before the version is read: two starts cannot both create tables.
     connection.execute("BEGIN IMMEDIATE")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
     try:
-        if version in OLD_VERSIONS:
-            schema_migration.set_old_tables_aside(connection)
-        if version in (0, *OLD_VERSIONS):
+        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
             # One by one: executescript() would commit first.
             for statement in CREATE_TABLES.split(";"):
                 connection.execute(statement)
             # Part of the transaction: it is rolled back with the tables.
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        if version in OLD_VERSIONS:
-            schema_migration.copy_old_spans(connection, version)
         connection.execute("COMMIT")
-    except BaseException as error:
+    except BaseException:
         # SQLite rolls back by itself after some errors, a full disk among them.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
-        if isinstance(error, sqlite3.Error) and version in OLD_VERSIONS:
-            raise StoreError(
-                f"cannot rewrite {path}, which an older release wrote: {error}; nothing in it has changed. "
-                "Free twice its size on this disk, or name another file with --db FILE"
-            ) from error
         raise
-    if version in OLD_VERSIONS:
-        # Else the log, which has all that was rewritten, would keep its size for as long as `serve` runs.
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     _check_version(connection, path)
 
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != SCHEMA_VERSION:
-        hint = (
-            "start `ttft-otel serve` once, which rewrites it, "
-            if version in OLD_VERSIONS
-            else "move it away, "
-        )
         raise StoreError(
-            f"{path} has schema {version}, this version of ttft-otel reads {SCHEMA_VERSION}; "
-            f"{hint}or name another file with --db FILE"
+            f"{path} has schema {version}, this version of ttft-otel reads {SCHEMA_VERSION}: "
+            f"delete the file {path}, or name another one with --db FILE"
         )

@@ -75,7 +75,7 @@ def join_measurements(
         if request:
             pairs.append(MeasuredRequest(request, measurement))
         else:
-            # Told and not dropped: a request without a trace is a finding.
+            # The ID is listed, not dropped: a request without a trace is a finding.
             missing.append(measurement.request_id)
     return pairs, missing
 
