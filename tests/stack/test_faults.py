@@ -34,7 +34,11 @@ from ttft_otel.model.names import metric_names, span_names
 from ttft_otel.model.record import Record
 
 LIMIT_MIB = 64  # GOMEMLIMIT below, the container a half above, as in docker-compose.yml
-FLOOD = 1000  # requests of some 0.7 MiB in memory: ten times the limit
+# Requests of some 0.7 MiB in memory: a tenth of them fills it.
+FLOOD = 1000
+# For so long the collector keeps what it was sent. With 3 s a busy machine, which sends fewer than thirty
+# requests a second, did not fill it.
+FLOOD_DECISION_WAIT_S = 12
 SPANS = 6  # of one of send's records
 AWAY_S = 5.0  # several retries long; a minute with --full
 
@@ -186,7 +190,7 @@ def test_flood(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
     """With ten times what memory holds the collector stays below its limit, counts refusals, and recovers."""
     spans, metrics = sinks
     env = {**spans.env, **metrics.env, "TTFT_COLLECTOR_MEMORY_MIB": f"{LIMIT_MIB}"}
-    env |= {"TTFT_DECISION_WAIT": "3s", "TTFT_KEEP_PERCENT": "0"}
+    env |= {"TTFT_DECISION_WAIT": f"{FLOOD_DECISION_WAIT_S}s", "TTFT_KEEP_PERCENT": "0"}
     env["GOMEMLIMIT"] = f"{LIMIT_MIB * 25 // 32}MiB"
     layers = (COLLECTOR_CONFIG, SAMPLING_CONFIG, QUICK_FLUSH_CONFIG)
     many = 100
@@ -226,6 +230,6 @@ def test_flood(bench: StackStarter, sinks: tuple[SpanSink, MetricSink]) -> None:
             refused += 0 if taken else SPANS
             return taken
 
-        wait_until(well)
+        wait_until(well, 5 * FLOOD_DECISION_WAIT_S)
         name = "otelcol_processor_memory_limiter_refused_spans"
         wait_until(lambda: metrics.sum_field(name, "as_int") == refused, 30)
