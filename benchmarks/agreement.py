@@ -33,6 +33,7 @@ from click.testing import CliRunner
 
 from ttft_otel.bench.request_factory import UNIVERSAL_TOKEN_IDS
 from ttft_otel.commands import main as cli
+from ttft_otel.model.statistics import find_interval
 
 SPARE_ANSWER_TOKENS = 4  # tokens of an answer: enough for a second event, too few to matter
 BOOTSTRAP_DRAWS = 2000
@@ -106,7 +107,7 @@ def summarize_ratios(pairs: list[dict[str, float]]) -> dict[str, Any]:
         "ratio_of_medians": statistics.median(ours_) / statistics.median(theirs_),
         "ratio_of_means": statistics.mean(ours_) / statistics.mean(theirs_),
         "paired_ratio": statistics.median(ratios),
-        "paired_interval": [float(each) for each in np.percentile(medians, (2.5, 97.5))],
+        "paired_interval": [float(each) for each in find_interval(medians, 0.95)],
         "pairs": pairs,
     }
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 from benchmarks.figures import Figure, build_figure, build_figure_parser, report_figures
 from benchmarks.gpu_device import CudaGpu, Gpu
 from ttft_otel.hooks.worker import device
+from ttft_otel.model.statistics import compute_quantile
 from ttft_otel.tracing import clock
 
 # The best of many: most tries are disturbed by an interrupt or a slow call.
@@ -119,11 +120,6 @@ def run_phase(gpu: Gpu, work_us: float, steps: int, queued: int) -> tuple[list[f
     return [place - truth.find_time(event) for event, place in placed if place], truth
 
 
-def find_percentile(values: list[float], share: float = 0.99) -> float:
-    """The value that `share` of `values` do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def count_waits(gpu: Gpu) -> Figure:
     """Of the calls that a step makes of the clock, with work queued: how many wait for the device."""
     step_clock = device.DeviceClock(gpu.make_event, gpu.is_idle)
@@ -201,12 +197,12 @@ def measure_clock_figures(gpu: Gpu) -> dict[str, Figure]:
     figures["drift_ppm"] = build_figure([truth.drift_ppm])
     figures["reference_width_us"] = build_figure([truth.first.width_us])
     figures["place_error_idle_p99_us"] = build_figure(
-        [find_percentile([abs(error) for error in errors])], MAX_IDLE_ERROR_US
+        [compute_quantile((abs(error) for error in errors), 0.99)], MAX_IDLE_ERROR_US
     )
     for work_us in BUSY_WORK_US:
         errors, _ = run_phase(gpu, work_us, BUSY_STEPS, QUEUED_STEPS)
         figures[f"place_error_busy_{work_us // 1000}_ms_p99_us"] = build_figure(
-            [find_percentile([abs(error) for error in errors])], MAX_BUSY_ERROR_US
+            [compute_quantile((abs(error) for error in errors), 0.99)], MAX_BUSY_ERROR_US
         )
     figures["steps_that_wait"] = count_waits(gpu)
     figures["marked_step_us"] = measure_step(gpu)

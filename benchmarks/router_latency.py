@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import uvloop
 from benchmarks import bare_transport
 from benchmarks.figures import Figure, build_figure
 from benchmarks.process_cpu import read_process_cpu_s
+from ttft_otel.model.statistics import compute_quantile
 
 LOAD_SHARES: Final = (0.25, 0.5, 0.8)
 CALIBRATION_REQUESTS: Final = 400
@@ -186,17 +186,12 @@ def compare_samples(samples: Mapping[str, LatencySamples], load: str) -> dict[st
             ("token", taken.later, direct.later),
         ):
             for percent in (50, 99):
-                added[name_added(load, f"{label} p{percent}", name)] = find_percentile(
-                    values, percent
-                ) - find_percentile(references, percent)
+                added[name_added(load, f"{label} p{percent}", name)] = compute_quantile(
+                    values, percent / 100
+                ) - compute_quantile(references, percent / 100)
     return added
 
 
 def name_added(load: str, what: str, router: str) -> str:
     """The name of a figure: what the router adds to a percentile at this load."""
     return f"{load}: {what} added by {router}, us"
-
-
-def find_percentile(values: Sequence[float], percent: int) -> float:
-    """A percentile of `values`, of which there are at least two."""
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

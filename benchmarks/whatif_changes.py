@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Final
-
-import numpy
 
 from benchmarks.whatif_servers import START_TIMEOUT_S, Bench, RecordedRun, raise_priority
 from lab import session_processes
@@ -21,6 +20,7 @@ from lab.local_servers import LocalServer, run_servers
 from ttft_otel.explain.whatif import what_if
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.what_if_figures import TTFT
+from ttft_otel.model.statistics import compute_quantiles
 
 BUSY_RATE: Final = 1.8  # times as many requests, for two instances
 CACHED: Final = 0.4  # share of each prompt
@@ -57,7 +57,7 @@ class Outcome:
     def drift(self) -> float:
         """By how much the unchanged window differs from its own repetition."""
         off = [abs(a / b - 1) for a, b in zip(self.repeated, self.before, strict=True)]
-        return float(numpy.mean(off))
+        return fmean(off)
 
     @property
     def is_judged(self) -> bool:
@@ -86,19 +86,17 @@ def predict(name: str, window: RecordedRun, change: PlannedChange) -> Outcome:
 def find_quantiles(window: RecordedRun) -> list[float]:
     """p50 and p95 of the TTFT, milliseconds."""
     ttfts = [each.ttft_us / 1000 for each in window.recording.requests]
-    return [float(each) for each in numpy.quantile(ttfts, QUANTILES)]
+    return list(compute_quantiles(ttfts, QUANTILES))
 
 
 def measure(outcome: Outcome, window: RecordedRun) -> None:
     """Add what then was."""
     outcome.measured = find_quantiles(window)
-    outcome.measured_by_client = [float(each) for each in numpy.quantile(window.clients, QUANTILES)]
+    outcome.measured_by_client = list(compute_quantiles(window.clients, QUANTILES))
     outcome.pressures.append(window.pressure)
     tokens = [each.main.token_us / 1000 for each in window.recording.requests if each.main.token_us]
     if tokens:
-        outcome.token_time["measured"] = [
-            float(each) for each in numpy.quantile(tokens, [0.5, 0.99])
-        ]
+        outcome.token_time["measured"] = list(compute_quantiles(tokens, (0.5, 0.99)))
 
 
 def repeat(outcomes: Sequence[Outcome], window: RecordedRun) -> None:

@@ -8,11 +8,11 @@ intervals and takes more rounds; it does not make a wrong value pass.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
+
+from ttft_otel.model.statistics import MedianInterval, estimate_median
 
 # Fewer would let a lucky start decide.
 MIN_ROUNDS: Final = 5
@@ -21,18 +21,6 @@ MAX_ROUNDS: Final = 21
 # Many stages are judged in one run: at 0.95 one of twenty would be wrong by chance.
 CONFIDENCE: Final = 0.99
 Errors: TypeAlias = "Mapping[str, float]"  # stage -> measured minus expected, ms
-
-
-@dataclass(frozen=True, slots=True)
-class MedianInterval:
-    """A sample median and a confidence interval of the true median, in ms."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +57,6 @@ class ErrorTolerance:
         if found.high - found.low > self.resolution and not inside:
             return f"{found} ms is too wide to tell {limits} (at most {self.resolution:.1f} ms)"
         return ""
-
-
-def estimate_median(values: Sequence[float], confidence: float = CONFIDENCE) -> MedianInterval:
-    """Median of `values` with its distribution-free confidence interval.
-
-    The k-th smallest and the k-th largest value enclose the true median with probability
-    1 - 2 P(B < k), B binomial with n trials of 1/2 (sign test; Conover, Practical Nonparametric
-    Statistics, 3.2). With fewer than eight values even the extremes have less than 0.99.
-    """
-    # Ranks instead of a normal distribution: times have long tails on one side.
-    ordered = sorted(values)
-    count = len(ordered)
-    rank, tail = 0, 0.5**count  # tail: P(B <= rank)
-    while 1 - 2 * (wider := tail + math.comb(count, rank + 1) / 2**count) >= confidence:
-        rank, tail = rank + 1, wider
-    return MedianInterval(statistics.median(ordered), ordered[rank], ordered[count - 1 - rank])
 
 
 def find_failures(
@@ -135,4 +107,7 @@ def measure_until_decided(
 def _estimate_all(rounds: Sequence[Errors]) -> dict[str, MedianInterval]:
     names = sorted({name for errors in rounds for name in errors})
     # A stage that a round lacks counts as exact, 0: it was in neither of the two measurements.
-    return {name: estimate_median([each.get(name, 0.0) for each in rounds]) for name in names}
+    return {
+        name: estimate_median([each.get(name, 0.0) for each in rounds], CONFIDENCE)
+        for name in names
+    }

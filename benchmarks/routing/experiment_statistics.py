@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ttft_otel.model.statistics import find_interval
+
 # Longer than queues last below saturation: windows are nearly independent, their requests are not.
 WINDOW_MS: Final = 10_000.0
 BOOTSTRAP_DRAWS: Final = 2000
@@ -253,7 +255,7 @@ def _compute_round_means(rounds: Sequence[Sequence[Values]]) -> Values:
 
 def _add_interval(value: float, samples: Values) -> list[float]:
     """A value and its interval."""
-    return [_round_figure(each) for each in (value, *np.percentile(samples, (2.5, 97.5)))]
+    return [_round_figure(each) for each in (value, *find_interval(samples, 0.95))]
 
 
 def _round_figure(value: Any) -> float:

@@ -3,25 +3,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
+
+from ttft_otel.model.statistics import compute_half_interval
 
 Case = Mapping[str, Any]
-# A table instead of scipy, for ten seeds at most.
-T_QUANTILES_95: Final = (
-    0,
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-)  # Student's, 95 %, by freedom
 
 
 def format_short_seconds(seconds: float) -> str:
@@ -59,12 +47,6 @@ def compute_gains(case: Case, policy: str, baseline: str = "trapezoid") -> list[
     return [
         each[policy] / each[baseline] - 1 for each in every if policy in each and baseline in each
     ]
-
-
-def compute_half_interval(values: list[float]) -> float:
-    """Half of the interval that has the true mean with 95 %."""
-    # Student's, because the spread comes from the same few seeds as the mean.
-    return T_QUANTILES_95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def format_interval(values: list[float]) -> str:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from bench.conftest import RunBench, validate_document
 from bench.scripted_server import ServerScript, run_scripted_server
 from bench.test_request_statistics import build_result, build_target_document
-from ttft_otel.bench.comparison import compare_targets, compute_margins, compute_t_quantile
+from ttft_otel.bench.comparison import compare_targets, compute_margins
 from ttft_otel.bench.result_document import RESULT_FORMAT
 from ttft_otel.commands import main as cli
 
@@ -110,16 +110,6 @@ def test_few_rounds_mark_nothing(round_count: int, paired: bool) -> None:
     assert not any(row["clear"] for row in rows)
     assert {(row["low"], row["high"]) for row in rows} == {(None, None)}
     assert index_rows({"rows": rows})["ttft mean"]["difference"] == pytest.approx(890, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "quantile"),
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423)],
-)
-def test_t_quantile(degrees: float, quantile: float) -> None:
-    """As in the tables; between two of them for degrees that are not whole."""
-    assert compute_t_quantile(degrees) == pytest.approx(quantile, abs=0.0002)
-    assert compute_t_quantile(degrees + 1) < compute_t_quantile(degrees + 0.5) < quantile
 
 
 def test_coverage() -> None:

@@ -10,13 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lab import evidence
-from lab.evidence import (
-    Errors,
-    ErrorTolerance,
-    MedianInterval,
-    estimate_median,
-    measure_until_decided,
-)
+from lab.evidence import Errors, ErrorTolerance, measure_until_decided
+from ttft_otel.model.statistics import MedianInterval
 
 DELAY = 80.0
 LIMIT = 2.0  # ms
@@ -103,22 +98,3 @@ def test_a_stage_that_a_round_lacks_had_no_error_there() -> None:
     found = measure_until_decided(lambda: next(rounds), get_tolerance)
 
     assert evidence.find_failures(found, get_tolerance) == {}
-
-
-@pytest.mark.parametrize(("count", "rank"), ((1, 0), (7, 0), (8, 0), (11, 0), (12, 1), (21, 4)))
-def test_the_interval_is_the_sign_tests(count: int, rank: int) -> None:
-    """Ranks from a table of the binomial distribution with p = 1/2 at 99 %."""
-    found = estimate_median([float(n) for n in range(count)])
-
-    assert (found.low, found.high) == (rank, count - 1 - rank)
-    assert found.median == (count - 1) / 2
-
-
-def test_the_interval_holds_the_true_median() -> None:
-    """Of 500 intervals of 15 skewed values, at most 1 in 50 miss it."""
-    rng = random.Random(7)
-    missed = 0
-    for _ in range(500):
-        found = estimate_median([rng.expovariate(1) for _ in range(15)])
-        missed += not found.low <= 0.6931 <= found.high
-    assert missed <= 10

@@ -13,11 +13,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lab.evidence import MAX_ROUNDS, MIN_ROUNDS, estimate_median
+from lab.evidence import CONFIDENCE, MAX_ROUNDS, MIN_ROUNDS
 from tests.live.bench import LiveDeployment
 from tests.live.test_engine_features import make_parent_header
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
+from ttft_otel.model.statistics import estimate_median
 
 MAX_ERROR = 0.05
 HEAD_START_S = 0.1  # the other one is at the engine then, and has not ended
@@ -59,7 +60,7 @@ def check_error(errors: list[float]) -> bool:
     """Whether the interval of the median error lies within MAX_ERROR; fails after too many rounds."""
     if len(errors) < MIN_ROUNDS:
         return False
-    found = estimate_median(errors)
+    found = estimate_median(errors, CONFIDENCE)
     if -MAX_ERROR <= found.low and found.high <= MAX_ERROR:
         return True
     assert len(errors) < MAX_ROUNDS or abs(found.median) <= MAX_ERROR, (found, errors)

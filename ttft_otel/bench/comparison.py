@@ -8,7 +8,6 @@ paired. How much rounds differ is unknown from fewer than three: there is no int
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -22,6 +21,7 @@ from ttft_otel.bench.request_statistics import (
     sum_prefill,
     sum_queue_wait,
 )
+from ttft_otel.model.statistics import compute_t_quantile
 
 MIN_ROUNDS: Final = 3  # with fewer the differences between rounds are unknown
 # These need no breakdown, so they compare servers without ttft-otel, too.
@@ -124,20 +124,6 @@ def _describe_rounds(figures: Table) -> tuple[Table, Table, Table]:
     squares = (np.where(known, figures - mean, 0.0) ** 2).sum(axis=0)
     # Bessel's correction, then the variance of a mean; one round has neither and is masked later.
     return mean, squares / np.maximum(1, rounds - 1) / np.maximum(1, rounds), rounds
-
-
-@functools.lru_cache(maxsize=64)  # paired rounds have the same degrees in every row
-def compute_t_quantile(degrees: float) -> float:
-    """The 97.5 % quantile of Student's t distribution with so many `degrees` of freedom, from 1 on.
-
-    Substituting x = sqrt(degrees) tan(angle) makes its density cos(angle) ** (degrees - 1), which is
-    bounded and has a finite range: the trapezoidal rule is off by less than 0.0001.
-    """
-    angles = np.linspace(0.0, math.pi / 2, 2001)
-    # No scipy for one quantile: numpy is enough.
-    density = np.cos(angles) ** (degrees - 1)
-    areas = np.concatenate(([0.0], np.cumsum(density[1:] + density[:-1])))
-    return math.sqrt(degrees) * math.tan(np.interp(0.95 * areas[-1], areas, angles))
 
 
 def _build_row(name: str, a: float, b: float, margin: float) -> dict[str, Any]:

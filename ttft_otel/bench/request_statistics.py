@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final
-
-import numpy as np
 
 from ttft_otel.bench.load_driver import LoadRun, RequestResult
 from ttft_otel.model import stages
 from ttft_otel.model.stages import PREFILLING_ROLES
+from ttft_otel.model.statistics import compute_quantiles
 
 # The client's TTFT minus the server's: network, HTTP parsing, this process.
 OUTSIDE_STAGE: Final = "outside"
@@ -43,11 +43,10 @@ class Distribution:
     @classmethod
     def from_values(cls, values: Iterable[float]) -> Distribution | None:
         """The distribution of `values`; None without any."""
-        array = np.fromiter(values, dtype=float)
-        if not array.size:
+        ordered = sorted(values)
+        if not ordered:
             return None
-        p50, p95, p99 = np.percentile(array, (50, 95, 99))
-        return cls(int(array.size), float(array.mean()), float(p50), float(p95), float(p99))
+        return cls(len(ordered), fmean(ordered), *compute_quantiles(ordered, (0.5, 0.95, 0.99)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-
 import sample_records
 
 from ttft_otel.model import palette, stages
 from ttft_otel.report.assemble.request_assembly import assemble_requests
-from ttft_otel.report.assemble.summary import compute_percentile, summarize
+from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request
 
 
@@ -25,17 +22,6 @@ def make_requests(*records: sample_records.Record) -> list[Request]:
             {},
         )
     ]
-
-
-def test_percentile() -> None:
-    """The definition is the standard library's inclusive one, at the edges too."""
-    values = sorted(random.sample(range(10_000), 137))
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    for share in (50, 95, 99):
-        assert abs(compute_percentile(values, share / 100) - cuts[share - 1]) < 1e-6
-    assert compute_percentile([7], 0.99) == 7
-    assert compute_percentile([], 0.5) == 0
-    assert compute_percentile([1, 2], 1.0) == 2
 
 
 def test_means_add_up() -> None:

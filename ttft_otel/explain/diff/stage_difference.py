@@ -23,6 +23,13 @@ from ttft_otel.explain.window.lost_requests import LostRequests
 from ttft_otel.explain.window.request_facts import MEDIA, TEXT, RequestFacts
 from ttft_otel.explain.window.request_strata import UNMATCHED, assign_strata
 from ttft_otel.model import palette
+from ttft_otel.model.statistics import (
+    average_draws,
+    draw_quantiles,
+    draw_weights,
+    find_interval,
+    find_joint_intervals,
+)
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
@@ -138,12 +145,12 @@ def compare_windows(
     window_a, window_b = build_window(a, names, strata_a), build_window(b, names, strata_b)
     chance = numpy.random.default_rng(seed)
     # Each window is drawn by itself: they are independent samples, not pairs.
-    weights_a, weights_b = draw_weights(chance, len(a)), draw_weights(chance, len(b))
+    weights_a, weights_b = (draw_weights(chance, len(window), RESAMPLES) for window in (a, b))
     like, mix = decompose(window_a, window_b, weights_a, weights_b)
     ttft = like.sum(1) + mix
     # Together, because an interval holds for all parts at once only if all share one width.
     parts = numpy.column_stack([like, mix, ttft])
-    low, high = compute_intervals(parts)
+    low, high = find_joint_intervals(parts, LEVEL)
     means_a = [*window_a.lengths.mean(0), window_a.lengths.sum(1).mean()]
     means_b = [*window_b.lengths.mean(0), window_b.lengths.sum(1).mean()]
     changes = []
@@ -177,17 +184,11 @@ def build_window(
     return Window(numpy.array(rows, dtype=numpy.float64), strata)
 
 
-def draw_weights(chance: numpy.random.Generator, count: int) -> Array:
-    """How often each of `count` requests is in each draw; the first draw has each once."""
-    drawn = chance.multinomial(count, numpy.full(count, 1 / count), size=RESAMPLES)
-    return numpy.vstack([numpy.ones(count), drawn]).astype(numpy.float64)
-
-
 def decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple[Array, Array]:
     """Change of like requests (draw, stage) and of the mix (draw), microseconds."""
     keys = sorted({*a.strata, *b.strata} - {UNMATCHED}, key=str)
-    overall_a = weights_a @ a.lengths / weights_a.sum(1)[:, None]
-    overall_b = weights_b @ b.lengths / weights_b.sum(1)[:, None]
+    overall_a = average_draws(a.lengths, weights_a)
+    overall_b = average_draws(b.lengths, weights_b)
     # Without a common stratum nothing is alike, and all of the change is mix.
     like = numpy.zeros_like(overall_a)
     if keys:
@@ -198,34 +199,13 @@ def decompose(a: Window, b: Window, weights_a: Array, weights_b: Array) -> tuple
     return like, (overall_b - overall_a - like).sum(1)
 
 
-def compute_intervals(parts: Array) -> tuple[Array, Array]:
-    """Lower and upper ends for the first draw of `parts` (draw, part), at LEVEL for all together."""
-    drawn = parts[1:] - parts[0]
-    spread = drawn.std(0)
-    # A part that is the same in every request has no spread, and an interval of no width.
-    studentized = numpy.divide(
-        numpy.abs(drawn), spread, out=numpy.zeros_like(drawn), where=spread > 1e-9
-    )
-    width = numpy.quantile(studentized.max(1), LEVEL) * spread
-    return parts[0] - width, parts[0] + width
-
-
 def compare_quantile(
     name: str, share: float, a: Array, b: Array, weights_a: Array, weights_b: Array
 ) -> Change:
     """B minus A of the TTFT's quantile `share`, with the bootstrap's percentiles as the interval."""
     drawn_a, drawn_b = draw_quantiles(a, weights_a, share), draw_quantiles(b, weights_b, share)
-    low, high = numpy.quantile((drawn_b - drawn_a)[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = find_interval((drawn_b - drawn_a)[1:], LEVEL)
     return Change(name, drawn_a[0], drawn_b[0], drawn_b[0] - drawn_a[0], float(low), float(high))
-
-
-def draw_quantiles(values: Array, weights: Array, share: float) -> Array:
-    """The quantile `share` of `values` in each draw: the smallest value that so many do not exceed."""
-    # Sorted once; each draw then only adds up its weights in that order.
-    order = numpy.argsort(values)
-    reached = numpy.cumsum(weights[:, order], axis=1) >= share * weights.sum(1)[:, None]
-    drawn: Array = values[order][numpy.argmax(reached, axis=1)]
-    return drawn
 
 
 def locate_change(

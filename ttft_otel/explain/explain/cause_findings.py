@@ -16,12 +16,13 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.diff.stage_difference import LEVEL, draw_weights
+from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
 from ttft_otel.explain.window.late_requests import ComparedRequests, NoExplanationError
 from ttft_otel.explain.window.request_evidence import COUNTS, HOP, RequestEvidence
 from ttft_otel.explain.window.request_facts import MEDIA
 from ttft_otel.model import palette, stages
 from ttft_otel.model.stages import UNATTRIBUTED
+from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
@@ -107,7 +108,12 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         for side in (late, typical)
     )
     chance = numpy.random.default_rng(seed)
-    drawn = draw_means(matrix_late, chance) - draw_means(matrix_typical, chance)
+    # In this order: the draws come from one sequence of chance.
+    drawn_late, drawn_typical = (
+        average_draws(each, draw_weights(chance, len(each), RESAMPLES))
+        for each in (matrix_late, matrix_typical)
+    )
+    drawn = drawn_late - drawn_typical
     total = drawn.sum(1)
     if total[0] <= 0:
         raise NoExplanationError(
@@ -116,7 +122,7 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
         )
     # A draw in which both sides are as long has no shares; the next larger number stands for it.
     shares = drawn / numpy.maximum(total, 1.0)[:, None]
-    low, high = numpy.quantile(shares[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    low, high = find_interval(shares[1:], LEVEL)
     parts = [
         StagePart(
             name,
@@ -153,13 +159,6 @@ def compute_first_share(drawn: Array, words: Sequence[str]) -> float:
     largest = drawn.argmax(1)
     same = [words[index] == words[largest[0]] for index in largest[1:]]
     return float(numpy.mean(same))
-
-
-def draw_means(lengths: Array, chance: numpy.random.Generator) -> Array:
-    """Means (draw, stage); the first draw is the data."""
-    weights = draw_weights(chance, len(lengths))
-    means: Array = weights @ lengths / weights.sum(1)[:, None]
-    return means
 
 
 def check_parts(parts: Sequence[StagePart], top: StagePart) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy
 
 from ttft_otel.model import palette
+from ttft_otel.model.statistics import find_interval
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
@@ -91,7 +92,7 @@ def build_figure(
     plain = [float(numpy.quantile(each.get(name, nothing), share)) for each in replays]
     other = [float(numpy.quantile(each.get(name, nothing), share)) for each in changed]
     replayed, predicted = float(numpy.median(plain)), float(numpy.median(other))
-    low, high = numpy.quantile(other, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = find_interval(other, LEVEL)
     # What the model misses unchanged it may miss changed, in proportion where the figure grows.
     miss = abs(replayed - truth) * max(1.0, predicted / replayed if replayed else 1.0)
     return PredictedFigure(

@@ -13,7 +13,7 @@ from typing import Final
 
 from ttft_otel.explain.window.request_evidence import RequestEvidence
 from ttft_otel.explain.window.request_strata import describe_request
-from ttft_otel.report.assemble.summary import compute_percentile
+from ttft_otel.model.statistics import compute_quantile
 
 MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage
 MIN_LATE: Final = 5  # with fewer, their common cause and chance cannot be told apart
@@ -132,4 +132,4 @@ def check_window(window: Sequence[RequestEvidence]) -> None:
 
 def compute_ttft(window: Sequence[RequestEvidence], share: float) -> float:
     """A percentile of the window's TTFT, microseconds."""
-    return compute_percentile(sorted(each.facts.ttft_us for each in window), share)
+    return compute_quantile((each.facts.ttft_us for each in window), share)

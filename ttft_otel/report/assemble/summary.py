@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ttft_otel.model import palette
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
+from ttft_otel.model.statistics import compute_quantiles
 from ttft_otel.report.assemble.clock_errors import find_clock_error
 from ttft_otel.report.assemble.recomputed_counts import RecomputedCount, collect_recomputed
 from ttft_otel.report.report_types import Request
@@ -89,25 +90,11 @@ def summarize(requests: Sequence[Request]) -> Summary:
     )
 
 
-def compute_percentile(ordered: Sequence[int], share: float) -> float:
-    """The quantile `share` (0 to 1) of sorted values, interpolated linearly; 0 without values."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * share
-    low = int(place)
-    # At the last rank there is no next one.
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def summarize_values(name: str, values: Sequence[int], requests: int = 0) -> SummaryLine:
     """One line of the summary.
 
     values: microseconds. requests: number by which the sum is divided for the mean, 0: len(values).
     """
-    ordered = sorted(values)
-    p50, p95, p99 = (
-        round(compute_percentile(ordered, share) / 1000, 3) for share in (0.5, 0.95, 0.99)
-    )
-    mean = round(sum(ordered) / max(1, requests or len(ordered)) / 1000, 3)
-    return SummaryLine(name, len(ordered), p50, p95, p99, mean)
+    p50, p95, p99 = (round(each / 1000, 3) for each in compute_quantiles(values, (0.5, 0.95, 0.99)))
+    mean = round(sum(values) / max(1, requests or len(values)) / 1000, 3)
+    return SummaryLine(name, len(values), p50, p95, p99, mean)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantiles of measured values, and the intervals of their medians, means and differences.
+
+Reports, explanations, the load generator, the lab and the benchmarks pass plain numbers, or numpy arrays to
+the bootstrap. The module itself imports without numpy, which only the bootstrap needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from statistics import median, stdev
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy
+
+    Array: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+T_STEPS: Final = 4000  # of the integral of Student's density
+NO_SPREAD: Final = 1e-9  # a standard deviation up to this is rounding
+
+
+class MedianInterval(NamedTuple):
+    """A sample's median, and a confidence interval of the true median."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
+
+def compute_quantiles(values: Iterable[float], shares: Iterable[float]) -> tuple[float, ...]:
+    """The quantiles `shares` (0 to 1) of `values`, interpolated linearly; zeros without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return tuple(0.0 for _ in shares)
+    last = len(ordered) - 1
+
+    def interpolate(place: float) -> float:
+        low = int(place)
+        # At the last rank there is no next one.
+        return ordered[low] + (ordered[min(low + 1, last)] - ordered[low]) * (place - low)
+
+    return tuple(float(interpolate(last * share)) for share in shares)
+
+
+def compute_quantile(values: Iterable[float], share: float) -> float:
+    """The quantile `share` (0 to 1) of `values`, interpolated linearly; 0.0 without values."""
+    return compute_quantiles(values, (share,))[0]
+
+
+def estimate_median(values: Sequence[float], confidence: float) -> MedianInterval:
+    """The median of `values` with its distribution-free interval.
+
+    The k-th smallest and the k-th largest value enclose the true median with probability
+    1 - 2 P(B < k), B binomial with n trials of 1/2 (sign test; Conover, Practical Nonparametric
+    Statistics, 3.2). With fewer than eight values even the extremes have less than 0.99.
+    """
+    # Ranks instead of a normal distribution: times have long tails on one side.
+    ordered = sorted(values)
+    count = len(ordered)
+    rank, tail = 0, 0.5**count  # tail: P(B <= rank)
+    while 1 - 2 * (wider := tail + math.comb(count, rank + 1) / 2**count) >= confidence:
+        rank, tail = rank + 1, wider
+    return MedianInterval(median(ordered), ordered[rank], ordered[count - 1 - rank])
+
+
+@functools.lru_cache(maxsize=64)  # paired rounds have the same degrees for every quantity
+def compute_t_quantile(degrees: float) -> float:
+    """The 97.5 % quantile of Student's t distribution with so many `degrees` of freedom, from 1 on.
+
+    Substituting x = sqrt(degrees) tan(angle) makes its density cos(angle) ** (degrees - 1), which is
+    bounded and has a finite range: the trapezoidal rule is off by less than 0.0001.
+    """
+    width = math.pi / 2 / T_STEPS
+    density = [math.cos(step * width) ** (degrees - 1) for step in range(T_STEPS + 1)]
+    pairs = (left + right for left, right in itertools.pairwise(density))
+    areas = list(itertools.accumulate(pairs, initial=0.0))
+    wanted = 0.95 * areas[-1]
+    step = bisect_left(areas, wanted)
+    beyond = (areas[step] - wanted) / (areas[step] - areas[step - 1])
+    return math.sqrt(degrees) * math.tan((step - beyond) * width)
+
+
+def compute_half_interval(values: Sequence[float]) -> float:
+    """Half of the interval that holds the true mean of `values`, two at least, with 95 %."""
+    # Student's t, because the spread comes from the same few values as the mean.
+    return compute_t_quantile(len(values) - 1.0) * stdev(values) / math.sqrt(len(values))
+
+
+def draw_weights(chance: numpy.random.Generator, count: int, draws: int) -> Array:
+    """A bootstrap of `count` values: how often each of them (columns) is in each draw (rows).
+
+    The first row is the data, each value once; so many `draws` follow.
+    """
+    import numpy
+
+    drawn = chance.multinomial(count, numpy.full(count, 1 / count), size=draws)
+    return numpy.vstack([numpy.ones(count), drawn]).astype(numpy.float64)
+
+
+def average_draws(values: Array, weights: Array) -> Array:
+    """Means (draw, column) of `values` (value, column) with the weights of draw_weights()."""
+    means: Array = weights @ values / weights.sum(1)[:, None]
+    return means
+
+
+def draw_quantiles(values: Array, weights: Array, share: float) -> Array:
+    """The quantile `share` of `values` in each draw: the smallest value that so many do not exceed."""
+    import numpy
+
+    # Sorted once; each draw then only adds up its weights in that order.
+    order = numpy.argsort(values)
+    reached = numpy.cumsum(weights[:, order], axis=1) >= share * weights.sum(1)[:, None]
+    drawn: Array = values[order][numpy.argmax(reached, axis=1)]
+    return drawn
+
+
+def find_interval(drawn: Array | Sequence[float], level: float) -> tuple[Any, Any]:
+    """The ends between which the share `level` of the draws lies in the middle, for each column."""
+    import numpy
+
+    low, high = numpy.quantile(drawn, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low, high
+
+
+def find_joint_intervals(drawn: Array, level: float) -> tuple[Array, Array]:
+    """Both ends of intervals that hold for all columns of `drawn` (draw, column) at once.
+
+    The first draw is the data. The width is that of the largest studentized deviation (Romano and Wolf).
+    """
+    import numpy
+
+    deviations = drawn[1:] - drawn[0]
+    spread = deviations.std(0)
+    # A column that is the same in every draw has no spread, and an interval of no width.
+    studentized = numpy.divide(
+        numpy.abs(deviations), spread, out=numpy.zeros_like(deviations), where=spread > NO_SPREAD
+    )
+    width = numpy.quantile(studentized.max(1), level) * spread
+    return drawn[0] - width, drawn[0] + width
