@@ -26,6 +26,10 @@ PAGES = [
     pytest.param(path, id=str(path.relative_to(ROOT)))
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 ]
+REPORTS = [
+    pytest.param(path, id=path.stem)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+]
 README = (ROOT / "README.md").read_text("utf-8")
 REFERENCE = {
     page.stem: page.read_text("utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")
@@ -76,7 +80,7 @@ def make_anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *REPORTS])
 def test_links(page: Path) -> None:
     """Every relative link leads to a file that is there, and to a heading in it."""
     broken = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format results of simulate.py as Markdown tables for docs/routing.md."""
+"""Format results of simulate.py as Markdown tables for their report in benchmarks/results."""
 
 from __future__ import annotations
 

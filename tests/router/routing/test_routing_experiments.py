@@ -272,9 +272,9 @@ def test_apart() -> None:
 
 
 def test_page() -> None:
-    """docs/routing.md shows the kept results with their pictures, all of them."""
+    """The report shows the kept results with their pictures, all of them."""
     found = json.loads(LIVE_RESULTS.read_text("utf-8"))
-    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    page = (RESULTS / "2026-11-22-routing-live.md").read_text("utf-8")
 
     for name in EXPERIMENTS:
         assert f"<!-- {name} -->\n{format_experiment_table(found, name)}<!-- end" in page
@@ -381,9 +381,9 @@ def test_nothing_asked() -> None:
 
 
 def test_decision_costs() -> None:
-    """The page's table of what a decision costs is what decision_cost.py measured and kept."""
+    """The report's table of what a decision costs is what decision_cost.py measured and kept."""
     told = json.loads((RESULTS / "routing-decision.json").read_text("utf-8"))
-    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    page = (RESULTS / "2026-11-22-routing-costs.md").read_text("utf-8")
 
     for size in (2, 16, 128, 1000):
         parts = ("lookup", "score", "decision", "decision, trapezoid", "accounts")

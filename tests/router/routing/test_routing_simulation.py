@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SIMULATE = ROOT / "benchmarks" / "routing" / "simulate.py"
 RESULTS = ROOT / "benchmarks" / "results" / "routing-simulation.json"
+REPORT = RESULTS.with_name("2026-11-22-routing-simulation.md")
 CASES = json.loads(SIMULATE.with_name("cases.json").read_text("utf-8"))
 DEFAULT_CASE = {
     "name": "case",
@@ -153,26 +154,26 @@ def test_listed() -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    """The pictures show every kept case and every size of fleet, and the page shows the pictures."""
+    """The pictures show every kept case and every size of fleet, and the report shows the pictures."""
     command = [sys.executable, SIMULATE.with_name("simulation_plots.py"), "--to", tmp_path]
     subprocess.run(command, check=True, capture_output=True)
-    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    page = REPORT.read_text("utf-8")
     gains, load = sorted(tmp_path.iterdir())
 
     assert all(case["name"] in gains.read_text("utf-8") for case in CASES["cases"])
     assert all(f"{size} instances" in load.read_text("utf-8") for size in (4, 8, 64))
     for each in (gains, load):
         assert (ROOT / "docs" / "img" / each.name).is_file()
-        assert f"(img/{each.name})" in page
+        assert f"(../../docs/img/{each.name})" in page
 
 
 def test_page() -> None:
-    """docs/routing.md shows the kept results, all of them."""
+    """The report shows the kept results, all of them."""
     command = [sys.executable, SIMULATE, "--traces", ".", "--cases", "--table"]
     kept = ["--json", RESULTS]
     shown = subprocess.run([*command, *kept], capture_output=True, text=True, check=True).stdout
 
-    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    page = REPORT.read_text("utf-8")
     tables = shown.split("\n\n")
     assert len(tables) == 3
     assert all(len(each.splitlines()) > 5 and each.strip() in page for each in tables)
