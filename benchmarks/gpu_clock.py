@@ -171,7 +171,7 @@ def measure_calls(gpu: Gpu) -> dict[str, Figure]:
     began = clock.now_us()
     steps = [step_clock.open_step() for _ in range(CALLS // 8)]
     opened = clock.now_us()
-    # Eight: five of a step, and some of an encoder's or a connector's (benchmarks/results/2026-11-24-tracing.md).
+    # Eight: five of a step, and some of an encoder's or a connector's.
     for stamps in steps:
         for _ in range(8):
             step_clock.add_stamp(stamps)

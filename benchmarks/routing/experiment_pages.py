@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of experiments.py as Markdown tables and as SVG; pure. A report in benchmarks/results shows both."""
+"""Results of experiments.py as Markdown tables and as SVG; pure. A report in results/ has both."""
 
 from __future__ import annotations
 

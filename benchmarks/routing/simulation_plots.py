@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plot results of simulate.py for their report and docs/routing.md: reads a file of results/, writes SVG to docs/img.
+"""Plot results of simulate.py for docs/routing.md: reads a file of results/, writes SVG to docs/img.
 
 python -m benchmarks.routing.simulation_plots
 """
