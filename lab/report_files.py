@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttft_otel.model.ttft_report import to_ms
-from ttft_otel.report.assemble.recomputed_counts import collect_recomputed
-from ttft_otel.report.assemble.summary import summarize, summarize_values
+from ttft_otel.report.assemble.summary import collect_recomputed, summarize, summarize_values
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.show import json_answers
 from ttft_otel.report.store.database_reader import (

@@ -16,7 +16,7 @@ from tests.explain.stored_records import (
     store_spans,
 )
 from tests.explain.whatif.scheduler_truth import run_scheduler
-from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.model.names import keys
 
 LIMITS = EngineLimits(4, 512)

@@ -9,7 +9,7 @@ import numpy
 
 from tests.explain.whatif.scheduler_truth import STREAM_US, Arrival, Served, run_scheduler
 from ttft_otel.explain.whatif import what_if
-from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
 from ttft_otel.explain.whatif.what_if_figures import TTFT

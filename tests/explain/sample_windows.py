@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy
 
-from ttft_otel.explain.window.request_evidence import RequestEvidence
-from ttft_otel.explain.window.request_facts import MEDIA, RequestFacts
+from ttft_otel.explain.window.request_facts import MEDIA, RequestEvidence, RequestFacts
 
 SECOND_NS = 1_000_000_000
 LATE = 12

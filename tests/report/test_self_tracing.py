@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from sample_records import RunningServer
 
-from ttft_otel.report import self_tracing
+from ttft_otel.report import report_server
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.trace_reader import TraceReader
 
@@ -23,9 +23,9 @@ from ttft_otel.report.store.trace_reader import TraceReader
 def test_off() -> None:
     """Without an endpoint, or with our own one, nothing is instrumented."""
     app = FastAPI()
-    assert self_tracing.instrument_app(app, (4317, 4318), {}) is None
+    assert report_server.instrument_app(app, (4317, 4318), {}) is None
     own = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
-    assert self_tracing.instrument_app(app, (4317, 4318), own) is None
+    assert report_server.instrument_app(app, (4317, 4318), own) is None
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
@@ -60,4 +60,4 @@ def test_on(
             span for row in traces for span in TraceReader(db, row[0], row[1].hex()).list_spans()
         ]
     assert {span.name for span in spans} == {"GET /api/summary", "GET /"}
-    assert {span.service for span in spans} == {self_tracing.SERVE_SERVICE}
+    assert {span.service for span in spans} == {report_server.SERVE_SERVICE}

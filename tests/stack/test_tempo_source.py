@@ -18,7 +18,7 @@ from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
 from ttft_otel.report.tempo import tempo_source
-from ttft_otel.report.tempo.tempo_access import TempoAccess, TempoError
+from ttft_otel.report.tempo.tempo_client import TempoAccess, TempoError
 
 ROWS = 400
 BATCH = 500

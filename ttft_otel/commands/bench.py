@@ -25,17 +25,17 @@ from ttft_otel.bench import (
     trace_replay,
 )
 from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
-from ttft_otel.bench.comparison import compare_targets
+from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
 from ttft_otel.bench.load_plan import CHAT_DATASETS, ContextTooSmallError, LoadPlan
 from ttft_otel.bench.request_factory import RequestFactory
-from ttft_otel.bench.result_document import build_document
-from ttft_otel.commands.bench_compare import compare_files
+from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
 from ttft_otel.commands.bench_options import (
     DATASET_OPTIONS,
     LOAD_OPTIONS,
     MULTI_ROUND_OPTIONS,
     OUTPUT_OPTIONS,
+    RESULT_FILE,
     TARGET_OPTIONS,
     list_misplaced_flags,
 )
@@ -49,6 +49,44 @@ RESERVED_HEADERS: Final = ("content-length", "transfer-encoding", "connection")
 # Not 2, which click uses for wrong flags.
 EXIT_INVALID: Final = 3
 EXIT_INTERRUPTED: Final = 130
+
+
+@click.command()
+@click.argument("a", type=RESULT_FILE)
+@click.argument("b", type=RESULT_FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare_files(a: Path, b: Path, as_json: bool) -> None:
+    """Compare two results of `ttft-otel bench --output`: B minus A, with 95 % intervals."""
+    results_a, results_b = _read_results(a), _read_results(b)
+    try:
+        # Not paired: two files were measured at different times, so
+        # their rounds have nothing in common.
+        comparison = compare_targets(results_a["targets"][0], results_b["targets"][0], paired=False)
+        differences = list_load_differences(results_a, results_b)
+    # The files come from anywhere: each missing field or wrong type of one ends up here.
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise click.ClickException(f"{a} and {b} cannot be compared: {error}") from error
+    if differences:
+        # To stderr, so that --json stays JSON; a warning, since a
+        # change of load may be the question.
+        click.echo(f"The loads differ in: {', '.join(differences)}", err=True)
+    if as_json:
+        click.echo(json.dumps(comparison, indent=2, ensure_ascii=False))
+    else:
+        terminal_report.print_comparison(comparison, terminal_report.create_console())
+
+
+def _read_results(path: Path) -> Any:
+    """Read a result file. Raises ClickException."""
+    try:
+        results = json.loads(path.read_text("utf-8"))
+        # Looked up within `try`: JSON of another program lacks it, or is no object.
+        is_current_format = results["format"] == RESULT_FORMAT
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise click.ClickException(f"{path}: {error}") from error
+    if not is_current_format:
+        raise click.ClickException(f"{path} is not of this version's form, {RESULT_FORMAT}")
+    return results
 
 
 class BenchCommand(click.Command):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of `ttft-otel bench`, in groups, which command.py adds to the command."""
+"""The flags of `ttft-otel bench`, in groups, which bench.py adds to the command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ TARGET_OPTIONS: Final = (
 )
 DATASET_OPTIONS: Final = (
     click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
-    # An argument, because only `replay` reads one; command.py refuses it elsewhere.
+    # An argument, because only `replay` reads one; bench.py refuses it elsewhere.
     click.argument("file", required=False, type=click.Path(path_type=Path)),
     click.option("--api", type=click.Choice(("completions", "chat")), help="API to use."),
     click.option(

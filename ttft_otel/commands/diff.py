@@ -17,8 +17,11 @@ from ttft_otel.explain.diff import difference_text
 from ttft_otel.explain.diff.stage_difference import Difference, TooFewRequestsError, compare_windows
 from ttft_otel.explain.window.lost_requests import LostRequests, collect_lost, count_lost
 from ttft_otel.explain.window.request_facts import RequestFacts, build_facts, read_facts
-from ttft_otel.explain.window.time_windows import WINDOW_HELP
-from ttft_otel.explain.window.window_reading import list_with_progress, parse_window_option
+from ttft_otel.explain.window.window_reading import (
+    WINDOW_HELP,
+    list_with_progress,
+    parse_window_option,
+)
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
 from ttft_otel.report.report_types import Request

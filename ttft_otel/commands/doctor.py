@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -25,13 +26,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ttft_otel import __version__
-from ttft_otel.commands import doctor_clock, doctor_media, doctor_metrics
 from ttft_otel.hooks import target_check
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
 from ttft_otel.model import record, stages, timing
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, MODELS_PATH
-from ttft_otel.model.names import env_names, header_names
+from ttft_otel.model.names import env_names, header_names, metric_names
 from ttft_otel.tracing import context, settings
+from ttft_otel.tracing.settings import Settings
 
 CheckState = Literal["ok", "note", "fail"]
 
@@ -58,6 +59,29 @@ Examples:
   ttft-otel doctor --url http://127.0.0.1:8000      and a running server or router
   ttft-otel doctor --json | jq '.checks[] | select(.state == "fail")'
 """
+NOTABLE_ERROR_US: Final = 200  # docs/reference/device-clock.md: at most 150 at p99, as a rule
+CLOCK_REASONS: Final = {
+    "host": "host clock: it runs on a CPU, where work is done when a call returns",
+    "device": "device clock: CUDA events, places to about {error_us} us",
+    "lengths": "lengths only: no CUDA device, or a worker on another host than its engine core",
+    "none": "no clock: this accelerator has no timing events",
+}
+LATE_REMEDY: Final = (
+    "the thread that reads the device's results is late (does the server have enough CPU cores?), "
+    "or NTP is correcting the host's clock"
+)
+GAPS_REMEDY: Final = "what lies between the worker's stages is unattributed: docs/limits.md"
+MAX_PAGE_BYTES: Final = 8 << 20  # of a /metrics page; the rest is not read
+RECOMPUTED_REMEDY: Final = (
+    "check, in this order: the encoders' answers have ec_transfer_params; encoder and consumer have the "
+    "same EC connector; the consumer reaches the encoder's EC port; ec_cpu_bytes is large enough "
+    "(docs/router.md#encoder-cache-parameters)"
+)
+_SAMPLE: Final = re.compile(
+    rf'^{metric_names.ROUTER_RECOMPUTED_ITEMS}_total\{{(?:.*,)?instance="([^"]*)".*\}} '
+    r"(\d+(?:\.\d+)?(?:e\+?\d+)?)$",
+    re.M,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +104,7 @@ def check_settings(chosen: settings.Settings) -> Iterator[Check]:
     else:
         remedy = f"set {env_names.TTFT_OTEL}=1 where vllm serve is started"
         yield Check("settings", "note", f"{env_names.TTFT_OTEL} is off in this environment", remedy)
-    well, description, remedy = doctor_metrics.describe_metrics(chosen)
+    well, description, remedy = describe_metrics(chosen)
     yield Check("metrics", "ok" if well else "note", description, remedy)
 
 
@@ -202,12 +226,12 @@ def check_server(url: str, timeout: float) -> Iterator[Check]:
     else:
         yield Check(base, "ok", f"{message}, {unattributed / 1000:.1f} ms {stages.UNATTRIBUTED}")
     if parsed.clock is not None:
-        well, description, remedy = doctor_clock.describe_clock(parsed.clock)
+        well, description, remedy = describe_clock(parsed.clock)
         yield Check(f"{base} worker", "ok" if well else "note", description, remedy)
-    items = doctor_media.read_recomputed_items(base, timeout)
+    items = read_recomputed_items(base, timeout)
     if items is not None:
-        description, any_twice = doctor_media.describe_recomputed_items(items), any(items.values())
-        remedy = doctor_media.RECOMPUTED_REMEDY if any_twice else ""
+        description, any_twice = describe_recomputed_items(items), any(items.values())
+        remedy = RECOMPUTED_REMEDY if any_twice else ""
         yield Check(f"{base}/metrics", "note" if any_twice else "ok", description, remedy)
 
 
@@ -289,3 +313,67 @@ def command(urls: tuple[str, ...], plain: bool, timeout: float) -> None:
     else:
         print_checks(results)
     sys.exit(0 if passed else 1)
+
+
+def describe_clock(note: timing.ClockNote) -> tuple[bool, str, str]:
+    """Whether all is well with the clock of `note`, the sentence that names it, and the remedy."""
+    sentence = CLOCK_REASONS[note.word].format(error_us=note.error_us)
+    if note.word not in ("host", "device"):
+        return False, sentence, GAPS_REMEDY
+    # A host clock has no such error; it reads 0.
+    late = note.error_us > NOTABLE_ERROR_US
+    return not late, sentence, LATE_REMEDY if late else ""
+
+
+def read_recomputed_items(base: str, timeout: float) -> dict[str, int] | None:
+    """Media items that each instance behind a router has encoded again since the router started.
+
+    base: URL of a router or server, without path. timeout: seconds.
+    None when this is not a router with encoders, or /metrics cannot be read (another check reports
+    servers that do not answer).
+    """
+    try:
+        with urlopen(f"{base}/metrics", timeout=timeout) as answer:
+            page = answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace")
+    except (URLError, OSError, ValueError):
+        return None
+    # float() first: the page's numbers are floats, and large ones have an exponent.
+    items = {instance: int(float(count)) for instance, count in _SAMPLE.findall(page)}
+    # No sample: not a router with encoders. Zeros are an answer, and are told.
+    return items or None
+
+
+def describe_recomputed_items(items: dict[str, int]) -> str:
+    """The check's message: `3 media items were encoded twice ..., by http://...:8002 (3)`.
+
+    items: instance -> number of media items, as of read_recomputed_items().
+    """
+    total = sum(items.values())
+    if not total:
+        return "no media item was encoded twice since this router started"
+    by = ", ".join(f"{instance} ({count})" for instance, count in items.items() if count)
+    said = "media item was" if total == 1 else "media items were"
+    return f"{total} {said} encoded twice since this router started, by {by}"
+
+
+COUNT_REMEDY = f"set {env_names.TTFT_OTEL_METRICS}=1, and the exporter process counts all of them"
+
+
+def describe_metrics(chosen: Settings) -> tuple[bool, str, str]:
+    """Whether metrics count every request, a sentence that says who makes them, and what to do if not."""
+    if chosen.metrics:
+        where = os.environ.get(env_names.OTEL_EXPORTER_OTLP_METRICS_ENDPOINT) or chosen.endpoint
+        return (
+            True,
+            f"{env_names.TTFT_OTEL_METRICS} is on: the exporter process counts every request and sends "
+            f"{chosen.temporality} metrics to {where}; the collector makes none of its spans",
+            "",
+        )
+    # endswith(): also parentbased_, whose root requests are all sampled.
+    if chosen.sampler.endswith("always_on"):
+        return True, "the collector makes them of the spans, of which all are sent", ""
+    sampled = f"sampler {chosen.sampler}"
+    if chosen.sampler.endswith("traceidratio"):
+        sampled += f", ratio {chosen.ratio:g}"
+    # A note, not a failure: shares and quantiles may be right, counts are not.
+    return False, f"the collector makes them of sampled requests alone ({sampled})", COUNT_REMEDY

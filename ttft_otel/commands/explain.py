@@ -22,9 +22,9 @@ from ttft_otel.explain.whatif.replay_facts import read_recording
 from ttft_otel.explain.whatif.window_check import CannotTellError
 from ttft_otel.explain.window.late_requests import NoExplanationError, split_window
 from ttft_otel.explain.window.lost_requests import collect_lost, count_lost
-from ttft_otel.explain.window.request_evidence import RequestEvidence, read_evidence
-from ttft_otel.explain.window.time_windows import WINDOW_HELP
+from ttft_otel.explain.window.request_facts import RequestEvidence, read_evidence
 from ttft_otel.explain.window.window_reading import (
+    WINDOW_HELP,
     list_with_progress,
     make_span_finder,
     parse_window_option,

@@ -20,8 +20,8 @@ from ttft_otel.explain.whatif import planned_change, what_if, what_if_text
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording, read_recording
 from ttft_otel.explain.whatif.window_check import CannotTellError
-from ttft_otel.explain.window.time_windows import WINDOW_HELP
 from ttft_otel.explain.window.window_reading import (
+    WINDOW_HELP,
     list_with_progress,
     make_span_finder,
     parse_window_option,

@@ -71,7 +71,7 @@ def open_source(choice: SourceChoice) -> Iterator[BreakdownSource]:
         return
     try:
         # Here, because aiohttp comes with an extra that the embedded store does not need.
-        from ttft_otel.report.tempo.tempo_access import TempoAccess
+        from ttft_otel.report.tempo.tempo_client import TempoAccess
         from ttft_otel.report.tempo.tempo_source import TempoSource
     except ModuleNotFoundError as error:
         raise database_schema.StoreError(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run `ttft-otel serve`: HTTP and gRPC servers around one store, until SIGINT or SIGTERM.
 
-Spans that were accepted are on disk before it ends.
+Spans that were accepted are on disk before it ends. Where an OTLP endpoint is configured, pages and API are
+traced by a tracer provider of their own, /v1/traces excepted: a receiver that traces what it receives would
+send to itself without end.
 """
 
 from __future__ import annotations
@@ -9,24 +11,71 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from time import monotonic
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 import grpc
 import uvicorn
+from fastapi import FastAPI
+from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from ttft_otel.report import app, self_tracing
+from ttft_otel.exporter.otlp_exporter import build_span_exporter, is_endpoint_configured
+from ttft_otel.report import app
 from ttft_otel.report.receive.receiver import Receiver, create_grpc_server
-from ttft_otel.report.receive.waiting_connections import WaitingConnections
 from ttft_otel.report.store.database_schema import StoreError
 from ttft_otel.report.store.span_store import SpanStore
+from ttft_otel.tracing import settings
 
+# An exporter sends its head at once; only a stalled or idle client takes longer.
+MAX_WAIT_S: Final = 10.0  # seconds for the head of a request
+MAX_CONNECTIONS: Final = 256  # with more, those that have waited longest are closed
 SHUTDOWN_GRACE_S: Final = 3  # seconds for requests in progress at the end
+# Probes and files are asked for all day and say nothing about the page.
+EXCLUDED_URLS: Final = "v1/traces,healthz,static"
+SERVE_SERVICE: Final = "ttft-otel-serve"
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class WaitingConnections:
+    """Since when each connection has been waiting for a request, or has been in one."""
+
+    def __init__(self) -> None:
+        # By connection: its last request (uvicorn's object), whether that has ended, and since when.
+        self._states: dict[Any, tuple[Any, bool, float]] = {}
+
+    def close_overdue(self, connections: Iterable[Any]) -> None:
+        """Close what has waited for MAX_WAIT_S, and the oldest beyond MAX_CONNECTIONS.
+
+        connections: uvicorn's protocol objects.
+        """
+        now_s = monotonic()
+        states: dict[Any, tuple[Any, bool, float]] = {}
+        for connection in connections:
+            request = connection.cycle
+            waits = request is None or request.response_complete
+            before = self._states.get(connection)
+            # Another request, or its end, starts the wait anew.
+            is_same = before is not None and before[0] is request and before[1] == waits
+            states[connection] = before if before and is_same else (request, waits, now_s)
+        # Replaced as a whole, so that closed connections are forgotten.
+        self._states = states
+        # Waiting ones first, each group oldest first.
+        ordered = sorted(states.items(), key=lambda item: (not item[1][1], item[1][2]))
+        excess = len(ordered) - MAX_CONNECTIONS
+        for position, (connection, (_, waits, since_s)) in enumerate(ordered):
+            if position < excess or (waits and now_s - since_s > MAX_WAIT_S):
+                connection.transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +178,7 @@ def _run_until_signal(
     options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ListeningPorts], None]
 ) -> None:
     web = app.create_app(span_receiver, list_allowed_hosts(options), options.explain_request)
-    provider = self_tracing.instrument_app(web, (options.http_port, options.grpc_port))
+    provider = instrument_app(web, (options.http_port, options.grpc_port))
     config = uvicorn.Config(
         web,
         host=options.host,
@@ -189,3 +238,29 @@ def _bind_grpc(
 
 def _describe_taken_port(host: str, port: int, option: str) -> str:
     return f"cannot listen on {host}:{port}: is it taken? choose another with {option} PORT"
+
+
+def instrument_app(
+    app: FastAPI, own_ports: Collection[int], env: Mapping[str, str] | None = None
+) -> TracerProvider | None:
+    """Instrument `app`; None when no endpoint is configured, or when it is this server itself.
+
+    own_ports: ports of this server. env: by default os.environ.
+    """
+    source = os.environ if env is None else env
+    if not is_endpoint_configured(source):
+        return None
+    chosen = settings.read_settings(source)
+    # gRPC endpoints may be written without a scheme; "//" makes it a host.
+    target = urlsplit(chosen.endpoint if "://" in chosen.endpoint else f"//{chosen.endpoint}")
+    if target.hostname in _LOOPBACK and target.port in own_ports:
+        return None  # the endpoint is this server: it is set for vLLM servers on this host
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVE_SERVICE}))
+    provider.add_span_processor(BatchSpanProcessor(build_span_exporter(chosen.protocol)))
+    FastAPIInstrumentor.instrument_app(
+        app,
+        tracer_provider=provider,
+        excluded_urls=EXCLUDED_URLS,
+        exclude_spans=["send", "receive"],  # one span per request, not one per ASGI message
+    )
+    return provider

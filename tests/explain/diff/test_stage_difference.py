@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from ttft_otel.explain.diff import change_point
+from ttft_otel.explain.diff import stage_difference
 from ttft_otel.explain.diff.difference_text import list_sentences
 from ttft_otel.explain.diff.stage_difference import (
     MIN_REQUESTS,
@@ -17,8 +17,14 @@ from ttft_otel.explain.diff.stage_difference import (
     TooFewRequestsError,
     compare_windows,
 )
-from ttft_otel.explain.window.request_facts import MEDIA, TEXT, RequestFacts
-from ttft_otel.explain.window.request_strata import MIN_PER_WINDOW, UNMATCHED, assign_strata
+from ttft_otel.explain.window.request_facts import (
+    MEDIA,
+    MIN_PER_WINDOW,
+    TEXT,
+    UNMATCHED,
+    RequestFacts,
+    assign_strata,
+)
 
 SECOND_NS = 1_000_000_000
 Chance = numpy.random.Generator
@@ -163,8 +169,8 @@ def test_no_change_point_in_noise() -> None:
     chance = numpy.random.default_rng(1)
     for _ in range(50):
         values = 40_000 + 10_000 * chance.standard_normal(200)
-        assert change_point.find_start(list(enumerate(values))) == 0
-    assert change_point.find_start([(1, 5.0)] * 5) == 0
+        assert stage_difference.find_start(list(enumerate(values))) == 0
+    assert stage_difference.find_start([(1, 5.0)] * 5) == 0
 
 
 def set_model(window: list[RequestFacts], large_share: float) -> list[RequestFacts]:

@@ -15,8 +15,7 @@ from ttft_otel.explain.explain.cause_findings import (
     build_finding,
     divide_difference,
 )
-from ttft_otel.explain.explain.cause_rules import RULES, describe_source, find_rule
-from ttft_otel.explain.explain.rule_shape import CauseRule
+from ttft_otel.explain.explain.cause_rules import RULES, CauseRule, describe_source, find_rule
 from ttft_otel.explain.window.late_requests import split_window
 from ttft_otel.hooks import target_check
 from ttft_otel.model.stages import STAGE_NAMES, WAIT_REASON_NAMES

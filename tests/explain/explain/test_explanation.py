@@ -19,7 +19,7 @@ from ttft_otel.explain.window.late_requests import (
     choose_like,
     split_window,
 )
-from ttft_otel.explain.window.request_evidence import RequestEvidence
+from ttft_otel.explain.window.request_facts import RequestEvidence
 
 SLO_US = 300_000
 

@@ -28,7 +28,7 @@ from tests.explain.whatif.scheduler_truth import (
     run_scheduler,
 )
 from ttft_otel.commands import main as cli
-from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import Attributes, Record
 

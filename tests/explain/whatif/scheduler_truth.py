@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.hooks.vllm_import import import_from_vllm
 from ttft_otel import testing
-from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 
 BASE_US, TOKEN_US, GAP_US = 4_000, 25, 300  # of a step: always, for each token, and after it
 STREAM_US = 200  # from a sampled token to the client

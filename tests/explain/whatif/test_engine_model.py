@@ -21,8 +21,13 @@ from tests.explain.whatif.scheduler_truth import (
     draw_arrivals,
     run_scheduler,
 )
-from ttft_otel.explain.whatif.engine_model import EngineModel
-from ttft_otel.explain.whatif.engine_parts import EngineLimits, QueuedPrompt, Step, StepLength
+from ttft_otel.explain.whatif.engine_model import (
+    EngineLimits,
+    EngineModel,
+    QueuedPrompt,
+    Step,
+    StepLength,
+)
 
 
 class LinearClock:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngine
 from ttft_otel.explain.whatif.planned_change import parse_more, parse_rate, parse_share
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, ReplayRequest, read_recording

@@ -11,7 +11,7 @@ import pytest
 
 from tests.explain.recorded_window import predict, record
 from tests.explain.whatif.scheduler_truth import Arrival, draw_arrivals, run_scheduler
-from ttft_otel.explain.whatif.engine_parts import EngineLimits
+from ttft_otel.explain.whatif.engine_model import EngineLimits
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -25,7 +25,7 @@ from tests.explain.whatif.scheduler_truth import (
     draw_arrivals,
     run_scheduler,
 )
-from ttft_otel.explain.whatif.engine_parts import EngineLimits, Step
+from ttft_otel.explain.whatif.engine_model import EngineLimits, Step
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import ReplayRequest
 from ttft_otel.explain.whatif.step_fit import fit_steps

@@ -12,8 +12,7 @@ import sample_records
 from rich.console import Console
 
 from ttft_otel.model.names import keys
-from ttft_otel.report.assemble.clock_errors import NOTABLE_ERROR_US
-from ttft_otel.report.assemble.summary import summarize
+from ttft_otel.report.assemble.summary import NOTABLE_ERROR_US, summarize
 from ttft_otel.report.report_types import Request
 from ttft_otel.report.show import pages, terminal
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader

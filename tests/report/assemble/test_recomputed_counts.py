@@ -14,12 +14,12 @@ from rich.console import Console
 
 from lab import report_files
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.assemble.recomputed_counts import (
+from ttft_otel.report.assemble.summary import (
     RecomputedCount,
     collect_recomputed,
     describe_recomputed,
+    summarize,
 )
-from ttft_otel.report.assemble.summary import summarize
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.show import json_answers, pages, terminal
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace, open_reader

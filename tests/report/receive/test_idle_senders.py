@@ -17,9 +17,9 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from sample_records import RunningServer
 
-from ttft_otel.report.receive import receiver, waiting_connections
-from ttft_otel.report.receive.body_budget import BodyBudget, BodyBudgetError
-from ttft_otel.report.receive.body_decoding import MAX_BODY_BYTES
+from ttft_otel.report import report_server as report_server_code
+from ttft_otel.report.receive import receiver
+from ttft_otel.report.receive.receiver import MAX_BODY_BYTES, BodyBudget, BodyBudgetError
 
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 IDLE = 64  # senders; eight were enough to stop the receiver
@@ -159,7 +159,7 @@ def test_half_heads(
     report_server: RunningServer, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     """A connection that sends no request is closed; one that sends them now and then is kept."""
-    monkeypatch.setattr(waiting_connections, "MAX_WAIT_S", 1.0)
+    monkeypatch.setattr(report_server_code, "MAX_WAIT_S", 1.0)
     (kept,) = open_senders(report_server, b"", 1)
     (idle,) = open_senders(report_server, begun, 1)
     closed = threading.Event()
@@ -178,7 +178,7 @@ def test_half_heads(
 
 def test_many_connections(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit idle connections are closed, and a new one is served."""
-    monkeypatch.setattr(waiting_connections, "MAX_CONNECTIONS", 10)
+    monkeypatch.setattr(report_server_code, "MAX_CONNECTIONS", 10)
     with contextlib.ExitStack() as stack:
         senders = [stack.enter_context(sender) for sender in open_senders(report_server, b"", 30)]
         deadline = time.monotonic() + 20

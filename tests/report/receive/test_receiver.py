@@ -32,8 +32,8 @@ from sample_records import RunningServer
 
 from ttft_otel.report.assemble import request_assembly
 from ttft_otel.report.receive import receiver
-from ttft_otel.report.receive.body_decoding import MAX_BODY_BYTES
 from ttft_otel.report.receive.otlp_decoder import MAX_EXPORT_SPANS, MAX_JSON_VALUES
+from ttft_otel.report.receive.receiver import MAX_BODY_BYTES
 from ttft_otel.report.store import database_schema
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_conversion import MAX_ATTRIBUTES

@@ -11,11 +11,10 @@ import sample_records
 
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import HeldBy, Record
-from ttft_otel.report.assemble import engine_steps
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.show import perfetto_trace
 from ttft_otel.report.store.database_reader import StoredTrace
-from ttft_otel.report.store.stored_holders import StoredHolder, read_holders
+from ttft_otel.report.store.span_conversion import StoredHolder, read_holders
 
 START_NS = 10**18
 
@@ -112,7 +111,7 @@ def test_engine_steps() -> None:
         assert record.ttft is not None
         ttft = msgspec.structs.replace(record.ttft, attributes={**record.ttft.attributes, **tokens})
         spans += sample_records.make_stored_spans([msgspec.structs.replace(record, ttft=ttft)])
-    shared, alone = engine_steps.find_steps(spans)
+    shared, alone = perfetto_trace.find_steps(spans)
 
     assert (shared.word, shared.requests, shared.request_ids) == ("forward", 2, ["r0", "r1"])
     assert (shared.prompt_tokens, shared.step_tokens) == (80, 90)

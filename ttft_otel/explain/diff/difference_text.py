@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Difference as sentences and a table for the terminal, and as JSON; diff_command.py prints both."""
+"""A Difference as sentences and a table for the terminal, and as JSON for commands/diff.py."""
 
 from __future__ import annotations
 

@@ -18,10 +18,14 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.diff import change_point
 from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.explain.window.request_facts import MEDIA, TEXT, RequestFacts
-from ttft_otel.explain.window.request_strata import UNMATCHED, assign_strata
+from ttft_otel.explain.window.request_facts import (
+    MEDIA,
+    TEXT,
+    UNMATCHED,
+    RequestFacts,
+    assign_strata,
+)
 from ttft_otel.model import palette
 from ttft_otel.model.statistics import (
     average_draws,
@@ -42,6 +46,11 @@ LEVEL: Final = (
 )
 MIX: Final = "mix of requests"
 MAIN_SHARE: Final = 0.8  # of a change, from which on it is said to be one kind's
+MIN_SIDE: Final = 10  # requests before and after the split
+MIN_T: Final = (
+    5.0  # difference of the sides in standard errors; the best of many splits reaches 3 by chance
+)
+MAX_BEFORE: Final = 0.25  # excess before the split, as a share of that after it
 
 
 class TooFewRequestsError(ValueError):
@@ -235,9 +244,34 @@ def locate_change(
         for index, value in zip(matched, excess, strict=True)
         if not kind or requests[index].kind == kind
     ]
-    since_ns = change_point.find_start(timed)
+    since_ns = find_start(timed)
     return Change(
         *(change.name, change.a_us, change.b_us, change.change_us, change.low_us, change.high_us),
         kind=kind,
         since_ns=since_ns,
     )
+
+
+def find_start(excess: Sequence[tuple[int, float]]) -> int:
+    """Unix nanoseconds of the first request after the split; 0 where the change was there from the start.
+
+    excess: (start of the request in Unix ns, microseconds above what was expected), in any order.
+    The split is where the sum of squares between both sides is greatest (binary segmentation).
+    """
+    ordered = sorted(excess)
+    count = len(ordered)
+    if count < 2 * MIN_SIDE:
+        return 0
+    values = numpy.array([value for _, value in ordered])
+    before = numpy.arange(MIN_SIDE, count - MIN_SIDE + 1)
+    sums = numpy.cumsum(values)
+    mean_before = sums[before - 1] / before
+    mean_after = (sums[-1] - sums[before - 1]) / (count - before)
+    between = before * (count - before) / count * (mean_after - mean_before) ** 2
+    split = int(before[numpy.argmax(between)])
+    left, right = values[:split], values[split:]
+    error = float(numpy.sqrt(left.var(ddof=1) / len(left) + right.var(ddof=1) / len(right)))
+    step = float(right.mean() - left.mean())
+    if abs(left.mean()) > MAX_BEFORE * abs(right.mean()) or abs(step) <= MIN_T * error:
+        return 0
+    return ordered[split][0]

@@ -18,8 +18,7 @@ import numpy
 
 from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
 from ttft_otel.explain.window.late_requests import ComparedRequests, NoExplanationError
-from ttft_otel.explain.window.request_evidence import COUNTS, HOP, RequestEvidence
-from ttft_otel.explain.window.request_facts import MEDIA
+from ttft_otel.explain.window.request_facts import COUNTS, HOP, MEDIA, RequestEvidence
 from ttft_otel.model import palette, stages
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
@@ -28,6 +27,13 @@ Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
 MAX_UNATTRIBUTED: Final = 0.5  # share of the difference from which on no cause is named
 MAIN_SHARE: Final = 0.8  # of a stage's difference, from which on it is one instance's
+# What a rule may ask of a finding, and what each is; all of late requests, typical ones beside them.
+FIGURES: Final[Mapping[str, str]] = {
+    "tokens_ratio": "median prompt of the late requests over that of the typical ones",
+    "cached_drop": "typical minus late share of prompt tokens found in the prefix cache",
+    "media_share": "share of the late requests that have media",
+    **{name: f"{name} per late request" for name in COUNTS},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +69,6 @@ class Finding:
     instance: str = ""
     instance_share: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
-
-
-# What a rule may ask of a finding, and what each is; all of late requests, typical ones beside them.
-FIGURES: Final[Mapping[str, str]] = {
-    "tokens_ratio": "median prompt of the late requests over that of the typical ones",
-    "cached_drop": "typical minus late share of prompt tokens found in the prefix cache",
-    "media_share": "share of the late requests that have media",
-    **{name: f"{name} per late request" for name in COUNTS},
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 """Put an explanation together: what happened, whose it was, what it was not, and what to change. Pure.
 
 Input: LateDifference and the rules. Output: Explanation, whose sentences have their numbers from the data;
-explanation_text.py prints it, explain_command.py asks.
+explanation_text.py prints it, commands/explain.py asks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from ttft_otel.explain.explain.cause_findings import (
     find_cached_share,
     find_prompt,
 )
-from ttft_otel.explain.explain.cause_rules import find_rule
+from ttft_otel.explain.explain.cause_rules import CauseRule, find_rule
 from ttft_otel.explain.explain.remedy_prediction import RemedyPrediction
-from ttft_otel.explain.explain.rule_shape import CauseRule
 from ttft_otel.explain.window.holding_work import HoldingWork
 from ttft_otel.explain.window.late_requests import UNUSUAL_RANK, ComparedRequests, compute_ttft
 from ttft_otel.explain.window.lost_requests import LostRequests
-from ttft_otel.explain.window.request_evidence import RequestEvidence
-from ttft_otel.explain.window.request_facts import MEDIA
+from ttft_otel.explain.window.request_facts import MEDIA, RequestEvidence
 from ttft_otel.model.stages import UNATTRIBUTED, WAIT_REASONS
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"

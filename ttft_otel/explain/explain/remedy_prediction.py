@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rule's setting would bring, from what-if: the window is replayed with it. Pure; needs numpy.
 
-Input: the rule and a Recording of the window. explain_command.py asks, with --predict.
+Input: the rule and a Recording of the window. commands/explain.py asks, with --predict.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.explain.explain.rule_shape import CauseRule
+from ttft_otel.explain.explain.cause_rules import CauseRule
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import Recording
 from ttft_otel.explain.whatif.what_if import predict_change
@@ -19,8 +19,8 @@ from ttft_otel.explain.whatif.window_check import CannotTellError
 from ttft_otel.model.names import keys
 
 KV_CACHE: Final = "KV cache"  # no flag of its own: memory and data type decide
-# Settings that a rule can try -> the resource attribute in which servers tell them.
-TOLD_SETTINGS: Final = {
+# Settings that a rule can try -> the resource attribute that has their value on servers' spans.
+SETTING_ATTRIBUTES: Final = {
     "--max-num-seqs": keys.ENGINE_MAX_SEQS,
     "--max-num-batched-tokens": keys.ENGINE_MAX_TOKENS,
     KV_CACHE: keys.ENGINE_KV_TOKENS,
@@ -75,7 +75,7 @@ def predict_remedy(
         raise CannotTellError(f"what-if has no model of the remedy for {rule.name}")
     flag, factor = rule.trial
     recorded = max(
-        (told.get(TOLD_SETTINGS[flag], 0) for told in recording.settings.values()), default=0
+        (told.get(SETTING_ATTRIBUTES[flag], 0) for told in recording.settings.values()), default=0
     )
     if not recorded:
         raise CannotTellError(

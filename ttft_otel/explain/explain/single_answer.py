@@ -12,8 +12,8 @@ from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.explanation_text import list_explanation
 from ttft_otel.explain.window.holding_work import read_holding
 from ttft_otel.explain.window.late_requests import NoExplanationError, choose_like
-from ttft_otel.explain.window.request_evidence import RequestEvidence, read_evidence
-from ttft_otel.explain.window.time_windows import TimeWindow
+from ttft_otel.explain.window.request_facts import RequestEvidence, read_evidence
+from ttft_otel.explain.window.window_reading import TimeWindow
 from ttft_otel.model.wait_reasons import WAIT_STAGES
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice, open_source
 from ttft_otel.report.report_types import Request

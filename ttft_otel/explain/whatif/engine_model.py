@@ -8,7 +8,7 @@ vLLM's own Scheduler, and with queueing theory.
 Running requests come first, in the order of their admission, then waiting ones, first come, first served.
 A prompt is only admitted when those before it have all of their tokens: so at most one running prompt
 is incomplete, the last one, and all others decode. That makes a step cost the same however many run.
-Where the size of the KV cache is known, blocks are waited for and requests preempted (kv_memory.py).
+Where the size of the KV cache is known, blocks are waited for and requests preempted (KvMemory).
 Not modelled: priorities, speculative decoding, LoRA.
 """
 
@@ -17,15 +17,230 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
-from ttft_otel.explain.whatif.engine_parts import (
-    EngineLimits,
-    QueuedPrompt,
-    Step,
-    StepLength,
-    StepTimer,
-)
-from ttft_otel.explain.whatif.kv_memory import KvMemory
+BLOCK_TOKENS: Final = 16  # of a KV block, where servers do not tell: vLLM's own default
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What vLLM's scheduler may put into a step.
+
+    max_batched_tokens: tokens of a step. max_items: media items that a step encodes, 0 without a limit.
+    chunked: a prompt may be computed in several steps. async_scheduling: the next step is composed
+    while one runs. kv_tokens: tokens that the KV cache holds, 0 where that is not known; block_tokens: of
+    one of its blocks; shares_blocks: requests share some, nobody knows how many: then all have enough.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_items: int = 0
+    chunked: bool = True
+    async_scheduling: bool = False
+    kv_tokens: int = 0
+    block_tokens: int = BLOCK_TOKENS
+    shares_blocks: bool = False
+
+
+@dataclass(slots=True)
+class QueuedPrompt:
+    """One request at one engine. Times are microseconds of the simulation.
+
+    tokens: to compute, those in the prefix cache are not among them. context: those in the cache.
+    items: media items to encode. output_tokens: that it generates; 0: it leaves `hold_us` after
+    its first token, as recorded, and `decode_steps` tells how many steps it was in until then.
+    done: called when its first token is there. left: called with the time at which its answer ends.
+    again: tokens that it had generated when it was preempted, which are computed again like its prompt.
+    blocks: of the KV cache that it holds before it decodes. ticket: of its decoding, -1 while it does not.
+    last_step: that it decodes in, 0 where that is not known before.
+    """
+
+    tokens: int
+    context: int = 0
+    items: int = 0
+    output_tokens: int = 1
+    hold_us: int = 0
+    done: Callable[[QueuedPrompt], None] | None = None
+    left: Callable[[int], None] | None = None
+    arrived: int = 0
+    scheduled: int = 0
+    computed: int = 0
+    chunks: int = 0
+    first_token: int = 0
+    last_token: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    decode_steps: int = 0
+    again: int = 0
+    blocks: int = 0
+    ticket: int = -1
+    preemptions: int = 0
+    is_running: bool = False
+    queue: int = 0
+    dispatch: int = 0
+    encoder: int = 0
+    compute: int = 0
+    stall: int = 0
+    sample: int = 0
+    step_tokens: int = 0
+    chunk_end: int = 0
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens to compute until the next one can be sampled."""
+        return self.tokens + self.again
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of the engine.
+
+    scheduled: when, in us. parts: prompts, and how many tokens of each. decodes: requests that generate one
+    token. tokens: of both together. pairs: of tokens that attention compares. items: media items to encode.
+    completed: prompts whose last part this is.
+    """
+
+    number: int
+    scheduled: int
+    parts: list[tuple[QueuedPrompt, int]]
+    decodes: int
+    tokens: int = 0
+    pairs: int = 0
+    items: int = 0
+    completed: list[QueuedPrompt] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepLength:
+    """How long the parts of a step take, microseconds, in this order; `gap` lies between two steps."""
+
+    lead: int
+    encoder: int
+    forward: int
+    sample: int
+    gap: int
+
+
+class StepTimer(Protocol):
+    """Says how long steps take; step_time.StepTimes, or a test's."""
+
+    wake_us: int  # from an arrival at an idle engine to its first schedule()
+
+    def measure_step(self, step: Step) -> StepLength:
+        """The length of a step that has been composed."""
+        ...
+
+
+class KvMemory:
+    """The KV blocks of one engine: who has how many, and who is preempted when a step has too few.
+
+    As in vLLM: a running request takes a block when its tokens reach one; where none is free the request that
+    was admitted last gives all of its own back, and is computed again. A waiting one needs blocks for its
+    whole prompt. Steps in which enough is free cost the same however many requests run.
+    Not modelled: blocks that several requests share; cached tokens count for each of them.
+
+    free: blocks that nobody has. running: requests in the order of their admission; of all but an incomplete
+    one a token is computed in each step. preemptions: so far.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.block_tokens = max(limits.block_tokens, 1)
+        # One of vLLM's blocks is a placeholder, which is given to nobody.
+        self.free = max(limits.kv_tokens // self.block_tokens - 1, 0)
+        self.running: list[QueuedPrompt] = []
+        self.preemptions = 0
+        self._starts = [0] * self.block_tokens  # decoding requests, by the steps that need a block
+
+    def has_room(self, prompt: QueuedPrompt) -> bool:
+        """Whether a waiting prompt finds blocks for all that is to be computed."""
+        return self._count_blocks(prompt.context + prompt.to_compute) <= self.free
+
+    def admit(self, prompt: QueuedPrompt) -> None:
+        """A prompt begins to run; its chunks take their blocks."""
+        self.running.append(prompt)
+
+    def take_chunk(self, prompt: QueuedPrompt) -> None:
+        """Blocks for what `prompt.computed` says by now."""
+        needed = self._count_blocks(prompt.context + prompt.computed)
+        self.free -= needed - prompt.blocks
+        prompt.blocks = needed
+
+    def begin_decoding(self, prompt: QueuedPrompt) -> None:
+        """From the step after `prompt.first_step` on it has one token in each."""
+        self._starts[self._find_start(prompt)] += 1
+
+    def end_decoding(self, prompt: QueuedPrompt) -> None:
+        """It is in no further step."""
+        self._starts[self._find_start(prompt)] -= 1
+
+    def release(self, prompt: QueuedPrompt, number: int) -> None:
+        """An answer has ended in step `number`, or its request was preempted before the next one."""
+        self.running.remove(prompt)
+        self.free += self.count_held(prompt, number)
+        prompt.blocks = 0
+
+    def count_held(self, prompt: QueuedPrompt, number: int) -> int:
+        """The blocks that it holds after step `number`."""
+        if prompt.ticket < 0:
+            return prompt.blocks
+        decoded = min(number, prompt.last_step or number) - prompt.first_step
+        return self._count_blocks(prompt.context + prompt.to_compute + decoded)
+
+    def make_room(
+        self,
+        number: int,
+        incomplete: QueuedPrompt | None,
+        left: int,
+        preempt: Callable[[QueuedPrompt, int], None],
+    ) -> bool:
+        """Give the running requests their blocks for step `number`; False where somebody was preempted.
+
+        incomplete: the one with a chunk to come, `left` tokens at most; it takes them by itself.
+        """
+        starting, chunk = self._starts[number % self.block_tokens], 0
+        if incomplete is not None:
+            chunk = self._count_chunk(incomplete, left)
+        if starting + chunk <= self.free:
+            self.free -= starting
+            return True
+        at = 0
+        while at < len(self.running):
+            prompt = self.running[at]
+            is_decoding = prompt.ticket >= 0
+            needed = self._count_needed(prompt, number) if is_decoding else chunk
+            while needed > self.free and prompt.is_running:
+                self.preemptions += 1
+                # Those that have their blocks for this step come before it; some others have taken
+                # their last step, and leave when it ends.
+                last = next(
+                    each for each in reversed(self.running) if number <= (each.last_step or number)
+                )
+                preempt(last, number)
+            if not prompt.is_running:
+                break
+            if is_decoding:
+                self.free -= needed
+            at += 1
+        return False
+
+    def _count_needed(self, prompt: QueuedPrompt, number: int) -> int:
+        """Blocks that a decoding request needs for its token of step `number`."""
+        if prompt.last_step and number > prompt.last_step:
+            return 0
+        return int(self._find_start(prompt) == number % self.block_tokens)
+
+    def _count_chunk(self, prompt: QueuedPrompt, left: int) -> int:
+        taken = min(prompt.to_compute - prompt.computed, max(left, 0))
+        return self._count_blocks(prompt.context + prompt.computed + taken) - prompt.blocks
+
+    def _find_start(self, prompt: QueuedPrompt) -> int:
+        """The steps, modulo a block's tokens, in which a decoding request needs a block."""
+        return (prompt.first_step + 1 - prompt.context - prompt.to_compute) % self.block_tokens
+
+    def _count_blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
 
 Schedule = Callable[[int, Callable[[int], None]], None]
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from ttft_otel.explain.whatif.engine_model import EngineModel
-from ttft_otel.explain.whatif.engine_parts import EngineLimits, QueuedPrompt
+from ttft_otel.explain.whatif.engine_model import EngineLimits, EngineModel, QueuedPrompt
 from ttft_otel.explain.whatif.replay_facts import MODELLED_STAGES, EngineVisit, ReplayRequest
 from ttft_otel.explain.whatif.step_fit import StepTimes
 from ttft_otel.model.endpoints import COMPLETIONS_PATH

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy
 
-from ttft_otel.explain.whatif.engine_parts import Step, StepLength
+from ttft_otel.explain.whatif.engine_model import Step, StepLength
 from ttft_otel.explain.whatif.replay_facts import EngineVisit
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]

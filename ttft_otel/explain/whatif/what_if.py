@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ttft_otel.explain.whatif import memory_check, token_time, window_check
-from ttft_otel.explain.whatif.engine_parts import BLOCK_TOKENS, EngineLimits
+from ttft_otel.explain.whatif import what_if_figures, window_check
+from ttft_otel.explain.whatif.engine_model import BLOCK_TOKENS, EngineLimits
 from ttft_otel.explain.whatif.fleet_model import FleetModel, FleetPlan, PlannedEngine
 from ttft_otel.explain.whatif.planned_change import PlannedChange
 from ttft_otel.explain.whatif.replay_facts import EngineVisit, Recording, ReplayRequest
@@ -103,18 +103,18 @@ def predict_change(
     """
     limits = {name: read_limits(told, given) for name, told in recording.settings.items()}
     window_check.check_window(recording, limits)
-    memory_check.check_sizes(recording.requests, limits)
+    window_check.check_sizes(recording.requests, limits)
     fleet = learn_answers(settle_memory(build_fleet(recording, limits)))
     fit = fit_steps(fleet.main_visits, is_async(fleet))
     window_check.check_change(recording, fit, change)
     # Without noise: what is refused does not depend on chance.
     plain, other = (replay(fleet, each, None, 0) for each in (PlannedChange(), change))
     window_check.check_replay(recording, plain)
-    warnings = memory_check.check_memory(plain, other)
+    warnings = window_check.check_memory(plain, other)
     warnings += window_check.check_outcome(plain, other, fit)
     notes = window_check.list_notes(fleet.requests, fit, change, fleet.policy)
-    notes += memory_check.list_memory_notes(plain, other)
-    timed = token_time.list_timed(fleet.requests)
+    notes += window_check.list_memory_notes(plain, other)
+    timed = what_if_figures.list_timed(fleet.requests)
     replays, changed = [collect(plain, timed)], [collect(other, timed)]
     track(1)
     draws = random.Random(seed)
@@ -127,7 +127,7 @@ def predict_change(
     if window_check.is_disturbed(fit):
         calm = collect(replay(replace(fleet, is_calm=True), change, None, 0), timed)
     recorded = collect_stages([each.stages for each in fleet.requests])
-    recorded = token_time.add_recorded(recorded, fleet.requests, timed)
+    recorded = what_if_figures.add_recorded(recorded, fleet.requests, timed)
     figures = build_figures(recorded, replays, changed, calm)
     errors: dict[str, tuple[float, ...]] = {
         name: tuple(each.replayed / each.recorded - 1 for each in figures[name])
@@ -136,8 +136,8 @@ def predict_change(
     }
     window_check.check_errors(errors[TTFT])
     tokens = figures.pop(TOKEN_TIME, ())
-    if tokens and not token_time.is_known(errors):
-        notes.append(token_time.describe_miss(errors[TOKEN_TIME]))
+    if tokens and not what_if_figures.is_known(errors):
+        notes.append(what_if_figures.describe_miss(errors[TOKEN_TIME]))
         tokens = ()
     return Prediction(
         requests=len(fleet.requests),
@@ -156,7 +156,7 @@ def predict_change(
 def collect(model: FleetModel, timed: Sequence[int]) -> dict[str, Array]:
     """A replay's lengths by stage, and its times per output token. timed: requests that tell these."""
     columns = collect_stages([each.stages for each in model.replayed])
-    return token_time.add_replayed(columns, model, timed)
+    return what_if_figures.add_replayed(columns, model, timed)
 
 
 def settle_memory(fleet: Fleet) -> Fleet:
@@ -164,7 +164,7 @@ def settle_memory(fleet: Fleet) -> Fleet:
     if not any(each.kv_tokens for each in fleet.limits.values()):
         return fleet
     plain = replay(learn_answers(fleet), PlannedChange(), None, 0)
-    if not memory_check.shares_blocks(fleet.requests, plain):
+    if not window_check.shares_blocks(fleet.requests, plain):
         return fleet
     limits = {name: replace(each, shares_blocks=True) for name, each in fleet.limits.items()}
     return replace(fleet, limits=limits)
@@ -210,10 +210,10 @@ def learn_answers(fleet: Fleet) -> Fleet:
     outputs = [count or step + 1 for count, step in zip(fleet.outputs, steps, strict=True)]
     learned = replace(fleet, outputs=tuple(outputs), decode_factor=factor if any(known) else 1.0)
     # Better than from whole answers, whose ends are seen late: from the time between two tokens.
-    timed = token_time.list_timed(fleet.requests)
+    timed = what_if_figures.list_timed(fleet.requests)
     for _ in range(DECODE_ROUNDS if timed else 0):
         model = replay(learned, PlannedChange(), None, 0)
-        factor = learned.decode_factor * token_time.compare_mean(fleet.requests, model, timed)
+        factor = learned.decode_factor * what_if_figures.compare_mean(fleet.requests, model, timed)
         learned = replace(learned, decode_factor=factor)
     return learned
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who held late requests while they waited: kinds of work, and the requests that held most of them longest.
 
-Kinds are in RequestEvidence; holders are links of the queues' spans, which stored_holders.py keeps as
-an attribute. single_answer.py and explain_command.py ask; explanation_text.py tells.
+Kinds are in RequestEvidence; holders are links of the queues' spans, which span_conversion.py keeps as
+an attribute. single_answer.py and commands/explain.py ask.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ttft_otel.explain.window.request_evidence import RequestEvidence
+from ttft_otel.explain.window.request_facts import RequestEvidence
 from ttft_otel.model.names import span_names
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store.stored_holders import read_holders
+from ttft_otel.report.store.span_conversion import read_holders
 
 MAX_READ: Final = 50  # late requests whose spans are read for their holders, the longest first
 MAX_HOLDERS: Final = 5

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.explain.window.request_evidence import RequestEvidence
-from ttft_otel.explain.window.request_strata import describe_request
+from ttft_otel.explain.window.request_facts import RequestEvidence, describe_request
 from ttft_otel.model.statistics import compute_quantile
 
 MIN_WINDOW: Final = 20  # requests; with fewer there is no p99, and no usual length of a stage

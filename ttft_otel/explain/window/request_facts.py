@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the analyses need of a request: its stages, its size, and the attributes to group it by.
+"""What the analyses need of a request: stages, size, attributes, why each stage waited and where it ran.
 
-Read from the embedded store, or from Tempo; stage_difference.py and the commands get it.
+Read from the embedded store, or from Tempo. stage_difference.py gets RequestFacts, which are put into strata
+so that like is compared with like; late_requests.py and cause_findings.py get RequestEvidence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
-from ttft_otel.report.assemble.clock_errors import find_clock_error
+from ttft_otel.report.assemble.summary import find_clock_error
+from ttft_otel.report.assemble.wait_lines import list_wait_reasons
 from ttft_otel.report.breakdown_source import BreakdownSource
-from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.report_types import Leg, Request, StoredSpan
 
 TEXT, MEDIA = "text", "media"
 ENCODER_STAGE: Final = "encoder.compute"
+HOP: Final = "router.hop."
+# Figures of a request beside its stages: what cause_rules.py asks for -> the attribute that has it.
+COUNTS: Final[Mapping[str, str]] = {
+    "preemptions": keys.PREEMPTIONS,
+    "chunks": keys.PREFILL_CHUNKS,
+    "recomputed_items": keys.EC_RECOMPUTED_ITEMS,
+}
+MIN_PER_WINDOW: Final = 5  # requests of each window in a stratum; with fewer a coarser one is used
+UNMATCHED: Final = "unmatched"  # the stratum of requests whose kind a window has too few of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +41,7 @@ class RequestFacts:
     tokens: of the prompt; cached: of these, found in the prefix cache; 0 where not told.
     kind: TEXT, or MEDIA where an encoder ran for it or media came from elsewhere.
     group: the value of the attribute that was asked for, "" without. model: "" where it is not told.
-    clock_error_us: by how much the boundaries of its stages may be off, see clock_errors.py.
+    clock_error_us: by how much the boundaries of its stages may be off, see summary.py.
     """
 
     request_id: str
@@ -101,3 +114,142 @@ def read_count(span: StoredSpan, name: str) -> int:
     value = span.attributes.get(name)
     # Spans may come from anybody; and True is an int to Python, but no count.
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvidence:
+    """One request with a first token.
+
+    legs: IDs of the spans that have its stages. closed: these add up to its TTFT, in every leg. reasons:
+    microseconds by reason, of stages that wait. instances: where a stage ran. counts: by the names of COUNTS.
+    held: microseconds of waiting by the kind of work that the engine did meanwhile (stages.HOLDING_KINDS).
+    """
+
+    facts: RequestFacts
+    trace_id: str
+    closed: bool
+    reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    instances: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    legs: frozenset[str] = frozenset()
+
+
+def read_evidence(
+    opened: BreakdownSource, requests: Iterable[Request]
+) -> Iterator[RequestEvidence]:
+    """The evidence of those `requests` that got a first token, in their order."""
+    for request in requests:
+        # A failed request has no first token; a pending one lacks the span that has the sum.
+        if not request.error and not request.pending:
+            yield build_evidence(request, opened.find_trunks(request.trace_id))
+
+
+def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvidence:
+    """Join `request` with the attributes of its `ttft` and `encode` spans."""
+    legs = frozenset(leg.span_id for leg in request.legs)
+    spans = [span for span in trunks if span.span_id in legs]
+    reasons = {name: dict(list_wait_reasons(request, name)) for name in request.stages}
+    places = {name: find_instance(request, name) for name in request.stages}
+    return RequestEvidence(
+        facts=build_facts(request, trunks),
+        trace_id=request.trace_id,
+        closed=request.closed,
+        legs=legs,
+        reasons={name: found for name, found in reasons.items() if found},
+        instances={name: place for name, place in places.items() if place},
+        # Legs that ran side by side each tell their own.
+        counts={
+            count: sum(read_count(span, attribute) for span in spans)
+            for count, attribute in COUNTS.items()
+        },
+        held={
+            kind: us
+            for kind in stages.HOLDING_KIND_NAMES
+            if (us := sum(read_count(span, keys.name_held_attribute(kind)) for span in spans))
+        },
+    )
+
+
+def find_instance(request: Request, stage: str) -> str:
+    """The service.instance.id of the server that had `stage`; "" where it is not told."""
+    if stage.startswith(HOP):
+        # A hop's time passes on the way to its leg, and in that leg's accept queue.
+        return name_instance(request.find_leg(stage.removeprefix(HOP)))
+    if stage in stages.ROUTER_STAGES:
+        return name_instance(request.router)
+    role = stages.find_leg(stage)
+    if role:
+        return name_instance(request.find_leg(role))
+    return name_instance(request.legs[-1] if request.legs else None)
+
+
+def name_instance(leg: Leg | None) -> str:
+    """A leg's instance; "" without one."""
+    return leg.instance if leg is not None else ""
+
+
+def assign_strata(
+    a: Sequence[RequestFacts], b: Sequence[RequestFacts]
+) -> tuple[list[Hashable], list[Hashable]]:
+    """The stratum of each request of `a` and of `b`, in their order.
+
+    A stratum is a model, a kind of request, a size of prompt (to a factor of two) and a share of cached
+    tokens. Where either window has too few of one, the cached share is left out, then the size; what is
+    still left joins the stratum of its model and kind that is nearest in size. Windows without a common
+    model are two models compared, or one under two names: then it does not count.
+    """
+    by_model = bool({each.model for each in a} & {each.model for each in b})
+    found_a: list[Hashable] = [UNMATCHED] * len(a)
+    found_b: list[Hashable] = [UNMATCHED] * len(b)
+    left_a, left_b = list(range(len(a))), list(range(len(b)))
+    # From fine to coarse: whoever finds enough of its like early is compared most closely.
+    for detail in (3, 2, 1):
+        labels_a = {index: describe_request(a[index], detail, by_model) for index in left_a}
+        labels_b = {index: describe_request(b[index], detail, by_model) for index in left_b}
+        count_a, count_b = Counter(labels_a.values()), Counter(labels_b.values())
+        enough = {
+            label
+            for label in count_a
+            # Both windows need enough: a mean of two or three requests would pass for a change.
+            if min(count_a[label], count_b.get(label, 0)) >= MIN_PER_WINDOW
+        }
+        for labels, found, left in ((labels_a, found_a, left_a), (labels_b, found_b, left_b)):
+            for index, label in labels.items():
+                if label in enough:
+                    found[index] = label
+                    left.remove(index)
+    # Those of A suffice: a stratum is used only if both windows have it.
+    used = {label for label in found_a if isinstance(label, tuple)}
+    for window, found, left in ((a, found_a, left_a), (b, found_b, left_b)):
+        for index in left:
+            found[index] = find_nearest(window[index], used, by_model)
+    return found_a, found_b
+
+
+def find_nearest(
+    facts: RequestFacts, used: set[tuple[Hashable, ...]], by_model: bool = False
+) -> Hashable:
+    """The stratum of `used` of the same kind that is nearest in size; UNMATCHED without one."""
+    size = facts.tokens.bit_length()
+    (kind,) = describe_request(facts, 1, by_model)
+    distances = {
+        label: abs(size - label[1]) if len(label) > 1 and isinstance(label[1], int) else 0
+        for label in used
+        if label[0] == kind
+    }
+    return min(distances, key=lambda label: (distances[label], str(label)), default=UNMATCHED)
+
+
+def describe_request(
+    facts: RequestFacts, detail: int, by_model: bool = False
+) -> tuple[Hashable, ...]:
+    """The label of a request's stratum.
+
+    detail: 1 for the kind alone, 2 with the size of the prompt, 3 with the share of cached tokens.
+    by_model: kinds of two models are two kinds.
+    """
+    kind = (facts.kind, facts.model) if by_model else facts.kind
+    share = facts.cached / facts.tokens if facts.tokens else 0.0
+    # Thirds: a prompt is mostly computed, partly, or mostly found in the cache.
+    return (kind, facts.tokens.bit_length(), min(int(share * 3), 2))[:detail]

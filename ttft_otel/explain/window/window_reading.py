@@ -1,20 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a window's requests for a command: its option, a progress bar, and a note where it is too long."""
+"""Read a window's requests for a command: its option (`2h..1h`), a progress bar, a note if it is too long."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
 
 import click
 from rich import progress
 from rich.console import Console
 
 from ttft_otel.explain.whatif.replay_facts import FindSpans
-from ttft_otel.explain.window.time_windows import TimeWindow, parse_window
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store.database_reader import MAX_REQUESTS, RequestFilter
+
+UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+AGO_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+CLOCK_PATTERN: Final = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
+WINDOW_HELP: Final = (
+    "SINCE..UNTIL; each is a time ago (90s, 15m, 2h, 1d), a clock time (14:05) or an ISO 8601 moment. "
+    "Without UNTIL: until now."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """Requests that began in [since_ns, until_ns), Unix nanoseconds."""
+
+    since_ns: int
+    until_ns: int
+
+
+def parse_window(text: str, now: datetime) -> TimeWindow:
+    """The window that `text` names, see WINDOW_HELP.
+
+    now: with its time zone, in which clock times are read. Raises ValueError with a sentence.
+    """
+    # Two dots, because ISO 8601 moments and clock times already have "-" and ":" in them.
+    since_text, dots, until_text = text.partition("..")
+    since = parse_moment(since_text, now)
+    # `now` is the same for both ends: 1h..30m is half an hour, however long parsing takes.
+    until = parse_moment(until_text, now) if dots and until_text else now
+    if since >= until:
+        raise ValueError(f"{text!r} ends before it begins")
+    return TimeWindow(to_ns(since), to_ns(until))
+
+
+def parse_moment(text: str, now: datetime) -> datetime:
+    """One moment. Raises ValueError with a sentence."""
+    text = text.strip()
+    try:
+        if ago := AGO_PATTERN.fullmatch(text):
+            return now - timedelta(seconds=float(ago[1]) * UNIT_SECONDS[ago[2]])
+        if CLOCK_PATTERN.fullmatch(text):
+            clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M")
+            moment = now.replace(
+                hour=clock.hour, minute=clock.minute, second=clock.second, microsecond=0
+            )
+            # Shortly after midnight, 23:50 is yesterday's.
+            return moment if moment <= now else moment - timedelta(days=1)
+        moment = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):  # years before the first one are none
+        raise ValueError(f"{text!r} is not a time: 15m, 2h, 14:05 or 2026-01-31T14:05") from None
+    # Without a zone it is the reader's own time, as a clock time is.
+    return moment if moment.tzinfo else moment.replace(tzinfo=now.tzinfo)
+
+
+def to_ns(moment: datetime) -> int:
+    """Unix nanoseconds; exact to the microsecond, which a float of seconds is not."""
+    epoch = datetime.fromtimestamp(0, moment.tzinfo)
+    return (moment - epoch) // timedelta(microseconds=1) * 1000
 
 
 def parse_window_option(text: str) -> TimeWindow:

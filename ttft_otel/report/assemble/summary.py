@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""p50, p95, p99 and mean of every stage over many requests; for pages, terminal and JSON.
+"""p50, p95, p99 and mean of every stage over many requests, and what a reader should know of them.
 
 Percentiles interpolate linearly between the two nearest ranks (numpy's default method, "linear").
 A stage's percentiles are over the requests that had it; its mean is over all requests, so that the
-means of all stages and of the unattributed time add up to the mean TTFT.
+means of all stages and of the unattributed time add up to the mean TTFT. Two sentences stand below the
+figures of pages and terminal: by how much marks may be off that were not taken by a server's own clock, and
+which media items were encoded again although an encoder had encoded them for the same request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ttft_otel.model import palette
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import compute_quantiles
-from ttft_otel.report.assemble.clock_errors import find_clock_error
-from ttft_otel.report.assemble.recomputed_counts import RecomputedCount, collect_recomputed
 from ttft_otel.report.report_types import Request
+
+NOTABLE_ERROR_US: Final = 200
+REMEDY_PAGE: Final = "docs/router.md#encoder-cache-parameters"
+MAX_NAMED_INSTANCES: Final = 4  # instances named in the sentence, those with the most items
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +104,61 @@ def summarize_values(name: str, values: Sequence[int], requests: int = 0) -> Sum
     p50, p95, p99 = (round(each / 1000, 3) for each in compute_quantiles(values, (0.5, 0.95, 0.99)))
     mean = round(sum(values) / max(1, requests or len(values)) / 1000, 3)
     return SummaryLine(name, len(values), p50, p95, p99, mean)
+
+
+def find_clock_error(requests: Iterable[Request]) -> int:
+    """The greatest clock error of `requests`, in microseconds; 0 when none is worth a word."""
+    # The worst of all: the sentence is about any boundary on the page.
+    error_us = max((leg.clock_error_us for each in requests for leg in each.legs), default=0)
+    return error_us if error_us > NOTABLE_ERROR_US else 0
+
+
+def describe_clock_error(error_us: int) -> str:
+    """The error in one sentence; "" for 0."""
+    if not error_us:
+        return ""
+    return (
+        f"boundaries of the workers' stages are up to {error_us / 1000:.1f} ms off "
+        "(ttft.clock_error_us): see docs/reference/device-clock.md"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedCount:
+    """Number of media items that one instance encoded again.
+
+    instance: its service.instance.id, "" when unknown.
+    """
+
+    role: str
+    instance: str
+    items: int
+
+
+def collect_recomputed(requests: Iterable[Request]) -> tuple[RecomputedCount, ...]:
+    """Add up the items of `requests` by instance, the most items first; () without any."""
+    items: Counter[tuple[str, str]] = Counter()
+    for request in requests:
+        for leg in request.legs:
+            if leg.recomputed_items:
+                items[leg.role, leg.instance] += leg.recomputed_items
+    return tuple(RecomputedCount(*place, count) for place, count in items.most_common())
+
+
+def describe_recomputed(counts: Sequence[RecomputedCount]) -> str:
+    """`counts` in one sentence, with the page that has the remedy; "" when there are none."""
+    if not counts:
+        return ""
+    total = sum(each.items for each in counts)
+    instances = [
+        f"{each.role} ({each.instance})" if each.instance else each.role
+        for each in counts[:MAX_NAMED_INSTANCES]
+    ]
+    if len(counts) > MAX_NAMED_INSTANCES:
+        instances.append(f"{len(counts) - MAX_NAMED_INSTANCES} more")
+    items = "media item was" if total == 1 else "media items were"
+    them = "it" if total == 1 else "them"
+    return (
+        f"{total} {items} encoded again on {', '.join(instances)} although an encoder had encoded {them}: "
+        f"see {REMEDY_PAGE}"
+    )

@@ -4,14 +4,18 @@
 It answers with success once the batch is on disk. For temporary conditions (disk full, database
 locked, queue or memory full) it answers UNAVAILABLE or 503, upon which OTLP exporters retry. Both
 protocols run on one event loop, where a sender that waits costs no thread; threads decode batches.
+The bytes of all bodies are bounded from
+the first one until the batch is stored, and a body is decompressed within a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,10 +28,16 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 from starlette.requests import ClientDisconnect
 
-from ttft_otel.report.receive import body_decoding, otlp_decoder
-from ttft_otel.report.receive.body_budget import BodyBudget, BodyBudgetError, HeldBody
+from ttft_otel.http.byte_budget import ByteBudget
+from ttft_otel.report.receive import otlp_decoder
 from ttft_otel.report.store.span_store import SpanStore, StoreUnavailableError
 
+# Of one export, compressed or not: gRPC's own default. The SDK's largest have 1 MB.
+MAX_BODY_BYTES: Final = 4 << 20
+MAX_GZIP_MEMBERS: Final = 64  # each of them copies the rest of the body
+# zlib's wbits: 15 is the largest window; 16 more selects gzip's header.
+_BITS: Final = {"gzip": 31, "deflate": 15}
+MAX_BODIES_BYTES: Final = 64 << 20  # of all bodies together
 PROTOBUF_TYPE: Final = "application/x-protobuf"
 JSON_TYPE: Final = "application/json"
 OTLP_TRACE_SERVICE: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -38,7 +48,108 @@ MAX_DECODING: Final = 2  # bodies decoded at once; a decoded batch takes many ti
 MAX_ARRIVING_RPCS: Final = 32  # gRPC messages awaited at once: the oldest one gives way to the next
 MAX_GRPC_CONNECTIONS: Final = 256
 RETRY_AFTER_S: Final = "2"  # header value
-BAD_BODIES: Final = (body_decoding.BodyEncodingError, otlp_decoder.OtlpDecodeError)
+
+
+class BodyTooLargeError(Exception):
+    """A body with more bytes than the limit."""
+
+
+class BodyEncodingError(Exception):
+    """A body that does not match its Content-Encoding, or an encoding that is not supported."""
+
+
+def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> bytes:
+    """Decompress a body. Raises BodyTooLargeError or BodyEncodingError.
+
+    encoding: Content-Encoding; "" and "identity" are uncompressed. limit: bytes of the result.
+    """
+    coding = encoding.strip().lower()
+    if coding in ("", "identity"):
+        if len(data) > limit:
+            raise BodyTooLargeError(f"more than {limit} bytes")
+        return data
+    # OTLP names gzip only; deflate costs nothing more.
+    if coding not in _BITS:
+        raise BodyEncodingError(
+            f"Content-Encoding {coding!r} is not supported; use gzip, deflate or none"
+        )
+    plain = bytearray()
+    members = 0
+    while data:  # a gzip body may consist of several members
+        members += 1
+        if members > MAX_GZIP_MEMBERS:
+            raise BodyEncodingError(f"{coding} has more than {MAX_GZIP_MEMBERS} members")
+        stream = zlib.decompressobj(_BITS[coding])
+        try:
+            # One byte more than allowed tells that there is more, without unpacking it.
+            plain += stream.decompress(data, limit + 1 - len(plain))
+        except zlib.error as error:
+            raise BodyEncodingError(f"not {coding}: {error}") from error
+        if len(plain) > limit:
+            raise BodyTooLargeError(f"more than {limit} bytes when unpacked")
+        # Cut off in transit: half of a batch must not be confirmed as all of it.
+        if not stream.eof:
+            raise BodyEncodingError(f"{coding} ends too early")
+        data = stream.unused_data
+    return bytes(plain)
+
+
+class BodyBudgetError(Exception):
+    """This body had to give way: the sender should retry."""
+
+
+class HeldBody:
+    """One body. `data` is what has arrived; its bytes are counted until `held_bytes` are released."""
+
+    __slots__ = ("data", "has_given_way", "held_bytes")
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.has_given_way = False
+        self.held_bytes = 0
+
+
+class BodyBudget:
+    """The bodies in memory; used on one event loop."""
+
+    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._arriving: dict[HeldBody, None] = {}  # oldest first
+        self._bytes: ByteBudget[HeldBody] = ByteBudget(max_bytes, self._arriving)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all bodies together."""
+        return self._bytes.held_bytes
+
+    @contextmanager
+    def hold_body(self) -> Iterator[HeldBody]:
+        """A new body, whose bytes are given back at the end."""
+        body = HeldBody()
+        self._arriving[body] = None
+        try:
+            yield body
+        finally:
+            self.complete_body(body)
+            self._bytes.release(body)
+            body.data = bytearray()
+
+    def extend_body(self, body: HeldBody, chunk: bytes) -> None:
+        """Append `chunk`. Raises BodyBudgetError when this body gave way, now or earlier."""
+        if not body.has_given_way:
+            for each in self._bytes.add_bytes(body, len(chunk)):
+                each.has_given_way, each.data = True, bytearray()
+                self.complete_body(each)
+        if body.has_given_way:
+            raise BodyBudgetError("too many bytes of other exports are arriving")
+        body.data += chunk
+
+    def complete_body(self, body: HeldBody) -> None:
+        """Nothing more of `body` will arrive: it is being decoded and cannot give way. Idempotent."""
+        self._arriving.pop(body, None)
+
+
+BAD_BODIES: Final = (BodyEncodingError, otlp_decoder.OtlpDecodeError)
 UNAVAILABLE: Final = (StoreUnavailableError, BodyBudgetError, asyncio.TimeoutError)
 
 
@@ -76,7 +187,7 @@ class Receiver:
             try:
                 self._budget.extend_body(body, await self._read_message(messages))
                 return (await self._store_body(body, "", False)).SerializeToString()
-            except body_decoding.BodyTooLargeError as error:
+            except BodyTooLargeError as error:
                 self.counts["large"] += 1
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except BAD_BODIES as error:
@@ -104,17 +215,17 @@ class Receiver:
                 self.counts["bad"] += 1
                 text = "the body did not arrive in time"
                 return _build_error(408, code_pb2.DEADLINE_EXCEEDED, text, kind)
-            except (body_decoding.BodyTooLargeError, BodyBudgetError, ClientDisconnect) as error:
+            except (BodyTooLargeError, BodyBudgetError, ClientDisconnect) as error:
                 return self._refuse(error, kind)
             try:
                 encoding = request.headers.get("content-encoding", "")
                 answer = await self._store_body(body, encoding, kind == JSON_TYPE)
-            except (body_decoding.BodyTooLargeError, *BAD_BODIES, *UNAVAILABLE) as error:
+            except (BodyTooLargeError, *BAD_BODIES, *UNAVAILABLE) as error:
                 return self._refuse(error, kind)
             return Response(_serialize_message(answer, kind), media_type=kind)
 
     def _refuse(self, error: Exception, kind: str) -> Response:
-        if isinstance(error, body_decoding.BodyTooLargeError):
+        if isinstance(error, BodyTooLargeError):
             self.counts["large"] += 1
             return _build_error(413, code_pb2.RESOURCE_EXHAUSTED, str(error), kind)
         if isinstance(error, UNAVAILABLE):
@@ -156,10 +267,10 @@ class Receiver:
             # Who sends on after this is no OTLP exporter.
             if size > MAX_DRAINED_BYTES:
                 break
-            if size <= body_decoding.MAX_BODY_BYTES:
+            if size <= MAX_BODY_BYTES:
                 self._budget.extend_body(body, chunk)
-        if size > body_decoding.MAX_BODY_BYTES:
-            raise body_decoding.BodyTooLargeError(f"more than {body_decoding.MAX_BODY_BYTES} bytes")
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError(f"more than {MAX_BODY_BYTES} bytes")
 
     async def _store_body(self, body: HeldBody, encoding: str, as_json: bool) -> Message:
         """Decode and store one body; the answer. Raises BodyTooLargeError, BAD_BODIES or UNAVAILABLE."""
@@ -181,7 +292,7 @@ class Receiver:
 
     def _decode_body(self, data: bytes, encoding: str, as_json: bool) -> QueuedExport:
         """Decode a body and queue its spans in the store; runs in a thread."""
-        batch = otlp_decoder.chunk_export(body_decoding.unpack_body(data, encoding), as_json)
+        batch = otlp_decoder.chunk_export(unpack_body(data, encoding), as_json)
         self.counts["received"] += batch.accepted + batch.refused
         self.counts["refused"] += batch.refused
         stored = self.store.add_chunks(batch.chunks)
@@ -203,7 +314,7 @@ def create_grpc_server(receiver: Receiver) -> grpc.aio.Server:
     """The gRPC server, to be called on its event loop; the caller adds its port and starts it."""
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", body_decoding.MAX_BODY_BYTES),
+            ("grpc.max_receive_message_length", MAX_BODY_BYTES),
             ("grpc.so_reuseport", 0),  # a port that is in use is an error
             # Connections without calls must not use up the descriptors of the HTTP side.
             ("grpc.max_allowed_incoming_connections", MAX_GRPC_CONNECTIONS),

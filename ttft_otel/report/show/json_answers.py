@@ -12,8 +12,12 @@ from typing import Any
 
 from ttft_otel.model.ttft_report import StageSums, build_ttft_report, to_ms
 from ttft_otel.report.assemble import waterfall_rows
-from ttft_otel.report.assemble.recomputed_counts import RecomputedCount, collect_recomputed
-from ttft_otel.report.assemble.summary import Summary, SummaryLine
+from ttft_otel.report.assemble.summary import (
+    RecomputedCount,
+    Summary,
+    SummaryLine,
+    collect_recomputed,
+)
 from ttft_otel.report.report_types import SPAN_KINDS, Leg, Request, StoredSpan
 from ttft_otel.report.store.database_reader import StoredTrace
 

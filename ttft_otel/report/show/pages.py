@@ -19,9 +19,14 @@ from markupsafe import Markup
 from ttft_otel import __version__
 from ttft_otel.model import palette, stages
 from ttft_otel.report.assemble import waterfall_rows
-from ttft_otel.report.assemble.clock_errors import describe_clock_error, find_clock_error
-from ttft_otel.report.assemble.recomputed_counts import collect_recomputed, describe_recomputed
-from ttft_otel.report.assemble.summary import Summary, summarize
+from ttft_otel.report.assemble.summary import (
+    Summary,
+    collect_recomputed,
+    describe_clock_error,
+    describe_recomputed,
+    find_clock_error,
+    summarize,
+)
 from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace

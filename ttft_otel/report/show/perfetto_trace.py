@@ -4,20 +4,22 @@ arrows from the requests that held a queue to the one that waited in it.
 
 Input: StoredTraces of the database. Output: a document in the Trace Event format (JSON), which
 `ttft-otel report --perfetto FILE` writes and Perfetto's UI and chrome://tracing open. Pure.
+Requests that share an engine's step have the same forward or encoder pass in their stages; steps without a
+traced request's prompt or media items left no record, and are not drawn.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ttft_otel.model.names import span_names
-from ttft_otel.report.assemble import engine_steps, waterfall_rows
-from ttft_otel.report.assemble.engine_steps import StoredStep
+from ttft_otel.model.names import keys, span_names
+from ttft_otel.report.assemble import waterfall_rows
 from ttft_otel.report.assemble.waterfall_rows import WaterfallRow
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store import stored_holders
+from ttft_otel.report.store import span_conversion
 from ttft_otel.report.store.database_reader import StoredTrace
 
 Event = dict[str, Any]
@@ -26,6 +28,8 @@ ROLE_ORDER: Final = ("router", "encode", "prefill", "prefill_decode", "decode")
 
 # Numbers that no request's track reaches.
 STEP_TRACKS: Final = {"encode": 1_000_001, "forward": 1_000_002}
+PASSES: Final = {"encoder.compute": "encode", "prefill.compute": "forward"}
+MAX_REQUESTS: Final = 16  # of a step, that are named
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class TraceBuilder:
         spans: all drawn ones, by trace and span ID.
         """
         for (trace_id, span_id), span in spans.items():
-            for holder in stored_holders.read_holders(span.attributes):
+            for holder in span_conversion.read_holders(span.attributes):
                 cause = (holder.trace_id, holder.span_id)
                 if cause in self.places:
                     places = self.places[cause], self.places[trace_id, span_id]
@@ -207,7 +211,7 @@ def build_document(traces: Iterable[StoredTrace]) -> dict[str, Any]:
     for trace_id, row in found:
         builder.add_row(trace_id, row, spans.get((trace_id, row.span.parent_id)))
     builder.add_holders(spans)
-    builder.add_steps(engine_steps.find_steps(spans.values()))
+    builder.add_steps(find_steps(spans.values()))
     return {
         "displayTimeUnit": "ms",
         "otherData": {"start_unix_ns": str(builder.start_ns), "scope": span_names.SCOPE},
@@ -256,3 +260,62 @@ def rank_role(process: Process) -> int:
 def make_label(process: Process, track: int, kind: str, args: Event) -> Event:
     """A metadata event about a process or one of its tracks."""
     return {"ph": "M", "pid": process.number, "tid": track, "name": kind, "args": args}
+
+
+@dataclass(slots=True)
+class StoredStep:
+    """One pass of an instance, and what is known of it; times in Unix nanoseconds.
+
+    span: one of the spans that show it. request_ids: of the traced requests in it, `requests` many.
+    prompt_tokens: of those with one chunk. step_tokens: all of the step, 0 where no request tells.
+    """
+
+    word: str
+    span: StoredSpan
+    start_ns: int
+    end_ns: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    step_tokens: int = 0
+    request_ids: list[str] = field(default_factory=list)
+
+
+def find_steps(spans: Iterable[StoredSpan]) -> list[StoredStep]:
+    """The steps in `spans`, which may be of several traces, in the order of their begin."""
+    known = {(span.trace_id, span.span_id): span for span in spans}
+    passes: dict[tuple[str, str, str], list[StoredSpan]] = defaultdict(list)
+    for span in known.values():
+        if span.scope == span_names.SCOPE and span.name in PASSES and span.end_ns > span.start_ns:
+            instance = str(span.resource.get("service.instance.id") or "")
+            passes[span.service, instance, PASSES[span.name]].append(span)
+    steps: list[StoredStep] = []
+    for (_, _, word), found in passes.items():
+        step: StoredStep | None = None
+        for span in sorted(found, key=lambda each: each.start_ns):
+            # Passes of one worker follow each other: those that overlap are one.
+            if step is None or span.start_ns >= step.end_ns:
+                step = StoredStep(word, span, span.start_ns, span.end_ns)
+                steps.append(step)
+            step.end_ns = max(step.end_ns, span.end_ns)
+            _add_request(step, known.get((span.trace_id, span.parent_id)))
+    return sorted(steps, key=lambda each: each.start_ns)
+
+
+def _add_request(step: StoredStep, ttft: StoredSpan | None) -> None:
+    """Count the request whose `ttft` span is above one that shows the step."""
+    step.requests += 1
+    if ttft is None or not ttft.is_ttft_span:
+        return
+    if len(step.request_ids) < MAX_REQUESTS:
+        step.request_ids.append(str(ttft.attributes.get(keys.REQUEST_ID, "")))
+    own, total = (
+        ttft.attributes.get(name) for name in (keys.PREFILL_OWN_TOKENS, keys.PREFILL_STEP_TOKENS)
+    )
+    # Of several chunks only their sums are known.
+    if (
+        ttft.attributes.get(keys.PREFILL_CHUNKS) == 1
+        and isinstance(own, int)
+        and isinstance(total, int)
+    ):
+        step.prompt_tokens += own
+        step.step_tokens = max(step.step_tokens, total)

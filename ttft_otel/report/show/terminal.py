@@ -16,13 +16,15 @@ from rich.text import Text
 
 from ttft_otel.model import palette, stages
 from ttft_otel.report.assemble import waterfall_rows
-from ttft_otel.report.assemble.clock_errors import describe_clock_error, find_clock_error
-from ttft_otel.report.assemble.recomputed_counts import (
+from ttft_otel.report.assemble.summary import (
     RecomputedCount,
+    Summary,
     collect_recomputed,
+    describe_clock_error,
     describe_recomputed,
+    find_clock_error,
+    summarize,
 )
-from ttft_otel.report.assemble.summary import Summary, summarize
 from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
 from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.store.database_reader import StoredTrace

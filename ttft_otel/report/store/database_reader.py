@@ -16,7 +16,7 @@ from typing import Final
 from ttft_otel.report.assemble import request_assembly, time_before
 from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store import database_schema, retention
-from ttft_otel.report.store.request_rows import MAX_SEARCHED_CHARS
+from ttft_otel.report.store.span_rows import MAX_SEARCHED_CHARS
 from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, TraceReader
 
 ANSWER_ID_PREFIXES: Final = ("chatcmpl-", "cmpl-")  # vLLM puts them before the request ID

@@ -77,7 +77,7 @@ def chunk_raw_spans(
                             trunks[place] = span
             else:
                 for raw in part:
-                    # Nothing reads them: only our spans have holders there (stored_holders.py).
+                    # Nothing reads them: only our spans have holders there (span_conversion.py).
                     raw.ClearField("events")
                     raw.ClearField("links")
             ordered = _put_first(part, trunks)

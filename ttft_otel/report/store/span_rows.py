@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Insert chunks of spans as rows of the database, for span_store.py; trace_reader.py reads them.
+"""Insert chunks of spans, and rows of requests, into the database, for span_store.py.
 
 What many chunks repeat (resource, scope name) is one row of the table `shared`, which counts the chunks that
-refer to it and goes with the last of them.
+refer to it and goes with the last of them. The rows of `requests`, by which database_reader.py finds
+requests, are recomputed from the spans whenever a trace has got more of them, so that spans may arrive in any
+order. Their texts are cut: they are searched, and shown from the spans.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ttft_otel.report.report_types import StoredSpan
+from ttft_otel.report.assemble import request_assembly
+from ttft_otel.report.report_types import Request, StoredSpan
 from ttft_otel.report.store.span_chunks import SpanChunk, select_places, split_ids
+from ttft_otel.report.store.trace_reader import TraceReader
 
 MAX_TRACE_SPANS: Final = 20_000  # spans of one trace; more are refused and counted
 MAX_SQL_VARIABLES: Final = 500  # of one SQL statement; all SQLite versions allow 999
 _DIGEST_BYTES: Final = 16
+MAX_SEARCHED_CHARS: Final = 200  # of a request ID, model, error or list of roles
 
 
 class InsertOutcome(NamedTuple):
@@ -195,3 +200,49 @@ def _keep_new(
             places.append(place)
     outcome = InsertOutcome(len(places), size - len(places) - refused, refused)
     return select_places(chunk, places) if places else chunk, outcome
+
+
+def write_requests(
+    connection: sqlite3.Connection, traces: Iterable[tuple[bytes, TouchedTrace]]
+) -> None:
+    """Replace the request rows of these traces, which are named by their IDs."""
+    rows: list[tuple[object, ...]] = []
+    for trace_id, trace in traces:
+        if not _can_change(trace):
+            continue
+        requests = _assemble_trace(connection, trace_id.hex(), trace)
+        if trace.old_trunks:
+            # All anew: one more leg can change how requests are divided.
+            connection.execute("DELETE FROM requests WHERE trace=?", (trace.number,))
+        rows += [_make_row(trace.number, place, each) for place, each in enumerate(requests)]
+    connection.executemany(
+        "INSERT INTO requests (trace, number, request_id, start_ns, model, roles, ttft_us, "
+        "error, pending) VALUES (?,?,?,?,?,?,?,?,?)",
+        rows,
+    )
+
+
+def _can_change(trace: TouchedTrace) -> bool:
+    # Spans of others alone make no request; those above a single leg change nothing in its row.
+    return bool(trace.new_trunks) or trace.old_trunks > 1
+
+
+def _assemble_trace(
+    connection: sqlite3.Connection, trace_id: str, trace: TouchedTrace
+) -> list[Request]:
+    # By far the most have one leg, of which all is at hand; parents tell whose leg it is.
+    if not trace.old_trunks and len(trace.new_trunks) == 1:
+        return request_assembly.assemble_requests(trace_id, trace.new_trunks, {})
+    reader = TraceReader(connection, trace.number, trace_id)
+    trunks, parents = reader.list_trunks(), reader.list_parents()
+    return request_assembly.assemble_requests(trace_id, trunks, parents)
+
+
+def _make_row(trace: int, number: int, request: Request) -> tuple[object, ...]:
+    # A request without an ID of its own is found by its trace.
+    request_id = "" if request.request_id == request.trace_id else request.request_id
+    return (
+        *(trace, number, request_id[:MAX_SEARCHED_CHARS], request.start_ns),
+        *(request.model[:MAX_SEARCHED_CHARS], " ".join(request.roles)[:MAX_SEARCHED_CHARS]),
+        *(request.ttft_us, request.error[:MAX_SEARCHED_CHARS], int(request.pending)),
+    )

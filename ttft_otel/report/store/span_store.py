@@ -18,7 +18,7 @@ from queue import Empty, Full, Queue
 from typing import Final
 
 from ttft_otel.report.report_types import StoredSpan
-from ttft_otel.report.store import database_schema, request_rows, retention
+from ttft_otel.report.store import database_schema, retention, span_rows
 from ttft_otel.report.store.span_chunks import SpanChunk, encode_spans
 from ttft_otel.report.store.span_rows import ChunkInserter, InsertOutcome
 from ttft_otel.tracing.guard import Guard
@@ -177,7 +177,7 @@ class SpanStore:
             # Wall clock: ages are compared across restarts.
             inserter = ChunkInserter(self._connection, time.time_ns() // 1_000_000)
             outcomes.extend(inserter.insert_chunks(chunks))
-            request_rows.write_requests(self._connection, inserter.list_touched())
+            span_rows.write_requests(self._connection, inserter.list_touched())
             # Deletes as many spans as are stored, so that those of removed traces do not pile up.
             return self._evict_and_purge()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the stored spans of one trace, for database_reader.py, and for request_rows.py while they are written.
+"""Read the stored spans of one trace, for database_reader.py, and for span_rows.py while they are written.
 
 span_rows.py has inserted them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask Tempo over HTTP: search by TraceQL, whole traces, version and retention; tempo_source.py asks.
+"""Tempo's HTTP API for tempo_source.py: search by TraceQL, whole traces, version and retention.
 
 Every answer is bounded in bytes and time, no redirect is followed (it would carry the credentials to another
 host), and every failure is a TempoError whose text has the remedy and no credentials.
@@ -11,7 +11,8 @@ import asyncio
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -20,14 +21,9 @@ import msgspec
 from yarl import URL
 
 from ttft_otel.model.names import env_names
-from ttft_otel.report.tempo.tempo_access import (
-    LimitTooHighError,
-    RangeTooLongError,
-    TempoAccess,
-    TempoError,
-)
-from ttft_otel.report.tempo.tempo_queries import is_trace_id
+from ttft_otel.report.store.database_schema import StoreError
 
+LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_SEARCH_BYTES: Final = 16 << 20  # of one answer to a search; 1000 traces have about 300 kB
 # Of one trace; Tempo's own limit at ingestion (max_bytes_per_trace) is 5 MB by default.
 MAX_TRACE_BYTES: Final = 32 << 20
@@ -42,6 +38,50 @@ ADDRESS_REMEDY: Final = (
     "--tempo is the address of Tempo's own HTTP API, for example http://127.0.0.1:3200, "
     "and not Grafana's or the collector's"
 )
+
+
+class TempoError(StoreError):
+    """Tempo did not answer, or not completely; the text says why and what to do."""
+
+
+class RangeTooLongError(TempoError):
+    """The search's window is longer than this Tempo allows; a part of it may be asked for."""
+
+
+class LimitTooHighError(TempoError):
+    """The search's limit is above `allowed`, the highest that this Tempo takes."""
+
+    def __init__(self, message: str, allowed: int) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+@dataclass(frozen=True, slots=True)
+class TempoAccess:
+    """Tempo's address, and what is needed to be let in.
+
+    headers: sent with every request, never printed. ca_file: of a private CA. timeout_s: for one answer.
+    """
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ca_file: Path | None = None
+    timeout_s: float = 30.0
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without the credentials that it may have."""
+        url = URL(self.url)
+        return str(url.with_user(None)) if url.absolute else self.url
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether credentials would cross a network unencrypted."""
+        url = URL(self.url)
+        has_secret = bool(url.user) or any(
+            name.lower() not in ("x-scope-orgid", "accept") for name in self.headers
+        )
+        return url.scheme == "http" and url.host not in LOOPBACK_HOSTS and has_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +311,11 @@ def read_found_trace(found: Mapping[str, Any]) -> FoundTrace:
     if not is_trace_id(trace_id):
         raise ValueError("a trace ID that is none")
     return FoundTrace(trace_id, start_ns, end_ns)
+
+
+def is_trace_id(text: str) -> bool:
+    """Whether `text` is 32 hex digits."""
+    return len(text) == 32 and all(each in "0123456789abcdefABCDEF" for each in text)
 
 
 def find_host(location: str) -> str:

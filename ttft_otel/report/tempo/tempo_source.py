@@ -8,6 +8,7 @@ search, newest first, and no more traces are fetched than the answer needs. brea
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from ttft_otel.model.names import keys
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.report_types import Request, StoredSpan
+from ttft_otel.report.report_types import TTFT_SPAN_NAMES, Request, StoredSpan
 from ttft_otel.report.store.database_reader import (
     MAX_REQUESTS,
     RequestFilter,
@@ -25,35 +26,29 @@ from ttft_otel.report.store.database_reader import (
 )
 from ttft_otel.report.store.span_rows import MAX_TRACE_SPANS
 from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, get_time_order
-from ttft_otel.report.tempo.tempo_access import (
+from ttft_otel.report.tempo.tempo_client import (
+    FoundTrace,
     LimitTooHighError,
     RangeTooLongError,
     TempoAccess,
+    TempoClient,
     TempoError,
-)
-from ttft_otel.report.tempo.tempo_client import FoundTrace, TempoClient
-from ttft_otel.report.tempo.tempo_queries import (
-    build_query,
-    format_window,
     is_trace_id,
-    list_windows,
-    matches_filter,
-    quote_traceql,
 )
 
 SEARCH_LIMIT: Final = 1000  # traces of one search
 MAX_SECOND_LIMIT: Final = 20_000  # of a search in one second, which cannot be divided
 MAX_PARALLEL: Final = 8  # traces that are fetched at the same time
-FIRST_WINDOW_S: Final = (
-    900  # of the search backwards from now; each further window is twice as long
-)
-MAX_WINDOW_S: Final = 86_400  # of one search
 # How far back a search without a window goes; Tempo's own retention is two weeks by default.
 MAX_LOOKBACK_S: Final = 14 * 86_400
 
 Answer = TypeVar("Answer")
 # (what is done, how many are done, of how many; 0 where that is not known)
 ProgressReporter = Callable[[str, int, int], None]
+FIRST_WINDOW_S: Final = (
+    900  # of the search backwards from now; each further window is twice as long
+)
+MAX_WINDOW_S: Final = 86_400  # of one search
 
 
 class TempoSource:
@@ -265,3 +260,52 @@ class TempoSource:
                 f"the window begins before what Tempo keeps, {kept_s / 3600:.0f} h (block_retention): "
                 "requests before that are missing"
             )
+
+
+def build_query(wanted: RequestFilter) -> str:
+    """TraceQL for the traces that can hold a request of `wanted`; matches_filter() decides."""
+    # Not only outermost ones: behind some routers a request has none, and is pending.
+    named = " || ".join(f'name = "{name}"' for name in TTFT_SPAN_NAMES)
+    conditions = [f"({named})", f"span.{keys.TOTAL_US} >= 0"]
+    if wanted.model:
+        conditions.append(f"span.{keys.MODEL} = {quote_traceql(wanted.model)}")
+    return f"{{ {' && '.join(conditions)} }}"
+
+
+def matches_filter(request: Request, wanted: RequestFilter) -> bool:
+    """Whether `request` meets all conditions of `wanted`, as the embedded store decides it."""
+    return (
+        (not wanted.model or request.model == wanted.model)
+        and (not wanted.role or wanted.role in request.roles)
+        and {
+            "": True,
+            "any": bool(request.error),
+            "none": not request.error,
+        }.get(wanted.error, request.error == wanted.error)
+        and request.ttft_us >= wanted.min_us
+        and request.start_ns >= wanted.since_ns
+        and (not wanted.until_ns or request.start_ns < wanted.until_ns)
+    )
+
+
+def list_windows(since_s: int, until_s: int) -> list[tuple[int, int]]:
+    """Windows from the newest to the oldest that fill [since_s, until_s]; each is at most a day."""
+    windows = []
+    length_s = FIRST_WINDOW_S
+    while until_s > since_s:
+        begin_s = max(since_s, until_s - length_s)
+        windows.append((begin_s, until_s))
+        until_s, length_s = begin_s, min(2 * length_s, MAX_WINDOW_S)
+    return windows
+
+
+def quote_traceql(text: str) -> str:
+    """`text` as a string of TraceQL."""
+    # Go's quoted strings know JSON's escapes; \u keeps what is not ASCII.
+    return json.dumps(text)
+
+
+def format_window(begin_s: int, end_s: int) -> str:
+    """A window in words, in UTC."""
+    ends = (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(end)) for end in (begin_s, end_s))
+    return "..".join(ends)
