@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/reference/device-clock.md, made from all cases of the simulation.
+"""The tables of benchmarks/results/device-clock.md, made from all cases of the simulation.
 
 The first has the errors of all cases; the second what the clock's first rule told in some of them.
-test_accelerator.py and test_launch_bound_clock.py compare the page with them. To write it anew, in tests/:
+test_accelerator.py and test_launch_bound_clock.py compare the report with them. To write it anew, in tests/:
 
     ../.venv/bin/python -m hooks.device.accelerator_table
 """
@@ -18,7 +18,7 @@ from hooks.device.accelerator_cases import CASES, AcceleratorCase, run_case
 from hooks.device.accelerator_loops import LOOPS, Judgement
 from hooks.device.launch_bound_clock import LaunchBoundClock
 
-DOCS_PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "device-clock.md"
+DOCS_PAGE: Final = Path(__file__).parents[3] / "benchmarks" / "results" / "device-clock.md"
 TABLE_BEGIN: Final = "<!-- places -->\n"
 TABLE_END: Final = "<!-- end of places -->\n"
 FIRST_RULE_BEGIN: Final = "<!-- first rule -->\n"
