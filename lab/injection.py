@@ -11,13 +11,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-# In the order in which a request passes; a test compares this with the guest's own list.
-INJECTION_PLACES = (
-    *("receive", "media", "tokenize", "multimodal", "ipc", "ec_wait", "ec_asked", "queue"),
-    *("kv_wait", "dispatch", "ec_load", "encoder", "ec_save", "ec_copy", "kv_load", "forward"),
-    *("sample", "output", "egress"),
+from ttft_otel.model.stages import STAGES
+
+# In the order of the stages; the guest has them in its INJECTION_POINTS and patches.
+INJECTION_PLACES: Final = tuple(
+    dict.fromkeys(place for stage in STAGES for place in stage.injected_at)
 )
 
 

@@ -199,3 +199,9 @@ def test_original_names() -> None:
     for field, parts in stages.REPORT_FIELDS.items():
         assert field.endswith("_ms")
         assert set(parts) <= set(stages.STAGE_NAMES)
+
+
+if __name__ == "__main__":
+    (GOLDEN / "vocabulary.json").write_text(
+        json.dumps(build_vocabulary(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

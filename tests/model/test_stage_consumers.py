@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every consumer of the stages accounts for every stage, or its failure names the file to edit.
+
+Input: the rows of model/stages.py, and the files that have to follow them. The last test adds a stage that
+nobody accounts for, and expects every one of these files to be named.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from grafana.build import ttft_queries
+from lab.guests.inject.ttft_inject import places
+from ttft_otel.explain.explain.cause_rules import RULES
+from ttft_otel.hooks.targets import TARGETS, patch_target
+from ttft_otel.model import breakdown, palette, stages
+from ttft_otel.model.names import keys
+from ttft_otel.model.stages import STAGES, Stage
+
+ROOT: Final = Path(__file__).parents[2]
+NEW_STAGE: Final = Stage(
+    name="prefill.unheard_of",
+    code=99,
+    kind="move",
+    process="worker",
+    roles=("prefill", "mono"),
+    says="Known to nobody but this test.",
+    color="#123456",
+    rule_group="unheard_of",
+    replayed="modelled",
+    lost_with="worker",
+    injected_at=("unheard_of",),
+    ends_as="prefill.unheard_of",
+    in_worker=True,
+)
+
+
+def read_file(path: str) -> str:
+    """The text of a file of the checkout."""
+    return (ROOT / path).read_text("utf-8")
+
+
+def list_strings(path: str) -> set[str]:
+    """All string literals of a Python file."""
+    return {
+        node.value
+        for node in ast.walk(ast.parse(read_file(path)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def list_sources(folder: str) -> str:
+    """The text of all Python files below a folder."""
+    return "\n".join(path.read_text("utf-8") for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+def has_worker_code(stage: Stage) -> bool:
+    """Whether breakdown.py has a constant for the code of an interval of the worker."""
+    return not stage.in_worker or stage.code in find_codes().values()
+
+
+def find_codes() -> dict[str, int]:
+    """breakdown.py's constants for codes of the worker's intervals."""
+    return {name: value for name, value in vars(breakdown).items() if name.startswith("CODE_")}
+
+
+def is_stamped(stage: Stage) -> bool:
+    """Whether a hook uses the code of an interval of the worker."""
+    names = [name for name, code in find_codes().items() if code == stage.code]
+    source = list_sources("ttft_otel/hooks")
+    return not stage.in_worker or any(re.search(rf"\b{name}\b", source) for name in names)
+
+
+def is_cut(stage: Stage) -> bool:
+    """Whether the partition of marks can give the stage."""
+    return stage.in_worker or stage.name in list_strings("ttft_otel/model/breakdown.py")
+
+
+def is_lost_with_its_hook(stage: Stage) -> bool:
+    """Whether the target whose hook measures an interval of the worker says that it is lost without it."""
+    return not stage.in_worker or any(
+        stage.name in target.lost
+        for target in TARGETS
+        if len(target.lost) < len(patch_target.WORKER_STAGES)
+    )
+
+
+def has_rule(stage: Stage) -> bool:
+    """Whether explain has rules for the stage's group; test_cause_rules.py says that one of them answers."""
+    return any(stage.rule_group in rule.groups for rule in RULES)
+
+
+def is_replayed(stage: Stage) -> bool:
+    """Whether what-if gives a stage anew that it says it models."""
+    model = list_strings("ttft_otel/explain/whatif/fleet_model.py")
+    return stage.replayed != "modelled" or stage.name in model
+
+
+def is_told_of_failures(stage: Stage) -> bool:
+    """Whether a request can be said to have ended in the stage that its row names."""
+    told = list_strings("ttft_otel/model/failed_stage.py")
+    return not stage.ends_as or stage.ends_as in told
+
+
+def is_injected(stage: Stage) -> bool:
+    """Whether vLLM can be delayed in the stage."""
+    return bool(stage.injected_at) and set(stage.injected_at) <= set(places.PLACES)
+
+
+def is_proved(stage: Stage) -> bool:
+    """Whether a live test delays vLLM in each of the stage's places."""
+    tests = list_sources("tests/live") + read_file("lab/compat_matrix.py")
+    return all(f'"{place}"' in tests for place in stage.injected_at)
+
+
+def is_in_dashboards(stage: Stage) -> bool:
+    """Whether exactly one of the dashboards' stacks has the stage."""
+    kinds = [
+        kind
+        for kind in ttft_queries.STAGE_KINDS
+        if re.fullmatch(ttft_queries.match_stage_kind(kind), stage.name)
+    ]
+    return kinds == [stage.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """A file that has to follow the table of stages.
+
+    file: relative to the checkout. remedy: what to do in it. accounts_for: whether it is done.
+    """
+
+    file: str
+    remedy: str
+    accounts_for: Callable[[Stage], bool]
+
+
+CONSUMERS: Final = (
+    Consumer(
+        file="ttft_otel/model/breakdown.py",
+        remedy="add a CODE_ constant for the worker's interval",
+        accounts_for=has_worker_code,
+    ),
+    Consumer(
+        file="ttft_otel/model/breakdown.py",
+        remedy="cut the stage out of the marks, in partition_marks() or what it calls",
+        accounts_for=is_cut,
+    ),
+    Consumer(
+        file="ttft_otel/hooks/worker/model_runners.py",
+        remedy="stamp the interval with its code, there or in another hook of the worker",
+        accounts_for=is_stamped,
+    ),
+    Consumer(
+        file="ttft_otel/hooks/targets/model_runner_targets.py",
+        remedy="name the stage in `lost` of the target whose hook measures it",
+        accounts_for=is_lost_with_its_hook,
+    ),
+    Consumer(
+        file="ttft_otel/explain/explain/cause_rules.py",
+        remedy="add a rule for its rule_group, or take a group that has one",
+        accounts_for=has_rule,
+    ),
+    Consumer(
+        file="ttft_otel/explain/whatif/fleet_model.py",
+        remedy='model the stage in merge_stages(), or say replayed="inside" in its row',
+        accounts_for=is_replayed,
+    ),
+    Consumer(
+        file="ttft_otel/model/failed_stage.py",
+        remedy="find requests that ended in it, or say in ends_as which stage is told instead",
+        accounts_for=is_told_of_failures,
+    ),
+    Consumer(
+        file="lab/guests/inject/ttft_inject/places.py",
+        remedy="add each place of injected_at to INJECTION_POINTS and PLACES",
+        accounts_for=is_injected,
+    ),
+    Consumer(
+        file="lab/compat_matrix.py",
+        remedy="say in which stage a delay at its places shows, there or in tests/live/test_injected.py",
+        accounts_for=is_proved,
+    ),
+    Consumer(
+        file="docs/stages.md",
+        remedy="describe it in the table",
+        accounts_for=lambda stage: f"| `{stage.name}` |" in read_file("docs/stages.md"),
+    ),
+    Consumer(
+        file="tests/golden/vocabulary.json",
+        remedy="run `.venv/bin/python tests/model/test_names.py`, which writes it",
+        accounts_for=lambda stage: f'"{stage.name}"' in read_file("tests/golden/vocabulary.json"),
+    ),
+    Consumer(
+        file="collector/config.yaml",
+        remedy="run `.venv/bin/python -m lab.collector_config`, which writes it",
+        accounts_for=lambda stage: (
+            keys.name_stage_attribute(stage.name) in read_file("collector/config.yaml")
+        ),
+    ),
+    Consumer(
+        file="grafana/build/ttft_queries.py",
+        remedy="give its kind a stack, then run `.venv/bin/python -m grafana.build`",
+        accounts_for=is_in_dashboards,
+    ),
+)
+
+
+def list_gaps(rows: tuple[Stage, ...]) -> list[str]:
+    """What has to be done for the stages `rows`, one line for each file that does not account for one."""
+    return [
+        f"edit {consumer.file} for {stage.name}: {consumer.remedy}"
+        for stage in rows
+        for consumer in CONSUMERS
+        if not consumer.accounts_for(stage)
+    ]
+
+
+def test_every_consumer_accounts_for_every_stage() -> None:
+    """No list elsewhere has been forgotten; the failure is the list of what is to be done."""
+    gaps = list_gaps(STAGES)
+    assert not gaps, "\n" + "\n".join(gaps)
+
+
+def test_rows_are_whole() -> None:
+    """Colours are unique and written as #rrggbb; codes, too, are unique."""
+    colors = [*palette.STAGE_COLORS.values()]
+    assert len(colors) == len(set(colors))
+    assert all(re.fullmatch(r"#[0-9a-f]{6}", color) for color in colors)
+    assert len({stage.code for stage in STAGES}) == len(STAGES)
+    assert {stage.ends_as for stage in STAGES} - {""} <= {*stages.STAGE_NAMES}
+
+
+def test_a_stage_that_nobody_knows_names_every_file() -> None:
+    """For a new row every file is named that has to follow, and none twice for the same reason."""
+    gaps = list_gaps((NEW_STAGE,))
+    # What it is cut by comes from the row itself, and so do its colour and its place in the dashboards.
+    follows = {"ttft_otel/model/breakdown.py", "grafana/build/ttft_queries.py"}
+    named = {line.split()[1] for line in gaps}
+    assert named >= {consumer.file for consumer in CONSUMERS} - follows
+    assert len(gaps) == len(set(gaps))
+
+
+@pytest.mark.parametrize("change", ["inside", "ends"])
+def test_a_row_can_say_that_a_consumer_need_not_follow(change: str) -> None:
+    """A stage that what-if leaves as recorded, or that failures do not tell, asks for no edit there."""
+    row = replace(NEW_STAGE, replayed="inside", ends_as="prefill.compute")
+    named = {line.split()[1] for line in list_gaps((row,))}
+    file = "whatif/fleet_model.py" if change == "inside" else "model/failed_stage.py"
+    assert not any(name.endswith(file) for name in named)
