@@ -25,7 +25,7 @@ from ttft_otel.tracing import context
 # Enough for TCP and TLS within a data centre; beyond it the send itself is late.
 CONNECT_LEAD_NS: Final = 20_000_000  # connections are opened this long before their request is due
 START_SPACING_NS: Final = 1_000_000  # between the first requests of a closed loop
-# A stall counts once per interval (docs/bench.md).
+# A stall counts once per interval (docs/guides/benchmark.md).
 LAG_SAMPLE_INTERVAL_S: Final = 0.01
 HTTP_OK: Final = 200
 # In vLLM's error messages for prompts that are too long.
