@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the parts of collector/config.yaml that depend on stages.py and names/.
+"""Generate what the collector derives and counts, from metric_table.py, stages.py and names/.
 
-`python -m lab.collector_config` rewrites them between their marks; a test compares. OTTL (the
-collector's transformation language) cannot sum over the own_keys of a map, hence one statement per stage.
+`python -m lab.collector_config` rewrites the parts of collector/config.yaml and scale-out/tier2.yaml that lie
+between marks; a test compares. OTTL (the collector's transformation language) cannot sum over the keys of a
+map, hence one statement per stage.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import Final
 
 from ttft_otel.model import stages
-from ttft_otel.model.metric_labels import (
-    BUCKET_BOUNDS_S,
+from ttft_otel.model.metric_table import (
+    MAX_EXEMPLARS,
     MAX_HISTOGRAM_BUCKETS,
-    METRIC_LABELS,
+    MAX_IDLE_S,
+    MAX_SERIES,
+    METRICS,
     OVERFLOW_LABEL,
     PLACE_LABELS,
+    PUSH_INTERVAL_S,
     STATUS_LABEL,
 )
 from ttft_otel.model.names import keys, metric_names, span_names
 
-CONFIG_PATH: Final = Path(__file__).parents[1] / "collector" / "config.yaml"
+COLLECTOR: Final = Path(__file__).parents[1] / "collector"
+GENERATED_FILES: Final = (COLLECTOR / "config.yaml", COLLECTOR / "scale-out" / "tier2.yaml")
 # The head line stays as it is: it names the block, and a person may have added to it.
 GENERATED_BLOCK: Final = re.compile(
     r"(?P<head>^ *# generated: (?P<name>\w+)[^\n]*\n).*?(?P<tail>^ *# generated end\n)", re.M | re.S
@@ -46,6 +52,7 @@ FIRST_TOKEN_EVENTS: Final = (
     "ai.stream.firstChunk",
     "llm.content.completion.chunk",
 )
+COMMENT_CHARS: Final = 114  # in a line of a comment
 SPAN_DURATION: Final = "(span.end_time - span.start_time)"
 
 
@@ -154,62 +161,322 @@ def generate_own_keys() -> Iterator[str]:
     yield f'    "{sorted(own_keys)[-1]}"])'
 
 
+def _format_is_no_number(attribute: str) -> str:
+    return f"{attribute} == nil or not IsInt({attribute})"
+
+
+def _format_length(attribute: str, unit_ns: int) -> str:
+    """Make a span as long as `attribute` says: span_metrics sums nothing but lengths of spans."""
+    end = f"span.start_time_unix_nano + {attribute} * {unit_ns}"
+    return f"set(span.end_time_unix_nano, {end})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanBranch:
+    """The spans of one metric, or of several: a filter, a transformation if it has one, and a pipeline."""
+
+    #: Of its filter, its transformation, its pipeline and the connector from which it gets spans.
+    name: str
+    #: The comment above its filter.
+    why: str
+    #: OTTL conditions, of which each drops the spans that meet it.
+    dropped: tuple[str, ...]
+    #: Where its spans go: names of metrics, and of branches.
+    feeds: tuple[str, ...]
+    #: The comment above its transformation.
+    changed_why: str = ""
+    #: OTTL statements on each span that meets `changed_if`.
+    changed: tuple[str, ...] = ()
+    changed_if: str = ""
+    #: The branch whose spans it shares, instead of its own.
+    source: str = ""
+
+    @property
+    def processors(self) -> list[str]:
+        """The processors of its pipeline."""
+        return [f"filter/{self.name}", *([f"transform/{self.name}"] if self.changed else [])]
+
+
+_STAGE: Final = format_attribute(keys.STAGE)
+_REASON: Final = format_attribute(keys.QUEUE_REASON)
+_OUTERMOST: Final = format_attribute(keys.OUTERMOST)
+_TOKEN_TIME: Final = format_attribute(keys.TIME_PER_OUTPUT_TOKEN_US)
+_RECOMPUTED: Final = format_attribute(keys.EC_RECOMPUTED_ITEMS)
+_ERROR: Final = format_attribute(keys.ERROR_TYPE)
+_STATUS: Final = format_attribute(keys.HTTP_STATUS)
+_IS_NO_QUEUE: Final = " and ".join(
+    (f"{_REASON} == nil", *(f'{_STAGE} != "{stage}"' for stage in reversed(stages.QUEUE_STAGES)))
+)
+_IS_NO_SERVER: Final = "span.kind != SPAN_KIND_SERVER"
+_US: Final = 1_000  # nanoseconds
+_S: Final = 1_000_000_000  # nanoseconds
+
+# Outermost spans, from which the other branches get theirs.
+OUTERMOST: Final = SpanBranch(
+    name="outermost",
+    why="Router, prefill and decode have a ttft span each, for one request: metrics take the caller's, and"
+    " its stages. A span with ttft.ec.recomputed_items, of an encoder-cache consumer behind the caller,"
+    " passes for that metric alone; so does a queue, and a part of one with ttft.queue.reason: only the"
+    " server knows why a request waited, and behind what; and a server's span with its time per output"
+    " token: only the instance that decodes knows it. A process that counts its requests itself"
+    " (metrics/in) says so in its resource.",
+    dropped=(
+        f'scope.name != "{span_names.SCOPE}"',
+        f'resource.attributes["{keys.METRICS_SOURCE}"] == "{keys.METRICS_FROM_EXPORTER}"',
+        f"{_OUTERMOST} != true and {_IS_NO_QUEUE} and {_TOKEN_TIME} == nil"
+        f' and (span.name != "{span_names.TTFT}" or {_RECOMPUTED} == nil)',
+        f'span.name != "{span_names.TTFT}" and span.name != "{span_names.ENCODE}"'
+        f" and {_IS_NO_SERVER} and {_STAGE} == nil and {_REASON} == nil",
+    ),
+    feeds=("ttft", "stage", "waits", "recomputed", "request", "token_time"),
+)
+SPAN_BRANCHES: Final = (
+    SpanBranch(
+        name="ttft",
+        why="Whole requests to one metric, their stages to another.",
+        dropped=(
+            f"{_STAGE} != nil or {_REASON} != nil or span.kind == SPAN_KIND_SERVER",
+            f"{_OUTERMOST} != true",
+        ),
+        feeds=(metric_names.TTFT_DURATION, "convention"),
+    ),
+    SpanBranch(
+        name="stage",
+        why="",
+        dropped=(f"{_STAGE} == nil", f"{_OUTERMOST} != true"),
+        feeds=(metric_names.STAGE_DURATION,),
+    ),
+    SpanBranch(
+        name="waits",
+        why="A queue with one reason is its stage's span, with several it has a span below for each;"
+        " what held it is on the stage's.",
+        dropped=(_IS_NO_QUEUE,),
+        feeds=("reason", "held"),
+    ),
+    SpanBranch(
+        name="reason",
+        why="",
+        dropped=(f"{_REASON} == nil",),
+        feeds=(metric_names.QUEUE_REASON_DURATION,),
+    ),
+    *(
+        SpanBranch(
+            name=f"held_{kind}",
+            why=f"Queues that work of the kind {kind} held.",
+            dropped=(f"{_STAGE} == nil or {_format_is_no_number(held)}",),
+            changed_why="In this branch a span is as long as that work held it.",
+            changed=(
+                _format_length(held, _US),
+                f'set({format_attribute(keys.HELD_BY_KIND)}, "{kind}")',
+            ),
+            feeds=(metric_names.QUEUE_HELD_DURATION,),
+            source="held",
+        )
+        for kind in stages.HOLDING_KIND_NAMES
+        for held in (format_attribute(keys.name_held_attribute(kind)),)
+    ),
+    SpanBranch(
+        name="recomputed",
+        why="Servers that take encodings from others; also those that encoded nothing again, so that the"
+        " counter begins at 0.",
+        dropped=(f'span.name != "{span_names.TTFT}" or {_format_is_no_number(_RECOMPUTED)}',),
+        changed_why="In this branch a span is as many seconds long as it has items.",
+        changed=(_format_length(_RECOMPUTED, _S),),
+        feeds=(metric_names.EC_RECOMPUTED,),
+    ),
+    SpanBranch(
+        name="convention",
+        why="The convention counts answers that began; an encoder's has no token.",
+        dropped=(f'span.name != "{span_names.TTFT}" or {_ERROR} != nil',),
+        feeds=(metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN,),
+    ),
+    SpanBranch(
+        name="request",
+        why='Whole requests, to the last byte; answers that only say "queued" are none.',
+        dropped=(
+            f"{_IS_NO_SERVER} or {_OUTERMOST} != true",
+            f"{format_attribute(keys.OPERATION)} == nil or {format_attribute(keys.BACKGROUND)} != nil",
+        ),
+        changed_why="A refusal is the client's error and not one of the server's span; a duration without it"
+        " would count as an answer's.",
+        changed_if=f"{_ERROR} == nil and {_STATUS} != nil and {_STATUS} >= 400",
+        changed=(f"set({_ERROR}, String({_STATUS}))",),
+        feeds=(metric_names.GEN_AI_SERVER_REQUEST_DURATION,),
+    ),
+    SpanBranch(
+        name="token_time",
+        why="Servers that decode, behind the caller too; of an answer with several generations there"
+        " is none.",
+        dropped=(f"{_IS_NO_SERVER} or {_format_is_no_number(_TOKEN_TIME)}",),
+        changed_why="In this branch a span is as long as one of its tokens took.",
+        changed=(_format_length(_TOKEN_TIME, _US),),
+        feeds=(metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,),
+    ),
+)
+
+
+def _format_comment(text: str) -> Iterator[str]:
+    yield from (f"# {line}" for line in textwrap.wrap(text, COMMENT_CHARS))
+
+
+def _format_processor(name: str, error_mode: str, kind: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f"{name}:"
+    yield f"  error_mode: {error_mode}"
+    yield f"  {kind}:"
+    yield from (f"    {line}" for line in lines)
+
+
+def _format_transformation(
+    context: str, statements: Sequence[str], condition: str = ""
+) -> Iterator[str]:
+    yield f"- context: {context}"
+    if condition:
+        yield f"  conditions: ['{condition}']"
+    yield "  statements:"
+    yield from (f"    - {statement}" for statement in statements)
+
+
+def generate_branches() -> Iterator[str]:
+    """The processors of all branches of spans."""
+    for branch in (OUTERMOST, *SPAN_BRANCHES):
+        yield from _format_comment(branch.why)
+        conditions = (f"- {condition}" for condition in branch.dropped)
+        yield from _format_processor(
+            f"filter/{branch.name}", "ignore", "trace_conditions", conditions
+        )
+        if branch.changed:
+            yield from _format_comment(branch.changed_why)
+            statements = _format_transformation("span", branch.changed, branch.changed_if)
+            yield from _format_processor(
+                f"transform/{branch.name}", "silent", "trace_statements", statements
+            )
+
+
+def _escape(metric: str) -> str:
+    """A metric's name in a pattern, in a string of OTTL."""
+    return re.escape(metric).replace("\\", "\\\\")
+
+
+def generate_made() -> Iterator[str]:
+    """The processors that give what span_metrics makes the names, and the unit, of the table."""
+    sums = [name for name, metric in METRICS.items() if metric.is_sum]
+    yield from _format_comment(
+        "span_metrics counts calls too, which the histograms' counts say already; of items the sum is enough."
+    )
+    unwanted = [f'IsMatch(metric.name, "^{_escape(name)}[.]duration$")' for name in sums]
+    yield from _format_processor(
+        "filter/histograms",
+        "ignore",
+        "metric_conditions",
+        (f"- {condition}" for condition in (r'IsMatch(metric.name, "\\.calls$")', *unwanted)),
+    )
+    yield "# span_metrics ends every name in .duration. A metric of items becomes a counter."
+    renamed = [
+        f'set(metric.name, "{name}") where metric.name == "{name}.duration"'
+        for name in METRICS
+        if not name.endswith(".duration") and name not in sums
+    ]
+    extracted = [f"extract_sum_metric(true) where {condition}" for condition in unwanted]
+    lines = [*_format_transformation("metric", [*renamed, *extracted])]
+    for name in sums:
+        values = {
+            "name": name,
+            "unit": METRICS[name].unit,
+            "description": METRICS[name].description,
+        }
+        lines += _format_transformation(
+            "metric",
+            [f'set(metric.{field}, "{value}")' for field, value in values.items()],
+            f'IsMatch(metric.name, "^{_escape(name)}[.]duration_sum$")',
+        )
+    yield from _format_processor("transform/metrics", "ignore", "metric_statements", lines)
+
+
 def generate_connectors() -> Iterator[str]:
     """One span_metrics connector per metric; its labels are listed, so that no ID becomes one."""
-    for metric, labels in METRIC_LABELS.items():
-        # Default dimensions of the connector; service.name is a resource attribute already (`job`).
-        excluded = ["service.name", "span.name", "span.kind", "collector.instance.id"]
-        excluded += [] if metric == metric_names.TTFT_DURATION else [STATUS_LABEL]
-        yield f"span_metrics/{metric}:"
+    yield from (f"forward/{name}:" for name in _list_forwards())
+    yield from _format_comment(
+        "Histograms of outermost spans by listed labels; job and instance come from the resource. Ours are"
+        " exponential (off by 4.4 % at most over a factor of 1,000), the convention's have its own bounds."
+    )
+    for name, metric in METRICS.items():
+        yield f"span_metrics/{name}:"
         # The connector appends `.duration` itself.
-        yield f"  namespace: {metric.removesuffix('.duration')}"
+        yield f"  namespace: {name.removesuffix('.duration')}"
         yield "  histogram:"
         yield "    unit: s"
-        if metric in BUCKET_BOUNDS_S:
-            buckets = ", ".join(f"{bound * 1000:g}ms" for bound in BUCKET_BOUNDS_S[metric])
+        if metric.bounds_s:
+            buckets = ", ".join(f"{bound * 1000:g}ms" for bound in metric.bounds_s)
             yield f"    explicit: {{buckets: [{buckets}]}}"
-        elif metric == metric_names.EC_RECOMPUTED:
+        elif metric.is_sum:
             yield "    explicit: {buckets: [1s]} # only the sum is taken out of it"
         else:
             yield f"    exponential: {{max_size: {MAX_HISTOGRAM_BUCKETS}}}"
         yield "  dimensions:"
         # Places come from the resource, which Prometheus does not turn into labels by itself.
-        yield from (f"    - name: {label}" for label in (*labels, *PLACE_LABELS))
-        yield f"  exclude_dimensions: [{', '.join(excluded)}]"
-        yield from COMMON_CONNECTOR_SETTINGS
+        yield from (f"    - name: {label}" for label in (*metric.labels, *PLACE_LABELS))
+        yield f"  exclude_dimensions: [{', '.join(_list_excluded(name, 'collector.instance.id'))}]"
+        yield f"  aggregation_cardinality_limit: ${{env:TTFT_SERIES_LIMIT:-{MAX_SERIES}}}"
+        yield "  resource_metrics_key_attributes: [service.name, service.instance.id]"
+        yield "  add_resource_attributes: true"
+        yield f"  exemplars: {{enabled: true, max_per_data_point: {MAX_EXEMPLARS}}}"
+        yield f"  metrics_flush_interval: ${{env:TTFT_METRICS_INTERVAL:-{PUSH_INTERVAL_S}s}}"
+        yield f"  metrics_expiration: {MAX_IDLE_S // 3600}h"
+        yield f"  series_expiration: {MAX_IDLE_S // 3600}h"
 
 
-def generate_held() -> Iterator[str]:
-    """Processors that make of a queue's span one for each kind of work that held it."""
-    held = {
-        kind: format_attribute(keys.name_held_attribute(kind)) for kind in stages.HOLDING_KIND_NAMES
-    }
-    yield "# Queues that work of one kind held."
-    for kind, length in held.items():
-        yield f"filter/held_{kind}:"
-        yield "  error_mode: ignore"
-        yield "  trace_conditions:"
-        yield (
-            f"    - {format_attribute(keys.STAGE)} == nil or {length} == nil or not IsInt({length})"
+def _list_excluded(metric: str, *others: str) -> list[str]:
+    """Default dimensions of span_metrics that the metric does not have."""
+    # service.name is a resource attribute already (`job`).
+    status = [] if STATUS_LABEL in METRICS[metric].all_labels else [STATUS_LABEL]
+    return ["service.name", "span.name", "span.kind", *others, *status]
+
+
+def generate_tier2_connectors() -> Iterator[str]:
+    """The connectors' dimensions in a second tier, where collectors are told apart."""
+    for name in METRICS:
+        yield f"span_metrics/{name}:"
+        yield f"  exclude_dimensions: [{', '.join(_list_excluded(name))}]"
+
+
+def _list_forwards() -> list[str]:
+    """Names of the connectors between pipelines."""
+    fed = (feed for branch in (OUTERMOST, *SPAN_BRANCHES) for feed in branch.feeds)
+    return ["traces", OUTERMOST.name, *(name for name in fed if name not in METRICS)]
+
+
+def generate_pipelines() -> Iterator[str]:
+    """A pipeline for each branch of spans, one for the metrics made of them, one for those that come."""
+    for branch in (OUTERMOST, *SPAN_BRANCHES):
+        # A caller's tracestate may claim a sampling ratio; span_metrics would multiply by it.
+        processors = [*branch.processors, *(["transform/count"] if branch is OUTERMOST else [])]
+        exporters = [
+            f"span_metrics/{name}" if name in METRICS else f"forward/{name}"
+            for name in branch.feeds
+        ]
+        yield from _format_pipeline(
+            f"traces/{branch.name}",
+            [f"forward/{branch.source or branch.name}"],
+            processors,
+            exporters,
         )
-    yield "# As of recomputed items: in its branch a span is as long as that work held it."
-    for kind, length in held.items():
-        yield f"transform/held_{kind}:"
-        yield "  error_mode: silent"
-        yield "  trace_statements:"
-        yield "    - context: span"
-        yield "      statements:"
-        yield f"        - set(span.end_time_unix_nano, span.start_time_unix_nano + {length} * 1000)"
-        yield f'        - set({format_attribute(keys.HELD_BY_KIND)}, "{kind}")'
+    made = [f"span_metrics/{name}" for name in METRICS]
+    out = ["otlp_http/prometheus"]
+    yield from _format_pipeline(
+        "metrics/prometheus", made, ["transform/metrics", "filter/histograms"], out
+    )
+    yield "# What exporter processes have counted themselves; filter/outermost leaves their spans out above."
+    received = ["memory_limiter", "filter/received", "transform/received", "deltatocumulative"]
+    yield from _format_pipeline("metrics/in", ["otlp"], received, out)
 
 
-def generate_held_pipelines() -> Iterator[str]:
-    """A pipeline for each kind of work; all end in one connector."""
-    for kind in stages.HOLDING_KIND_NAMES:
-        yield f"traces/held_{kind}:"
-        yield "  receivers: [forward/held]"
-        yield f"  processors: [filter/held_{kind}, transform/held_{kind}]"
-        yield f"  exporters: [span_metrics/{metric_names.QUEUE_HELD_DURATION}]"
+def _format_pipeline(
+    name: str, receivers: Sequence[str], processors: Sequence[str], exporters: Sequence[str]
+) -> Iterator[str]:
+    yield f"{name}:"
+    yield f"  receivers: [{', '.join(receivers)}]"
+    yield f"  processors: [{', '.join(processors)}]"
+    yield f"  exporters: [{', '.join(exporters)}]"
 
 
 # Resource attributes that may hold a secret; transform/scrub has the same for spans.
@@ -217,58 +484,53 @@ SECRET_KEYS: Final = (
     r"(?i)(process\\.command|authorization|api[._-]?key|cookie|passw|secret|credential|bearer"
     r"|(access|session|auth)[._-]token|private[._-]key)"
 )
-# The same for every metric. Beyond the limit all series are merged into one, `otel_metric_overflow`.
-COMMON_CONNECTOR_SETTINGS: Final = (
-    "  aggregation_cardinality_limit: ${env:TTFT_SERIES_LIMIT:-2000}",
-    "  resource_metrics_key_attributes: [service.name, service.instance.id]",
-    "  add_resource_attributes: true",
-    "  exemplars: {enabled: true, max_per_data_point: 10}",
-    "  metrics_flush_interval: ${env:TTFT_METRICS_INTERVAL:-15s}",
-    "  metrics_expiration: 1h",
-    "  series_expiration: 1h",
-)
 
 
 def generate_received() -> Iterator[str]:
     """Processors of metrics that exporter processes send: no other ones, no other labels."""
-    known = "|".join(re.escape(metric) for metric in METRIC_LABELS).replace("\\", "\\\\")
-    yield "filter/received:"
-    yield "  error_mode: ignore"
-    yield "  metric_conditions:"
-    yield f'    - scope.name != "{span_names.SCOPE}"'
-    yield f'    - not IsMatch(metric.name, "^({known})$")'
+    known = "|".join(map(_escape, METRICS))
+    conditions = (
+        f'- scope.name != "{span_names.SCOPE}"',
+        f'- not IsMatch(metric.name, "^({known})$")',
+    )
+    yield from _format_processor("filter/received", "ignore", "metric_conditions", conditions)
     yield "# Labels are those of the metrics made here, so that nobody's IDs become series."
-    yield "transform/received:"
-    yield "  error_mode: silent"
-    yield "  metric_statements:"
-    yield "    - context: resource"
-    yield "      statements:"
-    yield f'        - delete_matching_keys(resource.attributes, "{SECRET_KEYS}")'
-    yield "        - truncate_all(resource.attributes, 512)"
-    for metric, labels in METRIC_LABELS.items():
-        kept = (
-            *labels,
-            *((STATUS_LABEL,) if metric == metric_names.TTFT_DURATION else ()),
-            OVERFLOW_LABEL,
+    lines = [
+        *_format_transformation(
+            "resource",
+            [
+                f'delete_matching_keys(resource.attributes, "{SECRET_KEYS}")',
+                "truncate_all(resource.attributes, 512)",
+            ],
         )
-        listed = ", ".join(f'"{label}"' for label in kept)
-        yield "    - context: datapoint"
-        yield f"      conditions: ['metric.name == \"{metric}\"']"
-        yield "      statements:"
-        yield f"        - keep_keys(datapoint.attributes, [{listed}])"
-        for label in PLACE_LABELS:
-            place = f'resource.attributes["{label}"]'
-            yield f'        - set(datapoint.attributes["{label}"], {place}) where {place} != nil'
-        yield "        - truncate_all(datapoint.attributes, 512)"
+    ]
+    places = {label: f'resource.attributes["{label}"]' for label in PLACE_LABELS}
+    for name, metric in METRICS.items():
+        listed = ", ".join(f'"{label}"' for label in (*metric.all_labels, OVERFLOW_LABEL))
+        lines += _format_transformation(
+            "datapoint",
+            [
+                f"keep_keys(datapoint.attributes, [{listed}])",
+                *(
+                    f'set(datapoint.attributes["{label}"], {place}) where {place} != nil'
+                    for label, place in places.items()
+                ),
+                "truncate_all(datapoint.attributes, 512)",
+            ],
+            f'metric.name == "{name}"',
+        )
+    yield from _format_processor("transform/received", "silent", "metric_statements", lines)
 
 
 BLOCK_GENERATORS: Final = {
     "derive": generate_derive_statements,
     "own": generate_own_keys,
-    "held": generate_held,
-    "held_pipelines": generate_held_pipelines,
-    "connectors": generate_connectors,
+    "branches": generate_branches,
+    "made": generate_made,
     "received": generate_received,
+    "connectors": generate_connectors,
+    "pipelines": generate_pipelines,
+    "tier2": generate_tier2_connectors,
 }
 
 
@@ -279,10 +541,11 @@ def rewrite_config(text: str) -> str:
     def replace_block(found: re.Match[str]) -> str:
         margin = found["tail"][: found["tail"].index("#")]
         lines = "\n".join(BLOCK_GENERATORS[found["name"]]()) + "\n"
-        return found["head"] + indent(lines, margin) + found["tail"]
+        return found["head"] + textwrap.indent(lines, margin) + found["tail"]
 
     return GENERATED_BLOCK.sub(replace_block, text)
 
 
 if __name__ == "__main__":
-    CONFIG_PATH.write_text(rewrite_config(CONFIG_PATH.read_text("utf-8")), "utf-8")
+    for path in GENERATED_FILES:
+        path.write_text(rewrite_config(path.read_text("utf-8")), "utf-8")

@@ -12,7 +12,7 @@ from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.models import common as shapes
 
 from grafana.build import panel_kinds, series_colors, ttft_queries
-from ttft_otel.model import metric_labels
+from ttft_otel.model import metric_table
 from ttft_otel.model.names import keys
 
 TTFT_UID: Final = "ttft"
@@ -47,8 +47,8 @@ def add_slow_requests(dashboard_builder: Any) -> None:
     named = (
         ("duration", "TTFT"),
         (keys.MODEL, "Model"),
-        (metric_labels.K8S_NAMESPACE, "Namespace"),
-        (metric_labels.K8S_POD, "Pod"),
+        (metric_table.K8S_NAMESPACE, "Namespace"),
+        (metric_table.K8S_POD, "Pod"),
         (keys.ROLE, "Role"),
         (keys.INPUT_TOKENS, "Prompt tokens"),
         (keys.ERROR_TYPE, "Error"),

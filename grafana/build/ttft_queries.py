@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ttft_otel.model import metric_labels, stages
+from ttft_otel.model import metric_table, stages
 from ttft_otel.model.names import keys, metric_names, span_names
 
 
@@ -37,8 +37,8 @@ LEG_LABEL: Final = format_label(keys.LEG)
 STAGE_LABEL: Final = format_label(keys.STAGE)
 INSTANCE_LABEL: Final = format_label(keys.INSTANCE)
 ERROR_LABEL: Final = format_label(keys.ERROR_TYPE)
-NAMESPACE_LABEL: Final = format_label(metric_labels.K8S_NAMESPACE)
-POD_LABEL: Final = format_label(metric_labels.K8S_POD)
+NAMESPACE_LABEL: Final = format_label(metric_table.K8S_NAMESPACE)
+POD_LABEL: Final = format_label(metric_table.K8S_POD)
 
 RANGE: Final = "$__range"
 # At least four scrape intervals, by Grafana's promise: rate() needs two samples.
@@ -242,8 +242,8 @@ def ttft_heatmap(window: str) -> str:
 # variable that filters them.
 _OPTIONAL_ATTRIBUTES: Final = {
     "model": f"span.{keys.MODEL}",
-    "namespace": f"resource.{metric_labels.K8S_NAMESPACE}",
-    "pod": f"resource.{metric_labels.K8S_POD}",
+    "namespace": f"resource.{metric_table.K8S_NAMESPACE}",
+    "pod": f"resource.{metric_table.K8S_POD}",
 }
 
 

@@ -17,7 +17,7 @@ from ttft_otel.commands import main as cli
 from ttft_otel.commands import size
 from ttft_otel.exporter.spans import span_builder
 from ttft_otel.model import stages
-from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S
+from ttft_otel.model.metric_table import METRICS
 from ttft_otel.model.names import metric_names
 from ttft_otel.model.record import Call, Record
 
@@ -96,7 +96,7 @@ def test_series(deployment: str) -> None:
 
 def test_series_of_histograms() -> None:
     """Each histogram with bounds has a series for each, +Inf, sum and count; a native one has one."""
-    bounded = {name: len(bounds) + 3 for name, bounds in BUCKET_BOUNDS_S.items()}
+    bounded = {name: len(each.bounds_s) + 3 for name, each in METRICS.items() if each.bounds_s}
 
     whole = (
         bounded[metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN]

@@ -14,9 +14,7 @@ import pytest
 
 from tests.model.test_names import list_constants
 from ttft_otel import testing
-from ttft_otel.exporter.metrics.measured_series import BoundedSeries
-from ttft_otel.exporter.metrics.series_registry import METRIC_KINDS
-from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S, METRIC_LABELS
+from ttft_otel.model.metric_table import METRICS
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.tracing import carrier, recorder
 from ttft_otel.tracing.context import start_context
@@ -60,14 +58,13 @@ def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
 def test_metrics(metric: str) -> None:
     """The model's server metrics are all made, with its unit, buckets and no attribute of another name."""
     expected = MODEL["metrics"][metric]
-    kind = METRIC_KINDS[metric]
+    ours = METRICS[metric]
 
-    assert (kind.unit, kind.series_class) == (expected["unit"], BoundedSeries)
-    assert list(BUCKET_BOUNDS_S[metric]) == expected["buckets"]
-    assert set(METRIC_LABELS[metric]) <= set(expected["attributes"])
+    assert (ours.unit, list(ours.bounds_s)) == (expected["unit"], expected["buckets"])
+    assert set(ours.labels) <= set(expected["attributes"])
     # Required by the model, or by a condition that can be met here.
     wanted = {keys.OPERATION, keys.PROVIDER, keys.MODEL}
-    assert wanted | ({keys.ERROR_TYPE} & set(expected["attributes"])) == set(METRIC_LABELS[metric])
+    assert wanted | ({keys.ERROR_TYPE} & set(expected["attributes"])) == set(ours.labels)
 
 
 def test_names() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from math import isclose, nan
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from lab import collector_config
 from lab.stack.binaries import StackBinaries
 from lab.stack.stack_parts import COLLECTOR_CONFIG, SAMPLING_CONFIG
 from tests.stack import known_requests, otlp_requests
 from tests.stack.otlp_sinks import QUICK_FLUSH_CONFIG, MetricSink, SpanSink, to_attributes
 from tests.stack.running_stack import RunningCollector, StackStarter, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import metric_labels, stages
+from ttft_otel.model import metric_table, stages
 from ttft_otel.model.names import keys, metric_names, span_names
 
 FOLDER = COLLECTOR_CONFIG.parent
@@ -80,50 +79,6 @@ def front(bench: StackStarter) -> Iterator[CollectorFront]:
         yield CollectorFront(collector, spans, metrics)
     metrics.close()
     spans.stop()
-
-
-def test_blocks_are_in_step() -> None:
-    """The generated blocks of config.yaml are what names/ and stages.py give today."""
-    text = COLLECTOR_CONFIG.read_text("utf-8")
-
-    assert text == collector_config.rewrite_config(text), "python -m lab.collector_config"
-    assert len(collector_config.GENERATED_BLOCK.findall(text)) == len(
-        collector_config.BLOCK_GENERATORS
-    )
-
-
-def test_every_stage_is_summed() -> None:
-    """No stage of the vocabulary, nor any leg's, is missing from the sum."""
-    server, router = collector_config.list_full_stage_names()
-
-    assert set(stages.STAGE_NAMES) == set(server)
-    assert all(stages.is_known_stage(name) for name in router)
-    legs = [role for role in stages.ROLES if role != "router"]
-    for role, stage in product(legs, stages.STAGES):
-        assert (f"{role}.{stage.name}" in router) == (role in stage.roles)
-
-
-def test_every_name_is_kept() -> None:
-    """Whatever attribute the vocabulary names is among those that our spans may keep."""
-    listed = set(re.findall(r'"([^"]+)"', "\n".join(collector_config.generate_own_keys())))
-    named = {key: value for key, value in vars(keys).items() if isinstance(value, str)}
-    said = {value for key, value in named.items() if key.isupper() and "." in value}
-    metrics = {metric_names.TTFT_DURATION, metric_names.STAGE_DURATION}
-    metrics |= {metric_names.QUEUE_REASON_DURATION, metric_names.QUEUE_HELD_DURATION}
-    metrics |= {metric_names.EC_RECOMPUTED, metric_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN}
-    metrics |= {
-        metric_names.GEN_AI_SERVER_REQUEST_DURATION,
-        metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
-    }
-
-    assert said - listed <= metrics
-    for stage in (
-        *collector_config.list_full_stage_names()[1],
-        span_names.FIRST_DECODE,
-        stages.UNATTRIBUTED,
-    ):
-        assert keys.name_handover_attribute(stage) in listed
-    assert {keys.name_held_attribute(kind) for kind in stages.HOLDING_KINDS} <= listed
 
 
 @pytest.mark.parametrize(
@@ -286,7 +241,7 @@ def test_ends(front: CollectorFront, rows: list[known_requests.KnownRequest]) ->
     assert sum(point.count for point in points) == len(token_times)
     assert isclose(sum(point.sum for point in points), sum(token_times) / 1e6)
     assert {tuple(point.explicit_bounds) for point in points} == {
-        metric_labels.BUCKET_BOUNDS_S[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN]
+        metric_table.METRICS[metric_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN].bounds_s
     }
     found: dict[str, list[Any]] = {}
     for labels, point in front.metrics.get_series(metric_names.GEN_AI_SERVER_REQUEST_DURATION):
@@ -674,7 +629,7 @@ def test_cardinality(bench: StackStarter) -> None:
 # Last in this file: its labels are not those of the requests that the tests above count.
 def test_places_are_labels(front: CollectorFront) -> None:
     """Where a server runs, as its operator's resource says it, is on every metric of its spans."""
-    place = {name: f"the-{number}" for number, name in enumerate(metric_labels.PLACE_LABELS)}
+    place = {name: f"the-{number}" for number, name in enumerate(metric_table.PLACE_LABELS)}
     record = otlp_requests.build_own_record(500.0, model="placed")
     resource = otlp_requests.build_own_resource("placed").merge(Resource(place))
     front.send_and_wait(encode_spans(build_spans(record, resource)))

@@ -25,7 +25,7 @@ from tests.stack.known_requests import (
     sum_reasons_us,
 )
 from tests.stack.panel_queries import PanelAsker, PanelQuery
-from ttft_otel.model.metric_labels import BUCKET_BOUNDS_S
+from ttft_otel.model.metric_table import METRICS
 from ttft_otel.model.names import keys, metric_names
 
 # Exponential histograms, 16 buckets an octave over what TTFT spans here: as wide as an error can be.
@@ -304,7 +304,7 @@ def test_whole_answers(filled: FilledStack, share: float) -> None:
     ):
         ref = f"p{share * 100:.0f}"
         [drawn] = query_whole_range(build_asker(filled), get_query(title, ref))
-        bounds = (0.0, *BUCKET_BOUNDS_S[metric], math.inf)
+        bounds = (0.0, *METRICS[metric].bounds_s, math.inf)
         true = sorted(values)[math.ceil(share * len(values)) - 1] / 1e6
         (low, high) = next(each for each in pairwise(bounds) if each[0] < true <= each[1])
         # The bounds themselves: rates round, and a quantile may lie on one.

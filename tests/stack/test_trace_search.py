@@ -18,7 +18,7 @@ from tests.stack import otlp_requests, panel_queries
 from tests.stack.panel_queries import PanelAsker, PanelQuery
 from tests.stack.running_stack import RunningStack, wait_until
 from ttft_otel.exporter.spans.span_builder import build_spans
-from ttft_otel.model import metric_labels
+from ttft_otel.model import metric_table
 from ttft_otel.model.names import keys
 from ttft_otel.model.record import encode_record
 from ttft_otel.tracing.handoff import RecordSender
@@ -71,7 +71,7 @@ def sent(stack: RunningStack) -> Iterator[dict[str, str]]:
         if not model:
             kept = {key: each for key, each in record.attributes.items() if key != keys.MODEL}
             record = msgspec.structs.replace(record, attributes=kept)
-        place = {metric_labels.K8S_NAMESPACE: namespace, metric_labels.K8S_POD: pod}
+        place = {metric_table.K8S_NAMESPACE: namespace, metric_table.K8S_POD: pod}
         resource = otlp_requests.build_own_resource(INSTANCE).merge(
             Resource({key: each for key, each in place.items() if each})
         )

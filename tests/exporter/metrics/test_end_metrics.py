@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
 from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
-from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.record import Record, Server

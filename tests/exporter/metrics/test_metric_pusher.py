@@ -13,8 +13,8 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from ttft_otel.exporter.exporter_counters import ExporterCounters
 from ttft_otel.exporter.metrics import metric_pusher
 from ttft_otel.exporter.metrics.metric_pusher import MetricPusher
+from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
 from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
-from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
 from ttft_otel.model.names import env_names, keys, metric_names, span_names

@@ -11,11 +11,11 @@ import pytest
 from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricsData
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics import request_metrics, series_registry
+from ttft_otel.exporter.metrics import request_metrics
+from ttft_otel.exporter.metrics.metric_series import MAX_IDLE_NS, SeriesRegistry
 from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
-from ttft_otel.exporter.metrics.series_registry import MAX_IDLE_NS, SeriesRegistry
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
-from ttft_otel.model.metric_labels import METRIC_LABELS, OVERFLOW_LABEL, STATUS_LABEL
+from ttft_otel.model.metric_table import MAX_SERIES, METRICS, OVERFLOW_LABEL, STATUS_LABEL
 from ttft_otel.model.names import keys, metric_names, span_names
 from ttft_otel.model.record import Piece, Record, Ttft
 from ttft_otel.tracing import measurement
@@ -107,11 +107,7 @@ def test_labels(make_record: RecordMaker) -> None:
     points = list_points(metrics.take_data())
 
     for name, labels, _ in points:
-        allowed = {
-            *METRIC_LABELS[name],
-            *((STATUS_LABEL,) if name == metric_names.TTFT_DURATION else ()),
-        }
-        assert set(labels) <= allowed and "" not in labels.values()
+        assert set(labels) <= set(METRICS[name].all_labels) and "" not in labels.values()
     found = {labels[keys.STAGE]: labels for name, labels, _ in points if keys.STAGE in labels}
     assert found["mono.prefill.compute"] == {
         keys.ROLE: "router",
@@ -121,7 +117,7 @@ def test_labels(make_record: RecordMaker) -> None:
         keys.INSTANCE: "a:8000",
     }
     assert keys.LEG not in found["router.receive"]
-    sums = {name: 0.0 for name in METRIC_LABELS}
+    sums = {name: 0.0 for name in METRICS}
     for name, _, point in points:
         sums[name] += point.sum
     assert sums[metric_names.TTFT_DURATION] == pytest.approx(sums[metric_names.STAGE_DURATION])
@@ -300,7 +296,7 @@ def test_one_service_name_for_all_roles(
     assert data is not None and len(data.resource_metrics) == 1
     points = [(name, *sorted(labels.items())) for name, labels, _ in list_points(data)]
     assert len(points) == len(set(points))
-    assert series_registry.MAX_SERIES == 2000
+    assert MAX_SERIES == 2000
 
 
 @pytest.mark.parametrize("outermost", [True, False])

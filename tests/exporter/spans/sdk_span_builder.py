@@ -15,8 +15,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceSt
 from opentelemetry.trace.status import Status, StatusCode
 
 from ttft_otel import __version__
-from ttft_otel.exporter.spans import record_attributes
-from ttft_otel.exporter.spans.handover_pieces import list_late_pieces
+from ttft_otel.exporter.spans import span_content
+from ttft_otel.exporter.spans.span_content import list_late_pieces
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, HeldBy, Piece, Record
 from ttft_otel.tracing.context import SAMPLED_FLAG
@@ -70,7 +70,7 @@ class _SpanTree:
         self.flags = TraceFlags(record.flags)
         self.tracestate = TraceState.from_header([record.state]) if record.state else TraceState()
         self.server_context = self.make_context(_parse_id(record.span_id))
-        self.shared_attributes = record_attributes.list_shared_attributes(record)
+        self.shared_attributes = span_content.list_shared_attributes(record)
 
     def build_server_span(self) -> Iterator[ReadableSpan]:
         """The HTTP server span; its parent is the caller's span."""
@@ -79,8 +79,8 @@ class _SpanTree:
             return
         above = self.record.parent_id
         parent = self.make_context(_parse_id(above), remote=True) if above else None
-        identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
-        attributes = identity | server.attributes | record_attributes.list_outcome(server)
+        identity = span_content.list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | server.attributes | span_content.list_outcome(server)
         status = _ERROR if keys.ERROR_TYPE in attributes else _OK
         yield self.make_span(
             _SpanData(
@@ -102,7 +102,7 @@ class _SpanTree:
                 self.shared_attributes
                 | {keys.LEG: call.leg}
                 | call.attributes
-                | record_attributes.list_outcome(call)
+                | span_content.list_outcome(call)
             )
             status = _ERROR if keys.ERROR_TYPE in attributes else _OK
             context = self.make_context(_parse_id(call.span_id))
@@ -125,8 +125,8 @@ class _SpanTree:
         if ttft is None:
             return
         context = self.make_context(_parse_id(ttft.span_id))
-        identity = record_attributes.list_identity_attributes(self.record, self.shared_attributes)
-        attributes = identity | ttft.attributes | record_attributes.list_totals(ttft)
+        identity = span_content.list_identity_attributes(self.record, self.shared_attributes)
+        attributes = identity | ttft.attributes | span_content.list_totals(ttft)
         status = _ERROR if ttft.error else _OK
         yield self.make_span(
             _SpanData(
@@ -139,9 +139,7 @@ class _SpanTree:
                 status=status,
             )
         )
-        stage_attributes = record_attributes.list_stage_attributes(
-            self.record, self.shared_attributes
-        )
+        stage_attributes = span_content.list_stage_attributes(self.record, self.shared_attributes)
         placed: list[tuple[Piece, SpanContext]] = []
         # These last, because their parents are stages of this list.
         below = ("part", "reason")
@@ -163,7 +161,7 @@ class _SpanTree:
                         else self.shared_attributes
                     )
                     | piece.attributes
-                    | record_attributes.list_kind_attributes(piece.kind, piece.name),
+                    | span_content.list_kind_attributes(piece.kind, piece.name),
                     held_by=piece.held_by,
                 )
             )

@@ -7,7 +7,7 @@ from full_record import change_full_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttft_otel.exporter.spans.handover_pieces import (
+from ttft_otel.exporter.spans.span_content import (
     count_late_pieces,
     cut_handover,
     list_late_pieces,

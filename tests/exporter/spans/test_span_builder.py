@@ -11,8 +11,8 @@ from full_record import make_short_record
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from ttft_otel.exporter.spans.attribute_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
 from ttft_otel.exporter.spans.span_builder import build_spans
+from ttft_otel.exporter.spans.span_writer import MAX_ATTRIBUTES, MAX_VALUE_CHARS
 from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Call, Piece, Record, Server, Ttft
 

@@ -17,17 +17,17 @@ from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, set_val
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
+from ttft_otel.exporter.metrics.metric_series import SeriesRegistry
 from ttft_otel.exporter.metrics.request_metrics import RequestMetrics
-from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
 from ttft_otel.exporter.otlp_exporter import build_metric_exporter
 from ttft_otel.exporter.spans.resource_cache import ResourceCache
+from ttft_otel.model.metric_table import PUSH_INTERVAL_S
 from ttft_otel.model.names import env_names
 from ttft_otel.tracing.guard import Guard
 from ttft_otel.tracing.settings import Settings
 
 log = logging.getLogger("ttft_otel")
 
-PUSH_INTERVAL_S: Final = 15.0  # as the collector's; OTEL_METRIC_EXPORT_INTERVAL changes it
 MAX_UNSENT: Final = 20  # pushes of delta metrics that are kept during an outage
 PUSH_TIMEOUT_MS: Final = 4000.0  # of one push with its retries, for SDKs that ask for it here
 

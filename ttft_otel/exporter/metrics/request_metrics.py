@@ -14,11 +14,10 @@ from typing import Final
 from opentelemetry.sdk.metrics.export import MetricsData
 
 from ttft_otel.exporter.exporter_counters import ExporterCounters
-from ttft_otel.exporter.metrics.measured_series import Series, TraceExample
-from ttft_otel.exporter.metrics.series_registry import SeriesRegistry
-from ttft_otel.exporter.spans.record_attributes import list_kind_attributes
+from ttft_otel.exporter.metrics.metric_series import Series, SeriesRegistry, TraceExample
+from ttft_otel.exporter.spans.span_content import list_kind_attributes
 from ttft_otel.model import stages
-from ttft_otel.model.metric_labels import METRIC_LABELS, STATUS_LABEL, STATUS_VALUES
+from ttft_otel.model.metric_table import METRICS, STATUS_LABEL, STATUS_VALUES
 from ttft_otel.model.names import keys, metric_names
 from ttft_otel.model.record import Attributes, Record, RecordDecodeError
 from ttft_otel.tracing import measurement
@@ -204,11 +203,11 @@ class RequestMetrics:
             keys.ERROR_TYPE: head.error,
             keys.OPERATION: head.operation,
             keys.PROVIDER: keys.PROVIDER_VLLM,
+            STATUS_LABEL: STATUS_VALUES[bool(head.error)],
         }
         values = common | own
         # Empty ones are left out: to Prometheus an empty label and a missing one are the same.
-        labels = {name: str(values[name]) for name in METRIC_LABELS[metric] if values.get(name)}
-        # The label that the collector derives from a span's status.
-        if metric == metric_names.TTFT_DURATION:
-            labels[STATUS_LABEL] = STATUS_VALUES[bool(head.error)]
+        labels = {
+            name: str(values[name]) for name in METRICS[metric].all_labels if values.get(name)
+        }
         return self.registry.get(metric, head.service, labels, time.time_ns())

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any, Final, overload
+from functools import lru_cache, partial
+from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -72,11 +72,7 @@ class SpanBatch(Sequence[ReadableSpan]):
             for span in group.scope_spans[0].spans:
                 yield read_span(span, resource)
 
-    @overload
-    def __getitem__(self, index: int) -> ReadableSpan: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ReadableSpan]: ...
-    def __getitem__(self, index: int | slice) -> ReadableSpan | list[ReadableSpan]:
+    def __getitem__(self, index: Any) -> Any:
         # Only for exporters that index; it has to be there for a Sequence.
         return list(self)[index]
 
@@ -145,18 +141,14 @@ def take_messages(exporter: SpanExporter) -> None:
     """
     module: Any = sys.modules[type(exporter).__module__]
     encode = getattr(module, "encode_spans", None)
-    if encode is None or isinstance(encode, _MessageEncoder):
+    if encode is None or isinstance(encode, partial):  # an exporter of it has been here
         return
-    module.encode_spans = _MessageEncoder(encode)
+    module.encode_spans = partial(_encode_batch, encode)
 
 
-class _MessageEncoder:
-    """`encode_spans` for batches that are encoded already, and the SDK's for others."""
-
-    def __init__(
-        self, encode: Callable[[Sequence[ReadableSpan]], ExportTraceServiceRequest]
-    ) -> None:
-        self.encode = encode
-
-    def __call__(self, spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-        return spans.request if isinstance(spans, SpanBatch) else self.encode(spans)
+def _encode_batch(
+    encode: Callable[[Sequence[ReadableSpan]], ExportTraceServiceRequest],
+    spans: Sequence[ReadableSpan],
+) -> ExportTraceServiceRequest:
+    """A batch as it is; other spans by the SDK's own `encode`."""
+    return spans.request if isinstance(spans, SpanBatch) else encode(spans)

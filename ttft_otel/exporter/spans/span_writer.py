@@ -12,26 +12,24 @@ import random
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
 from opentelemetry.trace import TraceState
 
-from ttft_otel.exporter.spans.attribute_writer import (
-    CONSTANT_TYPES,
+from ttft_otel.exporter.spans.span_content import (
     MAX_CACHED_PARTS,
-    write_attributes,
-)
-from ttft_otel.exporter.spans.handover_pieces import count_late_pieces, list_late_pieces
-from ttft_otel.exporter.spans.holder_links import write_holders
-from ttft_otel.exporter.spans.record_attributes import (
+    count_late_pieces,
+    list_holder_attributes,
     list_identity_attributes,
     list_kind_attributes,
+    list_late_pieces,
     list_outcome,
     list_shared_attributes,
     list_stage_attributes,
     list_totals,
 )
 from ttft_otel.model.names import keys
-from ttft_otel.model.record import Attributes, Piece, Record, Ttft, Value
+from ttft_otel.model.record import Attributes, HeldBy, Piece, Record, Ttft, Value
 from ttft_otel.tracing.context import SAMPLED_FLAG
 
 if TYPE_CHECKING:
@@ -39,6 +37,10 @@ if TYPE_CHECKING:
 
     SpanList: TypeAlias = RepeatedCompositeFieldContainer[Span]
 
+MAX_VALUE_CHARS: Final = 256  # characters of one attribute's value
+MAX_ATTRIBUTES: Final = 128  # attributes of one span
+# Of attributes whose encoding is kept; numbers are not, because 1 == 1.0 == True for a cache.
+CONSTANT_TYPES: Final = frozenset({str, bool})
 MAX_KEPT_ATTRIBUTES: Final = 12  # of a span whose encoding is kept as a whole
 # Kinds of pieces that become spans, for each of settings.DETAILS.
 PIECE_KINDS: Final = {
@@ -53,6 +55,8 @@ SPAN_ID_BYTES: Final = 8
 _INTERNAL: Final = Span.SPAN_KIND_INTERNAL
 _REMOTE_PARENT: Final = SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 _LOCAL_PARENT: Final = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
+# A holder's span may be another process's.
+_REMOTE_LINK: Final = _LOCAL_PARENT | _REMOTE_PARENT
 
 
 def count_spans(record: Record) -> int:
@@ -123,7 +127,7 @@ class _SpanWriter:
             server.name, Span.SPAN_KIND_SERVER, keys.ERROR_TYPE in attributes, bool(above)
         )
         parent_id = _parse_id(above, SPAN_ID_BYTES) if above else b""
-        write_attributes(
+        _write_attributes(
             self.write_span(head, self.server_id, parent_id, 0, server.end), attributes
         )
 
@@ -136,7 +140,7 @@ class _SpanWriter:
             head = _encode_head(call.name, Span.SPAN_KIND_CLIENT, keys.ERROR_TYPE in attributes)
             span_id = _parse_id(call.span_id, SPAN_ID_BYTES)
             span = self.write_span(head, span_id, self.server_id, call.start, call.end)
-            write_attributes(span, attributes)
+            _write_attributes(span, attributes)
 
     def write_ttft_spans(self) -> None:
         """The `ttft` (or `encode`) span and the pieces below it."""
@@ -148,7 +152,7 @@ class _SpanWriter:
         attributes = identity | ttft.attributes | list_totals(ttft)
         head = _encode_head(ttft.name, _INTERNAL, bool(ttft.error))
         span = self.write_span(head, ttft_id, self.server_id, ttft.start, ttft.end)
-        write_attributes(span, attributes)
+        _write_attributes(span, attributes)
         self.write_pieces(ttft, ttft_id)
 
     def write_pieces(self, ttft: Ttft, ttft_id: bytes) -> None:
@@ -184,8 +188,8 @@ class _SpanWriter:
             head = _encode_head(piece.name, _INTERNAL, False)
             span = self.write_span(head, span_id, parent_id, piece.start, piece.end)
             attributes = shared.attributes | list_kind_attributes(piece.kind, piece.name)
-            write_attributes(span, attributes)
-            write_holders(span, piece.held_by)
+            _write_attributes(span, attributes)
+            _write_holders(span, piece.held_by)
         return span_id
 
     def write_late_spans(self) -> None:
@@ -229,7 +233,7 @@ def _encode_head(
 def _encode_piece(kind: str, name: str, attributes: tuple[tuple[str, Value], ...]) -> bytes:
     """All but IDs and times of a piece's span. attributes: of CONSTANT_TYPES."""
     span = Span.FromString(_encode_head(name, _INTERNAL, False))
-    write_attributes(span, dict(attributes) | list_kind_attributes(kind, name))
+    _write_attributes(span, dict(attributes) | list_kind_attributes(kind, name))
     return span.SerializeToString()
 
 
@@ -251,3 +255,83 @@ def _parse_id(digits: str, size: int) -> bytes:
     if not 0 < number < 1 << 8 * size:
         raise ValueError("an ID of zeros, or too long")
     return number.to_bytes(size, "big")
+
+
+def _write_attributes(span: Span, attributes: Attributes) -> None:
+    """Add attributes, the last MAX_ATTRIBUTES of them, in any order."""
+    if len(attributes) > MAX_ATTRIBUTES:  # later ones are ours and matter more
+        attributes = dict(list(attributes.items())[-MAX_ATTRIBUTES:])
+    numbers: dict[str, int] = {}
+    constants: list[bytes] = []
+    for name, value in attributes.items():
+        if isinstance(value, str):
+            if name == keys.REQUEST_ID:  # never the same again
+                span.attributes.add(key=name).value.string_value = value[:MAX_VALUE_CHARS]
+            else:
+                constants.append(_encode_constant(name, value[:MAX_VALUE_CHARS]))
+        elif isinstance(value, bool):
+            constants.append(_encode_constant(name, value))
+        elif isinstance(value, int):
+            numbers[name] = value
+        elif isinstance(value, float):
+            span.attributes.add(key=name).value.double_value = value
+        else:
+            span.attributes.add(key=name, value=_make_value(value))
+    if numbers:
+        before = len(span.attributes)
+        span.MergeFromString(_encode_zeros(tuple(numbers)))
+        for attribute, number in zip(span.attributes[before:], numbers.values(), strict=True):
+            attribute.value.int_value = number
+    span.MergeFromString(b"".join(constants))
+
+
+@lru_cache(MAX_CACHED_PARTS)
+def _encode_constant(name: str, value: Value) -> bytes:
+    """A span's encoded attribute. value: of CONSTANT_TYPES."""
+    return Span(attributes=[KeyValue(key=name, value=_make_value(value))]).SerializeToString()
+
+
+@lru_cache(MAX_CACHED_PARTS)
+def _encode_zeros(attribute_names: tuple[str, ...]) -> bytes:
+    """A span's encoded attributes of these names, each 0: half the time of adding one after the other."""
+    zero = AnyValue(int_value=0)
+    return Span(
+        attributes=[KeyValue(key=name, value=zero) for name in attribute_names]
+    ).SerializeToString()
+
+
+def _make_value(value: Value) -> AnyValue:
+    if isinstance(value, bool):
+        return AnyValue(bool_value=value)
+    if isinstance(value, str):
+        return AnyValue(string_value=value)
+    if isinstance(value, int):
+        return AnyValue(int_value=value)
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    return AnyValue(array_value=ArrayValue(values=map(_make_value, value)))
+
+
+def _write_holders(span: Span, holders: tuple[HeldBy, ...]) -> None:
+    """A link to each holder's server span; an event, at the span's start, for one that has none.
+
+    A link needs the holder's span context, which a holder that is not sampled does not have: a backend would
+    drop a link with an invalid one, or show it as broken.
+    Raises ValueError for IDs that are not hex numbers.
+    """
+    for holder in holders:
+        place: Span.Link | Span.Event
+        if holder.trace_id:
+            place = span.links.add(
+                trace_id=bytes.fromhex(holder.trace_id),
+                span_id=bytes.fromhex(holder.span_id),
+                flags=_REMOTE_LINK,
+            )
+        else:
+            place = span.events.add(name=keys.HELD_BY, time_unix_nano=span.start_time_unix_nano)
+        for name, value in list_holder_attributes(holder).items():
+            value_field = place.attributes.add(key=name).value
+            if isinstance(value, int):
+                value_field.int_value = value
+            else:
+                value_field.string_value = str(value)[:MAX_VALUE_CHARS]
