@@ -19,7 +19,8 @@ FOREIGN = {"vllm", "torch", "transformers"}
 # Tokenizers and chat templates, in a process of their own and without torch.
 CHILD = {
     Path("router/routing/prompts/model_tokenizer.py"),
-    Path("router/routing/prompts/model_processor.py"),
+    Path("router/routing/prompts/chat_messages.py"),
+    Path("router/routing/prompts/placeholders.py"),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts)

@@ -73,7 +73,7 @@ class TokenizerChild:
 
         size: tokens per block. limit: longest prompt of the model.
         """
-        request = TokenizeQuestion(1, source, path, json.dumps(body).encode(), size, adapter, limit)
+        request = TokenizeQuestion(source, path, json.dumps(body).encode(), size, adapter, limit)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(frame_message(request))

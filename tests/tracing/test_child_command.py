@@ -58,7 +58,7 @@ async def test_tokenizer(planted: Path) -> None:
     """Nor does the tokenizer process of the router's."""
     worker = TokenizerWorker()
     try:
-        await worker.ask_child(TokenizeQuestion(0, "", "completion", b'{"prompt": [1]}', 1))
+        await worker.ask_child(TokenizeQuestion("", "completion", b'{"prompt": [1]}', 1))
     except UnreadablePrompt as error:
         assert error.reason != "died"
     finally:

@@ -18,6 +18,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from router.small_tokenizer import PlainTokenizer
 
 
+def compile_template(chat_template: str) -> Any:
+    """The template in an environment like that of transformers."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(chat_template)
+
+
 class PretrainedConfig:
     """Reads config.json."""
 
@@ -42,9 +48,7 @@ class PreTrainedTokenizerBase(PlainTokenizer):
         self, conversation: Any, tools: Any, chat_template: str, tokenize: bool, **variables: Any
     ) -> str:
         """The text of a conversation."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        template = environment.from_string(chat_template)
-        return template.render(
+        return compile_template(chat_template).render(
             messages=conversation, tools=tools, bos_token="<|begin|>", **variables
         )
 
@@ -66,6 +70,7 @@ def add_module(name: str, **contents: Any) -> ModuleType:
     return module
 
 
+add_module("utils.chat_template_utils", _compile_jinja_template=compile_template)
 add_module("models")
 add_module("models.auto")
 add_module("models.auto.processing_auto", PROCESSOR_MAPPING_NAMES={})

@@ -26,8 +26,8 @@ from router import small_tokenizer
 from router.small_tokenizer import decode_token_ids
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys, encode_extra_keys
-from ttft_otel.router.routing.prompts import chat_messages, template_format
-from ttft_otel.router.routing.prompts.chat_messages import ChatMessages, MediaItem
+from ttft_otel.router.routing.prompts import chat_messages
+from ttft_otel.router.routing.prompts.chat_messages import MediaItem
 from ttft_otel.router.routing.prompts.child_frames import TokenizeAnswer
 from ttft_otel.router.routing.prompts.placeholders import (
     PlaceholderCounter,
@@ -40,7 +40,6 @@ from ttft_otel.router.routing.prompts.text_encoder import (
     ENTRY_OVERHEAD_BYTES,
     MIN_PIECE_CHARS,
     TextEncoder,
-    TokenCache,
 )
 from ttft_otel.router.routing.prompts.tokenizer_worker import CHILD_MODULE
 
@@ -82,9 +81,10 @@ def convert_messages(
     conversation: list[dict[str, Any]], wrap: bool = False
 ) -> list[dict[str, Any]]:
     """What the template gets."""
-    expected_messages = ChatMessages(wrap, lambda modality: f"<{modality}>")
-    expected_messages.add_messages(conversation)
-    return expected_messages.messages
+    messages, _ = chat_messages.convert_messages(
+        conversation, wrap, lambda modality: f"<{modality}>"
+    )
+    return messages
 
 
 MESSAGE_CASES: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
@@ -231,25 +231,22 @@ FORMAT_BY_TEMPLATE = {
 @pytest.mark.parametrize(("template", "wanted"), FORMAT_BY_TEMPLATE.items())
 def test_format(template: str, wanted: bool) -> None:
     """A template that goes through the parts of a content gets parts, any other one text."""
-    assert template_format.iterates_parts(template) is wanted
+    assert chat_messages.iterates_parts(template) is wanted
 
 
 def test_reads() -> None:
     """Variables that the template itself sets cannot be given by a request."""
-    assert template_format.list_template_variables("{% set a = b %}{{ a }}{{ c.d }}") == {"b", "c"}
+    assert chat_messages.list_template_variables("{% set a = b %}{{ a }}{{ c.d }}") == {"b", "c"}
 
 
-def test_kept() -> None:
-    """What is kept stays within its room; the longest unused goes first."""
-    kept = TokenCache(3 * (ENTRY_OVERHEAD_BYTES + 40))
-    for key in (b"1", b"2", b"3"):
-        kept.put_ids(key, array("I", range(10)))
-    kept.get_ids(b"1")
-    kept.put_ids(b"4", array("I", range(10)))
-    kept.put_ids(b"5", array("I", range(10_000)))
+def test_cache(plain_tokenizer: small_tokenizer.PlainTokenizer) -> None:
+    """The cache stays within its bytes; the longest unused piece goes first."""
+    encoder = TextEncoder(plain_tokenizer, cache_bytes=3 * (ENTRY_OVERHEAD_BYTES + 4))
+    for text in ("a", "b", "c", "a", "d", "x" * 10_000):
+        encoder.encode_text(text, False)
 
-    assert [bool(kept.get_ids(key)) for key in (b"1", b"2", b"3", b"4", b"5")] == [1, 0, 1, 1, 0]
-    assert kept.used_bytes == 3 * (ENTRY_OVERHEAD_BYTES + 40)
+    assert encoder.used_bytes == 3 * (ENTRY_OVERHEAD_BYTES + 4)
+    assert [encoder.encode_text(each, False)[1] for each in "acdb"] == [1, 1, 1, 0]
 
 
 @settings(max_examples=60, deadline=None)

@@ -44,7 +44,7 @@ from ttft_otel.router.routing.prompts.child_frames import (
 while len(head := sys.stdin.buffer.read(LENGTH_BYTES)) == LENGTH_BYTES:
     asked = question_decoder.decode(sys.stdin.buffer.read(int.from_bytes(head, "big")))
     time.sleep(float(asked.body or 0))
-    sys.stdout.buffer.write(frame_message(TokenizeAnswer(asked.number)))
+    sys.stdout.buffer.write(frame_message(TokenizeAnswer()))
     sys.stdout.buffer.flush()
 """
 
@@ -58,7 +58,7 @@ async def classify_outcome(worker: TokenizerWorker, seconds: str) -> str:
     """How a request fares that waits for its prompt as local.py's do."""
     try:
         await asyncio.wait_for(
-            worker.ask_child(TokenizeQuestion(0, "m", "chat", seconds.encode())), REQUEST_WAIT_S
+            worker.ask_child(TokenizeQuestion("m", "chat", seconds.encode())), REQUEST_WAIT_S
         )
     except asyncio.TimeoutError:
         return "late"
@@ -71,7 +71,7 @@ async def test_overload() -> None:
     """With five times what a child can do, it answers as many as it can, and the others at once."""
     worker = start_slow_worker()
 
-    await worker.ask_child(TokenizeQuestion(0, "m"))
+    await worker.ask_child(TokenizeQuestion("m"))
     tasks, begun = [], time.monotonic()
     for _ in range(300):  # 100 a second, and it can do 20
         tasks.append(asyncio.create_task(classify_outcome(worker, "0.05")))
@@ -91,15 +91,15 @@ async def test_left() -> None:
     """A child works for nobody who has left: the next one waits for what it is at, no longer."""
     worker = start_slow_worker()
 
-    await worker.ask_child(TokenizeQuestion(0, "m"))
+    await worker.ask_child(TokenizeQuestion("m"))
     many = [asyncio.create_task(classify_outcome(worker, "0.3")) for _ in range(30)]
     await asyncio.sleep(0.05)
     for task in many:
         task.cancel()
     await asyncio.gather(*many, return_exceptions=True)
     assert await classify_outcome(worker, "0") == "answered"
-    assert worker._waiting_bytes == 0
-    assert not worker._waiting_questions
+    assert worker._question_bytes == 0
+    assert worker._question_count == 0
     await worker.close()
 
 
@@ -107,7 +107,7 @@ async def test_late() -> None:
     """While a child is at a prompt that nobody waits for any more, others are told so at once."""
     worker = start_slow_worker()
 
-    await worker.ask_child(TokenizeQuestion(0, "m"))
+    await worker.ask_child(TokenizeQuestion("m"))
     assert await classify_outcome(worker, "1.8") == "late"
     await asyncio.sleep(0.1)
     begun = time.monotonic()

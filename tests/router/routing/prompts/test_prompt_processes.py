@@ -26,7 +26,6 @@ from ttft_otel.router.routing.prompts import (
     PromptReader,
     build_reader,
     local_reader,
-    template_probe,
     tokenizer_worker,
 )
 from ttft_otel.router.routing.prompts.child_frames import NO_TOKENIZER, TokenizeQuestion
@@ -92,8 +91,9 @@ LIGHT_TRANSFORMERS = Path(__file__).parents[2] / "light_transformers"
 @pytest.fixture
 def light_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children import the stand-in for transformers: these tests are about processes."""
-    tests = LIGHT_TRANSFORMERS.parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (LIGHT_TRANSFORMERS, tests))))
+    _, tests, checkout = LIGHT_TRANSFORMERS.parents[:3]
+    folders = (LIGHT_TRANSFORMERS, tests, checkout)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
 
 
 @pytest.mark.parametrize("module", ["transformers", "light_transformers"])
@@ -241,7 +241,8 @@ async def test_missing(module: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('no', name='{module}')")
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setenv("PYTHONPATH", str(tmp_path))
+        checkout = LIGHT_TRANSFORMERS.parents[2]
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, checkout))))
         async with run_reader(None, "local", build_fleet(root="/m")) as read:
             while not read.counts["failed-load"]:
                 assert await read.read_prompt(CHAT_PATH, "m", HELLO_BODY, 4) is None
@@ -307,9 +308,9 @@ async def test_broken(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -
 
     try:
         with pytest.raises(UnreadablePrompt, match=reason):
-            await found.ask_child(TokenizeQuestion(0, "m"))
+            await found.ask_child(TokenizeQuestion("m"))
         with pytest.raises(UnreadablePrompt, match="died"):  # at once: no child a millisecond
-            await found.ask_child(TokenizeQuestion(0, "m"))
+            await found.ask_child(TokenizeQuestion("m"))
     finally:
         await found.close()
 
@@ -331,7 +332,7 @@ time.sleep(60)
     )
 
     with pytest.raises(UnreadablePrompt, match="died"):
-        await found.ask_child(TokenizeQuestion(0, "m"))
+        await found.ask_child(TokenizeQuestion("m"))
     await found.close()
 
 
@@ -341,14 +342,14 @@ async def test_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_worker, "MAX_QUESTION_BYTES", 100)
     found = TokenizerWorker([sys.executable, "-c", BROKEN_CHILDREN["stuck"]])
 
-    one = asyncio.create_task(found.ask_child(TokenizeQuestion(0, "m", "chat", b"x" * 60)))
+    one = asyncio.create_task(found.ask_child(TokenizeQuestion("m", "chat", b"x" * 60)))
     await asyncio.sleep(0.3)
     with pytest.raises(UnreadablePrompt, match="busy"):
-        await found.ask_child(TokenizeQuestion(0, "m", "chat", b"x" * 60))
-    two = asyncio.create_task(found.ask_child(TokenizeQuestion(0, "m", "chat", b"x")))
+        await found.ask_child(TokenizeQuestion("m", "chat", b"x" * 60))
+    two = asyncio.create_task(found.ask_child(TokenizeQuestion("m", "chat", b"x")))
     await asyncio.sleep(0.1)
     with pytest.raises(UnreadablePrompt, match="busy"):
-        await found.ask_child(TokenizeQuestion(0, "m", "chat", b""))
+        await found.ask_child(TokenizeQuestion("m", "chat", b""))
     await found.close()
     for task in (one, two):
         with pytest.raises(UnreadablePrompt, match="closed"):
@@ -500,7 +501,7 @@ async def test_differs(folder: str, same: bool, caplog: pytest.LogCaptureFixture
         vllm = FakeVllm(answer={"tokens": [1]})
         if same:
             async with run_reader(folder, "local", build_fleet()) as other:
-                found = await wait_for_prompt(other, template_probe.build_probe_body("m"))
+                found = await wait_for_prompt(other, local_reader.build_probe_body("m"))
             vllm.answer = {"tokens": list(found.token_ids)}
         async with (
             vllm.run_server() as url,

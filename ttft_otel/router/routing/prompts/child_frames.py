@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between tokenizer_worker.py and tokenizer_child.py, over the pipes of the child.
 
-A frame is the length of the message, big-endian, followed by the message in msgpack.
+A frame is the length of the message, big-endian, followed by the message in msgpack. The child answers
+each question before it reads the next one.
 """
 
 from __future__ import annotations
@@ -18,37 +19,26 @@ NO_TOKENIZER: Final = "\0"
 
 # array_like: fields by position, since both ends are of the same version.
 class TokenizeQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """A request to load the tokenizer `source`, or with a `path` to read the prompt of `body`.
+    """A request to load the tokenizer `source`, or with a `path` to read the prompt of `body`."""
 
-    path: "chat" or "completion". block_size: tokens per block. adapter: the LoRA adapter, if any.
-    max_prompt_tokens: the model's limit, 0 if unknown.
-    """
-
-    number: int
     source: str
-    path: str = ""
+    path: str = ""  # "chat" or "completion"
     body: bytes = b""
-    block_size: int = 0
-    adapter: str = ""
-    max_prompt_tokens: int = 0
+    block_size: int = 0  # tokens per block
+    adapter: str = ""  # the LoRA adapter, if any
+    max_prompt_tokens: int = 0  # the model's limit, 0 if unknown
 
 
 class TokenizeAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """The response to the question of the same `number`.
+    """The response to a question."""
 
-    error: one word, "" for success. detail: for logs, about the model and never of a prompt. ids: an
-    array("I") as bytes. item_tokens: placeholder tokens per media item. cached_tokens: tokens taken from the
-    cache of text_encoder.py.
-    """
-
-    number: int
-    error: str = ""
-    detail: str = ""
+    error: str = ""  # one word, "" for success
+    detail: str = ""  # for logs, about the model and never of a prompt
     tokens: int = 0
-    ids: bytes = b""
+    ids: bytes = b""  # an array("I") as bytes
     blocks: tuple[int, ...] = ()
-    item_tokens: tuple[int, ...] = ()
-    cached_tokens: int = 0
+    item_tokens: tuple[int, ...] = ()  # placeholder tokens per media item
+    cached_tokens: int = 0  # tokens taken from the cache of text_encoder.py
 
 
 def frame_message(message: TokenizeQuestion | TokenizeAnswer) -> bytes:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts with each model's tokenizer in child processes: --tokenize local."""
+"""Read prompts with each model's tokenizer in child processes: --tokenize local.
+
+After each load a probe chat is compared with what an instance makes of it: the tokens differ if the
+instance was started with another template or tokenizer.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import logging
 from array import array
 from collections import Counter
@@ -17,7 +21,6 @@ import msgspec
 
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.router.errors import UnreadablePrompt
-from ttft_otel.router.routing.prompts import template_probe
 from ttft_otel.router.routing.prompts.child_frames import (
     NO_TOKENIZER,
     TokenizeAnswer,
@@ -28,49 +31,54 @@ from ttft_otel.router.routing.prompts.tokenizer_worker import REQUEST_WAIT_S, To
 from ttft_otel.router.time_limits import wait_at_most
 from ttft_otel.router.types import JSON_ERRORS, Instance
 from ttft_otel.router.upstream.instance_pool import InstancePool
+from ttft_otel.router.upstream.instance_queries import (
+    QUERY_ERRORS,
+    QUERY_TIMEOUT,
+    build_authorization,
+)
 
 PROMPT_KINDS: Final = {CHAT_PATH: "chat", COMPLETIONS_PATH: "completion"}
 LOAD_RETRY_DELAY_S: Final = 60.0  # seconds before a failed load is tried again
 MODEL_CHECK_INTERVAL_S: Final = 1.0  # seconds between two checks for new models
 PROMPT_PEEK_BYTES: Final = 64  # bytes of a prompt that show whether it is token ids
 MAX_TOKENIZERS: Final = 8  # tokenizers at a time; each child takes about 100 MB
-TOO_MANY_TOKENIZERS: Final = (
+_TOO_MANY_TOKENIZERS: Final = (
     f"more than {MAX_TOKENIZERS} tokenizers are wanted: prompts of the other models are routed "
     "without token ids; give one tokenizer for all with --tokenizer, or use --tokenize engine"
 )
+_DIFFERENCE_WARNING: Final = (
+    "{url} tokenizes a chat differently from the tokenizer and template of {source}: cached prefixes "
+    "will be missed; use --tokenize engine, or --tokenizer with what that instance was started with"
+)
+# Non-ASCII text, whitespace at the edges, several roles and text parts: where templates differ.
+_PROBE_CHAT: Final[list[dict[str, Any]]] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "What is 2 + 2?\n\nÀnd 3 × 4? \U0001f600"},
+    {"role": "assistant", "content": " Four."},
+    {"role": "user", "content": [{"type": "text", "text": "And  3?"}]},
+]
 
 log: Final = logging.getLogger("ttft_otel")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """A tokenizer's folder or hub name, the LoRA adapter of the model, and its longest prompt (0 unknown)."""
+    """The tokenizer of a model."""
 
-    source: str
-    adapter: str = ""
-    max_prompt_tokens: int = 0
-
-
-class _CompletionPrompt(msgspec.Struct):
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-
-
-_prompt_decoder: Final = msgspec.json.Decoder(_CompletionPrompt)
+    source: str  # its folder or hub name
+    adapter: str = ""  # the model's LoRA adapter, part of its block keys
+    max_prompt_tokens: int = 0  # the model's longest prompt, 0 if unknown
 
 
 @dataclass(slots=True)
 class TokenizerLoad:
-    """The child process of one tokenizer and the state of loading it.
-
-    child_number: of the child that has loaded it; another number means that the child was restarted.
-    retry_at_s: event-loop time from which a failed load is tried again.
-    """
+    """The child process of one tokenizer and the state of loading it."""
 
     worker: TokenizerWorker
-    child_number: int = 0
+    child_number: int = 0  # of the child that has loaded it: another one has not
     task: asyncio.Task[None] | None = None
     is_ready: bool = False
-    retry_at_s: float = 0.0
+    retry_at_s: float = 0.0  # event-loop time from which a failed load is tried again
 
     @property
     def is_loading(self) -> bool:
@@ -86,7 +94,9 @@ class LocalPromptReader:
 
     def __init__(self, tokenizer: str | None, pool: InstancePool, api_key: str = "") -> None:
         self.counts: Counter[str] = Counter()
-        self._tokenizer, self._pool, self._api_key = tokenizer, pool, api_key
+        self._tokenizer = tokenizer
+        self._pool = pool
+        self._api_key = api_key
         self._loads: dict[str, TokenizerLoad] = {}
         self._last_warnings: dict[str, str] = {}  # last logged problem by source
         self._session: aiohttp.ClientSession | None = None
@@ -131,16 +141,21 @@ class LocalPromptReader:
         if tokenizer is None:
             raise UnreadablePrompt("model")
         source, load = tokenizer.source, self.ensure_loaded(tokenizer.source)
-        if (
-            not (load and load.is_ready)
-            and kind == PROMPT_KINDS[COMPLETIONS_PATH]
-            and _is_token_ids(body)
-        ):
-            source, load = NO_TOKENIZER, await self._wait_for_ids_child()
+        is_ready = load is not None and load.is_ready
+        if not is_ready and kind == PROMPT_KINDS[COMPLETIONS_PATH] and _is_token_ids(body):
+            # The child that needs no tokenizer reads it, and loads in no time.
+            source, load = NO_TOKENIZER, self.ensure_loaded(NO_TOKENIZER)
+            if load is not None and load.task is not None and load.is_loading:
+                await asyncio.wait({load.task})
         if load is None or not load.is_ready:
-            raise UnreadablePrompt("loading" if load and load.is_loading else "load")
+            raise UnreadablePrompt("loading" if load is not None and load.is_loading else "load")
         question = TokenizeQuestion(
-            0, source, kind, body, block_size, tokenizer.adapter, tokenizer.max_prompt_tokens
+            source=source,
+            path=kind,
+            body=body,
+            block_size=block_size,
+            adapter=tokenizer.adapter,
+            max_prompt_tokens=tokenizer.max_prompt_tokens,
         )
         answer = await load.worker.ask_child(question)
         if answer.error:
@@ -148,16 +163,7 @@ class LocalPromptReader:
         self.counts["read"] += 1
         if answer.cached_tokens:
             self.counts["cached"] += 1
-        ids = array("I")
-        ids.frombytes(answer.ids)
-        return Prompt(answer.tokens, ids, answer.blocks, answer.item_tokens)
-
-    async def _wait_for_ids_child(self) -> TokenizerLoad | None:
-        """The child for prompts that are token ids, used while the model's tokenizer is not loaded."""
-        load = self.ensure_loaded(NO_TOKENIZER)
-        if load and load.task and load.is_loading:
-            await asyncio.wait({load.task})
-        return load
+        return Prompt(answer.tokens, _unpack_ids(answer.ids), answer.blocks, answer.item_tokens)
 
     def find_tokenizer(self, model: str) -> TokenizerSource | None:
         """The tokenizer of `model`; None while no instance lists the model."""
@@ -173,11 +179,8 @@ class LocalPromptReader:
         """
         load = self._loads.get(source)
         if load is None:
-            if (
-                source != NO_TOKENIZER
-                and len(self._loads.keys() - {NO_TOKENIZER}) >= MAX_TOKENIZERS
-            ):
-                self.warn_once("", TOO_MANY_TOKENIZERS)
+            if source != NO_TOKENIZER and len({*self._loads} - {NO_TOKENIZER}) >= MAX_TOKENIZERS:
+                self.warn_once("", _TOO_MANY_TOKENIZERS)
                 return None
             load = self._loads[source] = TokenizerLoad(TokenizerWorker())
         if load.is_ready and load.child_number != load.worker.child_count:
@@ -189,11 +192,10 @@ class LocalPromptReader:
 
     async def _load_tokenizer(self, source: str, load: TokenizerLoad) -> None:
         try:
-            answer = await load.worker.ask_child(TokenizeQuestion(0, source))
+            answer = await load.worker.ask_child(TokenizeQuestion(source))
         except UnreadablePrompt as error:
-            answer = TokenizeAnswer(
-                0, error.reason, f"the tokenizer process of {source!r} failed: {error.reason}"
-            )
+            detail = f"the tokenizer process of {source!r} failed: {error.reason}"
+            answer = TokenizeAnswer(error.reason, detail)
         load.child_number = load.worker.child_count
         if answer.error == "closed":
             return
@@ -213,30 +215,43 @@ class LocalPromptReader:
         task.add_done_callback(self._closing_tasks.discard)
 
     async def _compare_with_instance(self, source: str, load: TokenizerLoad) -> None:
-        """Warn if an instance tokenizes a chat differently: it was started with other files."""
+        """Warn if an instance tokenizes the probe chat differently."""
         for instance, card, cards in list(self._list_model_cards()):
             tokenizer = self._locate_tokenizer(card, cards)
-            if tokenizer.source != source or tokenizer.adapter or self._session is None:
+            if tokenizer.source != source or tokenizer.adapter:
                 continue
-            model = str(card.get("id"))
-            instance_ids = await template_probe.request_token_ids(
-                self._session, instance.url, model, self._api_key
-            )
+            body = build_probe_body(str(card.get("id")))
+            instance_ids = await self._request_token_ids(instance.url, body)
             if instance_ids is None:
                 continue
-            with contextlib.suppress(UnreadablePrompt):
-                answer = await load.worker.ask_child(
-                    TokenizeQuestion(0, source, "chat", template_probe.build_probe_body(model), 1)
-                )
-                own_ids = array("I")
-                own_ids.frombytes(answer.ids)
-                if list(own_ids) != instance_ids:
-                    self.counts["differs"] += 1
-                    self.warn_once(
-                        source,
-                        template_probe.DIFFERENCE_WARNING.format(url=instance.url, source=source),
-                    )
+            try:
+                answer = await load.worker.ask_child(TokenizeQuestion(source, "chat", body, 1))
+            except UnreadablePrompt:
+                return
+            if _unpack_ids(answer.ids).tolist() != instance_ids:
+                self.counts["differs"] += 1
+                self.warn_once(source, _DIFFERENCE_WARNING.format(url=instance.url, source=source))
             return
+
+    async def _request_token_ids(self, url: str, body: bytes) -> list[int] | None:
+        """Token ids of the chat in `body` from the instance's /tokenize; None if it does not answer so."""
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = build_authorization(self._api_key)
+        if self._session is None:
+            return None
+        try:
+            # Rendered and tokenized by the server itself, so both can be compared at once.
+            async with self._session.post(
+                f"{url}/tokenize", data=body, headers=headers, timeout=QUERY_TIMEOUT
+            ) as answer:
+                if answer.status != 200:
+                    return None
+                fields = await answer.json()
+        except (*QUERY_ERRORS, ValueError):
+            return None
+        tokens = fields.get("tokens") if isinstance(fields, dict) else None
+        return tokens if isinstance(tokens, list) else None
 
     def warn_once(self, source: str, message: str) -> None:
         """Log `message`, unless it is the last one that was logged for `source`."""
@@ -281,12 +296,25 @@ class LocalPromptReader:
         )
 
 
+def build_probe_body(model: str) -> bytes:
+    """The request body with the probe chat for `model`."""
+    return json.dumps({"model": model, "messages": _PROBE_CHAT}).encode()
+
+
+def _unpack_ids(data: bytes) -> array[int]:
+    ids = array("I")
+    ids.frombytes(data)
+    return ids
+
+
 def _is_token_ids(body: bytes) -> bool:
     """Whether the prompt of a completion request is token ids, or a list of such prompts."""
     try:
-        prompt = memoryview(_prompt_decoder.decode(body).prompt)[:PROMPT_PEEK_BYTES].tobytes()
+        # Raw values: nothing is built of a long list of ids.
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except JSON_ERRORS:
         return False
+    prompt = memoryview(fields.get("prompt", b""))[:PROMPT_PEEK_BYTES].tobytes()
     return prompt[:1] == b"[" and prompt.lstrip(b"[ \t\r\n")[:1].isdigit()
 
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count and insert the placeholder tokens of media items; model_tokenizer.py uses it.
 
-The count is exact where the model's processor computes it from the size of an image, as Qwen's does.
-Without one, or if the size is unknown (a URL to fetch, audio, video), it is the mean of the images
+The model's processor of transformers counts where it can do that from the size of an image, as Qwen's does.
+Without one, or if the size is unknown (a URL to fetch, audio, video), the count is the mean of the images
 counted so far, or a default.
 """
 
 from __future__ import annotations
 
 import base64
+import inspect
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ttft_otel.router.routing.policies.block_keys import encode_extra_keys
 from ttft_otel.router.routing.prompts.chat_messages import MediaItem
@@ -23,11 +23,6 @@ from ttft_otel.router.routing.prompts.chat_messages import MediaItem
 # Default token count per item when unknown; any estimate separates requests with and without media.
 DEFAULT_ITEM_TOKENS: Final = {"image": 576, "audio": 750, "video": 4096}
 MAX_KNOWN_ITEMS: Final = 4096  # items whose count is cached
-_TOKEN_ID_FIELDS: Final = {
-    "image": ("image_token_id", "image_token_index"),
-    "video": ("video_token_id", "video_token_index"),
-    "audio": ("audio_token_id", "audio_token_index"),
-}
 # Models for which vLLM frames the placeholder with vision tokens if the template takes plain text;
 # others have the bare placeholder.
 _FRAMED_MODEL_TYPES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -35,16 +30,12 @@ _ROTATED_ORIENTATIONS: Final = (5, 6, 7, 8)  # EXIF orientations that swap width
 _ORIENTATION_TAG: Final = 0x0112
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceholderSpan:
-    """The placeholder tokens of one media item in a prompt.
+class PlaceholderSpan(NamedTuple):
+    """The placeholder tokens of one media item in a prompt."""
 
-    start: position of the first one. length: their number. key: identifies the item's content.
-    """
-
-    start: int
+    start: int  # position of the first one
     length: int
-    key: str
+    key: str  # identifies the item's content
 
 
 class PlaceholderCounter:
@@ -57,11 +48,12 @@ class PlaceholderCounter:
         self._processor = processor
         self._config = config
         self._counts_by_key: OrderedDict[str, int] = OrderedDict()
-        self._counted_tokens = self._counted_items = 0
+        self._counted_tokens = 0
+        self._counted_items = 0
 
     def find_token_id(self, modality: str) -> int | None:
         """The token id that stands for one item of `modality` before expansion; None if unknown."""
-        for name in _TOKEN_ID_FIELDS[modality]:
+        for name in (f"{modality}_token_id", f"{modality}_token_index"):
             token_id = self._config.get(name, getattr(self._processor, name, None))
             if isinstance(token_id, int):
                 return token_id
@@ -85,10 +77,8 @@ class PlaceholderCounter:
             if tokens is None:
                 return self._estimate_tokens(item.modality), key
             self._counts_by_key[cache_key] = tokens
-            self._counted_tokens, self._counted_items = (
-                self._counted_tokens + tokens,
-                self._counted_items + 1,
-            )
+            self._counted_tokens += tokens
+            self._counted_items += 1
             if len(self._counts_by_key) > MAX_KNOWN_ITEMS:
                 self._counts_by_key.popitem(last=False)
         return tokens, key
@@ -107,6 +97,44 @@ class PlaceholderCounter:
             return int(counted.num_image_tokens[0])
         except Exception:  # noqa: BLE001 - any error of a processor: the count is estimated instead
             return None
+
+
+def load_processor(source: str, tokenizer: Any, config: dict[str, Any]) -> tuple[Any, str | None]:
+    """The processor of a model, for counting only, and its chat template; None for text models.
+
+    It has no parts but the tokenizer and the image processor: AutoProcessor would load all, also those
+    that need torch. A processor that does not work without them is None, and counts are estimated.
+    source: folder or hub name. tokenizer, config: of the same model.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    class_name = PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+    processor_class: Any = getattr(transformers, class_name, None) if class_name else None
+    if processor_class is None or not hasattr(processor_class, "get_processor_dict"):
+        return None, None
+    try:
+        settings, _ = processor_class.get_processor_dict(source)
+    except OSError:
+        settings = {}
+    template = settings.pop("chat_template", None)
+    # transformers refuses parts that are None or of another class than the processor names.
+    unchecked = {"check_argument_for_proper_class": lambda *_: None}
+    accepted = inspect.signature(processor_class.__init__).parameters
+    parts: dict[str, Any] = dict.fromkeys(processor_class.get_attributes())
+    arguments = {
+        key: value for key, value in settings.items() if key in accepted and key not in parts
+    }
+    try:
+        parts["tokenizer"] = tokenizer
+        if "image_processor" in parts:
+            parts["image_processor"] = transformers.AutoImageProcessor.from_pretrained(
+                source, trust_remote_code=False
+            )
+        processor = type(class_name, (processor_class,), unchecked)(**parts, **arguments)
+    except Exception:  # noqa: BLE001 - any error of a processor
+        processor = None
+    return processor, template
 
 
 def _digest_text(text: str) -> str:
@@ -145,10 +173,10 @@ def expand_placeholders(
         if token is None:
             return None
         try:
+            # By search and not by offset: templates put text around placeholders.
             next_position = ids.index(token, position)
         except ValueError:
             return None
-        # By search and not by offset: templates put text around placeholders.
         expanded += ids[position:next_position]
         spans.append(PlaceholderSpan(len(expanded), count, key))
         expanded += array("I", (token,)) * count
@@ -165,16 +193,19 @@ def build_extra_keys(
 ) -> dict[int, bytes]:
     """Extra keys of blocks by position, encoded; in vLLM's order: adapter, media items, cache salt.
 
-    spans: of the media items. adapter: LoRA name, "" for none; it is in every one of `block_count` blocks.
-    salt: the request's cache_salt, in the first block only. Source: vLLM v1/core/kv_cache_utils.py.
+    Args:
+        spans: of the media items.
+        block_size: tokens per block.
+        adapter: LoRA name, "" for none; it is in every one of `block_count` blocks.
+        salt: the request's cache_salt, in the first block only.
+        block_count: full blocks of the prompt. Source: vLLM v1/core/kv_cache_utils.py.
     """
     keys: dict[int, list[Any]] = {}
     if adapter:
         keys = {block: [adapter] for block in range(block_count)}
     for span in spans:
-        for block in range(
-            span.start // block_size, (span.start + span.length - 1) // block_size + 1
-        ):
+        last_block = (span.start + span.length - 1) // block_size
+        for block in range(span.start // block_size, last_block + 1):
             keys.setdefault(block, []).append((span.key, span.start - block * block_size))
     if salt:
         keys.setdefault(0, []).append(salt)

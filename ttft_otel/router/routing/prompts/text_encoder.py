@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import product
 from typing import Any, Final
 
 MIN_PIECE_CHARS: Final = 2048  # minimum characters per piece
@@ -18,54 +19,16 @@ MAX_CACHE_BYTES: Final = 64 << 20  # bytes of cached token ids
 ENTRY_OVERHEAD_BYTES: Final = 200  # bytes per cached piece besides its ids
 MAX_CUT_TOKENS: Final = 4  # special tokens tried as cuts
 # Texts whose tokens depend on their neighbours in some tokenizers.
-_PROBE_TEXTS: Final = (
-    "",
-    " ",
-    "a",
-    " a",
-    "\n",
-    "\n\nB",
-    "  x",
-    "é",
-    "\u0301",
-    "7",
-    "'s",
-    "\U0001f600",
-)
-
-
-class TokenCache:
-    """An LRU cache of token ids by the digest of their text, limited to `max_bytes`."""
-
-    def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
-        self.max_bytes, self.used_bytes = max_bytes, 0
-        self._ids_by_digest: OrderedDict[bytes, array[int]] = OrderedDict()
-
-    def get_ids(self, key: bytes) -> array[int] | None:
-        """The ids of `key`, or None."""
-        ids = self._ids_by_digest.get(key)
-        if ids is not None:
-            self._ids_by_digest.move_to_end(key)
-        return ids
-
-    def put_ids(self, key: bytes, ids: array[int]) -> None:
-        """Cache `ids` under `key`, evicting the least recently used ones."""
-        cost = ENTRY_OVERHEAD_BYTES + ids.itemsize * len(ids)
-        # One that is larger than the cache would push out everything and then itself.
-        if key in self._ids_by_digest or cost > self.max_bytes:
-            return
-        self._ids_by_digest[key] = ids
-        self.used_bytes += cost
-        while self.used_bytes > self.max_bytes:
-            _, evicted = self._ids_by_digest.popitem(last=False)
-            self.used_bytes -= ENTRY_OVERHEAD_BYTES + evicted.itemsize * len(evicted)
+_PROBE_TEXTS: Final = ("", " ", "a", " a", "\n", "\n\nB", "  x", "é", "\u0301", "7", "'s", "😀")
 
 
 class TextEncoder:
     """Tokenizes with one transformers tokenizer.
 
-    template: only special tokens that it contains are considered as cuts. cut_tokens: special tokens after
-    which a text can be cut without changing its tokens.
+    Args:
+        tokenizer: of transformers.
+        template: only special tokens that it contains are considered as cuts.
+        cache_bytes: limit of the cache, from which the least recently used pieces are evicted.
     """
 
     def __init__(
@@ -73,11 +36,12 @@ class TextEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._fast_backend: Any = self._find_fast_backend()
-        self._cache = TokenCache(cache_bytes)
-        cut_candidates = [token for token in _find_cut_tokens(tokenizer) if token in template]
-        self.cut_tokens = tuple(
-            token for token in cut_candidates[:MAX_CUT_TOKENS] if self._is_safe_cut(token)
-        )
+        self._ids_by_digest: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._max_bytes = cache_bytes
+        self.used_bytes = 0
+        candidates = [token for token in _find_cut_tokens(tokenizer) if token in template]
+        #: Special tokens after which a text can be cut without changing its tokens.
+        self.cut_tokens = tuple(filter(self._is_safe_cut, candidates[:MAX_CUT_TOKENS]))
 
     def encode_text(self, text: str, add_special: bool) -> tuple[array[int], int]:
         """Token ids of `text`, and how many came from the cache.
@@ -103,14 +67,18 @@ class TextEncoder:
 
     def _encode_piece(self, text: str, add_special: bool) -> tuple[array[int], int]:
         # A keyed digest, so that a text has two entries: with special tokens and without.
-        key = blake2b(
-            text.encode("utf-8"), digest_size=16, key=b"+" if add_special else b""
-        ).digest()
-        ids = self._cache.get_ids(key)
+        key = blake2b(text.encode(), digest_size=16, key=b"+" if add_special else b"").digest()
+        ids = self._ids_by_digest.get(key)
         if ids is not None:
+            self._ids_by_digest.move_to_end(key)
             return ids, len(ids)
         ids = self._tokenize_fast(text, add_special)
-        self._cache.put_ids(key, ids)
+        # A piece that is larger than the cache would push out everything and then itself.
+        if _count_entry_bytes(ids) <= self._max_bytes:
+            self._ids_by_digest[key] = ids
+            self.used_bytes += _count_entry_bytes(ids)
+        while self.used_bytes > self._max_bytes:
+            self.used_bytes -= _count_entry_bytes(self._ids_by_digest.popitem(last=False)[1])
         return ids, 0
 
     def _tokenize_fast(self, text: str, add_special: bool) -> array[int]:
@@ -135,12 +103,11 @@ class TextEncoder:
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "encode_batch_fast"):
             return None
-        for text in _PROBE_TEXTS:
-            for add_special in (True, False):
-                slow = self._tokenize_slowly(text, add_special)
-                (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
-                if array("I", found.ids) != slow:
-                    return None
+        for text, add_special in product(_PROBE_TEXTS, (True, False)):
+            slow = self._tokenize_slowly(text, add_special)
+            (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
+            if array("I", found.ids) != slow:
+                return None
         return backend
 
     def _split_pieces(self, text: str) -> Iterator[str]:
@@ -160,33 +127,39 @@ class TextEncoder:
 
     def _is_safe_cut(self, token: str) -> bool:
         """Whether cutting after `token` leaves the ids of all probe texts unchanged."""
-        for left in _PROBE_TEXTS:
-            for right in _PROBE_TEXTS:
-                first = self._tokenize_fast(left + token, False)
-                if self._tokenize_fast(left + token + right, False) != first + self._tokenize_fast(
-                    right, False
-                ):
-                    return False
-        return True
+
+        def encode(text: str) -> array[int]:
+            return self._tokenize_fast(text, False)
+
+        return all(
+            encode(left + token + right) == encode(left + token) + encode(right)
+            for left, right in product(_PROBE_TEXTS, _PROBE_TEXTS)
+        )
+
+
+def _count_entry_bytes(ids: array[int]) -> int:
+    return ENTRY_OVERHEAD_BYTES + ids.itemsize * len(ids)
 
 
 def _find_cut_tokens(tokenizer: Any) -> list[str]:
     """Special tokens that absorb no whitespace around them and do not overlap with another token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    all_tokens = [str(each) for each in added]
+    all_tokens = {str(each) for each in added}
     return [
         str(each)
         for each in added
         if each.special
         and not (each.normalized or each.lstrip or each.rstrip or each.single_word)
-        and not any(_do_overlap(str(each), other) for other in all_tokens if other != str(each))
+        and not any(_do_overlap(str(each), other) for other in all_tokens - {str(each)})
     ]
 
 
 def _do_overlap(first: str, second: str) -> bool:
-    if first in second or second in first:
-        return True
-    return any(
-        first.endswith(second[:size]) or second.endswith(first[:size])
-        for size in range(1, min(len(first), len(second)))
+    return (
+        first in second
+        or second in first
+        or any(
+            first.endswith(second[:size]) or second.endswith(first[:size])
+            for size in range(1, min(len(first), len(second)))
+        )
     )

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, Final
 from ttft_otel.router.errors import UnreadablePrompt
 from ttft_otel.router.routing.prompts.child_frames import (
     LENGTH_BYTES,
-    NO_TOKENIZER,
     TokenizeAnswer,
     TokenizeQuestion,
     frame_message,
@@ -69,13 +68,13 @@ def answer_question(question: TokenizeQuestion, models: dict[str, Any]) -> Token
         # Its default action ends the process, also in the middle of a regular expression in C.
         signal.alarm(PROMPT_TIMEOUT_S)
         if question.source not in models:
-            return TokenizeAnswer(question.number, "load")  # only an earlier child had loaded it
-        reply: TokenizeAnswer = models[question.source].read_body(question)
-        return reply
+            return TokenizeAnswer("load")  # only an earlier child had loaded it
+        answer: TokenizeAnswer = models[question.source].read_body(question)
+        return answer
     except UnreadablePrompt as error:
-        return TokenizeAnswer(question.number, error.reason)
+        return TokenizeAnswer(error.reason)
     except Exception:  # noqa: BLE001 - malformed requests; the engine reports what is wrong
-        return TokenizeAnswer(question.number, "malformed")
+        return TokenizeAnswer("malformed")
     finally:
         signal.alarm(0)
 
@@ -83,21 +82,19 @@ def answer_question(question: TokenizeQuestion, models: dict[str, Any]) -> Token
 def _load_tokenizer(question: TokenizeQuestion, models: dict[str, Any]) -> TokenizeAnswer:
     try:
         from ttft_otel.router.routing.prompts.model_tokenizer import ModelTokenizer
-        from ttft_otel.router.routing.prompts.token_ids_reader import TokenIdsReader
 
-        source = question.source
-        models[source] = TokenIdsReader() if source == NO_TOKENIZER else ModelTokenizer(source)
+        models[question.source] = ModelTokenizer(question.source)
     except Exception as error:  # noqa: BLE001 - any error of any library
         if isinstance(error, ModuleNotFoundError) and error.name in TOKENIZE_EXTRA_MODULES:
             missing = f"{error.name} is not installed"
             remedy = "pip install 'ttft-otel[router,tokenize]' or use --tokenize engine"
-            return TokenizeAnswer(question.number, "load", f"{missing}; {remedy}")
-        # Only the first line is told: errors of the hub have many.
+            return TokenizeAnswer("load", f"{missing}; {remedy}")
+        # Only the first line is reported: errors of the hub have many.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"cannot load the tokenizer of {question.source!r}: {lines[0][:300]}"
         remedy = "give its folder with --tokenizer DIR or use --tokenize engine"
-        return TokenizeAnswer(question.number, "load", f"{detail}; {remedy}")
-    return TokenizeAnswer(question.number)
+        return TokenizeAnswer("load", f"{detail}; {remedy}")
+    return TokenizeAnswer()
 
 
 if __name__ == "__main__":
