@@ -1,37 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client for OpenAI-style servers that measures TTFT from outside; for tests, demo and benchmarks.
 
-The clock starts right before the request's bytes are written and `client_ttft_us` ends at the
-first body data read from the socket. Every TimedRequest has a connection of its own, opened before the
-clock starts: `connect_us` reports it, no other figure contains it. Nothing is parsed before the
-last byte is in, so that many threads do not delay each other's readings.
+The exchange itself is `ttft-otel bench`'s: a connection for each request, opened before the clock starts, the
+time right before the request's bytes are written, and the kernel's time of each piece of the answer. Here the
+request's body is made, and the answer is taken apart after its last byte.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import socket
-import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic_ns
 from typing import Any
-from urllib.parse import urlsplit
 
-import httptools
-
-from lab.response_parser import (
-    ParsedResponse,
-    TimedEvent,
-    extract_body_text,
-    extract_event_text,
-    find_first_data_us,
-    parse_timing,
-    split_events,
-)
 from ttft_otel.bench import noise_images
+from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange
+from ttft_otel.bench.load_driver import CONNECT_LEAD_NS
+from ttft_otel.bench.stream_parser import DONE_MARKER, EventDecoder
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.names import header_names
 
 # Words of tiny_models.TOKENIZER_CORPUS: one or two tokens each.
 FILLER_WORDS = ("quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog")
@@ -45,6 +35,7 @@ class TimedRequest:
     pictures: seeds of images put before the text (chat only); size is their edge in pixels.
     headers: sent as they are. request_id: x-request-id; None makes one, "" sends none.
     abort_s: close the connection after so many seconds, even if the response is not complete.
+    timeout_s: for all of it.
     extra: merged into the JSON body last.
     """
 
@@ -65,19 +56,26 @@ class TimedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedEvent:
+    """One server-sent event: arrival of its last byte in us after the request, and its data."""
+
+    at_us: int
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimedResponse:
     """A response with its times.
 
     status: 0 if the client hung up or was cut off before the headers.
     headers: names in lower case. server_timing: metric name -> its `dur` in milliseconds.
     client_ttft_us: write -> first body data; None for a plain answer or where none came.
+    started_ns: the write, CLOCK_MONOTONIC. aborted: whether abort_s ended it.
     """
 
     request_id: str
     status: int
     headers: dict[str, str]
-    connect_us: int
-    headers_us: int | None
     client_ttft_us: int | None
     total_us: int
     text: str
@@ -96,140 +94,88 @@ class TimedResponse:
 def send_timed_request(
     url: str, request: TimedRequest | None = None, **fields: Any
 ) -> TimedResponse:
-    """Send `request` (or one with `fields`) to the server at `url`, and read the whole response."""
-    request = replace(request or TimedRequest(), **fields)
-    name = request.headers.get("x-request-id") or request.request_id
-    name = uuid.uuid4().hex if name is None else name
-    return TimedCall(url, request, name).run()
+    """Send `request` (or one with `fields`) to the server at `url`, and read the whole response.
+
+    Raises OSError where it cannot connect or waits for too long, and ValueError for what is no HTTP.
+    """
+    question = replace(request or TimedRequest(), **fields)
+    return asyncio.run(_exchange_all(url, [question], monotonic_ns()))[0]
 
 
 def send_timed_requests(url: str, requests: Sequence[TimedRequest]) -> list[TimedResponse]:
-    """Send all `requests` at the same moment, each from its own thread; responses in their order."""
-    # Filled by place: threads end in any order.
-    answers: list[TimedResponse | BaseException] = [TimeoutError("no answer")] * len(requests)
-    # Threads take milliseconds to start: the barrier lets all requests leave together.
-    barrier = threading.Barrier(len(requests))
+    """Send all `requests` at the same moment; responses in their order. Raises as send_timed_request()."""
+    # Connections are open when the requests are due, so that these leave together.
+    return asyncio.run(_exchange_all(url, requests, monotonic_ns() + CONNECT_LEAD_NS))
 
-    def send_at_barrier(place: int, question: TimedRequest) -> None:
-        try:
-            barrier.wait()
-            answers[place] = send_timed_request(url, question)
-        # A thread's exception would only be printed: the caller raises it.
-        except (OSError, httptools.HttpParserError, ValueError) as error:
-            answers[place] = error
 
-    threads = [
-        threading.Thread(target=send_at_barrier, args=pair, daemon=True)
-        for pair in enumerate(requests)
+async def _exchange_all(
+    url: str, requests: Sequence[TimedRequest], due_ns: int
+) -> list[TimedResponse]:
+    target = BenchTarget.parse_url(url)
+    names = [_choose_request_id(request) for request in requests]
+    # Before any is sent: encoding a picture takes milliseconds.
+    messages = [
+        _encode_request(target, request, name)
+        for request, name in zip(requests, names, strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [raise_if_error(answer) for answer in answers]
-
-
-def raise_if_error(answer: TimedResponse | BaseException) -> TimedResponse:
-    """Return `answer`, or raise it when it is an exception."""
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
-class TimedCall:
-    """One request under way: the socket, the readings, then the parsing."""
-
-    def __init__(self, url: str, question: TimedRequest, name: str) -> None:
-        """Encode the request; nothing is sent yet."""
-        self.request = question
-        self.request_id = name
-        parts = urlsplit(url)
-        self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
-        self.path = parts.path.rstrip("/") + question.path
-        self.readings: list[tuple[int, bytes]] = []
-        self.connect_us = self.started_ns = 0
-        self.aborted = False
-
-    def run(self) -> TimedResponse:
-        """Connect, send, read to the end or to the abort, then parse."""
-        # Before the clock: encoding a picture takes milliseconds.
-        message = self.build_message()
-        began_ns = monotonic_ns()
-        address = (self.host, self.port)
-        with socket.create_connection(address, timeout=self.request.timeout_s) as sock:
-            # No delay by Nagle's algorithm, should the kernel split the write.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.connect_us = (monotonic_ns() - began_ns) // 1000
-            try:
-                self.send_and_read(sock, message)
-            # Without abort_s it is a fault of the server, and of the test.
-            except TimeoutError:
-                if self.request.abort_s is None:
-                    raise
-                self.aborted = True
-            ended_ns = monotonic_ns()
-        return self.build_response(ended_ns)
-
-    def build_message(self) -> bytes:
-        """The request's bytes: one write, so that no half of it waits for the other."""
-        body = json.dumps(build_payload(self.request)).encode()
-        headers = {
-            "host": f"{self.host}:{self.port}",
-            # The server closes after its answer, so that reading ends
-            # without looking for the answer's end.
-            "connection": "close",
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **self.request.headers,
-        }
-        if self.request_id:
-            headers["x-request-id"] = self.request_id
-        lines = [f"POST {self.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
-
-    def send_and_read(self, sock: socket.socket, message: bytes) -> None:
-        """Write the request, then note every piece of the answer with its time."""
-        # Last thing before the write: connecting and encoding are over.
-        self.started_ns = monotonic_ns()
-        self.limit_timeout(sock)
-        sock.sendall(message)
-        # Time first, then the list: parsing here would delay the readings of other threads.
-        while piece := sock.recv(65536):
-            self.readings.append((monotonic_ns(), piece))
-            self.limit_timeout(sock)
-
-    def limit_timeout(self, sock: socket.socket) -> None:
-        """Shorten the socket's timeout to what is left until the abort."""
-        if self.request.abort_s is None:
-            return
-        # A socket's timeout is for one read: the deadline is for all of them.
-        left_s = self.request.abort_s - (monotonic_ns() - self.started_ns) / 1e9
-        if left_s <= 0:
-            raise TimeoutError
-        sock.settimeout(left_s)
-
-    def build_response(self, ended_ns: int) -> TimedResponse:
-        """Parse what was noted."""
-        reply = ParsedResponse.from_readings(self.readings)
-        # By the answer, not the request: an error to a streamed request is a plain answer.
-        streamed = reply.headers.get("content-type", "").startswith("text/event-stream")
-        events = split_events(reply.body, self.started_ns) if streamed else ()
-        body = b"".join(piece for _, piece in reply.body)
-        return TimedResponse(
-            request_id=reply.headers.get("x-request-id", self.request_id),
-            status=reply.status,
-            headers=reply.headers,
-            connect_us=self.connect_us,
-            headers_us=(reply.headers_ns - self.started_ns) // 1000 if reply.status else None,
-            client_ttft_us=find_first_data_us(reply.body, self.started_ns) if streamed else None,
-            total_us=(ended_ns - self.started_ns) // 1000,
-            text="".join(map(extract_event_text, events)) if streamed else extract_body_text(body),
-            server_timing=parse_timing(reply.headers.get("server-timing", "")),
-            events=events,
-            body=body,
-            started_ns=self.started_ns,
-            aborted=self.aborted,
+    lead_s = max(0, due_ns - monotonic_ns()) / 1e9
+    responses = await asyncio.gather(
+        *(
+            perform_exchange(
+                target,
+                message,
+                due_ns,
+                lead_s + (request.timeout_s if request.abort_s is None else request.abort_s),
+            )
+            for request, message in zip(requests, messages, strict=True)
         )
+    )
+    return [
+        _build_response(request, name, response)
+        for request, name, response in zip(requests, names, responses, strict=True)
+    ]
+
+
+def _choose_request_id(request: TimedRequest) -> str:
+    name = request.headers.get(header_names.REQUEST_ID) or request.request_id
+    return uuid.uuid4().hex if name is None else name
+
+
+def _encode_request(target: BenchTarget, request: TimedRequest, request_id: str) -> bytes:
+    headers = dict(request.headers)
+    if request_id:
+        headers[header_names.REQUEST_ID] = request_id
+    body = json.dumps(build_payload(request)).encode()
+    return target.encode_request(request.path, body, headers)
+
+
+def _build_response(request: TimedRequest, request_id: str, response: RawResponse) -> TimedResponse:
+    """Take apart what came. Raises OSError and ValueError for an exchange without an answer."""
+    aborted = response.error == "timeout" and request.abort_s is not None
+    if response.error == "timeout" and not aborted:
+        raise TimeoutError(f"no whole answer within {request.timeout_s:g} s")
+    if response.error.startswith("connection"):
+        raise ConnectionError(response.error)
+    if response.error == "no HTTP":
+        raise ValueError(response.error)
+    # By the answer, not the request: an error to a streamed request is a plain answer.
+    streamed = response.headers.get("content-type", "").startswith("text/event-stream")
+    started_ns = response.sent_ns
+    events = split_events(response.pieces, started_ns) if streamed else ()
+    body = b"".join(piece for _, piece in response.pieces)
+    return TimedResponse(
+        request_id=response.headers.get(header_names.REQUEST_ID, request_id),
+        status=response.status,
+        headers=response.headers,
+        client_ttft_us=find_first_data_us(response.pieces, started_ns) if streamed else None,
+        total_us=(response.end_ns - started_ns) // 1000,
+        text="".join(map(extract_event_text, events)) if streamed else extract_body_text(body),
+        server_timing=parse_timing(response.headers.get(header_names.SERVER_TIMING, "")),
+        events=events,
+        body=body,
+        started_ns=started_ns,
+        aborted=aborted,
+    )
 
 
 def build_payload(request: TimedRequest) -> dict[str, Any]:
@@ -261,3 +207,67 @@ def build_message_content(request: TimedRequest, prompt: str) -> str | list[dict
         for seed in request.pictures
     ]
     return [*parts, {"type": "text", "text": prompt}]
+
+
+def find_first_data_us(pieces: Iterable[tuple[int, bytes]], started_ns: int) -> int | None:
+    """Microseconds to the first body data that is not a keep-alive comment."""
+    for at_ns, piece in pieces:
+        # Lines that begin with a colon are comments in server-sent events; proxies send them as keep-alive.
+        if piece.strip() and not piece.startswith(b":"):
+            return (at_ns - started_ns) // 1000
+    return None
+
+
+def split_events(pieces: Iterable[tuple[int, bytes]], started_ns: int) -> tuple[TimedEvent, ...]:
+    """The events in `pieces`; an event's time is that of the piece that completes it."""
+    decoder = EventDecoder()
+    return tuple(
+        TimedEvent((at_ns - started_ns) // 1000, data.decode())
+        for at_ns, piece in pieces
+        for data in decoder.decode_piece(piece)
+    )
+
+
+def extract_event_text(event: TimedEvent) -> str:
+    """The piece of text in one event of any of the three APIs."""
+    # The end of a stream in OpenAI's chat and completions; the Responses API has none.
+    if event.data == DONE_MARKER:
+        return ""
+    data = json.loads(event.data)
+    if data.get("type") == "response.output_text.delta":
+        return str(data["delta"])
+    return "".join(map(extract_choice_text, data.get("choices") or ()))
+
+
+def extract_choice_text(choice: dict[str, Any]) -> str:
+    """The text of one choice, streamed or plain, chat or completion."""
+    # Streamed chats have `delta`, plain ones `message`, completions `text`.
+    message = choice.get("delta") or choice.get("message") or {}
+    # `reasoning` is vLLM's, for models that think first.
+    return choice.get("text") or message.get("content") or message.get("reasoning") or ""
+
+
+def extract_body_text(body: bytes) -> str:
+    """The text of a plain answer, or nothing where the body is no such answer."""
+    try:
+        data = json.loads(body)
+    except ValueError:
+        return ""
+    if not isinstance(data, dict):
+        return ""
+    # `output` is the Responses API's; other answers have `choices`.
+    parts = [part for item in data.get("output") or () for part in item.get("content") or ()]
+    text = "".join(part.get("text", "") for part in parts)
+    return text + "".join(map(extract_choice_text, data.get("choices") or ()))
+
+
+def parse_timing(header: str) -> dict[str, float]:
+    """A W3C Server-Timing header as name -> milliseconds; entries without `dur` count as 0."""
+    timing: dict[str, float] = {}
+    for entry in header.split(","):
+        name, *params = (part.strip() for part in entry.split(";"))
+        if name:
+            # A value may be quoted, and names of parameters have no case.
+            durations = [part[4:] for part in params if part.lower().startswith("dur=")]
+            timing[name] = float(durations[0].strip('"')) if durations else 0.0
+    return timing

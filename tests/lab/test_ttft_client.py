@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lab import response_parser, ttft_client
+from lab import ttft_client
 from lab.tcp_listener import accept_connections
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
@@ -101,8 +101,7 @@ class TestAsk:
         with run_scripted_server(*script) as server:
             answer = ttft_client.send_timed_request(server.url)
 
-        assert answer.client_ttft_us is not None and answer.headers_us is not None
-        assert 50_000 <= answer.headers_us < 140_000
+        assert answer.client_ttft_us is not None
         assert 150_000 <= answer.client_ttft_us < 240_000
         assert 250_000 <= answer.total_us < 400_000
 
@@ -150,7 +149,8 @@ class TestAsk:
             answer = ttft_client.send_timed_request(server.url, abort_s=0.1)
 
         assert answer.aborted
-        assert 100_000 <= answer.total_us < 1_000_000
+        # The time to connect is in abort_s.
+        assert 90_000 <= answer.total_us < 1_000_000
 
     def test_headers(self) -> None:
         """Extra headers are sent, and a request id is made where none is given."""
@@ -214,11 +214,11 @@ class TestEvents:
 
     def test_split(self) -> None:
         """An event that comes in two pieces has the time of the second."""
-        events = response_parser.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
+        events = ttft_client.split_events([(1_000, b"data: a"), (5_000, b"\n\ndata: b\n\n")], 0)
 
-        assert (response_parser.TimedEvent(5, "a"), response_parser.TimedEvent(5, "b")) == events
+        assert (ttft_client.TimedEvent(5, "a"), ttft_client.TimedEvent(5, "b")) == events
 
     def test_timing(self) -> None:
         """Server-Timing entries without a duration count as zero."""
-        assert {"a": 0.0, "b": 1.5} == response_parser.parse_timing('a, b;desc="x";dur=1.5')
-        assert {} == response_parser.parse_timing("")
+        assert {"a": 0.0, "b": 1.5} == ttft_client.parse_timing('a, b;desc="x";dur=1.5')
+        assert {} == ttft_client.parse_timing("")
