@@ -17,6 +17,10 @@ import click
 from ttft_otel.commands import main as cli
 from ttft_otel.router.limits import RouterLimits
 
+# Where requests are read from: the same flags of several commands, shown in the table of the first one.
+SOURCE_FLAGS = ("--db", "--tempo", "--tempo-header", "--tempo-ca", "--tempo-timeout")
+SOURCE_COMMAND = "report"
+SOURCE_ROW = f"| `{'`, `'.join(SOURCE_FLAGS)}` | | As of [{SOURCE_COMMAND}](#{SOURCE_COMMAND}). |\n"
 FOLDER = Path(__file__).parent / "reference"
 PAGES = (FOLDER / "commands.md", FOLDER / "router-flags.md", FOLDER / "limits.md")
 IN_HELP = re.compile(r"\s*\[default: ([^]]+)]")
@@ -51,11 +55,20 @@ def describe_option(option: click.Option) -> str:
 
 
 def render_flags(name: str) -> str:
-    """Make the table of a command's flags, without --help."""
+    """Make the table of a command's flags, without --help; limits and shared flags are shown once, elsewhere."""
     command = cli.load_subcommand(name, cli.SUBCOMMANDS[name])
-    options = [each for each in command.params if isinstance(each, click.Option)]
+    options = {
+        each.opts[0]: each
+        for each in command.params
+        if isinstance(each, click.Option) and not each.hidden
+    }
+    elsewhere = {f"--{each.name.replace('_', '-')}" for each in dataclasses.fields(RouterLimits)}
+    shares_source = name != SOURCE_COMMAND and options.keys() >= set(SOURCE_FLAGS)
+    if shares_source:
+        elsewhere |= set(SOURCE_FLAGS)
+    rows = [describe_option(each) for flag, each in options.items() if flag not in elsewhere]
     head = "| flag | default | meaning |\n|---|---|---|\n"
-    return head + "".join(describe_option(each) for each in options if not each.hidden)
+    return head + "".join(rows) + (SOURCE_ROW if shares_source else "")
 
 
 def render_limits() -> str:
