@@ -55,7 +55,7 @@ def describe_option(option: click.Option) -> str:
 
 
 def render_flags(name: str) -> str:
-    """Make the table of a command's flags, without --help; limits and shared flags are shown once, elsewhere."""
+    """Make the table of a command's flags, without --help and what other tables show."""
     command = cli.load_subcommand(name, cli.SUBCOMMANDS[name])
     options = {
         each.opts[0]: each
