@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
-from ttft_otel.report.report_server import ListeningPorts, ServeOptions, run_server
+from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
 
 JSON_TYPE, PROTOBUF_TYPE = "application/json", "application/x-protobuf"
 TIMES = st.one_of(
@@ -140,18 +140,19 @@ ODD_JSON = st.recursive(
 def run_receiver() -> Iterator[str]:
     """A receiver of its own; yields its URL."""
     with TemporaryDirectory() as folder:
-        ready, ports = Event(), list[ListeningPorts]()
+        ready = Event()
+        servers: list[ReportServer] = []
 
-        def note_started(listening: ListeningPorts) -> None:
-            ports.append(listening)
+        def note_started(server: ReportServer) -> None:
+            servers.append(server)
             ready.set()
 
         options = ServeOptions(Path(folder) / "spans.db", http_port=0, grpc_port=-1)
         thread = Thread(target=run_server, args=(options, note_started))
         thread.start()
         assert ready.wait(20)
-        yield f"http://127.0.0.1:{ports[0].http}"
-        ports[0].close()
+        yield f"http://127.0.0.1:{servers[0].http_port}"
+        servers[0].close()
         thread.join(20)
 
 

@@ -11,37 +11,37 @@ from typing import Any
 import pytest
 from sample_records import RunningServer
 
-from ttft_otel.report.report_server import ListeningPorts, ServeOptions, run_server
+from ttft_otel.report.report_server import ReportServer, ServeOptions, run_server
 from ttft_otel.report.store.span_store import SpanStore
 
 
 @pytest.fixture
 def start_report_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with any options; all have ended, and joined, after the test."""
-    running: list[tuple[threading.Thread, ListeningPorts]] = []
+    running: list[tuple[threading.Thread, ReportServer]] = []
 
     def start_server(**options: Any) -> RunningServer:
         path = options.pop("path", tmp_path / f"spans{len(running)}.db")
         ready = threading.Event()
-        ports: list[ListeningPorts] = []
+        servers: list[ReportServer] = []
 
-        def note_started(doors: ListeningPorts) -> None:
-            ports.append(doors)
+        def note_started(server: ReportServer) -> None:
+            servers.append(server)
             ready.set()
 
         chosen = ServeOptions(path, **{"http_port": 0, "grpc_port": 0, **options})
         thread = threading.Thread(target=run_server, args=(chosen, note_started))
         thread.start()
         assert ready.wait(20)
-        (doors,) = ports
-        running.append((thread, doors))
+        (server,) = servers
+        running.append((thread, server))
         return RunningServer(
-            doors, f"http://127.0.0.1:{doors.http}", f"127.0.0.1:{doors.grpc}", path
+            server, f"http://127.0.0.1:{server.http_port}", f"127.0.0.1:{server.grpc_port}", path
         )
 
     yield start_server
-    for thread, doors in running:
-        doors.close()
+    for thread, server in running:
+        server.close()
         thread.join(20)
         assert not thread.is_alive()
 

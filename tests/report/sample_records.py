@@ -21,7 +21,7 @@ from ttft_otel.model.names import keys, span_names
 from ttft_otel.model.record import Attributes, Call, Piece, Record, Server, Ttft
 from ttft_otel.model.stages import Role
 from ttft_otel.report.receive import otlp_decoder
-from ttft_otel.report.report_server import ListeningPorts
+from ttft_otel.report.report_server import ReportServer
 from ttft_otel.report.report_types import StoredSpan
 
 ENCODE_US = {
@@ -216,16 +216,12 @@ def fetch_any_status(request: urllib.request.Request) -> tuple[int, dict[str, st
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server.
+    """A running server."""
 
-    doors: its ports. http: base URL of the page and of OTLP/HTTP. grpc: target of OTLP/gRPC.
-    path: its database.
-    """
-
-    doors: ListeningPorts
-    http: str
-    grpc: str
-    path: Path
+    server: ReportServer
+    http: str  #: base URL of the page and of OTLP/HTTP
+    grpc: str  #: target of OTLP/gRPC
+    path: Path  #: of the database
 
 
 def fetch_page(served: RunningServer, path: str) -> tuple[int, str, dict[str, str]]:

@@ -12,7 +12,7 @@ import click
 from ttft_otel.commands.command_options import make_number_option
 from ttft_otel.model.names import env_names
 from ttft_otel.report.app import RequestExplainer
-from ttft_otel.report.report_server import ServeOptions, is_loopback_host, run_server
+from ttft_otel.report.report_server import ReportServer, ServeOptions, is_loopback_host, run_server
 from ttft_otel.report.store import database_schema
 
 MEGABYTE: Final = 1 << 20
@@ -70,7 +70,7 @@ The page, /ttft_report/ID, /api/... and OTLP over HTTP share --http-port.
     help="Listen on an address that other machines can reach; nobody is asked for a key.",
 )
 @click.option("--allow-host", multiple=True, help="Another Host header to accept on loopback.")
-# From cli.py, which may import explain/; None where the command is called by itself.
+# `explain_request` is from main.py, which may import explain/; None where the command is called by itself.
 @click.pass_obj
 def serve(
     explain_request: RequestExplainer | None,
@@ -103,23 +103,24 @@ def serve(
     )
     try:
         # Printed when both ports are bound: scripts wait for these lines.
-        run_server(
-            options, lambda doors: _print_addresses(host, doors.http, doors.grpc, options.path)
-        )
+        run_server(options, _print_addresses)
     except database_schema.StoreError as error:
         raise click.ClickException(str(error)) from error
 
 
-def _print_addresses(host: str, http: int, grpc: int, path: Path) -> None:
+def _print_addresses(server: ReportServer) -> None:
     """Print the addresses, the database's path, and how to start a server that sends here."""
-    at = f"[{host}]" if ":" in host else host
-    lines = [f"ttft-otel serve: page and OTLP/HTTP on http://{at}:{http}"]
-    if grpc >= 0:
-        lines.append(f"                 OTLP/gRPC on {at}:{grpc}")
-    lines.append(f"                 spans in {path}")
+    options = server.options
+    at = f"[{options.host}]:" if ":" in options.host else f"{options.host}:"
+    lines = [f"ttft-otel serve: page and OTLP/HTTP on http://{at}{server.http_port}"]
+    if server.grpc_port >= 0:
+        lines.append(f"                 OTLP/gRPC on {at}{server.grpc_port}")
+    lines.append(f"                 spans in {options.path}")
     # 4318 is where servers send unless they are told otherwise (settings.py).
     endpoint_setting = (
-        "" if http == 4318 else f"{env_names.OTEL_EXPORTER_OTLP_ENDPOINT}=http://{at}:{http} "
+        ""
+        if server.http_port == 4318
+        else f"{env_names.OTEL_EXPORTER_OTLP_ENDPOINT}=http://{at}{server.http_port} "
     )
     # Set already: the line would contradict it.
     if env_names.OTEL_EXPORTER_OTLP_ENDPOINT not in os.environ:

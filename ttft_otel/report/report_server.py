@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -44,77 +44,45 @@ SHUTDOWN_GRACE_S: Final = 3  # seconds for requests in progress at the end
 # Probes and files are asked for all day and say nothing about the page.
 EXCLUDED_URLS: Final = "v1/traces,healthz,static"
 SERVE_SERVICE: Final = "ttft-otel-serve"
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
-
-
-class WaitingConnections:
-    """Since when each connection has been waiting for a request, or has been in one."""
-
-    def __init__(self) -> None:
-        # By connection: its last request (uvicorn's object), whether that has ended, and since when.
-        self._states: dict[Any, tuple[Any, bool, float]] = {}
-
-    def close_overdue(self, connections: Iterable[Any]) -> None:
-        """Close what has waited for MAX_WAIT_S, and the oldest beyond MAX_CONNECTIONS.
-
-        connections: uvicorn's protocol objects.
-        """
-        now_s = monotonic()
-        states: dict[Any, tuple[Any, bool, float]] = {}
-        for connection in connections:
-            request = connection.cycle
-            waits = request is None or request.response_complete
-            before = self._states.get(connection)
-            # Another request, or its end, starts the wait anew.
-            is_same = before is not None and before[0] is request and before[1] == waits
-            states[connection] = before if before and is_same else (request, waits, now_s)
-        # Replaced as a whole, so that closed connections are forgotten.
-        self._states = states
-        # Waiting ones first, each group oldest first.
-        ordered = sorted(states.items(), key=lambda item: (not item[1][1], item[1][2]))
-        excess = len(ordered) - MAX_CONNECTIONS
-        for position, (connection, (_, waits, since_s)) in enumerate(ordered):
-            if position < excess or (waits and now_s - since_s > MAX_WAIT_S):
-                connection.transport.close()
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of `ttft-otel serve`.
+    """Options of `ttft-otel serve`."""
 
-    path: of the database. http_port, grpc_port: 0 takes a free one, grpc_port -1 disables gRPC.
-    max_traces, max_age_hours, max_bytes: limits of the database; the oldest traces are removed.
-    allowed_hosts: further Host headers to accept. explain_request: answers the page's "Why?"; None: no link.
-    """
-
-    path: Path
+    path: Path  #: of the database
     host: str = "127.0.0.1"
-    http_port: int = 4318
-    grpc_port: int = 4317
+    http_port: int = 4318  #: 0 takes a free one
+    grpc_port: int = 4317  #: likewise; -1 disables gRPC
+    # Limits of the database; the oldest traces are removed.
     max_traces: int = 20_000
     max_age_hours: float = 168.0
     max_bytes: int = 2 << 30
-    allowed_hosts: tuple[str, ...] = ()
-    explain_request: app.RequestExplainer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ListeningPorts:
-    """The ports (grpc -1: disabled), and a function that ends the server from another thread."""
-
-    http: int
-    grpc: int
-    close: Callable[[], None]
+    allowed_hosts: tuple[str, ...] = ()  #: further Host headers to accept
+    explain_request: app.RequestExplainer | None = None  #: answers the page's "Why?"; None: no link
 
 
 class ReportServer(uvicorn.Server):
     """uvicorn's server, with gRPC on the same event loop and a bound on connections that wait.
 
-    bind_grpc: creates the gRPC server and binds its port (-1: none). on_started: gets both ports.
+    on_started: gets the server once it listens on http_port and grpc_port (-1 without gRPC).
     """
 
-    bind_grpc: Callable[[], tuple[grpc.aio.Server | None, int]]
-    on_started: Callable[[int, int], None]
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        span_receiver: Receiver,
+        options: ServeOptions,
+        on_started: Callable[[ReportServer], None],
+    ) -> None:
+        super().__init__(config)
+        self.http_port = self.grpc_port = -1
+        self._span_receiver = span_receiver
+        self.options = options
+        self._on_started = on_started
+        self._grpc_server: grpc.aio.Server | None = None
+        # By connection: its last request (uvicorn's object), whether that has ended, and since when.
+        self._waits: dict[Any, tuple[Any, bool, float]] = {}
 
     def close(self) -> None:
         """End after requests in progress."""
@@ -124,28 +92,52 @@ class ReportServer(uvicorn.Server):
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Bind (`sockets` as in uvicorn), then call on_started. Raises StoreError for gRPC's port."""
         # gRPC first: if its port is taken, nothing has begun to listen yet.
-        self.grpc_server, port = self.bind_grpc()
-        if self.grpc_server:
-            await self.grpc_server.start()
+        if self.options.grpc_port >= 0:
+            self._grpc_server = self._bind_grpc()
+            await self._grpc_server.start()
         try:
             await super().startup(sockets)  # type: ignore[arg-type]
         # uvicorn's way to say that it cannot bind; gRPC is listening already.
         except SystemExit:
             await self._stop_grpc()
             raise
-        self._waiting = WaitingConnections()
         # What was built until now stays: the garbage collector need not look through it again and again,
         # which was a tenth of what it takes to receive.
         gc.collect()
         gc.freeze()
         if self.started:
             # Asked of the socket: port 0 is known only now.
-            self.on_started(self.servers[0].sockets[0].getsockname()[1], port)
+            self.http_port = self.servers[0].sockets[0].getsockname()[1]
+            self._on_started(self)
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: close connections that have waited too long for a request."""
-        self._waiting.close_overdue(self.server_state.connections)
+        self._close_overdue()
         return await super().on_tick(counter)
+
+    def _close_overdue(self) -> None:
+        """Close what has waited for MAX_WAIT_S, and the oldest beyond MAX_CONNECTIONS.
+
+        uvicorn closes a kept-alive connection between two requests, but neither one that never sends a
+        request nor one that stops in the middle of a head.
+        """
+        now_s = monotonic()
+        waits: dict[Any, tuple[Any, bool, float]] = {}
+        for connection in self.server_state.connections:
+            request: Any = connection.cycle
+            is_waiting = request is None or request.response_complete
+            before = self._waits.get(connection)
+            # Another request, or its end, starts the wait anew.
+            is_same = before is not None and before[0] is request and before[1] == is_waiting
+            waits[connection] = before if before and is_same else (request, is_waiting, now_s)
+        # Replaced as a whole, so that closed connections are forgotten.
+        self._waits = waits
+        # Waiting ones first, each group oldest first.
+        ordered = sorted(waits.items(), key=lambda item: (not item[1][1], item[1][2]))
+        excess = len(ordered) - MAX_CONNECTIONS
+        for position, (connection, (_, is_waiting, since_s)) in enumerate(ordered):
+            if position < excess or (is_waiting and now_s - since_s > MAX_WAIT_S):
+                connection.transport.close()
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """End both servers after requests in progress."""
@@ -153,15 +145,24 @@ class ReportServer(uvicorn.Server):
         await asyncio.gather(super().shutdown(sockets), self._stop_grpc())  # type: ignore[arg-type]
 
     async def _stop_grpc(self) -> None:
-        if self.grpc_server:
-            await self.grpc_server.stop(SHUTDOWN_GRACE_S)
+        if self._grpc_server:
+            await self._grpc_server.stop(SHUTDOWN_GRACE_S)
+
+    def _bind_grpc(self) -> grpc.aio.Server:
+        server = create_grpc_server(self._span_receiver)
+        wanted = self.options
+        host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
+        try:
+            self.grpc_port = server.add_insecure_port(f"{host}:{wanted.grpc_port}")
+        except RuntimeError as error:
+            raise StoreError(
+                _describe_taken_port(wanted.host, wanted.grpc_port, "--grpc-port")
+            ) from error
+        return server
 
 
-def run_server(options: ServeOptions, on_started: Callable[[ListeningPorts], None]) -> None:
-    """Serve until a signal. Raises StoreError when the database or a port cannot be used.
-
-    on_started: called once HTTP and gRPC are listening.
-    """
+def run_server(options: ServeOptions, on_started: Callable[[ReportServer], None]) -> None:
+    """Serve until a signal. Raises StoreError when the database or a port cannot be used."""
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises SIGTERM again after its shutdown: without a handler that would end the process
         # before the store is closed.
@@ -175,7 +176,7 @@ def run_server(options: ServeOptions, on_started: Callable[[ListeningPorts], Non
 
 
 def _run_until_signal(
-    options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ListeningPorts], None]
+    options: ServeOptions, span_receiver: Receiver, on_started: Callable[[ReportServer], None]
 ) -> None:
     web = app.create_app(span_receiver, list_allowed_hosts(options), options.explain_request)
     provider = instrument_app(web, (options.http_port, options.grpc_port))
@@ -190,9 +191,7 @@ def _run_until_signal(
         # Nobody needs to know which server and version this is.
         server_header=False,
     )
-    server = ReportServer(config)
-    server.bind_grpc = lambda: _bind_grpc(span_receiver, options)
-    server.on_started = lambda http, port: on_started(ListeningPorts(http, port, server.close))
+    server = ReportServer(config, span_receiver, options, on_started)
     try:
         server.run()
     except SystemExit as error:
@@ -221,21 +220,6 @@ def is_loopback_host(host: str) -> bool:
         return host == "localhost"
 
 
-def _bind_grpc(
-    span_receiver: Receiver, options: ServeOptions
-) -> tuple[grpc.aio.Server | None, int]:
-    if options.grpc_port < 0:
-        return None, -1
-    server = create_grpc_server(span_receiver)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    try:
-        return server, server.add_insecure_port(f"{host}:{options.grpc_port}")
-    except RuntimeError as error:
-        raise StoreError(
-            _describe_taken_port(options.host, options.grpc_port, "--grpc-port")
-        ) from error
-
-
 def _describe_taken_port(host: str, port: int, option: str) -> str:
     return f"cannot listen on {host}:{port}: is it taken? choose another with {option} PORT"
 
@@ -253,8 +237,9 @@ def instrument_app(
     chosen = settings.read_settings(source)
     # gRPC endpoints may be written without a scheme; "//" makes it a host.
     target = urlsplit(chosen.endpoint if "://" in chosen.endpoint else f"//{chosen.endpoint}")
-    if target.hostname in _LOOPBACK and target.port in own_ports:
-        return None  # the endpoint is this server: it is set for vLLM servers on this host
+    # The endpoint is this server where it is set for vLLM servers on this host.
+    if is_loopback_host(target.hostname or "") and target.port in own_ports:
+        return None
     provider = TracerProvider(resource=Resource.create({"service.name": SERVE_SERVICE}))
     provider.add_span_processor(BatchSpanProcessor(build_span_exporter(chosen.protocol)))
     FastAPIInstrumentor.instrument_app(

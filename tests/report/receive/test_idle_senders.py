@@ -19,7 +19,7 @@ from sample_records import RunningServer
 
 from ttft_otel.report import report_server as report_server_code
 from ttft_otel.report.receive import receiver
-from ttft_otel.report.receive.receiver import MAX_BODY_BYTES, BodyBudget, BodyBudgetError
+from ttft_otel.report.receive.receiver import MAX_BODY_BYTES, BodyBudget, StoreUnavailableError
 
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 IDLE = 64  # senders; eight were enough to stop the receiver
@@ -51,7 +51,7 @@ def open_senders(served: RunningServer, begun: bytes, count: int) -> list[socket
     """Connections on which `begun` was sent."""
     senders = []
     for _ in range(count):
-        sender = socket.create_connection(("127.0.0.1", served.doors.http), timeout=20)
+        sender = socket.create_connection(("127.0.0.1", served.server.http_port), timeout=20)
         sender.sendall(begun)
         senders.append(sender)
     return senders
@@ -137,17 +137,17 @@ def test_half_bodies(report_server: RunningServer) -> None:
 def test_budget() -> None:
     """The largest unfinished body is dropped first, of equal ones the oldest; complete ones are kept."""
     budget = BodyBudget(max_bytes=100)
-    with budget.hold_body() as complete, budget.hold_body() as old, budget.hold_body() as young:
+    with budget.open_body() as complete, budget.open_body() as old, budget.open_body() as young:
         budget.extend_body(complete, b"c" * 50)
         budget.complete_body(complete)
         budget.extend_body(old, b"o" * 20)
         budget.extend_body(young, b"y" * 20)
-        with budget.hold_body() as small:
+        with budget.open_body() as small:
             budget.extend_body(small, b"s" * 15)
             assert (old.has_given_way, young.has_given_way) == (True, False)
-            with pytest.raises(BodyBudgetError):
+            with pytest.raises(StoreUnavailableError):
                 budget.extend_body(old, b"o")
-            with pytest.raises(BodyBudgetError):  # the largest is the one that wants to grow
+            with pytest.raises(StoreUnavailableError):  # the largest is the one that wants to grow
                 budget.extend_body(small, b"s" * 30)
             assert budget.held_bytes == 70
         assert bytes(young.data) == b"y" * 20

@@ -392,7 +392,9 @@ def test_api(report_server: RunningServer) -> None:
 def test_slow(report_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body that never ends is given up after a time."""
     monkeypatch.setattr(receiver, "MAX_READ_S", 0.3)
-    with socket.create_connection(("127.0.0.1", report_server.doors.http), timeout=10) as slow:
+    with socket.create_connection(
+        ("127.0.0.1", report_server.server.http_port), timeout=10
+    ) as slow:
         slow.sendall(
             b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
             b"Content-Type: application/x-protobuf\r\n\r\nx"

@@ -38,61 +38,18 @@ _EXPORT_FULL: Final = f"more than {MAX_EXPORT_SPANS} spans in one export"
 
 
 class OtlpDecodeError(ValueError):
-    """The body is not an ExportTraceServiceRequest."""
+    """The body is not an ExportTraceServiceRequest, or not encoded as its Content-Encoding says."""
 
 
 @dataclass(slots=True)
-class SpanBatch:
-    """The spans of one export; `refusal_reason` is the reason for the first refused span."""
+class ExportBatch:
+    """The spans of one export, decoded or as chunks for the store."""
 
-    spans: list[StoredSpan] = field(default_factory=list)
-    refused: int = 0
-    refusal_reason: str = ""
-
-
-@dataclass(slots=True)
-class ChunkBatch:
-    """The spans of one export as chunks, `accepted` in number; the rest as in SpanBatch."""
-
-    chunks: list[SpanChunk] = field(default_factory=list)
-    accepted: int = 0
-    refused: int = 0
-    refusal_reason: str = ""
-
-
-def decode_export(data: bytes, as_json: bool = False) -> SpanBatch:
-    """Decode one export with all its spans. Raises OtlpDecodeError when it is not OTLP.
-
-    as_json: `data` is OTLP/JSON, else protobuf.
-    """
-    accepted = _AcceptedSpans()
-    # One dict for all spans of a resource: encode_spans() knows it by identity.
-    spans = [
-        convert_span(raw, resource, scope)
-        for resource, scope, group in accepted.iterate_groups(_parse_export(data, as_json))
-        for raw in group
-    ]
-    return SpanBatch(spans, accepted.refused, accepted.refusal_reason)
-
-
-def chunk_export(data: bytes, as_json: bool = False) -> ChunkBatch:
-    """Check one export and divide it into chunks for the store; arguments and errors as decode_export()."""
-    accepted = _AcceptedSpans()
-    chunks = [
-        chunk
-        for resource, scope, group in accepted.iterate_groups(_parse_export(data, as_json))
-        for chunk in chunk_raw_spans(group, resource, scope)
-    ]
-    return ChunkBatch(chunks, accepted.accepted, accepted.refused, accepted.refusal_reason)
-
-
-class _AcceptedSpans:
-    """Takes the spans of one export that can be stored, and counts the others."""
-
-    def __init__(self) -> None:
-        self.accepted = 0
-        self.refused = 0
-        self.refusal_reason = ""
+    spans: list[StoredSpan] = field(default_factory=list)  #: of decode_export()
+    chunks: list[SpanChunk] = field(default_factory=list)  #: of chunk_export()
+    accepted: int = 0  #: number of spans that can be stored
+    refused: int = 0  #: number of the others
+    refusal_reason: str = ""  #: why the first of these was refused
 
     def iterate_groups(
         self, message: ExportTraceServiceRequest
@@ -106,16 +63,36 @@ class _AcceptedSpans:
 
     def _accept_spans(self, spans: Iterable[trace_pb2.Span]) -> list[trace_pb2.Span]:
         accepted: list[trace_pb2.Span] = []
-        room = MAX_EXPORT_SPANS - self.accepted
+        left = MAX_EXPORT_SPANS - self.accepted
         for raw in spans:
-            # Counted on, so that the answer tells how many were refused.
-            if fault := _EXPORT_FULL if len(accepted) >= room else find_fault(raw):
+            # Spans beyond the limit are counted, so that the answer says how many were refused.
+            if fault := _EXPORT_FULL if len(accepted) >= left else find_fault(raw):
                 self.refused += 1
                 self.refusal_reason = self.refusal_reason or fault
             else:
                 accepted.append(raw)
         self.accepted += len(accepted)
         return accepted
+
+
+def decode_export(data: bytes, as_json: bool = False) -> ExportBatch:
+    """Decode one export with all its spans. Raises OtlpDecodeError when it is not OTLP.
+
+    as_json: `data` is OTLP/JSON, else protobuf.
+    """
+    batch = ExportBatch()
+    # One dict for all spans of a resource: encode_spans() knows it by identity.
+    for resource, scope, group in batch.iterate_groups(_parse_export(data, as_json)):
+        batch.spans += [convert_span(raw, resource, scope) for raw in group]
+    return batch
+
+
+def chunk_export(data: bytes, as_json: bool = False) -> ExportBatch:
+    """Check one export and divide it into chunks for the store; arguments and errors as decode_export()."""
+    batch = ExportBatch()
+    for resource, scope, group in batch.iterate_groups(_parse_export(data, as_json)):
+        batch.chunks += chunk_raw_spans(group, resource, scope)
+    return batch
 
 
 def build_export_response(refused: int, reason: str) -> ExportTraceServiceResponse:
@@ -128,10 +105,8 @@ def build_export_response(refused: int, reason: str) -> ExportTraceServiceRespon
 
 
 def _parse_export(data: bytes, as_json: bool) -> ExportTraceServiceRequest:
-    return _parse_json(data) if as_json else _parse_protobuf(data)
-
-
-def _parse_protobuf(data: bytes) -> ExportTraceServiceRequest:
+    if as_json:
+        return _parse_json(data)
     try:
         return ExportTraceServiceRequest.FromString(data)
     except DecodeError as error:

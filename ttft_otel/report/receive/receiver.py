@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import anyio
@@ -54,12 +53,8 @@ class BodyTooLargeError(Exception):
     """A body with more bytes than the limit."""
 
 
-class BodyEncodingError(Exception):
-    """A body that does not match its Content-Encoding, or an encoding that is not supported."""
-
-
 def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> bytes:
-    """Decompress a body. Raises BodyTooLargeError or BodyEncodingError.
+    """Decompress a body. Raises BodyTooLargeError or OtlpDecodeError.
 
     encoding: Content-Encoding; "" and "identity" are uncompressed. limit: bytes of the result.
     """
@@ -70,7 +65,7 @@ def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> byte
         return data
     # OTLP names gzip only; deflate costs nothing more.
     if coding not in _BITS:
-        raise BodyEncodingError(
+        raise otlp_decoder.OtlpDecodeError(
             f"Content-Encoding {coding!r} is not supported; use gzip, deflate or none"
         )
     plain = bytearray()
@@ -78,28 +73,24 @@ def unpack_body(data: bytes, encoding: str, limit: int = MAX_BODY_BYTES) -> byte
     while data:  # a gzip body may consist of several members
         members += 1
         if members > MAX_GZIP_MEMBERS:
-            raise BodyEncodingError(f"{coding} has more than {MAX_GZIP_MEMBERS} members")
+            raise otlp_decoder.OtlpDecodeError(f"{coding} has more than {MAX_GZIP_MEMBERS} members")
         stream = zlib.decompressobj(_BITS[coding])
         try:
             # One byte more than allowed tells that there is more, without unpacking it.
             plain += stream.decompress(data, limit + 1 - len(plain))
         except zlib.error as error:
-            raise BodyEncodingError(f"not {coding}: {error}") from error
+            raise otlp_decoder.OtlpDecodeError(f"not {coding}: {error}") from error
         if len(plain) > limit:
             raise BodyTooLargeError(f"more than {limit} bytes when unpacked")
         # Cut off in transit: half of a batch must not be confirmed as all of it.
         if not stream.eof:
-            raise BodyEncodingError(f"{coding} ends too early")
+            raise otlp_decoder.OtlpDecodeError(f"{coding} ends too early")
         data = stream.unused_data
     return bytes(plain)
 
 
-class BodyBudgetError(Exception):
-    """This body had to give way: the sender should retry."""
-
-
-class HeldBody:
-    """One body. `data` is what has arrived; its bytes are counted until `held_bytes` are released."""
+class ArrivingBody:
+    """One body, of which `data` has arrived. ByteBudget counts its `held_bytes` until they are released."""
 
     __slots__ = ("data", "has_given_way", "held_bytes")
 
@@ -114,8 +105,8 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.max_bytes = max_bytes
-        self._arriving: dict[HeldBody, None] = {}  # oldest first
-        self._bytes: ByteBudget[HeldBody] = ByteBudget(max_bytes, self._arriving)
+        self._arriving: dict[ArrivingBody, None] = {}  # oldest first
+        self._bytes: ByteBudget[ArrivingBody] = ByteBudget(max_bytes, self._arriving)
 
     @property
     def held_bytes(self) -> int:
@@ -123,9 +114,9 @@ class BodyBudget:
         return self._bytes.held_bytes
 
     @contextmanager
-    def hold_body(self) -> Iterator[HeldBody]:
+    def open_body(self) -> Iterator[ArrivingBody]:
         """A new body, whose bytes are given back at the end."""
-        body = HeldBody()
+        body = ArrivingBody()
         self._arriving[body] = None
         try:
             yield body
@@ -134,32 +125,24 @@ class BodyBudget:
             self._bytes.release(body)
             body.data = bytearray()
 
-    def extend_body(self, body: HeldBody, chunk: bytes) -> None:
-        """Append `chunk`. Raises BodyBudgetError when this body gave way, now or earlier."""
+    def extend_body(self, body: ArrivingBody, chunk: bytes) -> None:
+        """Append `chunk`. Raises StoreUnavailableError when this body gave way, now or earlier."""
         if not body.has_given_way:
             for each in self._bytes.add_bytes(body, len(chunk)):
-                each.has_given_way, each.data = True, bytearray()
+                each.has_given_way = True
+                each.data = bytearray()
                 self.complete_body(each)
         if body.has_given_way:
-            raise BodyBudgetError("too many bytes of other exports are arriving")
+            raise StoreUnavailableError("too many bytes of other exports are arriving")
         body.data += chunk
 
-    def complete_body(self, body: HeldBody) -> None:
+    def complete_body(self, body: ArrivingBody) -> None:
         """Nothing more of `body` will arrive: it is being decoded and cannot give way. Idempotent."""
         self._arriving.pop(body, None)
 
 
-BAD_BODIES: Final = (BodyEncodingError, otlp_decoder.OtlpDecodeError)
-UNAVAILABLE: Final = (StoreUnavailableError, BodyBudgetError, asyncio.TimeoutError)
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedExport:
-    """A decoded export in the store's queue; `stored` gives the number of spans that the store refused."""
-
-    refused: int
-    reason: str
-    stored: Future[int]
+# Temporary conditions, upon which the sender should retry.
+UNAVAILABLE: Final = (StoreUnavailableError, asyncio.TimeoutError)
 
 
 class Receiver:
@@ -183,14 +166,14 @@ class Receiver:
 
         messages: the one message of a unary call, which as a stream can be awaited for a limited time.
         """
-        with self._budget.hold_body() as body:
+        with self._budget.open_body() as body:
             try:
                 self._budget.extend_body(body, await self._read_message(messages))
                 return (await self._store_body(body, "", False)).SerializeToString()
             except BodyTooLargeError as error:
                 self.counts["large"] += 1
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            except BAD_BODIES as error:
+            except otlp_decoder.OtlpDecodeError as error:
                 self.counts["bad"] += 1
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except UNAVAILABLE as error:
@@ -207,7 +190,7 @@ class Receiver:
             self.counts["bad"] += 1
             text = f"Content-Type {kind!r} is not OTLP; send {PROTOBUF_TYPE} or {JSON_TYPE}"
             return _build_error(415, code_pb2.INVALID_ARGUMENT, text, PROTOBUF_TYPE)
-        with self._budget.hold_body() as body:
+        with self._budget.open_body() as body:
             try:
                 # Not part of MAX_STORE_S: a slow upload is the sender's time.
                 await asyncio.wait_for(self._read_body(request, body), MAX_READ_S)
@@ -215,12 +198,12 @@ class Receiver:
                 self.counts["bad"] += 1
                 text = "the body did not arrive in time"
                 return _build_error(408, code_pb2.DEADLINE_EXCEEDED, text, kind)
-            except (BodyTooLargeError, BodyBudgetError, ClientDisconnect) as error:
+            except (BodyTooLargeError, StoreUnavailableError, ClientDisconnect) as error:
                 return self._refuse(error, kind)
             try:
                 encoding = request.headers.get("content-encoding", "")
                 answer = await self._store_body(body, encoding, kind == JSON_TYPE)
-            except (BodyTooLargeError, *BAD_BODIES, *UNAVAILABLE) as error:
+            except (BodyTooLargeError, otlp_decoder.OtlpDecodeError, *UNAVAILABLE) as error:
                 return self._refuse(error, kind)
             return Response(_serialize_message(answer, kind), media_type=kind)
 
@@ -235,7 +218,7 @@ class Receiver:
         return _build_error(400, code_pb2.INVALID_ARGUMENT, str(error), kind)
 
     async def _read_message(self, messages: AsyncIterator[bytes]) -> bytes:
-        """The message of a gRPC call. Raises TimeoutError, BodyBudgetError and OtlpDecodeError."""
+        """The message of a gRPC call. Raises TimeoutError, StoreUnavailableError and OtlpDecodeError."""
         if len(self._arriving) >= MAX_ARRIVING_RPCS:
             # A call that only holds its place would keep all others out.
             next(iter(self._arriving)).cancel()
@@ -252,11 +235,11 @@ class Receiver:
             raise asyncio.TimeoutError("the message did not arrive in time")
         # By the line above in another call: this one was the oldest.
         if reading.cancelled():
-            raise BodyBudgetError("too many other exports are arriving")
+            raise StoreUnavailableError("too many other exports are arriving")
         return reading.result()
 
-    async def _read_body(self, request: Request, body: HeldBody) -> None:
-        """Read the body as it comes. Raises BodyTooLargeError, BodyBudgetError and ClientDisconnect.
+    async def _read_body(self, request: Request, body: ArrivingBody) -> None:
+        """Read the body as it comes. Raises BodyTooLargeError, StoreUnavailableError and ClientDisconnect.
 
         A body that is too large is read to its end (up to MAX_DRAINED_BYTES) and discarded: most clients
         read the answer only after they have sent everything, and retry when the connection is closed.
@@ -272,31 +255,35 @@ class Receiver:
         if size > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"more than {MAX_BODY_BYTES} bytes")
 
-    async def _store_body(self, body: HeldBody, encoding: str, as_json: bool) -> Message:
-        """Decode and store one body; the answer. Raises BodyTooLargeError, BAD_BODIES or UNAVAILABLE."""
+    async def _store_body(self, body: ArrivingBody, encoding: str, as_json: bool) -> Message:
+        """Decode and store one body; the answer. Raises BodyTooLargeError, OtlpDecodeError or UNAVAILABLE."""
         # From here on it must not give way: the thread below has its bytes.
         self._budget.complete_body(body)
 
         async def store_body() -> Message:
             data = bytes(body.data)
-            queued = await run_sync(
+            batch, stored = await run_sync(
                 self._decode_body, data, encoding, as_json, limiter=self._decoding
             )
             # On disk when this returns: only then may the sender forget the batch.
-            full = await asyncio.wrap_future(queued.stored)
-            reason = queued.reason or ("a trace with too many spans" if full else "")
-            return otlp_decoder.build_export_response(queued.refused + full, reason)
+            full = await asyncio.wrap_future(stored)
+            reason = batch.refusal_reason or ("a trace with too many spans" if full else "")
+            return otlp_decoder.build_export_response(batch.refused + full, reason)
 
         # Given up, but not undone: the sender's retry finds the spans as duplicates.
         return await asyncio.wait_for(store_body(), MAX_STORE_S)
 
-    def _decode_body(self, data: bytes, encoding: str, as_json: bool) -> QueuedExport:
-        """Decode a body and queue its spans in the store; runs in a thread."""
+    def _decode_body(
+        self, data: bytes, encoding: str, as_json: bool
+    ) -> tuple[otlp_decoder.ExportBatch, Future[int]]:
+        """Decode a body and queue its spans in the store, which gives the number that it refused.
+
+        Runs in a thread.
+        """
         batch = otlp_decoder.chunk_export(unpack_body(data, encoding), as_json)
         self.counts["received"] += batch.accepted + batch.refused
         self.counts["refused"] += batch.refused
-        stored = self.store.add_chunks(batch.chunks)
-        return QueuedExport(batch.refused, batch.refusal_reason, stored)
+        return batch, self.store.add_chunks(batch.chunks)
 
 
 def create_routes(receiver: Receiver) -> APIRouter:
