@@ -107,7 +107,7 @@ def format_largest_stages(parts: Mapping[str, float], count: int = 3) -> Text:
     # The largest by time, then shown in the order in which they happen.
     chosen = sorted(parts, key=lambda name: parts[name], reverse=True)[:count]
     text = Text(no_wrap=True, overflow="ellipsis")
-    for name in sorted(chosen, key=palette.get_sort_key):
+    for name in sorted(chosen, key=stages.rank_stage):
         leg = stages.find_leg(name)
         word = "hop" if name.startswith("router.hop.") else stages.split_stage(name)[1]
         text.append("■ ", style=palette.find_color(name))

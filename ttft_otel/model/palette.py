@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and colour of every stage, the same on pages, in the terminal and in exported files.
+"""The colour of every stage, the same on pages, in the terminal and in exported files.
 
 The hue stands for the kind (host, work, move, wait), the shade for the stage.
 """
@@ -38,15 +38,6 @@ ROLE_SHORT: Final[dict[str, str]] = {
     "prefill_decode": "PD",
     "mono": "mono",
 }
-_ROLE_ORDER: Final[dict[str, int]] = {role: turn for turn, role in enumerate(stages.ROLES)}
-# Those before the first leg; egress comes after the last one, and has a key of its own.
-_ROUTER_ORDER: Final = (
-    "router.receive",
-    "router.tokenize",
-    "router.lookup",
-    "router.route",
-    "router.retry",
-)
 
 
 def find_color(name: str) -> str:
@@ -59,28 +50,6 @@ def get_css_class(name: str) -> str:
     word = stages.strip_leg(name)
     # A dot in a class name would begin another class in CSS.
     return "s-" + (word if word in STAGE_COLORS else stages.UNATTRIBUTED).replace(".", "-")
-
-
-def get_sort_key(name: str) -> tuple[int, int, int]:
-    """Sort key of the stage `name`: order of the critical path, leg after leg, unattributed last."""
-    word = stages.strip_leg(name)
-    if word in _ROUTER_ORDER:
-        return (0, 0, _ROUTER_ORDER.index(word))
-    if word == "router.egress":
-        return (2, 0, 0)
-    if word == stages.UNATTRIBUTED:
-        return (3, 0, 0)
-    leg = stages.find_leg(name)
-    role_order = _ROLE_ORDER.get(leg, len(_ROLE_ORDER))
-    # Before the leg's own stages, at whose edges it lies.
-    if word == "router.hop":
-        return (1, role_order, -1)
-    if leg == "encode" and word == "ec.transfer":
-        word = "encoder.compute"  # on an encoder the transfer is the save that follows the encoding
-    # Doubled, so that an encoder's save fits between two stages.
-    place = 2 * stages.STAGE_NAMES.index(word) if word in stages.STAGE_NAMES else 99
-    place += stages.strip_leg(name) != word
-    return (1, role_order, place)
 
 
 def build_style_sheet() -> str:

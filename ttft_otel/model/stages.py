@@ -400,6 +400,15 @@ SERVICE_NAMES: Final[dict[Role, str]] = {
     "mono": "vllm",
     "router": "ttft-otel-router",
 }
+_ROLE_ORDER: Final[dict[str, int]] = {role: turn for turn, role in enumerate(ROLES)}
+# Those before the first leg; egress comes after the last one, and has a key of its own.
+_ROUTER_ORDER: Final = (
+    "router.receive",
+    "router.tokenize",
+    "router.lookup",
+    "router.route",
+    "router.retry",
+)
 
 
 def split_stage(name: str) -> tuple[str, str]:
@@ -471,3 +480,25 @@ def describe_stage(name: str) -> str:
     """The one-sentence description of the stage `name`."""
     stage = find_stage(name)
     return stage.says if stage else "What no mark accounts for."
+
+
+def rank_stage(name: str) -> tuple[int, int, int]:
+    """Sort key of the stage `name`: order of the critical path, leg after leg, unattributed last."""
+    word = strip_leg(name)
+    if word in _ROUTER_ORDER:
+        return (0, 0, _ROUTER_ORDER.index(word))
+    if word == "router.egress":
+        return (2, 0, 0)
+    if word == UNATTRIBUTED:
+        return (3, 0, 0)
+    leg = find_leg(name)
+    role_order = _ROLE_ORDER.get(leg, len(_ROLE_ORDER))
+    # Before the leg's own stages, at whose edges it lies.
+    if word == "router.hop":
+        return (1, role_order, -1)
+    if leg == "encode" and word == "ec.transfer":
+        word = "encoder.compute"  # on an encoder the transfer is the save that follows the encoding
+    # Doubled, so that an encoder's save fits between two
+    place = 2 * STAGE_NAMES.index(word) if word in STAGE_NAMES else 99
+    place += strip_leg(name) != word
+    return (1, role_order, place)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -123,8 +123,9 @@ class ReportServer(uvicorn.Server):
         """
         now_s = monotonic()
         waits: dict[Any, tuple[Any, bool, float]] = {}
-        for connection in self.server_state.connections:
-            request: Any = connection.cycle
+        connections: Iterable[Any] = self.server_state.connections
+        for connection in connections:
+            request = connection.cycle
             is_waiting = request is None or request.response_complete
             before = self._waits.get(connection)
             # Another request, or its end, starts the wait anew.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys, span_names
 
 # 0 is unset, 1 is ok.
@@ -22,10 +23,7 @@ SPAN_KINDS: Final = ("unspecified", "internal", "server", "client", "producer", 
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """One span: IDs in lower-case hex, times in Unix nanoseconds, kind and status as in OTLP.
-
-    scope: name of the instrumentation scope. dropped: number of attributes that were left out.
-    """
+    """One span: IDs in lower-case hex, times in Unix nanoseconds, kind and status as in OTLP."""
 
     trace_id: str
     span_id: str
@@ -35,12 +33,12 @@ class StoredSpan:
     start_ns: int
     end_ns: int
     service: str = ""
-    scope: str = ""
+    scope: str = ""  #: name of the instrumentation scope
     status: int = 0
     message: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
     resource: dict[str, Any] = field(default_factory=dict)
-    dropped: int = 0
+    dropped: int = 0  #: number of attributes that were left out
 
     @property
     def is_ttft_span(self) -> bool:
@@ -54,14 +52,7 @@ class StoredSpan:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One server's `ttft` or `encode` span, in microseconds: stages + unattributed_us = ttft_us.
-
-    died: the stage in which the request failed. instance: service.instance.id of its resource.
-    recomputed_items: media items that it encoded although an encoder had encoded them for this request.
-    clock_error_us: by how much marks may be off that were not taken by its own clock.
-    reasons: "queue" and "stall", each with the microseconds of its reasons (stages.WAIT_REASONS).
-    held: microseconds of the queue for each kind of work that held the engine (stages.HOLDING_KINDS).
-    """
+    """One server's `ttft` or `encode` span, in microseconds: stages + unattributed_us = ttft_us."""
 
     span_id: str
     service: str
@@ -74,12 +65,15 @@ class Leg:
     request_id: str = ""
     model: str = ""
     error: str = ""
-    died: str = ""
+    died: str = ""  #: the stage in which the request failed
     streaming: bool = False
-    instance: str = ""
+    instance: str = ""  #: service.instance.id of its resource
+    #: Media items that it encoded although an encoder had encoded them for this request.
     recomputed_items: int = 0
-    clock_error_us: int = 0
+    clock_error_us: int = 0  #: by how much marks may be off that were not taken by its own clock
+    #: "queue" and "stall", each with the microseconds of its reasons (stages.WAIT_REASONS).
     reasons: dict[str, dict[str, int]] = field(default_factory=dict)
+    #: Microseconds of the queue for each kind of work that held the engine (stages.HOLDING_KINDS).
     held: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -95,30 +89,22 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class TimeBefore:
-    """Time from the start of a foreign router's span to the arrival at our server; not in any sum.
+    """Time from the start of a foreign router's span to the arrival at our server; not in any sum."""
 
-    us: microseconds. error_us: error bound of `us`, because two clocks are compared; None when
-    nothing bounds it. caller: the router's service name. span_id: the router's span.
-    """
-
-    us: int
-    error_us: int | None
-    caller: str
-    span_id: str
+    us: int  #: microseconds
+    error_us: (
+        int | None
+    )  #: its error bound, as two clocks are compared; None when nothing bounds it
+    caller: str  #: the router's service name
+    span_id: str  #: the router's span
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as its client saw it: the outermost `ttft` span and the legs below it.
-
-    request_id: the client's x-request-id, or the trace ID where it sent none.
-    pending: the outermost span has not arrived (yet), and the numbers are the sum over the legs. Legs of
-        encoders and prefill instances behind a router that sends no `traceparent` stay pending.
-    before: time before, from the span of a foreign router.
-    """
+    """One request as its client saw it: the outermost `ttft` span and the legs below it."""
 
     trace_id: str
-    request_id: str
+    request_id: str  #: the client's x-request-id, or the trace ID where it sent none
     model: str
     start_ns: int
     ttft_us: int
@@ -129,8 +115,10 @@ class Request:
     error: str = ""
     died: str = ""
     streaming: bool = False
+    #: The outermost span has not arrived (yet), and the numbers are the sum over the legs. Legs of encoders
+    #: and prefill instances behind a router that sends no `traceparent` stay pending.
     pending: bool = False
-    before: TimeBefore | None = None
+    before: TimeBefore | None = None  #: from the span of a foreign router
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -144,6 +132,39 @@ class Request:
         """Whether Σ stages + unattributed = ttft, to the microsecond, here and in every leg."""
         total = sum(self.stages.values()) + self.unattributed_us
         return total == self.ttft_us and all(leg.closed for leg in self.legs)
+
+    @property
+    def ordered_stages(self) -> list[tuple[str, int]]:
+        """Full names of its stages with their microseconds, in the order in which they happen."""
+        return sorted(self.stages.items(), key=lambda part: stages.rank_stage(part[0]))
+
+    def list_wait_reasons(self, stage: str) -> list[tuple[str, int]]:
+        """(reason, microseconds) of the full stage name `stage`, longest first; [] where none is known."""
+        leg = self._find_stage_leg(stage)
+        if leg is None:
+            return []
+        group = "stall" if stages.strip_leg(stage) == stages.STALL_STAGE else "queue"
+        return sorted(leg.reasons.get(group, {}).items(), key=lambda part: (-part[1], part[0]))
+
+    def list_holding_kinds(self, stage: str) -> list[tuple[str, int]]:
+        """(kind of work, microseconds) that held a queue, the full stage name `stage`, longest first."""
+        leg = self._find_stage_leg(stage)
+        if leg is None or stages.strip_leg(stage) == stages.STALL_STAGE:
+            return []
+        return sorted(leg.held.items(), key=lambda part: (-part[1], part[0]))
+
+    def _find_stage_leg(self, stage: str) -> Leg | None:
+        """The leg whose stage this is; None for a stage that does not wait in a scheduler."""
+        word, role = stages.strip_leg(stage), stages.find_leg(stage)
+        # A stage of a router's sum is that of the leg that it belongs to.
+        leg = (
+            self.find_leg(role)
+            if role
+            else next((leg for leg in reversed(self.legs) if leg.stages == self.stages), None)
+        )
+        # Of both queues a request has one: which of them is decided by its first step.
+        waits = (*stages.QUEUE_STAGES, stages.STALL_STAGE)
+        return leg if leg is not None and word in waits and word in leg.stages else None
 
     def find_leg(self, role: str) -> Leg | None:
         """The slowest leg of `role`, which is the one on the critical path; None without one."""

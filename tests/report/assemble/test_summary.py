@@ -63,7 +63,7 @@ def test_order() -> None:
     names = ["unattributed", "router.egress", "prefill_decode.receive", "encode.ec.transfer"]
     names += ["router.hop.prefill_decode", "encode.encoder.compute", "encode.receive"]
     names += ["router.hop.encode", "router.route", "router.receive"]
-    assert sorted(names, key=palette.get_sort_key) == [
+    assert sorted(names, key=stages.rank_stage) == [
         *("router.receive", "router.route", "router.hop.encode", "encode.receive"),
         *("encode.encoder.compute", "encode.ec.transfer", "router.hop.prefill_decode"),
         *("prefill_decode.receive", "router.egress", "unattributed"),

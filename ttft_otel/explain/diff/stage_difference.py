@@ -26,7 +26,7 @@ from ttft_otel.explain.window.request_facts import (
     RequestFacts,
     assign_strata,
 )
-from ttft_otel.model import palette
+from ttft_otel.model import stages
 from ttft_otel.model.statistics import (
     average_draws,
     draw_quantiles,
@@ -148,7 +148,7 @@ def compare_windows(
                 f"{MIN_REQUESTS} are needed to tell a change from chance"
             )
     # Of both windows: a stage that only one has is a change, too.
-    names = sorted({name for each in (*a, *b) for name in each.stages}, key=palette.get_sort_key)
+    names = sorted({name for each in (*a, *b) for name in each.stages}, key=stages.rank_stage)
     # Once, on the data: draws reweight the requests and do not sort them anew.
     strata_a, strata_b = assign_strata(a, b)
     window_a, window_b = build_window(a, names, strata_a), build_window(b, names, strata_b)

@@ -19,7 +19,7 @@ import numpy
 from ttft_otel.explain.diff.stage_difference import LEVEL, RESAMPLES
 from ttft_otel.explain.window.late_requests import ComparedRequests, NoExplanationError
 from ttft_otel.explain.window.request_facts import COUNTS, HOP, MEDIA, RequestEvidence
-from ttft_otel.model import palette, stages
+from ttft_otel.model import stages
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import average_draws, draw_weights, find_interval
 
@@ -96,7 +96,7 @@ def divide_difference(compared: ComparedRequests, seed: int = 0) -> LateDifferen
     """
     late, typical = compared.late, compared.typical
     stage_names = sorted(
-        {name for each in (*late, *typical) for name in each.facts.stages}, key=palette.get_sort_key
+        {name for each in (*late, *typical) for name in each.facts.stages}, key=stages.rank_stage
     )
     matrix_late, matrix_typical = (
         numpy.array(

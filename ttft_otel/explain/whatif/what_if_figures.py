@@ -15,7 +15,7 @@ import numpy
 
 from ttft_otel.explain.whatif.fleet_model import FleetModel
 from ttft_otel.explain.whatif.replay_facts import ReplayRequest
-from ttft_otel.model import palette
+from ttft_otel.model import stages
 from ttft_otel.model.statistics import find_interval
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -50,7 +50,7 @@ class PredictedFigure:
 
 def collect_stages(rows: Sequence[Mapping[str, int]]) -> dict[str, Array]:
     """Lengths by stage, one per request, and their sums as that of TTFT. rows: stages of each request."""
-    found = sorted({name for row in rows for name in row}, key=palette.get_sort_key)
+    found = sorted({name for row in rows for name in row}, key=stages.rank_stage)
     columns = {name: numpy.array([row.get(name, 0) for row in rows], float) for name in found}
     return {TTFT: numpy.array([sum(row.values()) for row in rows], float), **columns}
 

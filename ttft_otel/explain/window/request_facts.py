@@ -16,7 +16,6 @@ from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.report.assemble.summary import find_clock_error
-from ttft_otel.report.assemble.wait_lines import list_wait_reasons
 from ttft_otel.report.breakdown_source import BreakdownSource
 from ttft_otel.report.report_types import Leg, Request, StoredSpan
 
@@ -149,7 +148,7 @@ def build_evidence(request: Request, trunks: Sequence[StoredSpan]) -> RequestEvi
     """Join `request` with the attributes of its `ttft` and `encode` spans."""
     legs = frozenset(leg.span_id for leg in request.legs)
     spans = [span for span in trunks if span.span_id in legs]
-    reasons = {name: dict(list_wait_reasons(request, name)) for name in request.stages}
+    reasons = {name: dict(request.list_wait_reasons(name)) for name in request.stages}
     places = {name: find_instance(request, name) for name in request.stages}
     return RequestEvidence(
         facts=build_facts(request, trunks),

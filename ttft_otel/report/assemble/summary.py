@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ttft_otel.model import palette
+from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.stages import UNATTRIBUTED
 from ttft_otel.model.statistics import compute_quantiles
@@ -72,7 +72,7 @@ def summarize(requests: Sequence[Request]) -> Summary:
             lengths.setdefault(name, []).append(value)
     lines = [
         summarize_values(name, lengths[name], len(complete))
-        for name in sorted(lengths, key=palette.get_sort_key)
+        for name in sorted(lengths, key=stages.rank_stage)
     ]
     # Always last and always there: a sum without it could not be checked.
     lines.append(

@@ -27,7 +27,6 @@ from ttft_otel.report.assemble.summary import (
     find_clock_error,
     summarize,
 )
-from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
 from ttft_otel.report.report_types import SPAN_KINDS, STATUS_ERROR, Request
 from ttft_otel.report.store.database_reader import RequestFilter, StoredTrace
 
@@ -122,7 +121,7 @@ def build_segments(parts: dict[str, int], rest: int, whole_us: float) -> list[Se
     whole_us: microseconds of the bar's whole width; a list of requests uses the longest TTFT.
     """
     ordered: list[tuple[str, float]] = sorted(
-        parts.items(), key=lambda part: palette.get_sort_key(part[0])
+        parts.items(), key=lambda part: stages.rank_stage(part[0])
     )
     return list(_lay_out([*ordered, (stages.UNATTRIBUTED, rest)], whole_us))
 
@@ -131,11 +130,6 @@ def build_mean_bar(summary: Summary) -> list[Segment]:
     """The means of all stages as one bar."""
     parts = [(line.name, line.mean * 1000) for line in summary.stages]
     return list(_lay_out(parts, summary.ttft.mean * 1000))
-
-
-def list_stage_lines(request: Request) -> list[tuple[str, int]]:
-    """The stages of `request` with their microseconds, in order."""
-    return sorted(request.stages.items(), key=lambda part: palette.get_sort_key(part[0]))
 
 
 def build_waterfall(stored_trace: StoredTrace) -> dict[str, Any]:
@@ -223,9 +217,6 @@ def _create_environment() -> Environment:
         compute_share,
         build_segments,
         build_mean_bar,
-        list_stage_lines,
-        list_wait_reasons,
-        list_holding_kinds,
         build_waterfall,
         list_legend,
     ):

@@ -33,33 +33,24 @@ MAX_REQUESTS: Final = 16  # of a step, that are named
 
 
 @dataclass(slots=True)
-class Track:
-    """A row of slices in a process. Slices on one track nest; those that overlap need another track.
-
-    open: the spans that contain the place reached so far, outermost first.
-    """
-
-    number: int
-    open: list[StoredSpan] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Process:
-    """The tracks of one `service.instance.id`. step_words: kinds of engine steps that it has."""
+    """The tracks of one `service.instance.id`."""
 
     number: int
     name: str
     role: str = ""
     tracks: list[Track] = field(default_factory=list)
-    step_words: set[str] = field(default_factory=set)
+    step_words: set[str] = field(default_factory=set)  #: kinds of engine steps that it has
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnSlice:
-    """Where a span is drawn."""
+@dataclass(slots=True)
+class Track:
+    """A row of slices in a process. Slices on one track nest; those that overlap need another track."""
 
     process: Process
-    track: Track
+    number: int
+    #: The spans that contain the place reached so far, outermost first.
+    open: list[StoredSpan] = field(default_factory=list)
 
 
 class TraceBuilder:
@@ -69,7 +60,7 @@ class TraceBuilder:
         self.start_ns = start_ns
         self.events: list[Event] = []
         self.processes: dict[str, Process] = {}
-        self.places: dict[tuple[str, str], DrawnSlice] = {}
+        self.tracks: dict[tuple[str, str], Track] = {}  # of each span that is drawn
 
     def add_row(self, trace_id: str, row: WaterfallRow, parent: StoredSpan | None) -> None:
         """Draw the span of `row`; rows come in the order of their start.
@@ -78,9 +69,9 @@ class TraceBuilder:
         """
         span = row.span
         process = self.find_process(span, row.role)
-        above = self.places.get((trace_id, parent.span_id)) if parent else None
+        above = self.tracks.get((trace_id, parent.span_id)) if parent else None
         track = place_span(process, span, parent, above)
-        self.places[trace_id, span.span_id] = DrawnSlice(process, track)
+        self.tracks[trace_id, span.span_id] = track
         self.events.append(
             {
                 "ph": "X",
@@ -93,8 +84,8 @@ class TraceBuilder:
                 "args": {"trace_id": trace_id, "span_id": span.span_id, **span.attributes},
             }
         )
-        if parent and above and above.track is not track:
-            self.add_arrow(parent, above, span, DrawnSlice(process, track))
+        if parent and above and above is not track:
+            self.add_arrow(parent, above, span, track)
 
     def add_holders(self, spans: Mapping[tuple[str, str], StoredSpan]) -> None:
         """Arrows from the requests that held a queue to the end of its slice, where both are drawn.
@@ -104,11 +95,9 @@ class TraceBuilder:
         for (trace_id, span_id), span in spans.items():
             for holder in span_conversion.read_holders(span.attributes):
                 cause = (holder.trace_id, holder.span_id)
-                if cause in self.places:
-                    places = self.places[cause], self.places[trace_id, span_id]
-                    self.add_arrow(
-                        spans[cause], places[0], span, places[1], word="held", at_end=True
-                    )
+                if cause in self.tracks:
+                    start, end = self.tracks[cause], self.tracks[trace_id, span_id]
+                    self.add_arrow(spans[cause], start, span, end, word="held", at_end=True)
 
     def add_steps(self, steps: Iterable[StoredStep]) -> None:
         """The engine's steps, on a track of their own below each process's requests."""
@@ -136,9 +125,9 @@ class TraceBuilder:
     def add_arrow(
         self,
         cause: StoredSpan,
-        start: DrawnSlice,
+        start: Track,
         effect: StoredSpan,
-        end: DrawnSlice,
+        end: Track,
         word: str = "call",
         at_end: bool = False,
     ) -> None:
@@ -151,7 +140,7 @@ class TraceBuilder:
         until_ns = max(effect.start_ns, effect.end_ns - 1) if at_end else effect.start_ns
         # An arrow must begin inside of its slice, also where two hosts' clocks disagree.
         begin_ns = min(max(effect.start_ns, cause.start_ns), cause.end_ns)
-        for kind, at_ns, place in (("s", begin_ns, start), ("f", until_ns, end)):
+        for kind, at_ns, track in (("s", begin_ns, start), ("f", until_ns, end)):
             self.events.append(
                 {
                     "ph": kind,
@@ -159,8 +148,8 @@ class TraceBuilder:
                     "name": word,
                     "cat": word,
                     "ts": self.to_us(at_ns),
-                    "pid": place.process.number,
-                    "tid": place.track.number,
+                    "pid": track.process.number,
+                    "tid": track.number,
                     **({"bp": "e"} if kind == "f" else {}),
                 }
             )
@@ -225,22 +214,22 @@ def list_rows(spans: Sequence[StoredSpan]) -> list[WaterfallRow]:
 
 
 def place_span(
-    process: Process, span: StoredSpan, parent: StoredSpan | None, above: DrawnSlice | None
+    process: Process, span: StoredSpan, parent: StoredSpan | None, above: Track | None
 ) -> Track:
     """The track of `span`: its parent's where it nests there, else the first that is free."""
     if parent and above and above.process is process:
-        close_ended(above.track, span.start_ns)
+        close_ended(above, span.start_ns)
         # A sibling that runs at the same time would contain it in the drawing: then not on this track.
-        innermost = above.track.open[-1] if above.track.open else None
+        innermost = above.open[-1] if above.open else None
         if innermost is parent and span.end_ns <= parent.end_ns:
-            above.track.open.append(span)
-            return above.track
+            above.open.append(span)
+            return above
     for track in process.tracks:
         close_ended(track, span.start_ns)
         if not track.open:
             break
     else:
-        track = Track(len(process.tracks) + 1)
+        track = Track(process, len(process.tracks) + 1)
         process.tracks.append(track)
     track.open.append(span)
     return track

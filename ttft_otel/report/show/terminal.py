@@ -25,7 +25,6 @@ from ttft_otel.report.assemble.summary import (
     find_clock_error,
     summarize,
 )
-from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
 from ttft_otel.report.report_types import Request, TimeBefore
 from ttft_otel.report.store.database_reader import StoredTrace
 
@@ -165,8 +164,7 @@ def _format_verdict(summary: Summary) -> Text:
 
 def _build_sum_panel(request: Request, width: int) -> Panel:
     """One request's stages as a bar, and as a sum that the reader can check."""
-    # The order in which stages happen, not that of the attributes.
-    parts = sorted(request.stages.items(), key=lambda part: palette.get_sort_key(part[0]))
+    parts = request.ordered_stages
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -174,9 +172,9 @@ def _build_sum_panel(request: Request, width: int) -> Panel:
     for name, us in (*parts, (stages.UNATTRIBUTED, request.unattributed_us)):
         share = 100 * us / request.ttft_us if request.ttft_us else 0.0
         table.add_row(_draw_swatch(name), f"{us / 1000:,.3f}", f"{share:.1f} %")
-        for reason, length in list_wait_reasons(request, name):
+        for reason, length in request.list_wait_reasons(name):
             table.add_row(f"    {reason}", f"{length / 1000:,.3f}", style="dim")
-        for kind, length in list_holding_kinds(request, name):
+        for kind, length in request.list_holding_kinds(name):
             table.add_row(f"    held by: {kind}", f"{length / 1000:,.3f}", style="dim")
     mark = "✓" if request.closed else "✗"
     sentence = f"{mark} Σ stages + unattributed = ttft"

@@ -44,14 +44,10 @@ class TempoError(StoreError):
     """Tempo did not answer, or not completely; the text says why and what to do."""
 
 
-class RangeTooLongError(TempoError):
-    """The search's window is longer than this Tempo allows; a part of it may be asked for."""
+class SearchTooLargeError(TempoError):
+    """This Tempo refuses the search: its window is too long, or its limit above `allowed` (0: the window)."""
 
-
-class LimitTooHighError(TempoError):
-    """The search's limit is above `allowed`, the highest that this Tempo takes."""
-
-    def __init__(self, message: str, allowed: int) -> None:
+    def __init__(self, message: str, allowed: int = 0) -> None:
         super().__init__(message)
         self.allowed = allowed
 
@@ -177,7 +173,7 @@ class TempoClient:
     ) -> tuple[list[FoundTrace], bool]:
         """Up to `limit` traces with a span that matches, and whether Tempo looked everywhere.
 
-        since_s, until_s: Unix seconds. Raises RangeTooLongError, LimitTooHighError, TempoError.
+        since_s, until_s: Unix seconds. Raises SearchTooLargeError, TempoError.
         """
         asked = {"q": query, "start": since_s, "end": until_s, "limit": limit, "spss": 1}
         body = await self._get("/api/search", asked, MAX_SEARCH_BYTES)
@@ -252,9 +248,9 @@ class TempoClient:
                 f"credentials. Is that a login page? {ADDRESS_REMEDY}; {HEADERS_REMEDY}"
             )
         if status == 400 and "range specified by start and end" in text:
-            return RangeTooLongError(f"{place}: {text}; ask for a shorter window")
+            return SearchTooLargeError(f"{place}: {text}; ask for a shorter window")
         if status == 400 and (allowed := re.search(r"exceeds max limit (\d+)", text)):
-            return LimitTooHighError(f"{place}: {text}", int(allowed[1]))
+            return SearchTooLargeError(f"{place}: {text}", int(allowed[1]))
         if status == 400 and "org id" in text:
             return TempoError(
                 f'{place}, it serves several tenants: name yours by --tempo-header "X-Scope-OrgID=TENANT"'

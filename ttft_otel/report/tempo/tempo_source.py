@@ -28,8 +28,7 @@ from ttft_otel.report.store.span_rows import MAX_TRACE_SPANS
 from ttft_otel.report.store.trace_reader import MAX_TRACE_TRUNKS, get_time_order
 from ttft_otel.report.tempo.tempo_client import (
     FoundTrace,
-    LimitTooHighError,
-    RangeTooLongError,
+    SearchTooLargeError,
     TempoAccess,
     TempoClient,
     TempoError,
@@ -66,7 +65,8 @@ class TempoSource:
         report_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._client = TempoClient(access)
-        self._report_progress, self._report_note = report_progress, report_note
+        self._report_progress = report_progress
+        self._report_note = report_note
         self._allowed = MAX_SECOND_LIMIT  # traces of one search, as far as Tempo has told
         # What list_latest() has read is asked for again, request by request.
         self._trunks: OrderedDict[str, list[StoredSpan]] = OrderedDict()
@@ -175,16 +175,14 @@ class TempoSource:
         limit = min(SEARCH_LIMIT if is_divisible else MAX_SECOND_LIMIT, self._allowed)
         try:
             traces, is_complete = await self._client.search(query, begin_s, end_s, limit)
-        except LimitTooHighError as error:
-            if error.allowed >= limit:
+        except SearchTooLargeError as error:
+            if error.allowed >= limit or not (error.allowed or is_divisible):
                 raise
-            self._allowed = error.allowed
-            windows.append((begin_s, end_s))
-            return None
-        except RangeTooLongError:
-            if not is_divisible:
-                raise
-            windows += [(begin_s, middle_s), (middle_s, end_s)]
+            if error.allowed:
+                self._allowed = error.allowed
+                windows.append((begin_s, end_s))
+            else:
+                windows += [(begin_s, middle_s), (middle_s, end_s)]
             return None
         if not is_complete:
             raise TempoError(

@@ -11,7 +11,6 @@ import sample_records
 from rich.console import Console
 
 from ttft_otel.model.names import keys
-from ttft_otel.report.assemble.wait_lines import list_holding_kinds, list_wait_reasons
 from ttft_otel.report.show import json_answers, pages, terminal
 from ttft_otel.report.store.database_reader import RequestFilter, open_reader
 from ttft_otel.report.store.span_store import SpanStore
@@ -46,18 +45,18 @@ def test_shown(tmp_path: Path) -> None:
     assert isinstance(console.file, io.StringIO)
     text, page = console.file.getvalue(), pages.render_trace(trace)
 
-    assert list_wait_reasons(request, "prefill_decode.prefill.queue") == [
+    assert request.list_wait_reasons("prefill_decode.prefill.queue") == [
         ("kv_blocks", 9_000),
         ("in_step", 400),
     ]
-    assert list_wait_reasons(request, "prefill_decode.prefill.stall") == [("token_budget", 4_100)]
-    assert list_wait_reasons(request, "prefill_decode.prefill.compute") == []
-    assert list_wait_reasons(request, "encode.encoder.queue") == []
-    assert list_holding_kinds(request, "prefill_decode.prefill.queue") == [
+    assert request.list_wait_reasons("prefill_decode.prefill.stall") == [("token_budget", 4_100)]
+    assert request.list_wait_reasons("prefill_decode.prefill.compute") == []
+    assert request.list_wait_reasons("encode.encoder.queue") == []
+    assert request.list_holding_kinds("prefill_decode.prefill.queue") == [
         ("decode", 8_500),
         ("idle", 900),
     ]
-    assert list_holding_kinds(request, "prefill_decode.prefill.stall") == []
+    assert request.list_holding_kinds("prefill_decode.prefill.stall") == []
     for word in ("kv_blocks", "in_step", "token_budget", "held by: decode"):
         assert word in text and word in page
     leg = request.find_leg("prefill_decode")
