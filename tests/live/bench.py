@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import statistics
 import time
 import urllib.error
@@ -14,7 +16,7 @@ from typing import Any
 from lab import ttft_client
 from lab.injection import InjectedDelay, InjectionControl
 from lab.local_deployment import LocalDeployment
-from lab.ttft_client import TimedRequest, TimedResponse
+from lab.ttft_client import TimedResponse
 from ttft_otel.model import stages, timing
 from ttft_otel.model.names import header_names
 from ttft_otel.router.disagg.request_plan import KEEP_BLOCKS_PARAMS
@@ -49,6 +51,28 @@ def read_output_tokens(answer: TimedResponse) -> int:
     lines = [line for line in answer.body.decode().split("data: ") if '"usage"' in line]
     found = [json.loads(line.split("\n")[0]).get("usage") for line in lines]
     return int([usage for usage in found if usage][-1]["completion_tokens"])
+
+
+def make_trace_id() -> str:
+    """A random trace ID, as a caller would send it."""
+    return os.urandom(16).hex()
+
+
+def make_parent_header(trace: str) -> dict[str, str]:
+    """A traceparent header with the sampled flag that continues the trace."""
+    return {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+
+
+def read_metric(url: str, name: str) -> list[float]:
+    """The values on a server's /metrics whose line begins with the pattern `name`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    return [float(value) for value in re.findall(rf"^{name}.* (\S+)$", text, re.M)]
+
+
+def count_at_engine(url: str) -> float:
+    """Requests that run or wait at a server, as its last step has counted them."""
+    return sum(read_metric(url, "vllm:num_requests_(?:running|waiting)[{ ]"))
 
 
 class LiveDeployment:
@@ -149,15 +173,3 @@ class LiveDeployment:
         """JSON from one of the deployment's servers."""
         with urllib.request.urlopen(self.fleet.get_url(server) + path, timeout=10) as answer:
             return json.load(answer)
-
-
-__all__ = [
-    "ASK_HEADERS",
-    "TimedResponse",
-    "LiveDeployment",
-    "TimedRequest",
-    "get_announced_params",
-    "read_breakdown",
-    "read_output_tokens",
-    "medians",
-]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.live.bench import LiveDeployment, TimedResponse
+from lab.ttft_client import TimedResponse
+from tests.live.bench import LiveDeployment
 from ttft_otel.commands import main as cli
 
 # To compare with: 20 are needed, and those that were delayed on purpose must stay below a tenth.

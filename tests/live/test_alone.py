@@ -30,11 +30,17 @@ from lab.local_servers import LocalServer
 from lab.server_commands import VllmOptions
 from lab.ttft_client import TimedRequest
 from tests import injected_folder
-from tests.live.bench import ASK_HEADERS, LiveDeployment, read_breakdown, read_output_tokens
+from tests.live.bench import (
+    ASK_HEADERS,
+    LiveDeployment,
+    make_parent_header,
+    read_breakdown,
+    read_output_tokens,
+)
 from tests.live.conftest import DeploymentDeck
 from tests.stack.otlp_sinks import MetricSink
 from ttft_otel.model import stages
-from ttft_otel.model.names import env_names, header_names, keys, metric_names
+from ttft_otel.model.names import env_names, keys, metric_names
 from ttft_otel.tracing import meter
 
 END_METRICS = (
@@ -99,7 +105,7 @@ def test_preemption_is_stall_and_its_tokens_are_counted(
     """
     extra = ("--num-gpu-blocks-override", "40", "--block-size", "32", "--no-enable-prefix-caching")
     trace = os.urandom(16).hex()
-    header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    header = make_parent_header(trace)
     short = TimedRequest(words=60, max_tokens=60, extra={"ignore_eos": True})
     late = TimedRequest(words=850, max_tokens=2, headers=header)
     with run_alone(deck, tmp_path, extra, max_model_len=1024, chunk=64) as bench:
@@ -141,7 +147,7 @@ def test_vllms_own_span_hangs_under_our_server_span(deck: DeploymentDeck, tmp_pa
     sink = local_deployment.build_receiver_command(tmp_path / "own.db", port)
     with LocalServer(sink), run_alone(deck, tmp_path, extra, env=env) as bench:
         trace = os.urandom(16).hex()
-        header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        header = make_parent_header(trace)
         bench.send_request(bench.front_url, max_tokens=3, headers=header)
         theirs = _wait_for_trace(f"http://127.0.0.1:{port}", trace, "llm_request")
         ours = bench.wait_for_trace(trace, lambda got: any(s["kind"] == "server" for s in got))
@@ -170,10 +176,7 @@ def test_two_engines_give_one_record_each_with_its_rank(
 
 def _check_one_trace_per_rank(bench: LiveDeployment, ranks: set[int]) -> None:
     traces = [os.urandom(16).hex() for _ in range(24)]
-    many = [
-        TimedRequest(max_tokens=3, headers={header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"})
-        for trace in traces
-    ]
+    many = [TimedRequest(max_tokens=3, headers=make_parent_header(trace)) for trace in traces]
     assert all(
         answer.status == 200 for answer in ttft_client.send_timed_requests(bench.front_url, many)
     )

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lab.evidence import CONFIDENCE, MAX_ROUNDS, MIN_ROUNDS
-from tests.live.bench import LiveDeployment
-from tests.live.test_engine_features import make_parent_header
+from tests.live.bench import LiveDeployment, make_parent_header
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 from ttft_otel.model.statistics import estimate_median

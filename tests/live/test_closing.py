@@ -5,17 +5,16 @@ trace is complete.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
-from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_breakdown
 from ttft_otel.model import stages
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
-from ttft_otel.model.names import header_names, keys, span_names
+from ttft_otel.model.names import keys, span_names
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
@@ -33,16 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "image plain": {"pictures": (4,), "stream": False},
     "image after a long text": {"pictures": (5,), "words": 1300},
 }
-
-
-def make_trace_id() -> str:
-    """A random trace ID, as a caller would send it."""
-    return os.urandom(16).hex()
-
-
-def make_parent_header(trace: str) -> dict[str, str]:
-    """A traceparent header with the sampled flag that continues the trace."""
-    return {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
 
 
 def sum_span_stages(span: dict[str, Any]) -> tuple[int, int]:

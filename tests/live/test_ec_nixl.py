@@ -15,8 +15,8 @@ import pytest
 from lab import ttft_client
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest, TimedResponse
-from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
+from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_breakdown
+from tests.live.test_closing import check_closed
 from tests.live.test_injected import Injection, Sample, check_stage
 from ttft_otel.model.names import header_names, keys, span_names
 

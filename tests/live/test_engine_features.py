@@ -20,7 +20,13 @@ from typing import Any
 import pytest
 
 from lab import ttft_client
-from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.bench import (
+    LiveDeployment,
+    count_at_engine,
+    make_parent_header,
+    read_breakdown,
+    read_metric,
+)
 from tests.live.server_plans import ADAPTER_NAME
 from ttft_otel.model import stages, timing
 from ttft_otel.model.names import header_names, keys, metric_names
@@ -51,17 +57,9 @@ def call(bench: LiveDeployment, path: str, method: str = "POST") -> Any:
     return json.loads(text) if text else None
 
 
-def read_metric(bench: LiveDeployment, name: str) -> float:
-    """The sum of a metric's samples on /metrics."""
-    with urllib.request.urlopen(bench.front_url + "/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
-
-
-def make_parent_header(trace: str) -> dict[str, str]:
-    """The header that makes a request part of a sampled trace."""
-    return {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+def sum_metric(bench: LiveDeployment, name: str) -> float:
+    """The sum of a metric's samples on the server's /metrics."""
+    return sum(read_metric(bench.front_url, f"{name}[{{ ]"))
 
 
 def fetch_ttft_span(bench: LiveDeployment, trace: str) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def fetch_ttft_span(bench: LiveDeployment, trace: str) -> dict[str, Any]:
 @contextmanager
 def run_request(bench: LiveDeployment, **fields: Any) -> Iterator[Any]:
     """A request in a thread of its own, which is at the engine by now; gives the Future of its answer."""
-    before = count_at_engine(bench)
+    before = count_at_engine(bench.front_url)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(bench.send_request, bench.front_url, **fields)
         time.sleep(0.3)
@@ -88,15 +86,10 @@ def wait_for_arrival(bench: LiveDeployment, before: float, answer: Future[Any]) 
     """Wait until more requests are at the engine than `before`, or the one that comes is answered."""
     # On a busy machine it takes long; the engine counts with its next step.
     deadline = time.monotonic() + MAX_ARRIVAL_S
-    while count_at_engine(bench) <= before and time.monotonic() < deadline:
+    while count_at_engine(bench.front_url) <= before and time.monotonic() < deadline:
         if answer.done():
             break
         time.sleep(0.05)
-
-
-def count_at_engine(bench: LiveDeployment) -> float:
-    """Requests that run or wait, as the server's last step has counted them."""
-    return sum(read_metric(bench, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +97,10 @@ def check_nothing_is_left(features: LiveDeployment) -> Iterator[None]:
     """After each test no hook has failed, nothing awaits a first token, and the server still closes."""
     yield
     deadline = time.monotonic() + MAX_WAIT_S
-    while read_metric(features, metric_names.PENDING) and time.monotonic() < deadline:
+    while sum_metric(features, metric_names.PENDING) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert read_metric(features, metric_names.PENDING) == 0
-    assert read_metric(features, f"{metric_names.HOOK_ERRORS}_total") == 0
+    assert sum_metric(features, metric_names.PENDING) == 0
+    assert sum_metric(features, f"{metric_names.HOOK_ERRORS}_total") == 0
     assert features.list_complaints("mono") == []
     after = read_breakdown(features.send_request(features.front_url, max_tokens=2))
     assert after[stages.UNATTRIBUTED] == 0
@@ -130,11 +123,11 @@ def test_each_feature_closes(features: LiveDeployment, kind: str) -> None:
 
 def test_drafts_are_used(features: LiveDeployment) -> None:
     """The server really drafts: what repeats itself is answered by several tokens a step."""
-    before = read_metric(features, "vllm:spec_decode_num_drafts_total")
+    before = sum_metric(features, "vllm:spec_decode_num_drafts_total")
     for kind in ("drafts", "drafts plain"):
         features.send_request(features.front_url, **KINDS[kind])
 
-    assert read_metric(features, "vllm:spec_decode_num_drafts_total") > before
+    assert sum_metric(features, "vllm:spec_decode_num_drafts_total") > before
 
 
 def test_a_pause_aborts(features: LiveDeployment) -> None:

@@ -9,6 +9,7 @@ in every part of a server. Other limits of the scheduler: test_limits.py; media:
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -17,19 +18,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from click.testing import CliRunner
 
-from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.like_requests import FEWER_LIKE, LIKE, LikeRequests, check_cause
-from tests.live.test_engine_features import (
-    call,
-    count_at_engine,
-    run_request,
-    wait_for_arrival,
-)
+from lab.evidence import Errors, ErrorTolerance, measure_until_decided
+from lab.ttft_client import TimedResponse
+from tests.live.bench import LiveDeployment, count_at_engine, medians, read_breakdown
+from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause
+from tests.live.test_engine_features import call, run_request, wait_for_arrival
 from tests.live.test_queue_reasons import make_grammar
 from tests.live.test_router import run_router_behind_proxies
 from ttft_otel.commands import main as cli
 
 LONG_PROMPTS = 10
+STEP_MS = 50.0  # by which every forward is longer while long prompts come first
+LIKE_PER_ROUND = 10  # so that those behind long prompts stay below a tenth
+MAX_EXPLAIN_ROUNDS = 9
+# The queue has at least half of what such a request takes longer, give or take two steps.
+QUEUE_TOLERANCE = ErrorTolerance(0.0, math.inf, 4 * STEP_MS)
 DELAY_MS = 400.0
 # place of the delay -> the rule that must be named; for a text, and for an image.
 TEXT_CAUSES = {
@@ -98,7 +101,7 @@ def test_priority(features: LiveDeployment, texts: dict[str, LikeRequests]) -> N
         run_request(features, max_tokens=1000),
         ThreadPoolExecutor(1) as pool,
     ):
-        before = count_at_engine(features)
+        before = count_at_engine(features.front_url)
         patient = pool.submit(like.send_one, extra={"priority": 5})
         wait_for_arrival(features, before, patient)
         with run_request(features, max_tokens=2500, extra={"priority": -5}):
@@ -152,26 +155,60 @@ def test_delays_of_a_text(epd: LiveDeployment, texts: dict[str, LikeRequests], p
     assert top["late_ms"] - top["typical_ms"] == pytest.approx(DELAY_MS, rel=0.25)
 
 
-def test_long_prompts_ahead(epd: LiveDeployment, texts: dict[str, LikeRequests]) -> None:
-    """Prompts of many chunks came first: the steps have no tokens left."""
-    like = send_texts(epd, texts)
-    fields = {"words": 2500, "max_tokens": 2}
-    with ThreadPoolExecutor(LONG_PROMPTS) as pool:
-        ahead = [
-            pool.submit(epd.send_request, epd.front_url, prompt=os.urandom(8).hex(), **fields)
-            for _ in range(LONG_PROMPTS)
-        ]
-        answers = []
-        # When the long ones are at the engine depends on the machine: one of these waits for them.
-        while not all(each.done() for each in ahead) and len(answers) < LIKE // 20:
-            time.sleep(0.1)
-            answers.append(like.time_one())
-        assert all(each.result().status == 200 for each in ahead)
-    slowest = max(answers, key=lambda each: each.client_ttft_us or 0)
-    told = like.explain(str(slowest.request_id))
+def test_long_prompts_ahead(epd: LiveDeployment) -> None:
+    """Prompts of many chunks came first: the steps have no tokens left.
+
+    Each round compares a request behind long prompts with like ones of the same moment that have none ahead.
+    All of them are on steps with the same delay, so that the queue outlasts what this machine does besides.
+    """
+    like = LikeRequests(epd, count=0)
+    late: list[tuple[str, float]] = []  # ID and the queue's share of what each took longer
+
+    def measure_round() -> Errors:
+        usual = medians([read_breakdown(like.time_one()) for _ in range(LIKE_PER_ROUND)])
+        answer = time_behind_long_prompts(like)
+        found = read_breakdown(answer)
+        late_us = found["ttft"] - usual["ttft"]
+        queue_us = found.get("prefill.queue", 0) - usual.get("prefill.queue", 0)
+        late.append((str(answer.request_id), queue_us / late_us))
+        return {"beyond half": (queue_us - late_us / 2) / 1000}
+
+    epd.control.set_injections({"forward": STEP_MS})
+    try:
+        measure_until_decided(
+            measure_round, lambda _: QUEUE_TOLERANCE, max_rounds=MAX_EXPLAIN_ROUNDS
+        )
+    finally:
+        epd.control.set_injections()
+    name, share = max(late, key=lambda each: each[1])
+    told = like.explain(name)
     check_cause(told, "token_budget")
+    # Its usual is that of all like requests, ours that of the same round.
+    assert told["stages"][0]["share"] == pytest.approx(share, abs=0.15)
     assert told["held"] is None or told["held"]["kinds"]["prefill"] >= 0.5
     assert told["cause"]["settings"] == ["--max-num-batched-tokens"]
+
+
+def time_behind_long_prompts(like: LikeRequests) -> TimedResponse:
+    """Send a like request once long prompts are at the engine; gives its answer when theirs have come."""
+    bench, url = like.bench, like.bench.fleet.get_url("prefill_decode")
+    with ThreadPoolExecutor(LONG_PROMPTS) as pool:
+        ahead = [
+            pool.submit(
+                bench.send_request,
+                bench.front_url,
+                prompt=os.urandom(8).hex(),
+                words=2500,
+                max_tokens=2,
+            )
+            for _ in range(LONG_PROMPTS)
+        ]
+        # Half of them: the first ones may have ended before the last one has come.
+        while count_at_engine(url) < LONG_PROMPTS / 2 and not all(each.done() for each in ahead):
+            time.sleep(0.02)
+        answer = like.time_one()
+        assert all(each.result().status == 200 for each in ahead)
+    return answer
 
 
 def test_delays_of_an_image(epd: LiveDeployment) -> None:

@@ -7,16 +7,15 @@ import contextlib
 import os
 import signal
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from lab import ttft_client
 from lab.ttft_client import TimedRequest
-from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.bench import LiveDeployment, make_parent_header, read_breakdown, read_metric
 from ttft_otel.model import stages
-from ttft_otel.model.names import header_names
+from ttft_otel.model.names import metric_names
 
 pytestmark = pytest.mark.untimed
 
@@ -55,9 +54,7 @@ def does_trace_arrive(bench: LiveDeployment, url: str) -> bool:
     deadline = time.monotonic() + MAX_WAIT_S
     while time.monotonic() < deadline:
         trace = os.urandom(16).hex()
-        bench.send_request(
-            url, max_tokens=1, headers={header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
-        )
+        bench.send_request(url, max_tokens=1, headers=make_parent_header(trace))
         for _ in range(20):
             time.sleep(0.1)
             with contextlib.suppress(OSError):
@@ -128,17 +125,15 @@ def test_two_hundred_aborted_requests_leave_no_state(epd: LiveDeployment) -> Non
 
 def read_pending_requests(bench: LiveDeployment) -> float:
     """Number of our requests that await a first token, from the server's metrics."""
-    with urllib.request.urlopen(bench.fleet.get_url("prefill_decode") + "/metrics") as answer:
-        text = answer.read().decode()
-    lines = [line for line in text.splitlines() if line.startswith("ttft_otel_pending")]
-    assert lines, "no ttft_otel_pending on /metrics"
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    values = read_metric(bench.fleet.get_url("prefill_decode"), metric_names.PENDING)
+    assert values, "the server shows no pending requests on /metrics"
+    return sum(values)
 
 
 def test_failing_requests_are_traced_with_their_status(epd: LiveDeployment) -> None:
     """A request that gets 400 has plain vLLM's body, an error span, and the stage in which it ended."""
     trace = "fa" * 16
-    header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    header = make_parent_header(trace)
 
     answer = ttft_client.send_timed_request(
         epd.front_url, headers=header, extra={"temperature": "hot"}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, read_breakdown, read_output_tokens
+from tests.live.bench import LiveDeployment, make_parent_header, read_breakdown, read_output_tokens
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
-from ttft_otel.model.names import header_names, keys
+from ttft_otel.model.names import keys
 
 pytestmark = pytest.mark.untimed  # bounds are of one exchange with itself
 USAGE = {"stream_options": {"include_usage": True}, "ignore_eos": True}
@@ -22,7 +22,7 @@ END_NAMES = {keys.OUTPUT_TOKENS, keys.FINISH_REASONS, keys.TIME_PER_OUTPUT_TOKEN
 def call(bench: LiveDeployment, **fields: Any) -> tuple[TimedResponse, dict[str, Any]]:
     """One request to the server that decodes; its answer, and its server span's attributes."""
     trace = os.urandom(16).hex()
-    headers = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+    headers = make_parent_header(trace)
     answer = bench.send_request(bench.fleet.get_url("prefill_decode"), headers=headers, **fields)
     spans = bench.wait_for_trace(
         trace, lambda got: any(keys.HTTP_METHOD in span["attributes"] for span in got)
@@ -102,7 +102,7 @@ def test_unknown_model(epd: LiveDeployment) -> None:
     """A model that only the client knows is on no span, neither of the router nor of the server."""
     for url in (epd.front_url, epd.fleet.get_url("prefill_decode")):
         trace = os.urandom(16).hex()
-        headers = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        headers = make_parent_header(trace)
         answer = epd.send_request(url, headers=headers, model="made-up", stream=False)
         assert answer.status == 404
         spans = epd.wait_for_trace(trace, lambda got: any(s["name"] == "ttft" for s in got))

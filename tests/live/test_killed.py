@@ -10,9 +10,14 @@ from __future__ import annotations
 import os
 import time
 
-from tests.live.bench import LiveDeployment, get_announced_params, read_breakdown
+from tests.live.bench import (
+    LiveDeployment,
+    get_announced_params,
+    make_parent_header,
+    make_trace_id,
+    read_breakdown,
+)
 from tests.live.conftest import DeploymentDeck
-from tests.live.test_closing import make_parent_header, make_trace_id
 from tests.live.test_ec_nixl import ask_alone, list_role_attributes, read_items
 from tests.live.test_faults import list_exporters
 from ttft_otel.model import stages
@@ -53,7 +58,7 @@ def test_a_killed_process_tree_loses_no_record(newer: LiveDeployment, deck: Depl
     server = newer.fleet.servers["prefill_decode"]
     traces = [os.urandom(16).hex() for _ in range(8)]
     for trace in traces:
-        header = {header_names.TRACEPARENT: f"00-{trace}-{'c' * 16}-01"}
+        header = make_parent_header(trace)
         # Hung up after the first token: the ttft half of the record is on its way by then.
         newer.send_request(newer.front_url, max_tokens=2, headers=header)
     born = list_exporters(server.pid)

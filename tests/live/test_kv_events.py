@@ -19,10 +19,9 @@ import pytest
 
 from lab import local_deployment
 from lab.local_servers import LocalServer
-from tests.live.bench import LiveDeployment
+from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_metric
 from tests.live.server_plans import BLOCK_TOKENS
-from tests.live.test_closing import make_parent_header, make_trace_id
-from tests.live.test_routing import list_attribute_values, read_metric
+from tests.live.test_routing import list_attribute_values
 from ttft_otel.model.endpoints import COMPLETIONS_PATH
 from ttft_otel.model.names import env_names, keys, metric_names, span_names
 from ttft_otel.router.routing import prefixes

@@ -18,7 +18,7 @@ import pytest
 
 from lab import ttft_client
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment
+from tests.live.bench import LiveDeployment, make_parent_header
 from tests.live.like_requests import FEWER_LIKE, LikeRequests, check_cause
 from tests.live.server_plans import (
     BLOCK_TOKENS,
@@ -26,7 +26,7 @@ from tests.live.server_plans import (
     SMALL_ADAPTERS,
     SMALL_PLACES,
 )
-from tests.live.test_engine_features import make_parent_header, read_metric, run_request
+from tests.live.test_engine_features import run_request, sum_metric
 from tests.live.test_queue_reasons import MIN_SHARE, get_share, read_reasons
 
 pytestmark = pytest.mark.timeout(900)  # what comes next is started meanwhile
@@ -132,10 +132,10 @@ def test_alone(small: LiveDeployment, reason: str) -> None:
 def test_preempted(small: LiveDeployment) -> None:
     """Answers fill the cache, one is preempted: who comes later waits behind it, for blocks as it does."""
     like = LikeRequests(small, count=FEWER_LIKE)
-    before = read_metric(small, "vllm:num_preemptions_total")
+    before = sum_metric(small, "vllm:num_preemptions_total")
     told = like.explain(measure_case(small, "preempted", "kv_blocks"))
 
-    assert read_metric(small, "vllm:num_preemptions_total") > before
+    assert sum_metric(small, "vllm:num_preemptions_total") > before
     check_cause(told, "kv_blocks")
 
 

@@ -14,7 +14,13 @@ import pytest
 from lab import ttft_client
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.ttft_client import TimedRequest
-from tests.live.bench import ASK_HEADERS, LiveDeployment, medians, read_breakdown
+from tests.live.bench import (
+    ASK_HEADERS,
+    LiveDeployment,
+    make_parent_header,
+    medians,
+    read_breakdown,
+)
 from ttft_otel.model import stages
 
 DELAY_MS = 80.0
@@ -192,7 +198,7 @@ def test_aborted_requests_say_where_they_died_and_leave_nothing(epd: LiveDeploym
     epd.control.set_injections({"forward": 150})
     url = epd.fleet.get_url("prefill_decode")
     trace = "ab" * 16
-    headers = {"traceparent": f"00-{trace}-{'c' * 16}-01"}
+    headers = make_parent_header(trace)
 
     answer = epd.send_request(url, words=3000, abort_s=0.4, headers=headers)
     spans = epd.wait_for_trace(trace, lambda found: any(span["name"] == "ttft" for span in found))

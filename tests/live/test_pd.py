@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.bench import LiveDeployment, make_parent_header, make_trace_id, read_breakdown
 from tests.live.echo_server import EchoServer
-from tests.live.test_closing import check_closed, make_parent_header, make_trace_id
+from tests.live.test_closing import check_closed
 from tests.live.test_injected import check_stage
 from tests.live.unaccounted_share import check_unaccounted_share
 from ttft_otel.model import stages

@@ -8,7 +8,6 @@ import math
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +19,13 @@ from lab import local_deployment, tiny_models
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.test_closing import make_parent_header, make_trace_id
+from tests.live.bench import (
+    LiveDeployment,
+    make_parent_header,
+    make_trace_id,
+    read_breakdown,
+    read_metric,
+)
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 from ttft_otel.model.names import env_names, keys, span_names
 
@@ -349,12 +353,7 @@ def list_spans_named(spans: list[dict[str, Any]], name: str) -> list[dict[str, A
 
 def read_busy_metrics(url: str) -> dict[str, float]:
     """The gauges of a server's requests that are not zero."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = {
-        name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
-        for name in IDLE_METRICS
-    }
+    found = {name: sum(read_metric(url, f"{name}{{")) for name in IDLE_METRICS}
     return {name: value for name, value in found.items() if value}
 
 

@@ -15,13 +15,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.test_engine_features import (
-    call,
-    fetch_ttft_span,
-    make_parent_header,
-    run_request,
-)
+from tests.live.bench import LiveDeployment, make_parent_header, read_breakdown
+from tests.live.test_engine_features import call, fetch_ttft_span, run_request
 from ttft_otel.model import stages
 from ttft_otel.model.names import keys
 

@@ -16,10 +16,10 @@ from lab.delay_proxy import DelayProxy
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from lab.local_servers import LocalServer
 from lab.ttft_client import TimedResponse
-from tests.live.bench import LiveDeployment, read_breakdown
+from tests.live.bench import LiveDeployment, read_breakdown, read_metric
 from tests.live.echo_server import EchoServer, measure_clock
 from tests.live.test_injected import CONTROL_MS, DELAY_MS, MAX_STRAY_MS
-from tests.live.test_routing import READ_PROMPTS_METRIC, read_metric
+from tests.live.test_routing import READ_PROMPTS_METRIC
 from tests.live.unaccounted_share import MAX_SHARE, check_unaccounted_share
 from ttft_otel.model.names import env_names
 from ttft_otel.model.stages import REPORT_FIELDS

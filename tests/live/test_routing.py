@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import re
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +12,13 @@ import pytest
 
 from lab import local_deployment
 from lab.local_servers import LocalServer
-from tests.live.bench import LiveDeployment, read_breakdown
-from tests.live.test_closing import make_parent_header, make_trace_id
+from tests.live.bench import (
+    LiveDeployment,
+    make_parent_header,
+    make_trace_id,
+    read_breakdown,
+    read_metric,
+)
 from ttft_otel.model.names import env_names, keys, metric_names, span_names
 
 BLOCK_TOKENS = 128  # tokens of a KV block on CPU
@@ -41,13 +44,6 @@ def list_attribute_values(spans: list[dict[str, Any]], name: str, key: str) -> l
         for each in spans
         if each["name"] == name and key in each["attributes"]
     ]
-
-
-def read_metric(url: str, name: str) -> list[float]:
-    """The values of a metric."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return [float(value) for value in re.findall(rf"^{name}.* (\S+)$", text, re.M)]
 
 
 def test_prompts_prefixes_and_predictions(newer: LiveDeployment, routed: LocalServer) -> None:

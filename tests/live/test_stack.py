@@ -22,9 +22,10 @@ from opentelemetry.trace.status import Status, StatusCode
 from lab.stack import binaries
 from lab.stack.go_builds import GoMissingError
 from tests.live.bench import LiveDeployment as Live
+from tests.live.bench import make_parent_header
 from tests.stack.known_requests import export_spans
 from tests.stack.running_stack import RunningStack, StackStarter, wait_until
-from ttft_otel.model.names import header_names, keys, span_names
+from ttft_otel.model.names import keys, span_names
 from ttft_otel.report.report_types import StoredSpan
 from ttft_otel.report.store.database_reader import open_reader
 
@@ -88,7 +89,7 @@ def wait_for_spans(stack: RunningStack, trace_id: str, many: int) -> list[dict[s
 def test_a_live_request_through_the_stack(epd: Live, stack: RunningStack) -> None:
     """One trace is found by request ID; its ttft_ms is the router's TTFT rounded down; metrics add up."""
     trace_id = os.urandom(16).hex()
-    parent = {header_names.TRACEPARENT: f"00-{trace_id}-{'c' * 16}-01"}
+    parent = make_parent_header(trace_id)
     answer = epd.send_request(
         epd.front_url, pictures=(epd.new_picture_seed(),), max_tokens=2, headers=parent
     )
