@@ -7,9 +7,10 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from lab.tcp_listener import accept_connections
+from lab.free_ports import accept_connections
 
 
 class DelayProxy:
@@ -80,3 +81,14 @@ class DelayProxy:
             for end in (source, sink):
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def run_delay_proxy(url: str, delay_s: float) -> Iterator[DelayProxy]:
+    """A proxy in front of `url` that delays each request by `delay_s` seconds."""
+    proxy = DelayProxy(url)
+    proxy.delay_s = delay_s
+    try:
+        yield proxy
+    finally:
+        proxy.close()

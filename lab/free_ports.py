@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find free TCP ports on the loopback for servers that start slowly."""
+"""Find free TCP ports on the loopback, and accept connections in a thread, for the servers of tests."""
 
 from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Callable
 
 # Below the kernel's range for ports of outgoing connections: a vLLM server binds its port half a
 # minute after it was chosen, and no connection may take it in between.
@@ -37,3 +38,16 @@ def is_port_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def accept_connections(
+    listener: socket.socket, serve_connection: Callable[[socket.socket], None]
+) -> None:
+    """Call `serve_connection` with each connection, one after another, until `listener` is closed."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        # The listener was closed: the thread ends with it.
+        except OSError:
+            return
+        serve_connection(connection)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import yaml
 
+from lab.fake_vllm import FAKE_VLLM_FOLDER
 from lab.guests import GUESTS_FOLDER
 from lab.kube_configs import NODE_ADDRESS
 from lab.kube_images import ROUTER_IMAGE
@@ -88,9 +89,9 @@ def replace_vllm(deployment: dict[str, Any]) -> None:
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     container["image"] = ROUTER_IMAGE  # for its Python
-    container["command"] = ["python3", f"{STAND_IN_FOLDER}/stand_in_server.py"]
+    container["command"] = ["python3", f"{STAND_IN_FOLDER}/word_server.py"]
     del container["args"]
-    source = {"path": str(GUESTS_FOLDER / "stand_in")}
+    source = {"path": str(FAKE_VLLM_FOLDER)}
     pod["volumes"].append({"name": "stand-in", "hostPath": source})
     container["volumeMounts"].append(
         {"name": "stand-in", "mountPath": STAND_IN_FOLDER, "readOnly": True}

@@ -14,8 +14,6 @@ import msgspec
 import pytest
 import zmq
 from aiohttp import web
-from router.fake_engine import FakeEngine, build_stored_event, encode_batch
-from router.fake_publisher import FakePublisher, run_publisher
 from router.routing.prefixes.test_kv_subscription import (
     BLOCK_TOKENS,
     PROMPT_IDS,
@@ -26,6 +24,8 @@ from router.routing.prefixes.test_kv_subscription import (
 )
 
 from attack.loop_watch import watch_loop
+from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
+from lab.fake_vllm.prefix_cache import FakeEngine, build_stored_event, encode_batch
 from ttft_otel.router.routing import prefixes
 from ttft_otel.router.routing.prefixes import PrefixSource, kv_subscription, zmq_sockets
 from ttft_otel.router.routing.prefixes.kv_event_parser import MAX_EVENT_TOKENS

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from lab import ttft_client
-from lab.tcp_listener import accept_connections
+from lab.free_ports import accept_connections
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
 
 HEAD = (

@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from lab import ttft_client
-from lab.tcp_listener import accept_connections
+from lab.free_ports import accept_connections
 
 ECHO_RESPONSE: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\ndata: {}\n\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers for the router's tests: an instance that follows a plan, a slow proxy, and the router."""
+"""A router in front of lab.fake_vllm's instances, for the router's tests, which take those from here, too."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
 import uvicorn
-from aiohttp import web
 from yarl import URL
 
+from lab.fake_vllm.instances import (
+    STREAM_EVENTS,
+    FakeInstance,
+    InstancePlan,
+    open_listening_socket,
+    run_instance,
+    run_web_app,
+)
 from lab.free_ports import find_free_port
-from ttft_otel.model import timing
-from ttft_otel.model.names import header_names
 from ttft_otel.model.record import Record, decode_record
 from ttft_otel.router import types
 from ttft_otel.router.control import app
@@ -26,7 +30,7 @@ from ttft_otel.router.control.uvicorn_server import build_uvicorn_config
 from ttft_otel.router.limits import RouterLimits
 from ttft_otel.router.proxy.admission import AdmissionGate
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
-from ttft_otel.router.recent_reports import RecentReports as RecentReports
+from ttft_otel.router.recent_reports import RecentReports
 from ttft_otel.router.routing.routing_service import RoutingService
 from ttft_otel.router.upstream.health_monitor import HealthMonitor
 from ttft_otel.router.upstream.instance_pool import InstancePool
@@ -34,126 +38,17 @@ from ttft_otel.router.upstream.upstream_client import UpstreamClient
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.settings import Settings
 
+__all__ = [
+    "STREAM_EVENTS",
+    "FakeInstance",
+    "InstancePlan",
+    "RecentReports",
+    "open_listening_socket",
+    "run_instance",
+    "run_web_app",
+]
+
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-STREAM_EVENTS = (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")
-
-
-@dataclass
-class InstancePlan:
-    """How an instance behaves; it really sleeps for `stages_ms`, and `rest_ms` if not streaming."""
-
-    stages_ms: Mapping[str, int] = field(default_factory=lambda: {"prefill.compute": 20})
-    unattributed_ms: int = 0
-    rest_ms: int = 0
-    chunks: Sequence[bytes] = STREAM_EVENTS
-    gap_s: float = 0.0
-    permits: asyncio.Semaphore | None = None  # each chunk after the first takes one
-    status: int = 200
-    sends_timing: bool = True
-    breaks_stream: bool = False  # close the connection after the first chunk
-    dropped_requests: int = 0  # number of requests that are dropped without a response
-    reported_us: Mapping[str, int] | None = (
-        None  # reported in Server-Timing, in µs, whatever it really did
-    )
-    encoder_cache: timing.EncoderCacheCounts | None = None  # reported there about media items
-    reports_no_token: bool = False  # its engine ends the request before the first token
-    answers: Callable[[bytes], bytes] = lambda _: (
-        b'{"answer":  "42"}'
-    )  # the response to a body, if not streamed
-    health_status: int = 200
-    models: Sequence[str] = ("tiny",)
-    models_key: str = ""  # the API key that /v1/models requires
-
-
-@dataclass
-class ReceivedRequest:
-    """A request as the instance received it."""
-
-    path: str
-    headers: Mapping[str, str]
-    body: bytes
-    received_us: int
-    cancelled_us: int = 0
-
-    @property
-    def json(self) -> Any:
-        """The body, parsed."""
-        return json.loads(self.body)
-
-
-class FakeInstance:
-    """A server that follows `plan` and keeps the requests that it received."""
-
-    def __init__(self, plan: InstancePlan) -> None:
-        self.plan, self.received, self.url = plan, list[ReceivedRequest](), ""
-        self.models_authorizations: list[
-            str
-        ] = []  # Authorization headers of requests for its models
-
-    async def handle_request(self, request: web.Request) -> web.StreamResponse:
-        """Keep `request`, and respond as planned."""
-        received_request = ReceivedRequest(
-            request.raw_path, request.headers.copy(), await request.read(), clock.now_us()
-        )
-        self.received.append(received_request)
-        try:
-            return await self._answer_request(request)
-        except asyncio.CancelledError:
-            received_request.cancelled_us = clock.now_us()
-            raise
-
-    async def _answer_request(self, request: web.Request) -> web.StreamResponse:
-        plan = self.plan
-        start_us = clock.now_us()
-        parts_us = {}
-        for name, length in plan.stages_ms.items():
-            stage_start_us = clock.now_us()
-            await asyncio.sleep(length / 1000)
-            parts_us[name] = clock.now_us() - stage_start_us
-        await asyncio.sleep(plan.unattributed_ms / 1000)
-        ttft_us = clock.now_us() - start_us
-        if plan.dropped_requests and request.transport is not None:
-            plan.dropped_requests -= 1
-            request.transport.abort()
-        await asyncio.sleep(plan.rest_ms / 1000)
-        rest_us = clock.now_us() - start_us - ttft_us if plan.rest_ms else None
-        headers = {"X-Own": "kept", "Connection": "X-Hop", "X-Hop": "not kept"}
-        if plan.sends_timing:
-            unattributed_us = ttft_us - sum(parts_us.values())
-            headers["Server-Timing"] = timing.format_server_timing(
-                parts_us, unattributed_us, ttft_us, rest_us, ec=plan.encoder_cache
-            )
-        if plan.reported_us is not None:
-            headers["Server-Timing"] = timing.format_server_timing(
-                plan.reported_us, 0, sum(plan.reported_us.values()), rest_us
-            )
-        if plan.reports_no_token:
-            headers["Server-Timing"] = header_names.TIMING_NO_TOKEN
-        body = await request.read()
-        if plan.status >= 400 or b'"stream":true' not in body.replace(b" ", b""):
-            text = b'{"error": "no"}' if plan.status >= 400 else plan.answers(body)
-            return web.Response(
-                body=text, status=plan.status, headers=headers, content_type="application/json"
-            )
-        response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for number, chunk in enumerate(plan.chunks):
-            if number:
-                await asyncio.sleep(plan.gap_s)
-                if plan.permits is not None:
-                    await plan.permits.acquire()
-            await response.write(chunk)
-            if plan.breaks_stream and request.transport is not None:
-                request.transport.abort()
-        return response
-
-
-def open_listening_socket(host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket on a free port, by default of the loopback."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, 0))
-    return sock
 
 
 def find_unused_url() -> str:
@@ -164,85 +59,6 @@ def find_unused_url() -> str:
 def find_unused_urls(count: int) -> list[str]:
     """As many URLs of different ports on which nothing listens."""
     return [find_unused_url() for _ in range(count)]
-
-
-@contextlib.asynccontextmanager
-async def run_web_app(web_app: web.Application, host: str = "127.0.0.1") -> AsyncIterator[str]:
-    """Serve `web_app` on a free port of `host`; gives its URL.
-
-    A handler is cancelled when its client hangs up, as vLLM's are.
-    """
-    runner = web.AppRunner(web_app, access_log=None, handler_cancellation=True)
-    await runner.setup()
-    sock = open_listening_socket(host)
-    await web.SockSite(runner, sock).start()
-    try:
-        yield f"http://{host}:{sock.getsockname()[1]}"
-    finally:
-        await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def run_instance(
-    plan: InstancePlan | None = None, host: str = "127.0.0.1"
-) -> AsyncIterator[FakeInstance]:
-    """A running Instance; `host` is the address that it listens on."""
-    fake_instance = FakeInstance(plan or InstancePlan())
-
-    async def answer_health(_: web.Request) -> web.Response:
-        return web.Response(status=fake_instance.plan.health_status)
-
-    async def answer_models(request: web.Request) -> web.Response:
-        fake_instance.models_authorizations.append(request.headers.get("Authorization", ""))
-        if (
-            fake_instance.plan.models_key
-            and fake_instance.models_authorizations[-1] != f"Bearer {fake_instance.plan.models_key}"
-        ):
-            return web.json_response({"error": "no"}, status=401)
-        cards = [{"id": name} for name in fake_instance.plan.models]
-        return web.json_response({"object": "list", "data": cards})
-
-    server = web.Application(client_max_size=1 << 28)
-    server.router.add_get("/health", answer_health)
-    server.router.add_get("/v1/models", answer_models)
-    server.router.add_post("/{path:.*}", fake_instance.handle_request)
-    async with run_web_app(server, host) as fake_instance.url:
-        yield fake_instance
-
-
-@contextlib.asynccontextmanager
-async def run_slow_proxy(url: str, delay_s: float) -> AsyncIterator[str]:
-    """A TCP proxy that holds every byte towards the server for `delay_s` seconds."""
-    host, port = url.removeprefix("http://").split(":")
-
-    async def relay_bytes(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                await asyncio.sleep(delay_s)
-                writer.write(data)
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-
-    relays: set[asyncio.Task[None]] = set()
-
-    async def relay_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if (task := asyncio.current_task()) is not None:
-            relays.add(task)
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(
-            relay_bytes(reader, up_writer, delay_s), relay_bytes(up_reader, writer, 0)
-        )
-
-    server = await asyncio.start_server(relay_connection, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        # The router has closed its connections: each relay ends once both its writers are closed.
-        await asyncio.gather(*relays)
 
 
 class RunningRouter:

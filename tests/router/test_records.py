@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from lab.delay_proxy import run_delay_proxy
 from router import fake_instances
 from router.fake_instances import TRACEPARENT, InstancePlan
 from ttft_otel.model.names import keys
@@ -140,20 +141,17 @@ async def test_stages_name_their_server() -> None:
 async def test_a_slow_wire_is_the_hop() -> None:
     """80 ms held back between router and instance is router.hop of that leg."""
     delays = fake_instances.LoopDelays()
-    async with (
-        fake_instances.run_instance() as e,
-        fake_instances.run_instance() as pd,
-        fake_instances.run_slow_proxy(pd.url, 0.08) as slow,
-        fake_instances.run_router([slow], [e.url]) as router,
-    ):
-        await router.post_chat("a")
-        ttft = check_ttft((await router.wait_for_records(2))[0])
-        assert (
-            80_000
-            <= ttft.stages["router.hop.prefill_decode"]
-            < 80_000 + MAX_ERROR_US + delays.total_us
-        )
-        assert ttft.stages["router.hop.encode"] < MAX_ERROR_US + delays.total_us
+    async with fake_instances.run_instance() as e, fake_instances.run_instance() as pd:
+        with run_delay_proxy(pd.url, 0.08) as slow:
+            async with fake_instances.run_router([slow.url], [e.url]) as router:
+                await router.post_chat("a")
+                ttft = check_ttft((await router.wait_for_records(2))[0])
+                assert (
+                    80_000
+                    <= ttft.stages["router.hop.prefill_decode"]
+                    < 80_000 + MAX_ERROR_US + delays.total_us
+                )
+                assert ttft.stages["router.hop.encode"] < MAX_ERROR_US + delays.total_us
 
 
 async def test_slowest_encoder_counts_not_the_sum() -> None:

@@ -21,9 +21,7 @@ import aiohttp
 import pytest
 import zmq.asyncio
 from router import fake_instances
-from router.fake_engine import FakeEngine
 from router.fake_instances import FakeInstance
-from router.fake_publisher import FakePublisher
 
 from commands.router.test_router_process import CommandProcess, run_command
 from commands.router.test_worker_processes import (
@@ -33,6 +31,8 @@ from commands.router.test_worker_processes import (
     read_metrics,
     wait_for_workers,
 )
+from lab.fake_vllm.kv_publisher import FakePublisher
+from lab.fake_vllm.prefix_cache import FakeEngine
 from ttft_otel.model.names import metric_names
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fake_engine import (
+from lab.fake_vllm.prefix_cache import (
     FakeEngine,
     build_removed_event,
     build_stored_event,

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.fake_engine import FakeEngine
-from router.fake_publisher import FakePublisher, run_publisher
+from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
+from lab.fake_vllm.prefix_cache import FakeEngine
 from router.routing.prefixes.test_kv_subscription import build_fleet, wait_until
 from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import keeper_channel, keeper_frames

@@ -17,8 +17,8 @@ import pytest
 import zmq.asyncio
 from aiohttp import web
 
-from router.fake_engine import FakeEngine
-from router.fake_publisher import FakePublisher, run_publisher
+from lab.fake_vllm.kv_publisher import FakePublisher, run_publisher
+from lab.fake_vllm.prefix_cache import FakeEngine
 from ttft_otel.model.names import metric_names
 from ttft_otel.router.control.routing_metrics import collect_cache_metrics
 from ttft_otel.router.routing import prefixes

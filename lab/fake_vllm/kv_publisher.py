@@ -14,8 +14,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from router.fake_engine import FakeEngine
-from router.fake_instances import run_web_app
+from lab.fake_vllm.instances import run_web_app
+from lab.fake_vllm.prefix_cache import FakeEngine
 
 END_NUMBER = (-1).to_bytes(8, "big", signed=True)
 

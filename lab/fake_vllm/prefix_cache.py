@@ -14,8 +14,15 @@ from ttft_otel.router.errors import ReplayFailed
 
 EVENT_FIELDS = {
     "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
-        *("lora_name", "extra_keys", "group_idx"),
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
@@ -27,8 +34,8 @@ def build_stored_event(
 ) -> dict[str, Any]:
     """A BlockStored event; `more` overrides its fields."""
     plain = {"parent_block_hash": None, "lora_id": None, "medium": "GPU", "lora_name": None}
-    told = {"block_hashes": [*hashes], "token_ids": [*ids], "block_size": block_size}
-    return {"type": "BlockStored", **plain, **told, "extra_keys": None, "group_idx": 0, **more}
+    required = {"block_hashes": [*hashes], "token_ids": [*ids], "block_size": block_size}
+    return {"type": "BlockStored", **plain, **required, "extra_keys": None, "group_idx": 0, **more}
 
 
 def build_removed_event(*hashes: Any, **more: Any) -> dict[str, Any]:
