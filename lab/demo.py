@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: start servers, router and receiver on this machine, send requests, write a report.
 
-scripts/demo runs it. demo_workload.py has the requests, demo_verdict.py checks the traces, and the
-report's own code writes report.json and report.html next to the database.
+scripts/demo runs it. A run is a fault unless every trace is complete, has exact sums, and nothing in it is
+unattributed or encoded twice. The report's own code writes report.json and report.html beside the database.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import sqlite3
@@ -24,24 +25,208 @@ import click
 import jsonschema
 
 from lab import (
-    demo_verdict,
-    demo_workload,
     progress_screen,
     report_files,
     tiny_models,
     ttft_client,
 )
-from lab.demo_verdict import RequestObservation
-from lab.demo_workload import DemoRequest
 from lab.local_deployment import DeploymentPlan, LocalDeployment, start_deployment
 from lab.local_servers import LocalServerError, exit_on_sigterm
 from lab.progress_screen import ProgressScreen
 from lab.report_files import ClientMeasurement
 from lab.server_commands import EC_CPU_CONNECTOR, EC_EXAMPLE_CONNECTOR, VllmOptions
-from lab.ttft_client import TimedResponse
+from lab.ttft_client import TimedRequest, TimedResponse
 from lab.vllm_releases import PROJECT_ROOT
+from ttft_otel.model.endpoints import COMPLETIONS_PATH, RESPONSES_PATH
+from ttft_otel.model.names import header_names, keys
+from ttft_otel.report.report_types import SPAN_KINDS, StoredSpan
 from ttft_otel.report.show import terminal
-from ttft_otel.report.store.database_reader import DatabaseReader, open_reader
+from ttft_otel.report.store.database_reader import DatabaseReader, StoredTrace, open_reader
+
+SERVER_KIND: Final = SPAN_KINDS.index("server")
+ENCODED_TWICE_REMEDY: Final = 'see "Encoded twice" in docs/router.md'
+
+
+@dataclass(frozen=True, slots=True)
+class RequestObservation:
+    """What is known of one request after its run.
+
+    name: the key of its faults. status: of HTTP. legs: number of servers behind the router
+    that it needs. trace: as the receiver stored it; None when no span of it arrived.
+    """
+
+    name: str
+    status: int
+    legs: int
+    trace: StoredTrace | None
+
+
+def find_missing_spans(trace: StoredTrace | None, legs: int) -> str:
+    """What a routed request's trace lacks; "" when it is complete.
+
+    legs: number of servers behind the router, each of which has a server and a `ttft` span.
+    """
+    if trace is None:
+        return "no span of it was stored"
+    # The router is a server too, with a server and a `ttft` span of its own.
+    expected_servers = 1 + legs
+    servers = [span for span in trace.spans if span.kind == SERVER_KIND]
+    trunks = [span for span in trace.spans if span.is_ttft_span]
+    # `<`, not `!=`: a leg that was tried twice has one more.
+    if len(servers) < expected_servers or len(trunks) < expected_servers:
+        return f"{len(servers)} server and {len(trunks)} ttft spans of {expected_servers} each"
+    span_ids = {span.span_id for span in trace.spans}
+    roots = [span for span in trace.spans if not span.parent_id]
+    # A parent that never arrived: its process lost a record.
+    orphans = [
+        span.name for span in trace.spans if span.parent_id and span.parent_id not in span_ids
+    ]
+    if orphans:
+        return f"parents are missing of {', '.join(orphans)}"
+    # The demo's client sends no context, so the router's span is the one root.
+    return "" if len(roots) == 1 else f"{len(roots)} roots"
+
+
+def find_faults(observation: RequestObservation) -> list[str]:
+    """What is wrong with one request, its trace, or its sums; [] when nothing is."""
+    problems = [] if observation.status == 200 else [f"was answered with {observation.status}"]
+    if missing := find_missing_spans(observation.trace, observation.legs):
+        problems.append(f"its trace is not whole: {missing}")
+    for span in observation.trace.spans if observation.trace else ():
+        if span.is_ttft_span:
+            problems += _find_sum_faults(span)
+    return problems
+
+
+def judge_requests(all_seen: Sequence[RequestObservation]) -> dict[str, list[str]]:
+    """Request name -> its faults, for those that have any."""
+    return {seen.name: found for seen in all_seen if (found := find_faults(seen))}
+
+
+def _find_sum_faults(span: StoredSpan) -> list[str]:
+    """Faults of one span that carries a breakdown, from its attributes alone."""
+    attributes = span.attributes
+    role = attributes.get(keys.ROLE)
+    parts = [attributes[key] for key in attributes if keys.parse_stage_attribute(key)]
+    # Attributes, not child spans: they hold the sums as the server made them.
+    total = attributes[keys.TOTAL_US]
+    problems = []
+    if sum(parts) != total:
+        problems.append(f"{role}: stages and unattributed are {sum(parts)} µs, ttft {total} µs")
+    if any(part < 0 for part in parts):
+        problems.append(f"{role}: a stage is negative")
+    unattributed_us = attributes.get(keys.UNATTRIBUTED_US, 0)
+    if unattributed_us and role != "router":
+        problems.append(f"{role}: {unattributed_us} µs unattributed")
+    if recomputed_items := attributes.get(keys.EC_RECOMPUTED_ITEMS):
+        problems.append(
+            f"{role}: encoded {recomputed_items} media items that an encoder had encoded; "
+            f"{ENCODED_TWICE_REMEDY}"
+        )
+    if error := attributes.get(keys.ERROR_TYPE):
+        problems.append(f"{role}: error {error}")
+    return problems
+
+
+LONG_PROMPT_WORDS: Final = 1300  # three or more chunks of 512 tokens
+WARMUP_SEED_OFFSET: Final = 1_000_000  # seeds of images from here on are the warm-up's
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRequest:
+    """One request of the demo; those of one wave are sent at the same moment."""
+
+    kind: str
+    request: TimedRequest
+    wave: int
+
+    @property
+    def name(self) -> str:
+        """Its x-request-id."""
+        return self.request.request_id or ""
+
+    def count_legs(self, shape: str) -> int:
+        """Number of server legs in a topology: one encoder per image, then one or two.
+
+        shape: key of demo.TOPOLOGIES.
+        """
+        encoders = len(self.request.pictures) if shape.startswith("e") else 0
+        # The router does not split the Responses API into prefill and decode: it goes to D alone.
+        split = shape != "epd" and self.request.path != RESPONSES_PATH
+        return encoders + (2 if split else 1)
+
+
+# Every API, streamed or not, and every kind of content: each takes another way through the code.
+SINGLE_REQUESTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("text", {}),
+    ("text", {"words": 60}),
+    ("text", {"words": 200}),
+    ("text, not streamed", {"stream": False}),
+    ("completion", {"path": COMPLETIONS_PATH}),
+    ("completion", {"path": COMPLETIONS_PATH, "words": 100}),
+    ("completion, not streamed", {"path": COMPLETIONS_PATH, "stream": False}),
+    ("responses", {"path": RESPONSES_PATH}),
+    ("responses, not streamed", {"path": RESPONSES_PATH, "stream": False}),
+    ("three chunks", {"words": LONG_PROMPT_WORDS}),
+    ("three chunks", {"words": LONG_PROMPT_WORDS + 200}),
+    ("one image", {"pictures": (1,)}),
+    ("one image", {"pictures": (2,), "size": 224}),
+    ("one image", {"pictures": (3,), "size": 448}),
+    ("same image again", {"pictures": (1,)}),
+    ("same image again", {"pictures": (3,), "size": 448}),
+    ("two images", {"pictures": (4, 5)}),
+    ("two images", {"pictures": (6, 7), "size": 224}),
+    ("image, not streamed", {"pictures": (8,), "stream": False}),
+    ("image, three chunks", {"pictures": (9,), "words": LONG_PROMPT_WORDS}),
+)
+# At the same moment, so that requests wait for one another: queues and stalls show.
+CONCURRENT_REQUESTS: Final[tuple[tuple[tuple[str, dict[str, Any]], ...], ...]] = (
+    (("4 at once: text", {}),) * 4,
+    (
+        ("4 at once: image", {"pictures": (10,)}),
+        ("4 at once: image", {"pictures": (11,), "size": 224}),
+        ("4 at once: text", {}),
+        ("4 at once: three chunks", {"words": LONG_PROMPT_WORDS}),
+    ),
+)
+
+
+def build_demo_requests() -> list[DemoRequest]:
+    """All requests of the demo, numbered in the order in which they are sent."""
+    waves = [*((each,) for each in SINGLE_REQUESTS), *CONCURRENT_REQUESTS]
+    demo_requests: list[DemoRequest] = []
+    for wave, members in enumerate(waves):
+        for kind, fields in members:
+            name = f"demo-{len(demo_requests) + 1:02d}"
+            # The name makes each prompt unique; otherwise later ones would hit the prefix cache.
+            prompt = f"{name} what is in the picture"
+            demo_requests.append(
+                DemoRequest(kind, TimedRequest(prompt=prompt, request_id=name, **fields), wave)
+            )
+    return demo_requests
+
+
+def build_warmup_waves(demo_requests: Sequence[DemoRequest]) -> list[list[TimedRequest]]:
+    """The same waves with other images and words; not sampled, so that no trace is stored."""
+    waves: dict[int, list[TimedRequest]] = {}
+    for demo_request in demo_requests:
+        # Waves as they are: batches compile and allocate what single requests do not.
+        waves.setdefault(demo_request.wave, []).append(make_unsampled(demo_request.request))
+    return list(waves.values())
+
+
+def make_unsampled(request: TimedRequest) -> TimedRequest:
+    """A warm-up copy of `request`: different text and images, with an unsampled `traceparent`."""
+    # Flags 00 of a W3C traceparent: not sampled.
+    parent = f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-00"
+    return replace(
+        request,
+        prompt=f"warm {request.prompt}",
+        request_id=f"warm-{request.request_id}",
+        pictures=tuple(seed + WARMUP_SEED_OFFSET for seed in request.pictures),
+        headers={header_names.TRACEPARENT: parent},
+    )
+
 
 CHUNK_TOKENS: Final = 512  # tokens per engine step: long prompts take several steps
 SPAN_ARRIVAL_TIMEOUT_S: Final = 30.0  # for the last spans to reach the receiver
@@ -159,7 +344,7 @@ def measure_requests(
     show: ProgressScreen, fleet: LocalDeployment, out: Path, shape: str
 ) -> DemoResult:
     """Warm up, send all requests, wait for their traces, write the report and check it."""
-    demo_requests = demo_workload.build_demo_requests()
+    demo_requests = build_demo_requests()
     send_warmup(show, fleet, demo_requests)
     show.begin_step(f"asking {len(demo_requests)} requests through the router")
     started = time.monotonic()
@@ -176,7 +361,7 @@ def measure_requests(
         for demo_request in demo_requests
     ]
     report = report_files.write_report_files(fleet.database, rows, out, "ttft-otel demo")
-    faults = demo_verdict.judge_requests(all_seen)
+    faults = judge_requests(all_seen)
     for problem in validate_report(report):
         faults.setdefault("report.json", []).append(problem)
     return DemoResult(report, faults, seconds)
@@ -186,7 +371,7 @@ def send_warmup(
     show: ProgressScreen, fleet: LocalDeployment, demo_requests: Sequence[DemoRequest]
 ) -> None:
     """Send other requests of each kind first, because the first one imports and compiles code."""
-    waves = demo_workload.build_warmup_waves(demo_requests)
+    waves = build_warmup_waves(demo_requests)
     show.begin_step(f"warming up with {len(waves)} waves of other requests, not in the report")
     for number, wave in enumerate(waves, 1):
         show.update_status(f"warming up: {number} of {len(waves)}")
@@ -223,8 +408,7 @@ def await_traces(
                 for demo_request in demo_requests
             ]
         if not any(
-            demo_verdict.find_missing_spans(observation.trace, observation.legs)
-            for observation in all_seen
+            find_missing_spans(observation.trace, observation.legs) for observation in all_seen
         ):
             return all_seen
         if time.monotonic() > deadline:

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab import session_processes, shared_memory
+from lab import session_processes
 from lab.server_commands import ServerCommand
 from lab.tiny_models import get_cache_root
 
@@ -151,7 +151,7 @@ class LocalServer:
     def kill(self) -> None:
         """Kill all its processes at once, for tests; what they leave in /dev/shm stop() removes."""
         pids = session_processes.list_session_pids(self.pid)
-        self.shared_files |= shared_memory.list_mapped_files(pids)
+        self.shared_files |= list_mapped_files(pids)
         session_processes.kill_processes(pids)
 
     def stop(self, timeout_s: float = 15.0) -> None:
@@ -163,7 +163,7 @@ class LocalServer:
             return
         leader = self.process.pid
         pids = session_processes.list_session_pids(leader)
-        self.shared_files |= shared_memory.list_mapped_files(pids)
+        self.shared_files |= list_mapped_files(pids)
         # A process that has ended without being collected is a zombie, and poll() collects it.
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -176,7 +176,7 @@ class LocalServer:
         session_processes.kill_processes(session_processes.list_session_pids(leader))
         self.process.wait(60)  # a process that writes to a busy disk dies when that is done
         session_processes.wait_for_session_end(leader, ORPHAN_GRACE_S)
-        shared_memory.remove_left_files(self.shared_files)
+        remove_left_files(self.shared_files)
         running_servers.discard(self)
 
     def __enter__(self) -> Self:
@@ -250,3 +250,42 @@ def stop_leftovers() -> None:
     """Last resort for servers that were started without a `with` block."""
     for server in list(running_servers):
         server.stop(timeout_s=5.0)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+# What multiprocessing names its shared memory and its semaphores.
+SHARED_MEMORY_PREFIXES = ("psm_", "sem.mp-")
+
+
+def list_mapped_files(pids: Iterable[int]) -> set[tuple[int, int]]:
+    """Device and inode of all files of SHARED_MEMORY that these processes have mapped."""
+    found: set[tuple[int, int]] = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        # It has ended, or belongs to another user.
+        except OSError:
+            continue
+        for line in lines:
+            if f" {SHARED_MEMORY}/" in line:
+                device, inode = line.split(None, 5)[3:5]
+                major, minor = (int(number, 16) for number in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
+    return found
+
+
+def remove_left_files(mapped: set[tuple[int, int]]) -> None:
+    """Remove those of `mapped` that are there still and that no living process has mapped."""
+    left = {}
+    for path in SHARED_MEMORY.iterdir():
+        if path.name.startswith(SHARED_MEMORY_PREFIXES):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            if (status.st_dev, status.st_ino) in mapped:
+                left[status.st_dev, status.st_ino] = path
+    if left:
+        everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        for key in left.keys() - list_mapped_files(everybody):
+            left[key].unlink(missing_ok=True)

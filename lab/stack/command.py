@@ -25,7 +25,6 @@ from lab.stack import (
     native_state,
     program_pins,
     smoke_check,
-    stack_screen,
     stack_status,
 )
 from lab.stack.backend_queries import BackendQueryError
@@ -142,11 +141,11 @@ def run_native(profiles: tuple[str, ...], addresses: StackAddresses, data: Path)
         )
     try:
         with native_stack.run_native_parts(commands, addresses, data) as servers:
-            with stack_screen.show_live_table() as look:
+            with stack_status.show_live_table() as look:
                 native_stack.wait_for_parts(servers, look)
             # Once all parts are up: dashboards over a stack that is not there show errors.
             named = os.environ.get("GRAFANA_URL", "")
-            stack_screen.print_next_steps(
+            stack_status.print_next_steps(
                 native_stack.get_dashboards_url(servers),
                 not named or grafana_import.import_dashboards(named, addresses),
             )
@@ -197,7 +196,7 @@ def report_status(as_json: bool, data: Path) -> None:
     if as_json:
         click.echo(json.dumps(asdict(found) | {"ready": found.is_ready}, indent=2))
     else:
-        stack_screen.print_stack_status(found)
+        stack_status.print_stack_status(found)
     # For scripts that wait until the stack is up.
     sys.exit(0 if found.is_ready else 1)
 
@@ -232,7 +231,7 @@ def run_smoke_check(timeout: float, as_json: bool, data: Path) -> None:
         verdicts.append(verdict)
         # Line by line: a hop may take a minute, and a reader should see which one.
         if not as_json:
-            stack_screen.print_hop_verdict(verdict)
+            stack_status.print_hop_verdict(verdict)
     if as_json:
         click.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     sys.exit(0 if all(verdict.passed for verdict in verdicts) else 1)

@@ -12,9 +12,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from lab import compat_matrix, demo, demo_verdict, demo_workload, progress_screen
-from lab.demo_verdict import RequestObservation
-from lab.demo_workload import DemoRequest
+from lab import compat, demo, progress_screen
+from lab.demo import DemoRequest, RequestObservation
 from lab.ttft_client import TimedRequest
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names, keys, span_names
@@ -31,7 +30,7 @@ def build_server_spans(
     more = {"service": role, "scope": span_names.SCOPE}
     attributes = {**have, keys.ROLE: role}
     return [
-        StoredSpan("t", span, parent, "POST", demo_verdict.SERVER_KIND, 0, 9, **more),
+        StoredSpan("t", span, parent, "POST", demo.SERVER_KIND, 0, 9, **more),
         StoredSpan(
             "t", f"{span}-ttft", span, span_names.TTFT, 1, 0, 9, **more, attributes=attributes
         ),
@@ -59,7 +58,7 @@ def build_observation(
 
 def test_questions() -> None:
     """At least 24 requests, of every kind, under names of their own; a picture twice."""
-    asked = demo_workload.build_demo_requests()
+    asked = demo.build_demo_requests()
     pictures = [each.request.pictures for each in asked]
 
     assert len(asked) >= 24
@@ -96,8 +95,8 @@ def test_the_connector_is_about_encodings() -> None:
 
 def test_warming() -> None:
     """The warm-up has the same shape, shares no picture with the demo and leaves no trace."""
-    asked = demo_workload.build_demo_requests()
-    warm = [each for wave in demo_workload.build_warmup_waves(asked) for each in wave]
+    asked = demo.build_demo_requests()
+    warm = [each for wave in demo.build_warmup_waves(asked) for each in wave]
     mine = {seed for each in asked for seed in each.request.pictures}
 
     assert [each.path for each in warm] == [each.request.path for each in asked]
@@ -108,29 +107,24 @@ def test_warming() -> None:
 @pytest.mark.parametrize("images", [0, 1, 2])
 def test_closed(images: int) -> None:
     """A whole trace with exact sums has no fault."""
-    assert (
-        demo_verdict.judge_requests([build_observation(build_routed_spans(images), images)]) == {}
-    )
+    assert demo.judge_requests([build_observation(build_routed_spans(images), images)]) == {}
 
 
 def test_status() -> None:
     """A response with an error status is a fault, whatever was traced."""
-    assert demo_verdict.find_faults(build_observation(build_routed_spans(), status=503)) == [
+    assert demo.find_faults(build_observation(build_routed_spans(), status=503)) == [
         "was answered with 503"
     ]
 
 
 def test_nothing() -> None:
     """A request without a trace is a fault."""
-    assert "no span" in demo_verdict.find_faults(RequestObservation("demo-01", 200, 0, None))[0]
+    assert "no span" in demo.find_faults(RequestObservation("demo-01", 200, 0, None))[0]
 
 
 def test_missing_leg() -> None:
     """A trace with one encoder leg too few is a fault."""
-    assert (
-        "not whole"
-        in demo_verdict.find_faults(build_observation(build_routed_spans(1), images=2))[0]
-    )
+    assert "not whole" in demo.find_faults(build_observation(build_routed_spans(1), images=2))[0]
 
 
 def test_orphan() -> None:
@@ -138,7 +132,7 @@ def test_orphan() -> None:
     spans = build_routed_spans()
     broken = [replace(spans[-1], parent_id="f" * 16), *spans[:-1]]
 
-    assert "parents are missing" in demo_verdict.find_faults(build_observation(broken))[0]
+    assert "parents are missing" in demo.find_faults(build_observation(broken))[0]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +152,7 @@ def test_one_microsecond(key: str, by: int, word: str) -> None:
     have = spans[place].attributes
     spans[place] = replace(spans[place], attributes={**have, key: have.get(key, 0) + by})
 
-    assert word in "; ".join(demo_verdict.find_faults(build_observation(spans)))
+    assert word in "; ".join(demo.find_faults(build_observation(spans)))
 
 
 def test_what_was_encoded_twice_is_a_fault() -> None:
@@ -167,13 +161,13 @@ def test_what_was_encoded_twice_is_a_fault() -> None:
     again = {**spans[-1].attributes, keys.EC_RECOMPUTED_ITEMS: 2}
     none = {**spans[-1].attributes, keys.EC_RECOMPUTED_ITEMS: 0}
 
-    (fault,) = demo_verdict.find_faults(
+    (fault,) = demo.find_faults(
         build_observation([*spans[:-1], replace(spans[-1], attributes=again)])
     )
 
     assert "prefill_decode: encoded 2 media items that an encoder had encoded" in fault
     assert "docs/router.md" in fault
-    assert not demo_verdict.find_faults(
+    assert not demo.find_faults(
         build_observation([*spans[:-1], replace(spans[-1], attributes=none)])
     )
 
@@ -227,21 +221,21 @@ STAGE_SHIFTS = {"ipc": 80.2, "output": 0.4, "unattributed": 0.0}
 @pytest.mark.parametrize(
     "moved, missing, state, note",
     [
-        (STAGE_SHIFTS, {}, compat_matrix.STATE_WORKS, "+80.2 ms"),
+        (STAGE_SHIFTS, {}, compat.STATE_WORKS, "+80.2 ms"),
         ({"unattributed": 80.0}, {"engine.input": "gone"}, "unattributed", "engine.input: gone"),
         ({"unattributed": 80.0}, {}, "unattributed", "no target is missing"),
-        ({"output": 80.0}, {}, compat_matrix.STATE_WRONG, "ipc +0.0 ms; output +80.0"),
+        ({"output": 80.0}, {}, compat.STATE_WRONG, "ipc +0.0 ms; output +80.0"),
         (
             {**STAGE_SHIFTS, "output": 20.0},
             {},
-            compat_matrix.STATE_WRONG,
+            compat.STATE_WRONG,
             "ipc +80.2 ms; output +20.0",
         ),
     ],
 )
 def test_judge(moved: dict[str, float], missing: dict[str, str], state: str, note: str) -> None:
     """A delay is in its stage, unattributed with the target named, or somewhere wrong."""
-    cell = compat_matrix.judge_shift(moved, "ipc", 80.0, 5.0, missing)
+    cell = compat.judge_shift(moved, "ipc", 80.0, 5.0, missing)
 
     assert (cell.state, cell.note) == (state, note)
 
@@ -249,24 +243,22 @@ def test_judge(moved: dict[str, float], missing: dict[str, str], state: str, not
 def test_markdown() -> None:
     """One column for each release; what is not a tick is explained below."""
     cells = {
-        "ipc": compat_matrix.MatrixCell(compat_matrix.STATE_WORKS, "+80.0 ms"),
-        "queue": compat_matrix.MatrixCell("wrong", "why"),
+        "ipc": compat.MatrixCell(compat.STATE_WORKS, "+80.0 ms"),
+        "queue": compat.MatrixCell("wrong", "why"),
     }
     rows = [
-        compat_matrix.ReleaseRow(
+        compat.ReleaseRow(
             "1.0", {"text": "", "image": ""}, cells, {}, (), {"text": 0.5, "image": 0.0}
         ),
-        compat_matrix.ReleaseRow(
-            "2.0", {"text": "", "image": "status 500"}, {}, {"engine.input": "gone"}
-        ),
+        compat.ReleaseRow("2.0", {"text": "", "image": "status 500"}, {}, {"engine.input": "gone"}),
     ]
-    table = compat_matrix.format_release_matrix(rows)
+    table = compat.format_release_matrix(rows)
 
     assert "| `ipc` (ipc) | ✓ | not tried |" in table
     assert "| text request | closes, 0.500 ms unattributed | closes |" in table
     assert "| image request | closes | **open** |" in table
     assert [row.closed for row in rows] == [True, False]
-    assert [line.split(":")[0] for line in compat_matrix.list_remarks(rows)] == [
+    assert [line.split(":")[0] for line in compat.list_remarks(rows)] == [
         "1.0",
         "2.0",
         "2.0",
@@ -278,7 +270,7 @@ def test_moved() -> None:
     """Medians are compared; a stage that a request lacks counts as nothing there."""
     plain = [{"ipc": 1000}, {"ipc": 3000}, {"ipc": 2000}]
 
-    assert compat_matrix.compute_stage_shifts(plain, [{"ipc": 82000, "egress": 500}]) == {
+    assert compat.compute_stage_shifts(plain, [{"ipc": 82000, "egress": 500}]) == {
         "egress": 0.5,
         "ipc": 80.0,
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import free_ports, session_processes, shared_memory
+from lab import free_ports, local_servers, session_processes
 from lab.local_servers import LocalServer, LocalServerError, run_servers
 from lab.server_commands import ServerCommand
 
@@ -65,7 +65,7 @@ def test_what_a_killed_server_shared_is_removed(tmp_path: Path) -> None:
         command = build_command(script=SHARING_SCRIPT + SERVER_SCRIPT)
         command = replace(command, argv=(*command.argv, ours.name))
         server = LocalServer(command, tmp_path / "log").start().wait_until_ready(30)
-        left = [shared_memory.FOLDER / name for name in server.read_log()[0].split()]
+        left = [local_servers.SHARED_MEMORY / name for name in server.read_log()[0].split()]
         # Or the resource tracker removes them before it is killed itself, where this process has to wait.
         for pid in session_processes.list_session_pids(server.pid):
             os.kill(pid, signal.SIGSTOP)
@@ -75,7 +75,7 @@ def test_what_a_killed_server_shared_is_removed(tmp_path: Path) -> None:
         server.stop()
 
         assert [False, False] == [path.exists() for path in left]
-        assert (shared_memory.FOLDER / ours.name).exists()
+        assert (local_servers.SHARED_MEMORY / ours.name).exists()
     finally:
         ours.close()
         ours.unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from lab import compat, source_check, source_report
+from lab import compat, source_check
 from ttft_otel.hooks.targets import TARGETS
 from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
 from ttft_otel.hooks.targets.required_fields import FIELDS
@@ -263,7 +263,7 @@ def test_json_file(tree: Path, tmp_path: Path) -> None:
     answer = run_source_check("--source", tree, "--json", path)
 
     assert "fields are where we look for them" in answer.output
-    assert json.loads(path.read_text("utf-8")) == source_report.source_result_to_dict(
+    assert json.loads(path.read_text("utf-8")) == source_check.source_result_to_dict(
         source_check.check_source(tree)
     )
 

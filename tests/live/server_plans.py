@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from lab import tiny_adapters, tiny_models
+from lab import tiny_models
 from lab.injection import InjectionControl
 from lab.local_deployment import DeploymentPlan
 from lab.server_commands import EC_CPU_CONNECTOR, VllmOptions
@@ -64,7 +64,7 @@ def build_plan(shape: str, folder: Path, control: InjectionControl) -> Deploymen
 
 def build_feature_plan(folder: Path) -> DeploymentPlan:
     """One server of the text model with speculative decoding, LoRA, priorities and dev endpoints."""
-    adapter = tiny_adapters.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
+    adapter = tiny_models.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
     options = VllmOptions(
         model=tiny_models.build_model(tiny_models.TEXT_RECIPE),
         max_num_seqs=1,
@@ -76,7 +76,7 @@ def build_feature_plan(folder: Path) -> DeploymentPlan:
 
 def build_small_plan(folder: Path, control: InjectionControl) -> DeploymentPlan:
     """One text server with few places, tokens and KV blocks, that publishes KV events."""
-    adapter = tiny_adapters.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
+    adapter = tiny_models.write_adapter(folder / "adapter", tiny_models.TEXT_RECIPE)
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

@@ -28,6 +28,7 @@ from tests.live.test_router import run_router_behind_proxies
 from ttft_otel.commands import main as cli
 
 LONG_PROMPTS = 10
+QUEUE = "prefill_decode.prefill.queue"  # as a router reports it
 STEP_MS = 50.0  # by which every forward is longer while long prompts come first
 LIKE_PER_ROUND = 10  # so that those behind long prompts stay below a tenth
 MAX_EXPLAIN_ROUNDS = 9
@@ -169,7 +170,7 @@ def test_long_prompts_ahead(epd: LiveDeployment) -> None:
         answer = time_behind_long_prompts(like)
         found = read_breakdown(answer)
         late_us = found["ttft"] - usual["ttft"]
-        queue_us = found.get("prefill.queue", 0) - usual.get("prefill.queue", 0)
+        queue_us = found[QUEUE] - usual[QUEUE]
         late.append((str(answer.request_id), queue_us / late_us))
         return {"beyond half": (queue_us - late_us / 2) / 1000}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lab.compat_matrix import PLACES_BY_KIND
+from lab.compat import PLACES_BY_KIND
 from lab.evidence import Errors, ErrorTolerance, measure_until_decided
 from tests.live.bench import LiveDeployment, medians, read_breakdown
 from ttft_otel.model import stages
