@@ -116,7 +116,7 @@ def is_injected(stage: Stage) -> bool:
 
 def is_proved(stage: Stage) -> bool:
     """Whether a live test delays vLLM in each of the stage's places."""
-    tests = list_sources("tests/live") + read_file("lab/compat_matrix.py")
+    tests = list_sources("tests/live") + read_file("lab/compat.py")
     return all(f'"{place}"' in tests for place in stage.injected_at)
 
 
@@ -184,7 +184,7 @@ CONSUMERS: Final = (
         accounts_for=is_injected,
     ),
     Consumer(
-        file="lab/compat_matrix.py",
+        file="lab/compat.py",
         remedy="say in which stage a delay at its places shows, there or in tests/live/test_injected.py",
         accounts_for=is_proved,
     ),
