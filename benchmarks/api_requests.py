@@ -12,7 +12,7 @@ from time import process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.fake_vllm import REQUESTS_PER_ROUND
+from benchmarks.fake_vllm import HOOKS, REQUESTS_PER_ROUND
 from ttft_otel.hooks import api_server
 from ttft_otel.model.endpoints import CHAT_PATH
 from ttft_otel.model.names import header_names
@@ -68,7 +68,7 @@ def mark_trip(name: str) -> None:
     """The front-end hooks of one text request, and the engine."""
     api_server.stamp_render()
     token = api_server.stamp_part_start()
-    api_server.HOOKS["frontend.tokenize"].after(token)  # type: ignore[misc]
+    HOOKS["frontend.tokenize"].after(token)  # type: ignore[misc]
     ENGINE_REQUEST.request_id = ENGINE_OUTPUT.request_id = name
     api_server.stamp_assigned(None, None, ENGINE_REQUEST)
     api_server.register_request(None, ENGINE_REQUEST)

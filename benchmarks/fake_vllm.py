@@ -11,10 +11,10 @@ from time import monotonic_ns, process_time_ns
 from types import SimpleNamespace
 from typing import Any, Final
 
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
+from ttft_otel.hooks.install import build_hooks
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.hooks.worker import device, ec_connectors, model_runners
+from ttft_otel.hooks.worker import device
+from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model.names import header_names
 
 # Rounds of some milliseconds: process_time_ns() is exact enough, and a round rarely interrupted.
@@ -43,6 +43,8 @@ METHOD_BY_TARGET: Final = {
 }
 
 
+PATCHER: Final = Patcher()
+HOOKS: Final = build_hooks(PATCHER)
 PREFILL_RESULT: Final = SimpleNamespace(outputs={}, req_ids=["r0"])
 
 
@@ -129,15 +131,8 @@ def wrap_fake_host() -> type[FakeVllmHost]:
     class HookedHost(FakeVllmHost):
         pass
 
-    hooks = {
-        **scheduler.HOOKS,
-        **request_arrival.HOOKS,
-        **model_runners.HOOKS,
-        **kv.HOOKS,
-        **ec_connectors.HOOKS,
-    }
     for target, name in METHOD_BY_TARGET.items():
-        wrap.patch_attribute(TARGETS_BY_NAME[target], HookedHost, name, hooks[target])
+        PATCHER.patch_attribute(TARGETS_BY_NAME[target], HookedHost, name, HOOKS[target])
     return HookedHost
 
 
@@ -193,15 +188,15 @@ def run_device_steps(kind: type[FakeVllmHost]) -> int:
     host = kind()
     output = build_scheduler_output([], {"r0": 100})
     # What the scheduler's hook sets on a step that somebody waits for.
-    output._ttft = True
-    # In place: the hooks hold the list itself.
-    model_runners._step_clocks[:] = [device.DeviceClock(FakeEvent, lambda: True)]
+    output._ttft_marked = True
+    worker = PATCHER.tracers[1]
+    worker.clock = device.DeviceClock(FakeEvent, lambda: True)
     began_ns = process_time_ns()
     for _ in range(DEVICE_STEPS_PER_ROUND):
         host.execute_model(output)
         host.sample_tokens(host).get_output()
     spent_ns = process_time_ns() - began_ns
-    model_runners._step_clocks.clear()
+    worker.clock = None
     return spent_ns
 
 
@@ -244,7 +239,7 @@ def run_core_requests(kind: type[FakeVllmHost], items: int = 0, overlaps: bool =
         new = build_scheduler_output([SimpleNamespace(req_id=name)], {name: 100})
         first = SimpleNamespace(request_id=name, trace_headers=request.trace_headers)
         outputs = {0: SimpleNamespace(outputs=[first])}
-        result = SimpleNamespace(outputs=outputs, _ttft=(1, 9, 0, 10, 5, 8))
+        result = SimpleNamespace(outputs=outputs, _ttft_record=(1, 9, 0, 10, 5, 8))
         made.append((name, request, entered, new, result))
     # On the class, because plain and hooked host both look requests up there.
     FakeVllmHost.requests = {name: request for name, request, *_ in made}

@@ -15,10 +15,10 @@ from typing import Any
 import hypothesis
 import pytest
 from file_schedule import FileScheduling, rank_file
+from hooks.process import PATCHER
 from hooks.server import FakeApiServer, FakeClient
 
 from ttft_otel import testing
-from ttft_otel.hooks import wrap
 from ttft_otel.tracing import guard
 from ttft_otel.tracing.roles import identity
 from ttft_otel.tracing.settings import Settings
@@ -118,7 +118,8 @@ def records() -> Iterator[testing.MemorySender]:
 def no_state_left() -> Iterator[None]:
     """Check that the test leaves no state of its requests behind."""
     yield
-    assert not any(testing.state_sizes().values()), testing.state_sizes()
+    sizes = testing.state_sizes(PATCHER.tracers)
+    assert not any(sizes.values()), sizes
 
 
 @pytest.fixture
@@ -133,10 +134,10 @@ def blank_identity() -> Iterator[None]:
 
 @pytest.fixture
 def nothing_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reset wrap.py to the state of a process without patches."""
-    monkeypatch.setattr(wrap, "installed_patches", {})
-    monkeypatch.setattr(wrap, "missing_targets", {})
-    monkeypatch.setattr(wrap, "disabled_targets", set())
+    """Reset the patcher of the hooks' tests to that of a process without patches."""
+    monkeypatch.setattr(PATCHER, "installed", {})
+    monkeypatch.setattr(PATCHER, "missing", {})
+    monkeypatch.setattr(PATCHER, "disabled", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 
 

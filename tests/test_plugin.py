@@ -82,7 +82,7 @@ def test_on() -> None:
         for _ in range(5):
             register()
         from ttft_otel.hooks import wrap
-        assert sum(isinstance(each, wrap._PatchingFinder) for each in sys.meta_path) == 1
+        assert sum(isinstance(each, wrap.Patcher) for each in sys.meta_path) == 1
         assert threading.active_count() == before[2] and sockets() == before[3]
         """,
     )

@@ -7,33 +7,19 @@ The context managers restore what they replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ttft_otel.model import record
 from ttft_otel.model.record import Record
-from ttft_otel.tracing import clock, handoff
+from ttft_otel.tracing import clock, handoff, recorder
 from ttft_otel.tracing.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-# Name -> module and container with state of unfinished requests; modules are not imported for it.
-STATE_CONTAINERS: Final = {
-    "recorder.awaiting": ("ttft_otel.tracing.recorder", "awaiting_traces"),
-    "recorder.unended": ("ttft_otel.tracing.recorder", "unended_requests"),
-    "scheduler.running": ("ttft_otel.hooks.engine_core.scheduler", "awaiting_first_token"),
-    "scheduler.dead": ("ttft_otel.hooks.engine_core.scheduler", "aborted_timelines"),
-    "waiting.arrived": ("ttft_otel.hooks.engine_core.waiting", "arrived"),
-    "waiting.queued": ("ttft_otel.hooks.engine_core.waiting", "waiting_requests"),
-    "kv.moving": ("ttft_otel.hooks.engine_core.kv", "tracked_blocks"),
-    "kv.gone": ("ttft_otel.hooks.engine_core.kv", "unasked_answers"),
-    "ec_kept.leases": ("ttft_otel.hooks.engine_core.ec_kept", "leases"),
-    "ec_kept.answers": ("ttft_otel.hooks.engine_core.ec_kept", "unasked_answers"),
-    "worker.opened": ("ttft_otel.hooks.worker.model_runners", "open_steps"),
-    "worker.bound": ("ttft_otel.hooks.worker.model_runners", "bound_steps"),
-}
+_WRAP_MODULE: Final = "ttft_otel.hooks.wrap"
 
 
 class FakeClock:
@@ -110,11 +96,31 @@ def captured_records() -> Iterator[MemorySender]:
         handoff._process_sender = real
 
 
-def state_sizes() -> dict[str, int]:
-    """Sizes of the containers with state of unfinished requests; all zero when there are none."""
-    counts = {}
-    for place, (module, name) in STATE_CONTAINERS.items():
-        # Only if it is there: a test that uses no hooks need not import them.
-        loaded = sys.modules.get(module)
-        counts[place] = len(getattr(loaded, name)) if loaded is not None else 0
-    return counts
+def find_tracers() -> tuple[Any, ...]:
+    """The objects that own the state of this process's hooks; none where no hooks are installed."""
+    # Only if it is there: a test that uses no hooks need not import them.
+    loaded = sys.modules.get(_WRAP_MODULE)
+    patcher = loaded.find_patcher() if loaded is not None else None
+    return patcher.tracers if patcher is not None else ()
+
+
+def state_sizes(tracers: Sequence[Any] | None = None) -> dict[str, int]:
+    """How much is kept of unfinished requests, by place; all zero when there are none.
+
+    tracers: EngineCoreTracer and WorkerTracer objects; those of this process's hooks by default.
+    """
+    sizes = {
+        "recorder.awaiting": len(recorder.awaiting_traces),
+        "recorder.unended": len(recorder.unended_requests),
+    }
+    for tracer in find_tracers() if tracers is None else tracers:
+        sizes |= tracer.count_requests()
+    return sizes
+
+
+def drop_state(tracers: Sequence[Any] | None = None) -> None:
+    """Forget all unfinished requests, as in a new process; `tracers` as for state_sizes()."""
+    recorder.awaiting_traces.clear()
+    recorder.unended_requests.clear()
+    for tracer in find_tracers() if tracers is None else tracers:
+        tracer.drop_all()

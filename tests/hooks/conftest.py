@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 
 from hooks.device.accelerated_runners import wrap_accelerated_classes
-from hooks.fakes import FakeEngineCore, clear_waiting, make_wrapped_core
+from hooks.fakes import FakeEngineCore, make_wrapped_core
+from hooks.process import CORE, PATCHER, put_back_classes
 from hooks.vllm_import import import_from_vllm
 from ttft_otel import testing
-from ttft_otel.hooks import encoder_runs, wrap
-from ttft_otel.hooks.engine_core import ec_kept, scheduler
-from ttft_otel.hooks.worker import model_runners
 
 
 @pytest.fixture
 def core(nothing_patched: None, clock: testing.FakeClock) -> Iterator[FakeEngineCore]:
     """A fake engine core; checks that no state of its requests is left."""
     yield make_wrapped_core()(clock)
-    left = [*scheduler.awaiting_first_token, *scheduler._freed_requests]
-    clear_waiting()  # of requests that the test has not scheduled
-    assert not left
-    assert not scheduler._in_update[0]
+    CORE.queue.drop_all()  # of requests that the test has not scheduled
+    counts = CORE.count_requests()
+    assert not (counts["core.awaiting"] or counts["core.freed"]), counts
 
 
 @pytest.fixture(scope="session")
@@ -40,20 +37,14 @@ def drive(
     """Makes a wrapped scheduler with the limits that the test names."""
     real_scheduler.wrap_scheduler()
     yield lambda **limits: real_scheduler.SchedulerDriver(clock, **limits)
-    clear_waiting()
 
 
 @pytest.fixture(autouse=True)
-def no_step_open() -> Iterator[None]:
-    """Every test starts and ends with no step open."""
-    model_runners.ec_roles.clear()
+def no_state() -> Iterator[None]:
+    """Every test starts as a new process does, without any request or step."""
+    testing.drop_state(PATCHER.tracers)
     yield
-    model_runners.ec_roles.clear()
-    model_runners._step_clocks.clear()
-    model_runners.open_steps.clear()
-    model_runners.bound_steps.clear()
-    encoder_runs.unfinished_steps.clear()
-    encoder_runs.told_runs.clear()
+    testing.drop_state(PATCHER.tracers)
 
 
 @pytest.fixture(scope="session")
@@ -76,25 +67,14 @@ def pair(connectors: None, nothing_patched: None, clock: testing.FakeClock) -> I
     made = InstancePair(clock)
     yield made
     made.close()
-    for patches in wrap.installed_patches.values():
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.original)
-    for state in (
-        ec_kept.leases,
-        ec_kept.leases_by_hash,
-        ec_kept.unasked_answers,
-        ec_kept.fetched_hashes,
-    ):
-        state.clear()
+    put_back_classes()
 
 
 @pytest.fixture(scope="module")
 def kinds() -> Iterator[dict[str, Any]]:
     """Both runners with the hooks around them; the classes are put back afterwards."""
-    before = dict(wrap.installed_patches)
+    before = dict(PATCHER.installed)
     yield wrap_accelerated_classes()
-    for patches in wrap.installed_patches.values():
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.original)
-    wrap.installed_patches.clear()
-    wrap.installed_patches.update(before)
+    put_back_classes()
+    PATCHER.installed.clear()
+    PATCHER.installed.update(before)

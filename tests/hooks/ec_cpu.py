@@ -20,7 +20,7 @@ from vllm.distributed.ec_transfer.ec_connector.cpu.session import ProducerSessio
 from vllm.v1.outputs import ECConnectorOutput
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_wrapped_core, media_item
-from ttft_otel.hooks.worker import ec_connectors
+from hooks.process import wrap_ec_connector
 from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -158,7 +158,7 @@ class EcInstance:
     """One instance: its engine core, its connector, and its worker as far as the two hear of it."""
 
     def __init__(self, clock: FakeClock, connector: Any) -> None:
-        ec_connectors.wrap_ec_connector(None, connector)
+        wrap_ec_connector(connector)
         self.clock = clock
         self.connector = connector
         self.core: Any = make_wrapped_core(EcCore)(clock)

@@ -6,14 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.engine_core import (
-    held_steps,
-    request_arrival,
-    scheduler,
-    waiting,
-)
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from hooks.process import wrap_methods
 from ttft_otel.model.breakdown import Marks
 from ttft_otel.model.names import header_names
 from ttft_otel.testing import FakeClock
@@ -51,25 +44,6 @@ def media_item(number: int, identifier: str = "", length: int = 2) -> Any:
         identifier=identifier or f"item-{number}",
         mm_position=SimpleNamespace(offset=3 * number, length=length),
     )
-
-
-def clear_waiting() -> None:
-    """Forget all waiting requests, as in a new engine core."""
-    for kept in (
-        waiting.arrived,
-        waiting.waiting_requests,
-        waiting._blocked,
-        waiting._times,
-        waiting._codes,
-        scheduler.awaiting_first_token,
-        scheduler.aborted_timelines,
-        held_steps.unanswered,
-        held_steps.followed,
-        held_steps.unmarked,
-        held_steps._ended,
-    ):
-        kept.clear()  # type: ignore[attr-defined]
-    held_steps._log.reset()
 
 
 class FakeEngineCore:
@@ -148,7 +122,7 @@ class FakeEngineCore:
         """Update from a step; give each output's trace headers."""
         runner = SimpleNamespace(first=first, finish=finish, silent=silent, fail=fail)
         if record is not None:
-            runner._ttft = record
+            runner._ttft_record = record
         if runs is not None:
             runner._ttft_runs = runs
         outputs = self.update_from_output(step, runner)[0].outputs
@@ -161,9 +135,7 @@ def make_wrapped_core(base: type[FakeEngineCore] = FakeEngineCore) -> type[FakeE
     for base_class in reversed(base.__mro__[:-1]):
         members |= vars(base_class)
     kind = type("Core", (base,), members)
-    hooks = {**request_arrival.HOOKS, **scheduler.HOOKS}
-    for target, name in WRAPPED_METHODS.items():
-        wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, hooks[target])
+    wrap_methods(kind, WRAPPED_METHODS)
     return kind
 
 

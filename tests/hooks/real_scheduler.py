@@ -28,10 +28,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from hooks.fakes import HEADERS
+from hooks.process import CORE, wrap_methods
 from lab import tiny_models
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.engine_core import request_arrival, scheduler
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model import breakdown
 from ttft_otel.model.breakdown import CODE_FORWARD, Breakdown, Marks
 from ttft_otel.model.names import header_names
@@ -170,9 +169,9 @@ class SchedulerDriver:
             trace_headers=dict(HEADERS) if traced else None,
             **options,
         )
-        added = request_arrival.stamp_engine_input(self, request)
+        added = tracer.stamp_engine_input(self, request)
         if added is not None:
-            request_arrival.attach_timeline(added, (request, 0), self)
+            CORE.attach_timeline(added, (request, 0), self)
         return request
 
     def pause(self, length_us: int) -> None:
@@ -217,7 +216,7 @@ class SchedulerDriver:
         began = max(step.scheduled, self.last_end)
         end = step.end = self.last_end = self.clock.at
         pair = (CODE_FORWARD, began, end - 1) if end - 1 > began else ()
-        result._ttft = (clocks.get_boot_number(), end, 0, *pair)  # type: ignore[attr-defined]
+        result._ttft_record = (clocks.get_boot_number(), end, 0, *pair)  # type: ignore[attr-defined]
         for batch in self.scheduler.update_from_output(output, result).values():
             for each in batch.outputs:
                 if each.trace_headers and header_names.CARRIER_KEY in each.trace_headers:
@@ -257,7 +256,4 @@ def wrap_scheduler() -> None:
     """Put the hooks around WrappedScheduler's methods, anew for each test."""
     for name in WRAPPED_METHODS.values():
         setattr(WrappedScheduler, name, getattr(Scheduler, name))
-    for target, name in WRAPPED_METHODS.items():
-        wrap.patch_attribute(
-            TARGETS_BY_NAME[target], WrappedScheduler, name, scheduler.HOOKS[target]
-        )
+    wrap_methods(WrappedScheduler, WRAPPED_METHODS)

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from hooks.wrapping import wrap_methods
+from hooks.process import PATCHER, wrap_methods
 from ttft_otel.hooks import api_server
 from ttft_otel.model import breakdown
 from ttft_otel.model.names import header_names
@@ -125,14 +126,14 @@ def make_wrapped_classes() -> tuple[Any, Any]:
         "frontend.tokenize": "tokenize_prompts_async",
         "frontend.multimodal": "process_for_engine_async",
     }
-    wrap_methods(api_server.HOOKS, renderer, rendering)
+    wrap_methods(renderer, rendering)
     processing = {
         "frontend.assign": "assign_request_id",
         "frontend.register": "add_request",
         "frontend.outputs": "process_outputs",
         "frontend.end": "_update_stats_from_finished",
     }
-    wrap_methods(api_server.HOOKS, processors, processing)
+    wrap_methods(processors, processing)
     return renderer, processors
 
 
@@ -301,7 +302,10 @@ class FakeClient:
     def __init__(self, server: FakeApiServer, settings: Settings) -> None:
         self.server = server
         self.app = TracingMiddleware(
-            server, settings, api_server.identify_server, api_server.query_engine
+            server,
+            settings,
+            partial(api_server.identify_server, PATCHER),
+            api_server.query_engine,
         )
         self.messages: list[tuple[int, Any]] = []
         self.sends: list[Any] = []

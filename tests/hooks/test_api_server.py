@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hooks.process import PATCHER
 from hooks.server import STAGES_US, FakeClient, ServerPlan
 from lab import vllm_releases
 from ttft_otel import testing
@@ -141,7 +142,7 @@ def test_engine_settings(monkeypatch: pytest.MonkeyPatch, has_blocks: bool) -> N
         cache_config=SimpleNamespace(num_gpu_blocks=200 if has_blocks else None, block_size=16),
         parallel_config=SimpleNamespace(data_parallel_size=2),
     )
-    api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    api_server.identify_server(PATCHER, SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
 
     assert handoff.engine_settings == {
         keys.ENGINE_MAX_SEQS: 64,
@@ -158,7 +159,7 @@ def start_server(transfer: str | None, cache: str | None) -> None:
         kv_transfer_config=SimpleNamespace(kv_role=cache) if cache else None,
         model_config=SimpleNamespace(served_model_name=["served", "alias"]),
     )
-    api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    api_server.identify_server(PATCHER, SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
 
 
 @pytest.mark.usefixtures("blank_identity")
@@ -170,7 +171,7 @@ def test_cache_connector(role: str, takes: bool) -> None:
     config = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(ec_role=role, ec_connector="ECCPUConnector")
     )
-    api_server.identify_server(SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    api_server.identify_server(PATCHER, SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
 
     assert (identity.ec_connector, identity.takes_encodings) == ("ECCPUConnector", takes)
 
@@ -348,7 +349,7 @@ def test_role_by_engine_client() -> None:
     """Where the app's state has no configuration, the engine client's is read."""
     config = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_role="ec_producer"))
     state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
-    api_server.identify_server(SimpleNamespace(state=state))
+    api_server.identify_server(PATCHER, SimpleNamespace(state=state))
 
     assert identity.role == "encode"
 
@@ -357,5 +358,5 @@ def test_build() -> None:
     """The middleware goes around whatever stack the app has built."""
     stack = object()
 
-    assert api_server.build_middleware(stack).app is stack
-    assert isinstance(api_server.build_middleware(stack).settings, Settings)
+    assert api_server.build_middleware(PATCHER, stack).app is stack
+    assert isinstance(api_server.build_middleware(PATCHER, stack).settings, Settings)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_request
+from hooks.process import CORE
 from ttft_otel import testing
-from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
 from ttft_otel.model import breakdown, failed_stage
 from ttft_otel.model.breakdown import CODE_FORWARD, Marks
 from ttft_otel.tracing import carrier
@@ -31,8 +31,8 @@ def wait_for_blocks(core: FakeEngineCore, name: str) -> None:
     request = make_request(name)
     core.connector = object()  # type: ignore[attr-defined]
     core.add(request)
-    kv.record_match(None, (8, True), object(), request)
-    assert name in kv.tracked_blocks
+    CORE.blocks.record_match(None, (8, True), object(), request)
+    assert name in CORE.blocks.tracked
 
 
 def test_a_kv_load_that_fails_ends_the_request(core: FakeEngineCore) -> None:
@@ -52,7 +52,7 @@ def test_a_kv_load_that_fails_where_nobody_else_waits(core: FakeEngineCore) -> N
     headers = core.update(core.schedule(), finish=("r",))
 
     assert find_stage(headers["r"]["ttft-otel"]) == "kv.transfer"
-    assert request_arrival.answer_aborted(core, "r") == ""
+    assert CORE.answer_aborted("r") == ""
 
 
 def test_a_kv_load_that_fails_and_is_recomputed(
@@ -80,9 +80,9 @@ def test_a_pause_aborts_what_runs_and_what_waits(core: FakeEngineCore) -> None:
     for name in ("running", "waiting"):
         core.free(name)
 
-    assert find_stage(request_arrival.answer_aborted(core, "running")) == "prefill.compute"
-    assert find_stage(request_arrival.answer_aborted(core, "waiting")) == "prefill.queue"
-    assert request_arrival.answer_aborted(core, "running") == ""
+    assert find_stage(CORE.answer_aborted("running")) == "prefill.compute"
+    assert find_stage(CORE.answer_aborted("waiting")) == "prefill.queue"
+    assert CORE.answer_aborted("running") == ""
 
 
 def test_a_pause_that_keeps_is_a_wait(core: FakeEngineCore, clock: testing.FakeClock) -> None:
@@ -130,5 +130,5 @@ def test_drafted_tokens_mark_no_step(core: FakeEngineCore) -> None:
     core.update(core.schedule(("r",), {"r": 10}), first=("r",), record=(BOOT, 0, 0))
     drafted = core.schedule((), {"r": 4})
 
-    assert not hasattr(drafted, "_ttft") and not scheduler.awaiting_first_token
+    assert not hasattr(drafted, "_ttft_marked") and not CORE.awaiting
     core.free("r")

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hooks.process import HOOKS
 from lab import source_check, vllm_releases
 from ttft_otel import hooks
-from ttft_otel.hooks import ec_fields, target_check, vllm_fields
-from ttft_otel.hooks.engine_core import ec_kept, kv
-from ttft_otel.hooks.install import HOOKS
+from ttft_otel.hooks import connectors, ec_fields, target_check, vllm_fields
 from ttft_otel.hooks.targets import ALL_STAGES, TARGETS, TARGETS_BY_NAME, PatchTarget, TargetPlace
 from ttft_otel.hooks.targets.connector_methods import CONNECTOR_METHODS
 from ttft_otel.hooks.targets.required_fields import FIELDS
-from ttft_otel.hooks.worker import ec_connectors
 from ttft_otel.model.stages import STAGE_NAMES
 
 GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "ledger.json"
@@ -100,7 +98,7 @@ def build_table(version: str) -> dict[str, dict[str, str]]:
 
 def test_connector_methods() -> None:
     """The methods that are wrapped on connectors are those whose addresses are checked."""
-    wrapped = {**ec_connectors.WRAPPED_METHODS, **ec_kept.SESSION_METHODS, **kv.WRAPPED_METHODS}
+    wrapped = {**connectors.EC_METHODS, **connectors.SESSION_METHODS, **connectors.KV_METHODS}
     checked = {
         name: tuple(place.name.rpartition(".")[2] for place in places)
         for name, places in CONNECTOR_METHODS.items()
@@ -112,7 +110,7 @@ def test_connector_methods() -> None:
 def test_fields_read() -> None:
     """Every field that the getters read is in required_fields.py, and every one there is read."""
     # On a request, on the API server's state, and what every member of an enum has.
-    ours = {"_ttft", "engine_client", "name"}
+    ours = {"_ttft_facts", "engine_client", "name"}
     listed = {name for row in FIELDS for name in row.names}
 
     assert list_read_names(Path(vllm_fields.__file__)) - ours <= listed

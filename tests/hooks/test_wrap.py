@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hooks.process import PATCHER
 from ttft_otel.hooks import wrap
 from ttft_otel.hooks.targets import PatchTarget, TargetPlace
 from ttft_otel.tracing import guard
@@ -86,7 +87,7 @@ def install_hook(
 
     def install_row(target: PatchTarget, hook: wrap.Hook) -> None:
         monkeypatch.setattr(wrap, "TARGETS", (target,))
-        wrap.install_hooks({target.name: hook})
+        PATCHER.install_hooks({target.name: hook})
 
     yield install_row
     sys.modules.pop("guesthost", None)
@@ -107,7 +108,7 @@ def test_already_imported(install_hook: Callable[..., None]) -> None:
 
     assert hook_calls.before == [(instance, "r", {"more": 3})]
     assert hook_calls.after == [("token", ("host", "r", 3))]
-    assert wrap.is_active("host.call")
+    assert PATCHER.is_active("host.call")
 
 
 def test_imported_later(install_hook: Callable[..., None]) -> None:
@@ -116,7 +117,7 @@ def test_imported_later(install_hook: Callable[..., None]) -> None:
     install_hook(make_target("Host.plain"), hook_calls.make_hook())
 
     assert "guesthost" not in sys.modules
-    assert not wrap.is_active("host.call")
+    assert not PATCHER.is_active("host.call")
     assert import_host().Host().plain("r") == ("host", "r", 0)
     assert len(hook_calls.after) == 1
     assert import_host().__spec__.loader is not None
@@ -131,7 +132,7 @@ def test_idempotent(install_hook: Callable[..., None]) -> None:
     host.Host().plain("r")
 
     assert len(hook_calls.after) == 1
-    assert len(wrap.installed_patches["host.call"]) == 1
+    assert len(PATCHER.installed["host.call"]) == 1
 
 
 def test_idempotent_before_import(install_hook: Callable[..., None]) -> None:
@@ -141,7 +142,7 @@ def test_idempotent_before_import(install_hook: Callable[..., None]) -> None:
         install_hook(make_target("Host.plain"), hook_calls.make_hook())
     import_host().Host().plain("r")
 
-    assert sum(isinstance(finder, wrap._PatchingFinder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, wrap.Patcher) for finder in sys.meta_path) == 1
     assert len(hook_calls.after) == 1
 
 
@@ -205,8 +206,8 @@ def test_missing(
     install_hook(make_target(place, reads=reads), hook_calls.make_hook())
 
     assert host.Host().plain("r") == ("host", "r", 0)
-    assert wrap.missing_targets == {"host.call": said}
-    assert not wrap.is_active("host.call")
+    assert PATCHER.missing == {"host.call": said}
+    assert not PATCHER.is_active("host.call")
     assert not hook_calls.before
 
 
@@ -216,8 +217,8 @@ def test_second_place(install_hook: Callable[..., None]) -> None:
     install_hook(make_target("Host.gone", "Host.plain"), hook_calls.make_hook())
     host.Host().plain("r")
 
-    assert wrap.is_active("host.call")
-    assert not wrap.missing_targets
+    assert PATCHER.is_active("host.call")
+    assert not PATCHER.missing
 
 
 @pytest.mark.parametrize("arrives", [False, True])
@@ -309,17 +310,17 @@ def test_switch(install_hook: Callable[..., None], guard_keeps: None, name: str)
     host, hook_calls = import_host(), HookCalls()
     install_hook(make_target(f"Host.{name}"), hook_calls.make_hook())
 
-    wrap.switch(off=["host.call"])
+    PATCHER.switch(off=["host.call"])
     assert getattr(host.Host(), name)("r")[1] == "r"
-    assert not hook_calls.before and not wrap.is_active("host.call")
+    assert not hook_calls.before and not PATCHER.is_active("host.call")
 
-    wrap.switch(fail=["host.call"])
+    PATCHER.switch(fail=["host.call"])
     assert getattr(host.Host(), name)("r")[1] == "r"
     assert not hook_calls.before and guard.error_counts["host.call"] == 1
 
-    wrap.switch()
+    PATCHER.switch()
     assert getattr(host.Host(), name)("r")[1] == "r"
-    assert len(hook_calls.before) == 1 and wrap.is_active("host.call")
+    assert len(hook_calls.before) == 1 and PATCHER.is_active("host.call")
 
 
 def test_import_error(install_hook: Callable[..., None], tmp_path: Path) -> None:

@@ -5,12 +5,21 @@ Rules: vLLM's own call is never inside our `try`; we change no argument and no r
 key in `trace_headers` and a private attribute on plain objects); we raise nothing; a target that is
 missing makes its stages unattributed and does not affect the server.
 
-targets         all patched functions, as data      wrap            the only code that patches
-api_server      arrival to first chunk              engine_core     the engine core's input
-scheduler       queue; join with worker's marks     model_runners   both model runners
-ec_connectors   encoder-cache connectors            kv              KV connectors
-ec_items        sources of media items              ec_kept         encodings kept for others
-device          host or device clock                device_anchor   host time of a device's events
-encoder_runs    encoders that outlast the answer    vllm_fields     differences between releases
-ec_fields       state of EC connectors              target_check    which targets a vLLM has
+What the hooks remember is owned by objects, which install.py makes once per process: EngineCoreTracer and its
+parts, and WorkerTracer. Hooks are their bound methods, so that finding the state costs nothing.
+
+targets                   all patched functions, as data
+wrap                      Patcher: the only code that patches
+api_server                arrival to first chunk
+engine_core/tracer        EngineCoreTracer: a request from the engine core's input to its first output
+engine_core/waiting       WaitingQueue: why requests wait
+engine_core/held_steps    HeldRequests: whose work held them up
+engine_core/kv            BlockTransfers: waits for KV blocks, blocks kept for others
+engine_core/ec_items      sources of media items
+engine_core/ec_kept       EncodingLeases: encodings kept for others
+worker/model_runners      WorkerTracer: both model runners
+worker/device             host or device clock
+connectors                hooks around KV and encoder-cache connectors
+vllm_fields, ec_fields    differences between releases and connectors
+target_check              which targets a vLLM has
 """

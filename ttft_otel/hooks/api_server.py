@@ -7,9 +7,11 @@ variable recorder.current_trace; outputs are processed outside of it and found b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
-from ttft_otel.hooks import target_check, vllm_fields, wrap
+from ttft_otel.hooks import target_check, vllm_fields
+from ttft_otel.hooks.wrap import Hook, Patcher
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import clock, handoff, record_parts, recorder, settings
 from ttft_otel.tracing.asgi import TracingMiddleware
@@ -19,7 +21,7 @@ from ttft_otel.tracing.roles import identity
 UNMEASURED: Final = "1"  # our key's value on its way to the engine core, which replaces it
 
 
-def identify_server(app: Any) -> None:
+def identify_server(patcher: Patcher, app: Any) -> None:
     """Fill roles.identity from vLLM's configuration in the state of `app`; logs the start line."""
     config = vllm_fields.get_vllm_config(app.state)
     role_setting = settings.get_settings().role
@@ -32,20 +34,20 @@ def identify_server(app: Any) -> None:
     identity.kv_connector = vllm_fields.get_kv_connector_name(config)
     identity.ec_connector = vllm_fields.get_ec_connector_name(config)
     identity.takes_encodings = vllm_fields.is_ec_consumer(config)
-    identity.can_see_outputs = can_see_outputs
+    identity.can_see_outputs = partial(can_see_outputs, patcher)
     handoff.engine_settings.update(vllm_fields.read_engine_settings(config))
-    identity.can_see_ends = can_see_ends
+    identity.can_see_ends = partial(can_see_ends, patcher)
     target_check.log_start_line(identity.role or "by request")
 
 
-def can_see_outputs() -> bool:
+def can_see_outputs(patcher: Patcher) -> bool:
     """Whether the hooks that notice a request's first output are active."""
-    return wrap.is_active("frontend.outputs") and wrap.is_active("frontend.register")
+    return patcher.is_active("frontend.outputs") and patcher.is_active("frontend.register")
 
 
-def can_see_ends() -> bool:
+def can_see_ends(patcher: Patcher) -> bool:
     """Whether the hook that notices the end of a generation is active, beside those of the first output."""
-    return can_see_outputs() and wrap.is_active("frontend.end")
+    return can_see_outputs(patcher) and patcher.is_active("frontend.end")
 
 
 async def query_engine(app: Any, trace: RequestTrace, query: str) -> str:
@@ -160,24 +162,28 @@ def stamp_multimodal_start(renderer: Any, prompt: Any, *args: Any, **kwargs: Any
     return stamp_part_start()
 
 
-def build_middleware(stack: Any) -> Any:
+def build_middleware(patcher: Patcher, stack: Any) -> Any:
     """Put our middleware around `stack`, the app's complete middleware stack."""
     # vLLM's facts come as functions, because asgi.py must not know vLLM.
-    return TracingMiddleware(stack, settings.get_settings(), identify_server, query_engine)
+    return TracingMiddleware(
+        stack, settings.get_settings(), partial(identify_server, patcher), query_engine
+    )
 
 
-HOOKS: Final = {
-    "frontend.app": wrap.Hook(replace=build_middleware),
-    "frontend.render": wrap.Hook(before=stamp_render),
-    "frontend.media": wrap.Hook(before=stamp_part_start, after=_make_part_hook("media")),
-    "frontend.tokenize": wrap.Hook(before=stamp_part_start, after=_make_part_hook("tokenize")),
-    "frontend.multimodal": wrap.Hook(
-        before=stamp_multimodal_start, after=_make_part_hook("multimodal")
-    ),
-    "frontend.assign": wrap.Hook(after=stamp_assigned),
-    "frontend.register": wrap.Hook(before=register_request),
-    "frontend.outputs": wrap.Hook(
-        before=stamp_outputs_received, after=record_outputs, ready=recorder.awaiting_traces
-    ),
-    "frontend.end": wrap.Hook(after=record_end, ready=recorder.unended_requests),
-}
+def build_hooks(patcher: Patcher) -> dict[str, Hook]:
+    """Hooks of the API server; `patcher` knows which of them are installed."""
+    return {
+        "frontend.app": Hook(replace=partial(build_middleware, patcher)),
+        "frontend.render": Hook(before=stamp_render),
+        "frontend.media": Hook(before=stamp_part_start, after=_make_part_hook("media")),
+        "frontend.tokenize": Hook(before=stamp_part_start, after=_make_part_hook("tokenize")),
+        "frontend.multimodal": Hook(
+            before=stamp_multimodal_start, after=_make_part_hook("multimodal")
+        ),
+        "frontend.assign": Hook(after=stamp_assigned),
+        "frontend.register": Hook(before=register_request),
+        "frontend.outputs": Hook(
+            before=stamp_outputs_received, after=record_outputs, ready=recorder.awaiting_traces
+        ),
+        "frontend.end": Hook(after=record_end, ready=recorder.unended_requests),
+    }

@@ -6,28 +6,37 @@ from __future__ import annotations
 import logging
 
 from ttft_otel.hooks import api_server, wrap
-from ttft_otel.hooks.engine_core import kv, request_arrival, scheduler
-from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.hooks.connectors import build_connector_hooks
+from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
+from ttft_otel.hooks.worker.model_runners import WorkerTracer
 from ttft_otel.tracing import settings
 
-# One table: a target has one hook per process, whichever file it is in.
-HOOKS = {
-    **api_server.HOOKS,
-    **request_arrival.HOOKS,
-    **scheduler.HOOKS,
-    **model_runners.HOOKS,
-    **ec_connectors.HOOKS,
-    **kv.HOOKS,
-}
+
+def build_hooks(patcher: wrap.Patcher) -> dict[str, wrap.Hook]:
+    """Target name -> hook, for all files: one table, because a target has one hook per process.
+
+    Also makes the tracers of the process, which is an engine core, a worker, both or an API server.
+    """
+    worker = WorkerTracer(patcher)
+    core = EngineCoreTracer(patcher, worker)
+    patcher.tracers = (core, worker)
+    return {
+        **api_server.build_hooks(patcher),
+        **core.build_hooks(),
+        **worker.build_hooks(),
+        **build_connector_hooks(patcher, core, worker),
+    }
 
 
 def install_all() -> None:
-    """Patch modules that are imported, and others as they are imported; set up logging."""
+    """Patch modules that are imported, and others as they are imported; set up logging. Idempotent."""
     # First, so that a failing installation is seen in vLLM's log.
     _show_logs()
     # Before any hook runs, and while the environment is still as the operator set it.
     settings.freeze_settings()
-    wrap.install_hooks(HOOKS)
+    if wrap.find_patcher() is None:
+        patcher = wrap.Patcher()
+        patcher.install_hooks(build_hooks(patcher))
 
 
 def _show_logs() -> None:

@@ -13,71 +13,58 @@ from ttft_otel.model.names import keys
 
 
 class SchedulerFacts:
-    """Constant properties of one scheduler; read once and stored on it.
-
-    block_size: tokens per KV block, 0 when unknown. ec_may_wait: its encoder-cache connector can delay
-    requests. vllm_traces: vLLM's own tracing is on. by_priority: its policy is not first come, first
-    served. max_running, max_tokens: places, and tokens of a step, 0 when unknown. max_batched,
-    draft_slots: a step's tokens with those of drafts, and drafts of a request. chunked: prompts can be
-    computed in parts. reserves_prompt: one is admitted only if there are KV blocks for all of it.
-    cache_groups: kinds of KV blocks, of which each token needs its own. get_deferred: called with the
-    scheduler, gives the requests that it has set aside, () unknown. overlaps: a step can be scheduled
-    while another one runs. is_pipeline: pipeline stages do, so that no request is in every step. can_pause,
-    has_sessions: it has `_pause_state`, and counts the streaming sessions that wait for input.
-    """
-
-    __slots__ = (
-        *("block_size", "ec_connector", "has_kv_connector", "rank", "vllm_traces", "ec_may_wait"),
-        *("by_priority", "max_running", "max_tokens", "max_batched", "draft_slots", "chunked"),
-        *(
-            "reserves_prompt",
-            "cache_groups",
-            "get_deferred",
-            "overlaps",
-            "is_pipeline",
-            "can_pause",
-        ),
-        "has_sessions",
-    )
+    """Constant properties of one scheduler; read once and stored on it."""
 
     def __init__(self, scheduler: Any) -> None:
         config = getattr(scheduler, "vllm_config", None)
         observability = getattr(config, "observability_config", None)
-        # Whether the operator switched vLLM's own tracing on: its span needs the traceparent.
+        #: vLLM's own tracing is on: its span needs the traceparent.
         self.vllm_traces = bool(getattr(observability, "otlp_traces_endpoint", None))
         self.rank = get_data_parallel_rank(config)
         self.ec_connector = getattr(scheduler, "ec_connector", None)
-        # Without such a method vLLM never sets a request aside for encodings.
+        #: The encoder-cache connector can delay requests: without such a method vLLM never sets one aside.
         self.ec_may_wait = can_delay_requests(self.ec_connector)
         self.has_kv_connector = getattr(scheduler, "connector", None) is not None
+        #: Tokens per KV block, 0 when unknown.
         self.block_size = int(getattr(scheduler, "block_size", 0) or 0)
         parallel = getattr(config, "parallel_config", None)
+        #: Pipeline stages run at the same time, so that no request is in every step.
         self.is_pipeline = int(getattr(parallel, "pipeline_parallel_size", 1) or 1) > 1
         # Asked for here, because for each step getattr() with a default takes as long as the rest.
         self.can_pause = hasattr(scheduler, "_pause_state")
+        #: It counts the streaming sessions that wait for input.
         self.has_sessions = hasattr(scheduler, "num_waiting_for_streaming_input")
+        #: Called with the scheduler: the requests that it has set aside, () unknown.
         self.get_deferred: Callable[[Any], Any] = _get_nobody
         for name in ("skipped_waiting", "deferred_waiting"):  # a queue; a set from vLLM 0.30 on
             if hasattr(scheduler, name):
                 self.get_deferred = attrgetter(name)
+        #: A request's status -> its own reason to wait: an enum's `name` is a slow property.
+        self.reason_by_status: dict[Any, int] = {}
         self._read_limits(scheduler, config)
 
     def _read_limits(self, scheduler: Any, config: Any) -> None:
         own = getattr(scheduler, "scheduler_config", None)
+        #: A step can be scheduled while another one runs.
         self.overlaps = self.is_pipeline or bool(getattr(own, "async_scheduling", False))
+        #: Its policy is not first come, first served.
         self.by_priority = getattr(own, "policy", "fcfs") == "priority"
         # vLLM admits by this one; max_num_running_reqs counts the runner's slots (scheduler.py).
         places = getattr(scheduler, "max_num_active_reqs", None)
+        #: Places for requests, and tokens of a step; 0 when unknown.
         self.max_running = int(places or getattr(scheduler, "max_num_running_reqs", 0) or 0)
         self.max_tokens = int(getattr(scheduler, "max_num_scheduled_tokens", 0) or 0)
-        # Drafts are taken out of this budget, not out of max_num_scheduled_tokens.
+        #: A step's tokens with those of drafts, which are taken out of this budget alone.
         self.max_batched = int(getattr(own, "max_num_batched_tokens", 0) or self.max_tokens)
         spec = getattr(config, "speculative_config", None)
+        #: Drafts of a request.
         self.draft_slots = int(getattr(spec, "max_num_new_slots_for_drafting", 0) or 0)
+        #: Prompts can be computed in parts.
         self.chunked = bool(getattr(own, "enable_chunked_prefill", True))
+        #: A prompt is admitted only if there are KV blocks for all of it.
         self.reserves_prompt = bool(getattr(own, "scheduler_reserve_full_isl", False))
-        # Hybrid models have several groups of layers, each with blocks of its own.
         groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
+        #: Kinds of KV blocks: hybrid models have several groups of layers, each with blocks of its own.
         self.cache_groups = max(1, len(groups))
 
 
@@ -89,9 +76,9 @@ def get_facts(scheduler: Any) -> SchedulerFacts:
     """The SchedulerFacts of `scheduler`, created at the first call."""
     # Kept on the scheduler itself: it ends with it, and a second engine has its own.
     try:
-        return scheduler._ttft  # type: ignore[no-any-return]
+        return scheduler._ttft_facts  # type: ignore[no-any-return]
     except AttributeError:
-        facts = scheduler._ttft = SchedulerFacts(scheduler)
+        facts = scheduler._ttft_facts = SchedulerFacts(scheduler)
         return facts
 
 

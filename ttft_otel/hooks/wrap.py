@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch the targets of hooks/targets/ as their modules are imported; the only code that patches.
 
-install.py calls install_hooks() with the hooks of all files. Nothing of vLLM is imported from here:
-each process patches only modules that it imports itself.
+install.py makes the Patcher of a process and gives it the hooks of all files. Nothing of vLLM is imported
+from here: each process patches only modules that it imports itself.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, TypeAlias
 
-from ttft_otel.hooks.targets import TARGETS, PatchTarget, TargetPlace
+from ttft_otel.hooks.targets import TARGETS, TARGETS_BY_NAME, PatchTarget, TargetPlace
 from ttft_otel.tracing import guard
 
 AnyCall: TypeAlias = Callable[..., Any]
@@ -57,89 +57,176 @@ class Patch:
     hook: Hook
 
 
-installed_patches: dict[str, list[Patch]] = {}
-missing_targets: dict[str, str] = {}  # target name -> what was not found
-disabled_targets: set[str] = set()  # targets that a test has switched off
+PlacedHook: TypeAlias = tuple[PatchTarget, TargetPlace, Hook]
 
 
-def is_active(target: str) -> bool:
-    """Whether `target` is patched in this process and not switched off."""
-    return target in installed_patches and target not in disabled_targets
+class Patcher(importlib.abc.MetaPathFinder):
+    """Patches the targets of one process, and knows what it has patched.
 
-
-def install_hooks(hooks: dict[str, Hook]) -> None:
-    """Patch modules that are imported already, and the others when they are imported. Idempotent.
-
-    hooks: target name -> hook; targets without a hook are skipped.
+    It stands in sys.meta_path, where it patches a module right after the ordinary loader has executed it.
     """
-    waiting: dict[str, list[tuple[PatchTarget, TargetPlace, Hook]]] = {}
-    for target in TARGETS:
-        hook = hooks.get(target.name)
-        if hook is None:
-            continue
-        for place in target.places:
-            waiting.setdefault(place.module, []).append((target, place, hook))
-    for module in list(waiting):
-        loaded = sys.modules.get(module)
-        # vLLM loads plugins after some of its own modules: those are in sys.modules already.
-        if loaded is not None and getattr(loaded, "__spec__", None) is not None:
-            _patch_module(loaded, waiting.pop(module))
-    # First in the list, because the search ends with the first finder that finds the module.
-    if waiting and not any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PatchingFinder(waiting))
+
+    def __init__(self) -> None:
+        #: Target name -> its wrappers.
+        self.installed: dict[str, list[Patch]] = {}
+        #: Target name -> what was not found.
+        self.missing: dict[str, str] = {}
+        #: Targets that a test has switched off.
+        self.disabled: set[str] = set()
+        #: The owners of the hooks' state in this process, for ttft_otel.testing.
+        self.tracers: tuple[Any, ...] = ()
+        # Module -> what is to be patched in it once it is imported.
+        self._waiting: dict[str, list[PlacedHook]] = {}
+
+    def is_active(self, target: str) -> bool:
+        """Whether `target` is patched in this process and not switched off."""
+        return target in self.installed and target not in self.disabled
+
+    def is_switched_off(self, target: str) -> bool:
+        """Whether a test has switched off `target`, which was patched."""
+        return target in self.installed and target in self.disabled
+
+    def install_hooks(self, hooks: dict[str, Hook]) -> None:
+        """Patch modules that are imported already, and the others when they are imported. Idempotent.
+
+        hooks: target name -> hook; targets without a hook are skipped.
+        """
+        waiting: dict[str, list[PlacedHook]] = {}
+        for target in TARGETS:
+            hook = hooks.get(target.name)
+            if hook is None:
+                continue
+            for place in target.places:
+                waiting.setdefault(place.module, []).append((target, place, hook))
+        for module in list(waiting):
+            loaded = sys.modules.get(module)
+            # vLLM loads plugins after some of its own modules: those are in sys.modules already.
+            if loaded is not None and getattr(loaded, "__spec__", None) is not None:
+                self._patch_module(loaded, waiting.pop(module))
+        self._waiting = waiting
+        # First in the list, because the search ends with the first finder that finds the module.
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def _patch_module(self, module: ModuleType, entries: Iterable[PlacedHook]) -> None:
+        for target, place, hook in entries:
+            # One by one: a release that breaks one target keeps all the others.
+            with guard.Guard(f"install {target.name}"):
+                self._patch_place(module, target, place, hook)
+
+    def _patch_place(
+        self, module: ModuleType, target: PatchTarget, place: TargetPlace, hook: Hook
+    ) -> None:
+        owner: Any = module
+        # "Class.method" or a function: the owner is a class or the module itself.
+        *outer, name = place.name.split(".")
+        for part in outer:
+            owner = getattr(owner, part, None)
+        # getattr_static sees staticmethod and classmethod objects, which have to be wrapped as such.
+        raw = inspect.getattr_static(owner, name, None) if owner is not None else None
+        # A method that is only inherited would be patched at the subclass, beside its base's patch.
+        if raw is None or (outer and name not in vars(owner)):
+            self._note_missing(target, f"{place.module}:{place.name}")
+            return
+        call = _unwrap_kind(raw)
+        # A renamed parameter would only raise at the first request; here the target counts as missing.
+        lost = [word for word in target.reads if word not in inspect.signature(call).parameters]
+        if lost:
+            self._note_missing(target, f"{place.module}:{place.name}({', '.join(lost)})")
+            return
+        self.patch_attribute(target, owner, name, hook)
+
+    def _note_missing(self, target: PatchTarget, what: str) -> None:
+        # Of a target with several places one suffices, in whichever order the modules come.
+        if target.name not in self.installed:
+            self.missing[target.name] = what
+
+    def patch_attribute(self, target: PatchTarget, owner: Any, name: str, hook: Hook) -> None:
+        """Patch the attribute `name` of `owner` once; static and class methods stay such."""
+        raw = inspect.getattr_static(owner, name)
+        call = _unwrap_kind(raw)
+        # Factories hand out the same class for each connector, and plugins may be loaded twice.
+        if hasattr(call, "__ttft_otel__"):
+            return
+        wrapper = _restore_kind(raw, _build_wrapper(target.name, call, hook))
+        setattr(owner, name, wrapper)
+        patch = Patch(target, owner, name, raw, wrapper, hook)
+        self.installed.setdefault(target.name, []).append(patch)
+        self.missing.pop(target.name, None)
+        if hook.extend is not None:
+            hook.extend(owner)
+
+    def patch_methods(
+        self, kind: type[Any], names: Mapping[str, Iterable[str]], hooks: Mapping[str, Hook]
+    ) -> None:
+        """Patch those of the methods `names` (target name -> methods) that the class `kind` has."""
+        for target, methods in names.items():
+            for name in methods:
+                if hasattr(kind, name):
+                    self.patch_attribute(TARGETS_BY_NAME[target], kind, name, hooks[target])
+
+    def switch(self, off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
+        """For tests: remove the targets `off`, make the hooks of `fail` raise, install all others."""
+        self.disabled.clear()
+        self.disabled.update(off)
+        failing = set(fail)
+        for name, patches in self.installed.items():
+            for patch in patches:
+                value = patch.original if name in self.disabled else patch.wrapper
+                if name in failing:
+                    raw = patch.original
+                    # ALWAYS, so that it fails without a traced request, too.
+                    hook = Hook(_raise_error, _raise_error, ALWAYS, patch.hook.runs_after_error)
+                    value = _restore_kind(raw, _build_wrapper(name, _unwrap_kind(raw), hook))
+                setattr(patch.owner, patch.name, value)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The ordinary spec of a module that is to be patched; None for all others."""
+        entries = self._waiting.get(fullname)
+        spec = self._find_ordinary_spec(fullname, path, target) if entries else None
+        if entries is None or spec is None or spec.loader is None:
+            return None
+        loader = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            # Only here: find_spec() is also called by code that checks whether the module exists.
+            self._waiting.pop(fullname, None)
+            self._patch_module(module, entries)
+
+        # Replaced on the loader instance, which is for this module alone and keeps its type.
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _find_ordinary_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None) if finder is not self else None
+            spec = find(fullname, path, target) if find is not None else None
+            if isinstance(spec, importlib.machinery.ModuleSpec):
+                return spec
+        return None
 
 
-def _patch_module(
-    module: ModuleType, entries: Iterable[tuple[PatchTarget, TargetPlace, Hook]]
-) -> None:
-    for target, place, hook in entries:
-        # One by one: a release that breaks one target keeps all the others.
-        with guard.Guard(f"install {target.name}"):
-            _patch_place(module, target, place, hook)
+def find_patcher() -> Patcher | None:
+    """The Patcher of this process, None where no hooks are installed."""
+    return next((each for each in sys.meta_path if isinstance(each, Patcher)), None)
 
 
-def _patch_place(module: ModuleType, target: PatchTarget, place: TargetPlace, hook: Hook) -> None:
-    owner: Any = module
-    # "Class.method" or a function: the owner is a class or the module itself.
-    *outer, name = place.name.split(".")
-    for part in outer:
-        owner = getattr(owner, part, None)
-    # getattr_static sees staticmethod and classmethod objects, which have to be wrapped as such.
-    raw = inspect.getattr_static(owner, name, None) if owner is not None else None
-    # A method that is only inherited would be patched at the subclass, beside its base's patch.
-    if raw is None or (outer and name not in vars(owner)):
-        _note_missing(target, f"{place.module}:{place.name}")
-        return
-    call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    # A renamed parameter would only raise at the first request; here the target counts as missing.
-    lost = [word for word in target.reads if word not in inspect.signature(call).parameters]
-    if lost:
-        _note_missing(target, f"{place.module}:{place.name}({', '.join(lost)})")
-        return
-    patch_attribute(target, owner, name, hook)
+def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
+    """For tests: Patcher.switch() of this process."""
+    patcher = find_patcher()
+    if patcher is not None:
+        patcher.switch(off, fail)
 
 
-def _note_missing(target: PatchTarget, what: str) -> None:
-    # Of a target with several places one suffices, in whichever order the modules come.
-    if target.name not in installed_patches:
-        missing_targets[target.name] = what
-
-
-def patch_attribute(target: PatchTarget, owner: Any, name: str, hook: Hook) -> None:
-    """Patch the attribute `name` of `owner` once; static and class methods stay such."""
-    raw = inspect.getattr_static(owner, name)
-    call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    # Factories hand out the same class for each connector, and plugins may be loaded twice.
-    if hasattr(call, "__ttft_otel__"):
-        return
-    patch = Patch(
-        target, owner, name, raw, _restore_kind(raw, _build_wrapper(target.name, call, hook)), hook
-    )
-    setattr(owner, name, patch.wrapper)
-    installed_patches.setdefault(target.name, []).append(patch)
-    missing_targets.pop(target.name, None)
-    if hook.extend is not None:
-        hook.extend(owner)
+def _unwrap_kind(raw: Any) -> AnyCall:
+    call: AnyCall = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    return call
 
 
 def _restore_kind(raw: Any, wrapper: AnyCall) -> Any:
@@ -163,59 +250,5 @@ def _build_wrapper(place: str, original: AnyCall, hook: Hook) -> AnyCall:
     return wrapper
 
 
-def switch(off: Iterable[str] = (), fail: Iterable[str] = ()) -> None:
-    """For tests: remove the targets `off`, make the hooks of `fail` raise, install all others."""
-    disabled_targets.clear()
-    disabled_targets.update(off)
-    failing = set(fail)
-    for name, patches in installed_patches.items():
-        for patch in patches:
-            value = patch.original if name in disabled_targets else patch.wrapper
-            if name in failing:
-                raw = patch.original
-                call = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-                # ALWAYS, so that it fails without a traced request, too.
-                hook = Hook(_raise_error, _raise_error, ALWAYS, patch.hook.runs_after_error)
-                value = _restore_kind(raw, _build_wrapper(name, call, hook))
-            setattr(patch.owner, patch.name, value)
-
-
 def _raise_error(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("hook made to fail by a test")
-
-
-class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """A meta path finder that patches a module right after the ordinary loader has executed it."""
-
-    def __init__(self, waiting: dict[str, list[tuple[PatchTarget, TargetPlace, Hook]]]) -> None:
-        self.waiting = waiting
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        entries = self.waiting.get(fullname)
-        spec = self._find_ordinary_spec(fullname, path, target) if entries else None
-        if entries is None or spec is None or spec.loader is None:
-            return None
-        loader = spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            # Only here: find_spec() is also called by code that checks whether the module exists.
-            self.waiting.pop(fullname, None)
-            _patch_module(module, entries)
-
-        # Replaced on the loader instance, which is for this module alone and keeps its type.
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def _find_ordinary_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None) if finder is not self else None
-            spec = find(fullname, path, target) if find is not None else None
-            if isinstance(spec, importlib.machinery.ModuleSpec):
-                return spec
-        return None

@@ -20,6 +20,12 @@ from ttft_otel.model.timing import ClockNote
 from ttft_otel.tracing import clock, media_items
 from ttft_otel.tracing.engine_timeline import TIMELINE_VERSION, EngineTimeline
 
+# Positions in a worker's record: the boot number of its host, the end of sampling, flags (LOST_* and
+# ENCODER_UNFINISHED), and from there on code, start and end of each interval.
+RECORD_BOOT: Final = 0
+RECORD_SAMPLED: Final = 1
+RECORD_FLAGS: Final = 2
+RECORD_INTERVALS: Final = 3
 # Not a stage: the last entry of a worker's record, (CODE_CLOCK, clock.CLOCK_*, error in microseconds),
 # tells which clock placed its intervals. Without it they are the host's times.
 CODE_CLOCK: Final = 0

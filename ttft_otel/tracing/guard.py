@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 AnyCall: TypeAlias = Callable[..., Any]
 
-STEP_MARK: Final = "_ttft"  # the scheduler's, on steps with a traced request
+STEP_MARK: Final = "_ttft_marked"  # the scheduler's, on steps with a traced request
 
 log = logging.getLogger("ttft_otel")
 error_counts: Counter[str] = Counter()

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from hooks.device.accelerator import SimulatedDevice, SimulatedEvent, SimulatedStream
+from hooks.process import wrap_ec_connector, wrap_methods
 from hooks.worker.runners import wrap_runner_methods
-from hooks.wrapping import wrap_methods
-from ttft_otel.hooks.engine_core import kv
-from ttft_otel.hooks.worker import ec_connectors
 from ttft_otel.model import breakdown
 
 HOST_COSTS: Final = ("prepare_us", "launch_us", "bookkeeping_us")
@@ -348,11 +346,10 @@ def wrap_accelerated_classes() -> dict[str, type[AcceleratedRunner]]:
         AsyncRunnerOutput,
     )
     wrap_methods(
-        kv.HOOKS,
         AcceleratedKvConnector,
         {"kv.load": "start_load_kv", "kv.save": "wait_for_save"},
     )
-    ec_connectors.wrap_ec_connector(None, AcceleratedEcConnector(False))
+    wrap_ec_connector(AcceleratedEcConnector(False))
     return {
         "V1": AcceleratedRunnerV1,
         "V2": AcceleratedRunnerV2,

@@ -24,8 +24,8 @@ from hooks.device.accelerator_loops import (
     judge_outcomes,
     make_step,
 )
-from ttft_otel.hooks import encoder_runs
-from ttft_otel.hooks.worker import device, model_runners
+from hooks.process import WORKER
+from ttft_otel.hooks.worker import device
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import clock
 
@@ -154,7 +154,7 @@ def run_case(
     began_at = host.at
     simulated = SimulatedDevice(host, case.drift_ppm)
     true_clock, clock.now_us = clock.now_us, host
-    model_runners._step_clocks[:] = [make_clock(simulated.make_event, simulated.is_idle)]
+    WORKER.clock = make_clock(simulated.make_event, simulated.is_idle)
     try:
         runner = _make_runner(case, kinds[runner_kind], simulated, loop)
         steps = [
@@ -172,10 +172,9 @@ def run_case(
         encoder_errors = judge_encoder_runs(step_loop) if case.encode_only else []
     finally:
         clock.now_us = true_clock
-        model_runners._step_clocks.clear()
-        model_runners.open_steps.clear()
-        model_runners.bound_steps.clear()
-        encoder_runs.unfinished_steps.clear()
+        roles = {*WORKER.ec_roles}
+        WORKER.drop_all()
+        WORKER.ec_roles |= roles  # the connector stays
     lost = breakdown.LOST_EARLIER if case.receive_us else 0
     judgement = judge_outcomes(outcomes, case.chunks, case.encode_only, lost)
     judgement.told_runs = len(step_loop.told_runs)

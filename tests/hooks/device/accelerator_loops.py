@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hooks.device.accelerated_runners import AcceleratedRunner, AsyncRunnerOutput, StepTruth
 from hooks.device.accelerator import SimulatedHost, SimulatedQueue
-from ttft_otel.hooks import encoder_runs
+from hooks.process import CORE, WORKER
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
 
@@ -50,7 +50,7 @@ def make_step(number: int, marked: bool, items: bool, kv: bool, tokens: bool = T
     if kv:
         output.kv_connector_metadata = object()
     if marked:
-        output._ttft = True
+        output._ttft_marked = True
     return output
 
 
@@ -89,7 +89,7 @@ class StepLoop:
     def update(self, scheduled_at: int, output: Any, answered_at: float) -> None:
         """The scheduler takes the output, and the API server makes a chunk of it."""
         self.host.work(60)
-        record = getattr(output, "_ttft", None)
+        record = getattr(output, "_ttft_record", None)
         self.told_runs |= getattr(output, "_ttft_runs", {})
         self.outcomes.append(
             StepOutcome(
@@ -223,15 +223,15 @@ def judge_outcomes(
 
 def judge_encoder_runs(loop: StepLoop) -> list[tuple[float, float]]:
     """The encoders that ran on: most were told by later steps, the last are asked for when all is over."""
-    assert encoder_runs.answer_encoder_run(None, "unknown") == ""
-    unfinished = list(encoder_runs.unfinished_steps)
+    assert CORE.answer_encoder_run("unknown") == ""
+    unfinished = list(WORKER.unfinished_steps)
     if unfinished:
-        assert encoder_runs.answer_encoder_run(None, unfinished[-1]) == carrier.PENDING_ANSWER
+        assert CORE.answer_encoder_run(unfinished[-1]) == carrier.PENDING_ANSWER
     ends_at = max(outcome.truth.intervals[-1][2] for outcome in loop.outcomes)
     loop.host.sleep(ends_at - loop.host.at + 50_000)
     runs = dict(loop.told_runs)
     for request_id in unfinished:
-        run = carrier.decode_encoder_run(encoder_runs.answer_encoder_run(None, request_id))
+        run = carrier.decode_encoder_run(CORE.answer_encoder_run(request_id))
         assert run is not None and request_id not in runs
         runs[request_id] = (run.start, run.end)
     errors: list[tuple[float, float]] = []

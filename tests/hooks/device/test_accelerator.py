@@ -18,6 +18,7 @@ from hooks.device.accelerator_table import (
     render_page,
     run_all_cases,
 )
+from hooks.process import WORKER
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.tracing import clock
 
@@ -120,7 +121,7 @@ def test_rank_that_nobody_reads(kinds: dict[str, Any], kind: str) -> None:
     simulated = SimulatedDevice(host)
     step_clock = device.DeviceClock(simulated.make_event, simulated.is_idle)
     true_clock, clock.now_us = clock.now_us, host
-    model_runners._step_clocks[:] = [step_clock]
+    WORKER.clock = step_clock
     try:
         runner = kinds[kind](simulated, StepWork(10_000))
         for number in range(1000):

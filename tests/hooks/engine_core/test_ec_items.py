@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_request, media_item
+from hooks.process import CORE, wrap_ec_connector
 from ttft_otel import testing
 from ttft_otel.hooks import ec_fields
-from ttft_otel.hooks.engine_core import ec_items, scheduler
-from ttft_otel.hooks.worker import ec_connectors
+from ttft_otel.hooks.engine_core import ec_items
 from ttft_otel.tracing import media_items
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.media_items import ItemCounts
@@ -183,9 +183,9 @@ def test_aborted(pair: InstancePair) -> None:
     pair.consumer.run_step()
     pair.consumer.core.free("c")
 
-    marks, timeline = decode_headers({"ttft-otel": scheduler.aborted_timelines.pop("c")})
-    scheduler.aborted_timelines.clear()
-    scheduler.awaiting_first_token.clear()
+    marks, timeline = decode_headers({"ttft-otel": CORE.aborted.pop("c")})
+    CORE.aborted.clear()
+    CORE.awaiting.clear()
     assert marks.asking and not marks.scheduled
     assert count_items_of(timeline) == ItemCounts(1, 1, 0, 0, 0, 0)
 
@@ -210,7 +210,7 @@ class SharedFolder:
 def test_example_connector(core: FakeEngineCore, tmp_path: Any) -> None:
     """What lies in the shared folder comes from elsewhere; what does not is encoded here."""
     connector = SharedFolder(tmp_path).connector
-    ec_connectors.wrap_ec_connector(None, connector)
+    wrap_ec_connector(connector)
     core.ec_connector = connector  # type: ignore[attr-defined]
     (tmp_path / "item-0").mkdir()
     (tmp_path / "item-0" / "encoder_cache.safetensors").touch()
@@ -308,7 +308,7 @@ def ask_mooncake(
 def test_mooncake(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     """What an encoder pushes is remote, whether it comes before or after its request; then local."""
     pushed = PushedItems()
-    ec_connectors.wrap_ec_connector(None, pushed.connector)
+    wrap_ec_connector(pushed.connector)
     core.ec_connector = pushed.connector  # type: ignore[attr-defined]
     params = {"ec_items": [{"mm_hash": "cat", "transfer_id": "t-1"}]}
     for name in ("late", "again"):
@@ -328,7 +328,7 @@ def test_mooncake(core: FakeEngineCore, clock: testing.FakeClock) -> None:
 def test_mooncake_early(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     """An item that was pushed before its request came is from the encoder all the same."""
     pushed = PushedItems()
-    ec_connectors.wrap_ec_connector(None, pushed.connector)
+    wrap_ec_connector(pushed.connector)
     core.ec_connector = pushed.connector  # type: ignore[attr-defined]
     pushed.push_item("t-1", "cat")
     vllm_request = make_request("early", 20, items=0)
@@ -365,5 +365,5 @@ def test_hostile_params() -> None:
     timeline, vllm_request = EngineTimeline(added=1), make_request("a", items=1)
     vllm_request.sampling_params = SimpleNamespace(extra_args={"ec_transfer_params": odd})
     assert ec_fields.find_item_bytes(None, vllm_request, "b") == 0
-    ec_items.open_items(timeline, vllm_request, None)
+    ec_items.open_items(timeline, vllm_request, None, is_seen=True, available=True)
     assert timeline.read_details().media == [0, 0, 0, media_items.SOURCES_UNKNOWN, 0]

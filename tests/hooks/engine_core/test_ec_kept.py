@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hooks.fakes import decode_headers
+from hooks.process import CORE, PATCHER, wrap_ec_connector
 from ttft_otel import testing
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.engine_core import ec_kept, request_arrival, scheduler, waiting
+from ttft_otel.hooks.engine_core import ec_kept
+from ttft_otel.tracing import carrier
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems, decode_kept_items
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(WITHOUT_VLLM, reason="no vLLM in this environmen
 
 def query_kept(pair: InstancePair, name: str) -> Any:
     """The API server's question, over vLLM's utility channel."""
-    return getattr(pair.encoder.core, request_arrival.KEPT_ITEMS_QUERY)(name)
+    return getattr(pair.encoder.core, carrier.KEPT_ITEMS_QUERY)(name)
 
 
 def read_kept(pair: InstancePair, name: str) -> KeptItems | None:
@@ -56,7 +57,7 @@ def test_fetched(pair: InstancePair, clock: testing.FakeClock) -> None:
     assert kept is not None
     assert (kept.since, kept.items, kept.bytes) == (began, 2, 2 * pair.size)
     assert kept.until - began >= 5000 and kept.ready_at == began and not kept.end_reason
-    assert query_kept(pair, "a") == "" and not ec_kept.leases_by_hash
+    assert query_kept(pair, "a") == "" and not CORE.encodings.leases_by_hash
 
 
 def test_asked_late(pair: InstancePair) -> None:
@@ -99,7 +100,7 @@ def test_read_by_half(
     pair.consumer.add_request("b", ("cat",), params)
     pair.consumer.run_step()
     pair.encoder.run_step()
-    assert ec_kept.leases
+    assert CORE.encodings.leases
     later = time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: later)
     pair.encoder.run_step()
@@ -117,7 +118,7 @@ def test_evicted(pair: InstancePair, clock: testing.FakeClock) -> None:
 
     kept = read_kept(pair, "a")
     assert kept is not None and kept.end_reason == "evicted"
-    assert f"r{number}" in ec_kept.leases
+    assert f"r{number}" in CORE.encodings.leases
 
 
 def test_nobody_came(pair: InstancePair, clock: testing.FakeClock) -> None:
@@ -125,7 +126,7 @@ def test_nobody_came(pair: InstancePair, clock: testing.FakeClock) -> None:
     encode_and_keep(pair, "a", "cat")
     clock.tick(ec_kept.MAX_KEPT_US)
     pair.encoder.run_step()
-    assert "a" in ec_kept.leases
+    assert "a" in CORE.encodings.leases
     clock.tick(1)
     pair.encoder.run_step()
 
@@ -156,22 +157,22 @@ def test_equal_images(pair: InstancePair) -> None:
     pair.encoder.run_step()
 
     assert read_kept(pair, "a") is not None
-    assert ec_kept.leases["b"].waiting == {"dog"}
+    assert CORE.encodings.leases["b"].waiting == {"dog"}
 
 
 def test_aborted_or_untraced(pair: InstancePair) -> None:
     """Nothing is kept for the telling of a request that has no answer, or no trace."""
     pair.encoder.add_request("a", ("cat",))
     pair.encoder.core.free("a")
-    scheduler.aborted_timelines.clear()
+    CORE.aborted.clear()
     pair.encoder.waiting.clear()
     mine = pair.encoder.add_request("b", ("cat",))
-    del mine._ttft
+    del mine._ttft_timeline
     mine.trace_headers = None
-    waiting.arrived.clear()  # where only traced requests are noted
+    CORE.queue.arrived.clear()  # where only traced requests are noted
     pair.encoder.run_step()
 
-    assert not ec_kept.leases
+    assert not CORE.encodings.leases
 
 
 def test_no_encoder(pair: InstancePair, clock: testing.FakeClock) -> None:
@@ -193,12 +194,12 @@ def test_no_encoder(pair: InstancePair, clock: testing.FakeClock) -> None:
 
 def test_unseen(pair: InstancePair) -> None:
     """Where the read itself cannot be observed, the time until then is not measured."""
-    wrap.switch(off=["transfer.fetched"])
+    PATCHER.switch(off=["transfer.fetched"])
     pair.encoder.add_request("a", ("cat",))
     timeline = pair.encoder.finish_request("a")
-    wrap.switch()
+    PATCHER.switch()
 
-    assert not timeline.read_details().kept and not ec_kept.leases
+    assert not timeline.read_details().kept and not CORE.encodings.leases
 
 
 def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +211,20 @@ def test_bounded(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
         "MAX_WAITING_ENCODINGS",
     ):
         monkeypatch.setattr(ec_kept, name, 4)
-    monkeypatch.setattr(ec_kept, "dropped_leases", 0)
     encode_and_keep(pair, "asked", "item")
     answer_future = query_kept(pair, "asked")
     params = {}
     for number in range(9):
         params[number] = encode_and_keep(pair, f"r{number}", f"item-{number}")
-    assert len(ec_kept.leases) == len(ec_kept.leases_by_hash) == 4
-    assert ec_kept.dropped_leases == 6 and answer_future.result(0) == ""
-    assert len(ec_kept.unasked_answers) == 4
+    assert len(CORE.encodings.leases) == len(CORE.encodings.leases_by_hash) == 4
+    assert CORE.encodings.dropped_leases == 6 and answer_future.result(0) == ""
+    assert len(CORE.encodings.unasked) == 4
     for number in range(9):
         pair.consume_items(f"c{number}", (f"item-{number}",), params[number])
         pair.encoder.run_step()
 
-    assert not ec_kept.leases and not ec_kept.leases_by_hash
-    assert len(ec_kept.fetched_hashes) == 4 and len(ec_kept.unasked_answers) == 4
+    assert not CORE.encodings.leases and not CORE.encodings.leases_by_hash
+    assert len(CORE.encodings.fetched_hashes) == 4 and len(CORE.encodings.unasked) == 4
 
 
 def test_bounded_items(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,12 +234,12 @@ def test_bounded_items(pair: InstancePair, monkeypatch: pytest.MonkeyPatch) -> N
     encode_and_keep(pair, "b", "dog", "cow")
     encode_and_keep(pair, "c", "ant", "bee", "fly")
 
-    assert list(ec_kept.leases) == ["c"] and len(ec_kept.leases_by_hash) == 3
+    assert list(CORE.encodings.leases) == ["c"] and len(CORE.encodings.leases_by_hash) == 3
 
 
 def test_other_connectors(nothing_patched: None) -> None:
     """A connector without such a session is left alone."""
-    ec_kept.wrap_session_class(SimpleNamespace())
-    ec_kept.wrap_session_class(SimpleNamespace(connector_scheduler=SimpleNamespace()))
+    wrap_ec_connector(SimpleNamespace())
+    wrap_ec_connector(SimpleNamespace(connector_scheduler=SimpleNamespace()))
 
-    assert not wrap.is_active("transfer.fetched")
+    assert not PATCHER.is_active("transfer.fetched")

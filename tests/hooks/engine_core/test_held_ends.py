@@ -12,7 +12,7 @@ import pytest
 
 from hooks.engine_core.test_held_steps import MakeDriver
 from hooks.fakes import FakeEngineCore, make_request
-from ttft_otel.hooks.engine_core import held_steps, scheduler, waiting
+from hooks.process import CORE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ID_CHARS = 200_000  # a client names its request in the body, which may have megabytes
@@ -20,11 +20,11 @@ ID_CHARS = 200_000  # a client names its request in the body, which may have meg
 
 def assert_nothing_kept() -> None:
     """No request and no step is known."""
-    assert not held_steps.unanswered and not held_steps.followed
-    assert not held_steps.unmarked and not held_steps._ended
-    log = held_steps._log
+    assert not CORE.held.unanswered and not CORE.held.followed
+    assert not CORE.held.unmarked and not CORE.held._ended
+    log = CORE.held.log
     assert not log.times and not log.in_flight and not log.holders.started and not log.ending
-    assert not waiting.arrived and not waiting.waiting_requests
+    assert not CORE.queue.arrived and not CORE.queue.waiting
 
 
 def abort(driver: Any, *ids: str) -> None:
@@ -97,7 +97,7 @@ def test_long_ids(core: FakeEngineCore) -> None:
         core.update(core.schedule(new=(name,), tokens={name: 50}))
         core.update(core.schedule(tokens={name: 1}))
         core.free(name)
-    holders = held_steps._log.holders
+    holders = CORE.held.log.holders
     kept = [*(each.request_id for each in holders.holders), *(each[0] for each in holders.ended)]
     kept += [*holders.started, *(key[0] for key in holders.open)]
     assert len(kept) > 40
@@ -117,8 +117,8 @@ def test_requests_are_not_kept(core: FakeEngineCore) -> None:
     core.add(VllmRequest(**vars(make_request("a"))))
     core.schedule(("a",), {"a": 4})
     gone = weakref.ref(core.requests["a"])
-    scheduler.awaiting_first_token.clear()
-    assert held_steps.unanswered
+    CORE.awaiting.clear()
+    assert CORE.held.unanswered
     del core.requests["a"]
     gc.collect()
 

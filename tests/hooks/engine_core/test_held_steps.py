@@ -12,7 +12,8 @@ import pytest
 
 from hooks.engine_core import blame_reference
 from hooks.engine_core.scheduler_events import with_any_events
-from hooks.fakes import FakeEngineCore, clear_waiting, make_request
+from hooks.fakes import FakeEngineCore, make_request
+from hooks.process import CORE
 from ttft_otel.hooks import vllm_fields
 from ttft_otel.hooks.engine_core import held_steps, holders
 from ttft_otel.model.stages import HOLDING_KIND_NAMES, QUEUE_STAGES, STALL_STAGE
@@ -107,7 +108,7 @@ def test_alone(drive: MakeDriver) -> None:
 
     assert sum_held(driver, "only", *QUEUE_STAGES) == {"idle": 300}
     assert read_holders(driver, "only") == []
-    assert not held_steps._log.times
+    assert not CORE.held.log.times
 
 
 def test_traced_holder(drive: MakeDriver) -> None:
@@ -128,7 +129,6 @@ def test_aborted(drive: MakeDriver) -> None:
     """A request that ends while it waits keeps what is known, also of the step that runs."""
     from vllm.v1.request import RequestStatus
 
-    from ttft_otel.hooks.engine_core import scheduler
     from ttft_otel.model.breakdown import Marks
     from ttft_otel.tracing import carrier
 
@@ -138,12 +138,12 @@ def test_aborted(drive: MakeDriver) -> None:
     driver.begin_step()
     driver.clock.tick(2_500)
     driver.scheduler.finish_requests(["second"], RequestStatus.FINISHED_ABORTED)
-    timeline = carrier.decode_timeline(scheduler.aborted_timelines["second"], Marks(1))
+    timeline = carrier.decode_timeline(CORE.aborted["second"], Marks(1))
 
     assert timeline is not None
     assert timeline.held[1::5] == [10_000, 2_500] and timeline.held[3::5] == [10_000, 2_500]
     assert timeline.read_details().holders[0][:4] == (12_500, 2, 1, "first")
-    assert not held_steps.unanswered and not held_steps._log.times
+    assert not CORE.held.unanswered and not CORE.held.log.times
 
 
 def test_untraced(drive: MakeDriver) -> None:
@@ -153,7 +153,7 @@ def test_untraced(drive: MakeDriver) -> None:
         driver.add(f"r{number}", traced=False)
         driver.step()
 
-    assert not (held_steps.unanswered or held_steps.unmarked or held_steps._log.times)
+    assert not (CORE.held.unanswered or CORE.held.unmarked or CORE.held.log.times)
 
 
 def test_many_holders(drive: MakeDriver) -> None:
@@ -188,13 +188,13 @@ def test_memory(core: FakeEngineCore) -> None:
         tracemalloc.stop()
     ours = snapshot.filter_traces([tracemalloc.Filter(True, f"*/{name}.py") for name in files])
 
-    assert len(held_steps.followed) == held_steps.MAX_FOLLOWED
-    assert len(held_steps._log.holders.holders) <= holders.MAX_HOLDERS
+    assert len(CORE.held.followed) == held_steps.MAX_FOLLOWED
+    assert len(CORE.held.log.holders.holders) <= holders.MAX_HOLDERS
     assert sum(each.size for each in ours.statistics("filename")) <= 1 << 20
     for each in waiting:
         core.free(each.request_id)
-    assert waiting[0]._ttft.held and not waiting[-1]._ttft.held
-    assert not held_steps.unanswered and not held_steps._log.times
+    assert waiting[0]._ttft_timeline.held and not waiting[-1]._ttft_timeline.held
+    assert not CORE.held.unanswered and not CORE.held.log.times
 
 
 def check_blame(driver: Any, name: str) -> None:
@@ -239,7 +239,7 @@ def test_any_steps(
 
     overlapping: a step may be scheduled while another one runs, as with pipeline stages.
     """
-    clear_waiting()
+    CORE.drop_all()
     driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=512)
     driver.limit_encoder(48)
     facts = vllm_fields.get_facts(driver.scheduler)
@@ -275,7 +275,7 @@ def test_any_steps(
     for name in names:
         if name in driver.headers:
             check_blame(driver, name)
-    assert not held_steps.unanswered and not held_steps.followed and not held_steps._log.times
+    assert not CORE.held.unanswered and not CORE.held.followed and not CORE.held.log.times
 
 
 def abort_request(driver: Any, number: int, running: Sequence[Any]) -> None:

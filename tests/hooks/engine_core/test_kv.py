@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from hooks.fakes import FakeEngineCore, decode_headers, make_request
+from hooks.process import CORE, HOOKS, PATCHER, put_back_classes, wrap_kv_connector
 from hooks.worker.runners import FORWARD_US as FORWARD_US
 from hooks.worker.runners import RunnerV1, make_scheduler_output, wrap_runner_classes
 from ttft_otel import testing
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.engine_core import kv, request_arrival
+from ttft_otel.hooks.engine_core import kv
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.hooks.worker import model_runners
 from ttft_otel.model.breakdown import CODE_FORWARD, CODE_KV_TRANSFER, LOST_AFTER, LOST_BEFORE
 from ttft_otel.model.names import header_names, keys
 from ttft_otel.tracing import carrier
@@ -72,15 +71,15 @@ def kv_core(core: FakeEngineCore, clock: testing.FakeClock) -> Iterator[Any]:
 
     kind = type(core)
     kind._update_from_kv_xfer_finished = update_transfers  # type: ignore[attr-defined]
-    wrap.patch_attribute(
-        TARGETS_BY_NAME["kv.arrive"], kind, "_update_from_kv_xfer_finished", kv.HOOKS["kv.arrive"]
+    PATCHER.patch_attribute(
+        TARGETS_BY_NAME["kv.arrive"], kind, "_update_from_kv_xfer_finished", HOOKS["kv.arrive"]
     )
     core.connector = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)  # type: ignore[attr-defined]
     core.block_size = 16  # type: ignore[attr-defined]
-    kv.wrap_kv_connector(None, core.connector)  # type: ignore[attr-defined]
+    wrap_kv_connector(core.connector)  # type: ignore[attr-defined]
     yield core
-    assert not kv.tracked_blocks
-    kv.unasked_answers.clear()
+    assert not CORE.blocks.tracked
+    CORE.blocks.unasked.clear()
 
 
 def ask_connector(core: Any, name: str, found: tuple[int | None, bool]) -> None:
@@ -150,7 +149,7 @@ def test_found_here_meanwhile(kv_core: Any, clock: testing.FakeClock) -> None:
     ask_connector(kv_core, "a", (39, True))
     clock.tick(1000)
     ask_connector(kv_core, "a", (0, False))
-    assert not kv.tracked_blocks
+    assert not CORE.blocks.tracked
     marks, _ = finish_first_chunk(kv_core, "a")
 
     assert not marks.waits and not marks.queue_lost
@@ -205,24 +204,24 @@ def test_not_later_after_all(kv_core: Any) -> None:
 @pytest.mark.parametrize("gone", ["kv.match", "kv.arrive"])
 def test_unseen(kv_core: Any, clock: testing.FakeClock, gone: str) -> None:
     """Without one of the two marks the time is unattributed, and not added to the queue."""
-    wrap.switch(off=[gone])
+    PATCHER.switch(off=[gone])
     kv_core.add(make_request("a", 40))
     ask_connector(kv_core, "a", (39, True))
     kv_core.requests["a"].num_computed_tokens = 39
     clock.tick(7000)
     kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
     marks, _ = finish_first_chunk(kv_core, "a")
-    wrap.switch()
+    PATCHER.switch()
 
     assert marks.queue_lost and not marks.waits
 
 
 def test_unseen_without_blocks(kv_core: Any) -> None:
     """Where nothing came from elsewhere nothing is lost with the marks."""
-    wrap.switch(off=["kv.match", "kv.arrive"])
+    PATCHER.switch(off=["kv.match", "kv.arrive"])
     kv_core.add(make_request("a", 40))
     marks, _ = finish_first_chunk(kv_core, "a")
-    wrap.switch()
+    PATCHER.switch()
 
     assert not marks.queue_lost
 
@@ -251,9 +250,7 @@ def test_aborted(kv_core: Any, clock: testing.FakeClock) -> None:
     clock.tick(500)
     kv_core.free("a")
 
-    marks, _ = decode_headers(
-        {header_names.CARRIER_KEY: request_arrival.answer_aborted(kv_core, "a")}
-    )
+    marks, _ = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
     assert marks.moving == began
     kv_core._update_from_kv_xfer_finished(make_connector_output(("a",)))
 
@@ -265,7 +262,7 @@ def test_untraced(kv_core: Any) -> None:
     kv_core.connector.keeps = True
     kv_core.connector.request_finished(kv_core.requests["a"], [1])
 
-    assert not kv.tracked_blocks
+    assert not CORE.blocks.tracked
 
 
 def end_request(core: Any, name: str, block_ids: Any) -> None:
@@ -284,7 +281,7 @@ def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
     """P keeps its blocks until they are fetched; who asked before that hears of it then."""
     end_request(kv_core, "a", ([1, 2, 3],))
     began = clock.at
-    answer_future = kv.answer_kept_blocks(kv_core, "a")
+    answer_future = CORE.blocks.answer_kept_blocks("a")
     clock.tick(900)
     assert not answer_future.done()
     kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("a",)))
@@ -292,7 +289,7 @@ def test_kept(kv_core: Any, clock: testing.FakeClock) -> None:
     assert decode_kept_blocks(answer_future.result()) == carrier.KeptBlocks(
         began, began + 900, 40, 3, False
     )
-    assert kv.answer_kept_blocks(kv_core, "a") == ""
+    assert CORE.blocks.answer_kept_blocks("a") == ""
 
 
 def test_kept_and_asked_late(kv_core: Any, clock: testing.FakeClock) -> None:
@@ -302,10 +299,10 @@ def test_kept_and_asked_late(kv_core: Any, clock: testing.FakeClock) -> None:
     kv_core._update_from_kv_xfer_finished(
         make_connector_output(fetched=("a",), num_kv_expired_reqs=[1])
     )
-    kept_blocks = decode_kept_blocks(kv.answer_kept_blocks(kv_core, "a"))
+    kept_blocks = decode_kept_blocks(CORE.blocks.answer_kept_blocks("a"))
 
     assert kept_blocks is not None and (kept_blocks.blocks, kept_blocks.expired) == (2, True)
-    assert kv.answer_kept_blocks(kv_core, "a") == ""
+    assert CORE.blocks.answer_kept_blocks("a") == ""
 
 
 def test_not_kept(kv_core: Any) -> None:
@@ -313,7 +310,7 @@ def test_not_kept(kv_core: Any) -> None:
     kv_core.add(make_request("a", 40))
     kv_core.connector.request_finished(kv_core.requests["a"], [1])
 
-    assert kv.answer_kept_blocks(kv_core, "a") == "" and not kv.tracked_blocks
+    assert CORE.blocks.answer_kept_blocks("a") == "" and not CORE.blocks.tracked
     assert not finish_first_chunk(kv_core, "a")[1].read_details().kept
 
 
@@ -323,20 +320,22 @@ def test_bounded(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv, "MAX_UNASKED_ANSWERS", 5)
     for number in range(30):
         end_request(kv_core, f"r{number}", [1])
-    assert len(kv.tracked_blocks) == 10
-    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=tuple(kv.tracked_blocks)))
+    assert len(CORE.blocks.tracked) == 10
+    kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=tuple(CORE.blocks.tracked)))
 
-    assert not kv.tracked_blocks and len(kv.unasked_answers) == 5
+    assert not CORE.blocks.tracked and len(CORE.blocks.unasked) == 5
 
 
 def test_bounded_asked(kv_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked for blocks that the bound pushed out is answered: nobody will know."""
     monkeypatch.setattr(kv, "MAX_TRACKED_REQUESTS", 1)
     end_request(kv_core, "a", [1])
-    answer_future = kv.answer_kept_blocks(kv_core, "a")
+    answer_future = CORE.blocks.answer_kept_blocks("a")
     end_request(kv_core, "b", [2])
 
-    assert list(kv.tracked_blocks) == ["b"] and decode_kept_blocks(answer_future.result(0)) is None
+    assert (
+        list(CORE.blocks.tracked) == ["b"] and decode_kept_blocks(answer_future.result(0)) is None
+    )
     kv_core._update_from_kv_xfer_finished(make_connector_output(fetched=("b",)))
 
 
@@ -357,10 +356,10 @@ def test_older_class(nothing_patched: None) -> None:
             return "loaded"
 
     made = Old()
-    kv.wrap_kv_connector(None, made)
+    wrap_kv_connector(made)
 
     assert made.start_load_kv(None) == "loaded"
-    assert wrap.is_active("kv.load") and not wrap.is_active("kv.save")
+    assert PATCHER.is_active("kv.load") and not PATCHER.is_active("kv.save")
 
 
 class KvRunner(RunnerV1):
@@ -385,16 +384,14 @@ def runner(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
     """One of these, with a connector that takes its time; the wrapped classes are put back."""
     wrap_runner_classes()
     kind = type("Own", (KvRunner,), dict(vars(KvRunner)))
-    wrap.patch_attribute(
-        TARGETS_BY_NAME["worker.forward"], kind, "_forward", model_runners.HOOKS["worker.forward"]
+    PATCHER.patch_attribute(
+        TARGETS_BY_NAME["worker.forward"], kind, "_forward", HOOKS["worker.forward"]
     )
     made: Any = kind(clock)
     made.kv = type("Mine", (FakeKvConnector,), dict(vars(FakeKvConnector)))(clock)
-    kv.wrap_kv_connector(None, made.kv)
+    wrap_kv_connector(made.kv)
     yield made
-    for patches in wrap.installed_patches.values():
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.original)
+    put_back_classes()
 
 
 def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
@@ -403,7 +400,7 @@ def run_step(runner: Any, sync: bool) -> tuple[int, list[Any]]:
     output.has_sync_kv_loads = sync
     output.kv_connector_metadata = object()
     runner.execute_model(output)
-    record = runner.sample_tokens()._ttft
+    record = runner.sample_tokens()._ttft_record
     pairs = zip(record[3::3], record[4::3], record[5::3], strict=True)
     return record[2], [(code, end - start) for code, start, end in pairs]
 
@@ -444,9 +441,9 @@ def test_step_of_nothing(runner: Any) -> None:
 )
 def test_step_unseen(runner: Any, gone: str, sync: bool, lost: int) -> None:
     """Without its hook nobody knows where a load or a save was."""
-    wrap.switch(off=[gone])
+    PATCHER.switch(off=[gone])
     found = run_step(runner, sync)[0]
-    wrap.switch()
+    PATCHER.switch()
 
     assert found == lost
 

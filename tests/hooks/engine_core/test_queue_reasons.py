@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from hooks.engine_core.scheduler_events import with_any_events
-from hooks.fakes import clear_waiting
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.engine_core import held_steps, scheduler, waiting
+from hooks.process import CORE, HOOKS, PATCHER
 from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.hooks.worker import ec_connectors
 from ttft_otel.model.stages import QUEUE_STAGES, STALL_STAGE, WAIT_REASON_NAMES
 from ttft_otel.model.wait_reasons import divide_waits
 
@@ -121,8 +118,8 @@ def test_encoder_budget(drive: MakeDriver) -> None:
 def test_late_encoding(drive: MakeDriver) -> None:
     """An encoder-cache connector says "not yet": what the scheduler tells is what `ec.transfer` has."""
     target = TARGETS_BY_NAME["transfer.wait"]
-    hook = ec_connectors.HOOKS["transfer.wait"]
-    wrap.patch_attribute(target, FakeEcConnector, "ensure_cache_available", hook)
+    hook = HOOKS["transfer.wait"]
+    PATCHER.patch_attribute(target, FakeEcConnector, "ensure_cache_available", hook)
     driver = drive()
     driver.scheduler.ec_connector = connector = FakeEcConnector()
     connector.missing.add("late")
@@ -274,9 +271,9 @@ def test_unknown_scheduler(drive: MakeDriver, monkeypatch: pytest.MonkeyPatch) -
     )
     bare = SimpleNamespace(requests=real.requests, vllm_config=None)
     driver.clock.tick(1)
-    waiting.record_queue(bare, output, None, driver.clock.at)
+    CORE.queue.record_queue(bare, output, None, driver.clock.at)
 
-    assert waiting._codes == [len(WAIT_REASON_NAMES) - 1]
+    assert CORE.queue._codes == [len(WAIT_REASON_NAMES) - 1]
 
 
 def test_ended_while_waiting(drive: MakeDriver) -> None:
@@ -291,8 +288,8 @@ def test_ended_while_waiting(drive: MakeDriver) -> None:
     driver.step()
     driver.scheduler.finish_requests(["second", "third"], RequestStatus.FINISHED_ABORTED)
 
-    assert not waiting.waiting_requests and not waiting.arrived
-    assert "second" in scheduler.aborted_timelines
+    assert not CORE.queue.waiting and not CORE.queue.arrived
+    assert "second" in CORE.aborted
 
 
 def test_untraced(drive: MakeDriver) -> None:
@@ -302,7 +299,7 @@ def test_untraced(drive: MakeDriver) -> None:
         driver.add(f"r{number}", traced=False)
     driver.step()
 
-    assert not (waiting.arrived or waiting.waiting_requests or waiting._times)
+    assert not (CORE.queue.arrived or CORE.queue.waiting or CORE.queue._times)
 
 
 @with_any_events(["add", "step", "pause", "resume", "abort", "image"])
@@ -310,7 +307,7 @@ def test_sums(
     drive: MakeDriver, events: list[tuple[str, int, int]], places: int, tokens: int
 ) -> None:
     """Whatever happens, the reasons of a stage add up to it, to the microsecond."""
-    clear_waiting()
+    CORE.drop_all()
     driver = drive(max_num_seqs=places, max_num_batched_tokens=tokens, blocks=64)
     driver.limit_encoder(48)
     names = []
@@ -327,8 +324,8 @@ def test_sums(
             cut, _ = driver.read(name)
             for stage in (*QUEUE_STAGES, STALL_STAGE):
                 assert sum(driver.sum_reasons(name, stage).values()) == cut.stages.get(stage, 0)
-    assert not waiting.waiting_requests and not waiting.arrived
-    assert not held_steps.unanswered and not held_steps.followed and not held_steps._log.edge
+    assert not CORE.queue.waiting and not CORE.queue.arrived
+    assert not CORE.held.unanswered and not CORE.held.followed and not CORE.held.log.edge
 
 
 def perform_event(driver: Any, what: str, name: str, size: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from hooks.fakes import FakeEngineCore, make_request
 from ttft_otel import testing
-from ttft_otel.hooks.engine_core import request_arrival
 from ttft_otel.model.names import header_names
+from ttft_otel.tracing import carrier
 
 
 def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
@@ -14,7 +14,7 @@ def test_entry_counts(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     made = core.preprocess_add_request(make_request("a"))[0]
 
     assert clock.at == 1_000_500
-    assert made._ttft.added == 1_000_000
+    assert made._ttft_timeline.added == 1_000_000
 
 
 def test_untraced(core: FakeEngineCore) -> None:
@@ -22,12 +22,14 @@ def test_untraced(core: FakeEngineCore) -> None:
     made = make_request("a")
     made.trace_headers = {header_names.TRACEPARENT: "x"}
 
-    assert not hasattr(core.preprocess_add_request(made)[0], "_ttft")
-    assert not hasattr(core.preprocess_add_request(make_request("b", traced=False))[0], "_ttft")
+    assert not hasattr(core.preprocess_add_request(made)[0], "_ttft_timeline")
+    assert not hasattr(
+        core.preprocess_add_request(make_request("b", traced=False))[0], "_ttft_timeline"
+    )
 
 
 def test_utility(core: FakeEngineCore) -> None:
     """The engine core answers over its own utility channel; an unknown request is an empty answer."""
     core.preprocess_add_request(make_request("a"))
 
-    assert getattr(core, request_arrival.ABORTED_QUERY)("unknown") == ""
+    assert getattr(core, carrier.ABORTED_QUERY)("unknown") == ""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hooks.fakes import HEADERS, FakeEngineCore, decode_headers, make_request
+from hooks.process import CORE
 from ttft_otel import testing
-from ttft_otel.hooks import encoder_runs
-from ttft_otel.hooks.engine_core import request_arrival, scheduler
+from ttft_otel.hooks.engine_core import tracer
 from ttft_otel.model.names import header_names
 from ttft_otel.tracing import carrier
 from ttft_otel.tracing import clock as clocks
@@ -35,7 +35,7 @@ def test_one_step(core: FakeEngineCore, clock: testing.FakeClock) -> None:
     out = core.update(step, first=("a",), record=STEP)
 
     marks, counts = decode_headers(out["a"])
-    assert step._ttft is True
+    assert step._ttft_marked is True
     assert (marks.added, marks.scheduled, marks.entered) == (1_000_000, 1_000_600, 1_000_650)
     assert [(each.pairs, each.sampled) for each in marks.steps] == [([(10, 3000, 4000)], 5000)]
     assert (counts.chunks, counts.prompt, counts.rank) == (1, 10, 3)
@@ -60,7 +60,7 @@ def test_encoder_run_told_later(core: FakeEngineCore, boot: int, is_told: bool) 
     add_requests(core, "a", "b")
     record = (*STEP[:2], carrier.ENCODER_UNFINISHED, *STEP[3:])
     core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=record)
-    assert encoder_runs.answer_encoder_run(None, "a") == carrier.PENDING_ANSWER
+    assert CORE.answer_encoder_run("a") == carrier.PENDING_ANSWER
     later = (clocks.get_boot_number() + boot, *STEP[1:])
     core.update(
         core.schedule(("b",), {"b": 10}),
@@ -69,9 +69,9 @@ def test_encoder_run_told_later(core: FakeEngineCore, boot: int, is_told: bool) 
         runs={"a": (7, 9), "x": (1, 2)},
     )
 
-    told = [encoder_runs.answer_encoder_run(None, name) for name in ("a", "x")]
+    told = [CORE.answer_encoder_run(name) for name in ("a", "x")]
     assert told == (["[7,9]", ""] if is_told else [carrier.PENDING_ANSWER, ""])
-    assert (encoder_runs.answer_encoder_run(None, "a") == "") is is_told
+    assert (CORE.answer_encoder_run("a") == "") is is_told
 
 
 def test_traceparent_stays(clock: testing.FakeClock, core: FakeEngineCore) -> None:
@@ -101,8 +101,8 @@ def test_decode_steps_are_free(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
     later = core.schedule(tokens={"a": 1})
 
-    assert not hasattr(later, "_ttft")
-    assert not scheduler.awaiting_first_token
+    assert not hasattr(later, "_ttft_marked")
+    assert not CORE.awaiting
 
 
 def test_untraced(core: FakeEngineCore) -> None:
@@ -110,8 +110,8 @@ def test_untraced(core: FakeEngineCore) -> None:
     core.add(make_request("a", traced=False))
     step = core.schedule(("a",), {"a": 10})
 
-    assert not hasattr(step, "_ttft")
-    assert not scheduler.awaiting_first_token
+    assert not hasattr(step, "_ttft_marked")
+    assert not CORE.awaiting
 
 
 def test_chunks(core: FakeEngineCore) -> None:
@@ -203,7 +203,7 @@ def test_finished_in_update(core: FakeEngineCore) -> None:
     out = core.update(core.schedule(("a",), {"a": 10}), finish=("a",), record=STEP)
 
     assert decode_headers(out["a"])[0].scheduled
-    assert not scheduler.aborted_timelines
+    assert not CORE.aborted
 
 
 def test_ended_without_output(core: FakeEngineCore) -> None:
@@ -211,10 +211,10 @@ def test_ended_without_output(core: FakeEngineCore) -> None:
     add_requests(core, "a")
     core.update(core.schedule(("a",), {"a": 10}), silent=("a",), record=STEP)
 
-    assert "a" not in scheduler.awaiting_first_token
-    marks, _ = decode_headers({header_names.CARRIER_KEY: request_arrival.answer_aborted(core, "a")})
+    assert "a" not in CORE.awaiting
+    marks, _ = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
     assert len(marks.steps) == 1
-    assert request_arrival.answer_aborted(core, "a") == ""
+    assert CORE.answer_aborted("a") == ""
 
 
 def test_aborted_waiting(core: FakeEngineCore) -> None:
@@ -222,7 +222,7 @@ def test_aborted_waiting(core: FakeEngineCore) -> None:
     add_requests(core, "a")
     core.free("a")
 
-    marks, _ = decode_headers({header_names.CARRIER_KEY: request_arrival.answer_aborted(core, "a")})
+    marks, _ = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
     assert marks.added and not marks.scheduled and not marks.steps
 
 
@@ -232,9 +232,7 @@ def test_aborted_running(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), record=STEP)
     core.free("a")
 
-    marks, counts = decode_headers(
-        {header_names.CARRIER_KEY: request_arrival.answer_aborted(core, "a")}
-    )
+    marks, counts = decode_headers({header_names.CARRIER_KEY: CORE.answer_aborted("a")})
     assert marks.scheduled and counts.chunks == 1
 
 
@@ -244,7 +242,7 @@ def test_aborted_after_first(core: FakeEngineCore) -> None:
     core.update(core.schedule(("a",), {"a": 10}), first=("a",), record=STEP)
     core.free("a")
 
-    assert request_arrival.answer_aborted(core, "a") == ""
+    assert CORE.answer_aborted("a") == ""
 
 
 def test_update_raised(core: FakeEngineCore) -> None:
@@ -254,7 +252,7 @@ def test_update_raised(core: FakeEngineCore) -> None:
         core.update(core.schedule(("a",), {"a": 10}), record=STEP, fail=True)
     core.free("a")
 
-    assert request_arrival.answer_aborted(core, "a")
+    assert CORE.answer_aborted("a")
 
 
 def test_no_record(core: FakeEngineCore) -> None:
@@ -277,25 +275,25 @@ def test_input_hook_gone(core: FakeEngineCore) -> None:
 
 def test_bounded_running(core: FakeEngineCore) -> None:
     """However many requests wait for a first token, the state has a bound, and drops are counted."""
-    before = scheduler.dropped_requests
-    ids = [f"r{number}" for number in range(scheduler.MAX_AWAITING_REQUESTS + 5)]
+    before = CORE.dropped_requests
+    ids = [f"r{number}" for number in range(tracer.MAX_AWAITING_REQUESTS + 5)]
     add_requests(core, *ids)
     core.schedule(tuple(ids), dict.fromkeys(ids, 10))
 
-    assert len(scheduler.awaiting_first_token) == scheduler.MAX_AWAITING_REQUESTS
-    assert scheduler.dropped_requests == before + 5
+    assert len(CORE.awaiting) == tracer.MAX_AWAITING_REQUESTS
+    assert CORE.dropped_requests == before + 5
     for name in ids:
         core.free(name)
 
 
 def test_bounded_dead(core: FakeEngineCore) -> None:
     """Of aborted requests that are never asked for, the newest few are kept."""
-    for number in range(scheduler.MAX_ABORTED_REQUESTS + 5):
+    for number in range(tracer.MAX_ABORTED_REQUESTS + 5):
         add_requests(core, f"r{number}")
         core.free(f"r{number}")
 
-    assert len(scheduler.aborted_timelines) == scheduler.MAX_ABORTED_REQUESTS
-    assert request_arrival.answer_aborted(core, "r0") == ""
+    assert len(CORE.aborted) == tracer.MAX_ABORTED_REQUESTS
+    assert CORE.answer_aborted("r0") == ""
 
 
 def test_bounded_chunks(core: FakeEngineCore) -> None:
@@ -318,6 +316,6 @@ def test_long_ids_of_aborted_requests(core: FakeEngineCore) -> None:
         add_requests(core, name)
         core.free(name)
 
-    assert all(len(each) <= scheduler.MAX_ID_CHARS for each in scheduler.aborted_timelines)
-    assert len(scheduler.aborted_timelines) == 2
-    assert all(request_arrival.answer_aborted(core, name) for name in long_ids)
+    assert all(len(each) <= tracer.MAX_ID_CHARS for each in CORE.aborted)
+    assert len(CORE.aborted) == 2
+    assert all(CORE.answer_aborted(name) for name in long_ids)

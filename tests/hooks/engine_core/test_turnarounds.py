@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hooks.engine_core.test_held_steps import MakeDriver, read_holders, sum_held
-from ttft_otel.hooks.engine_core import held_steps
+from hooks.process import CORE
 from ttft_otel.model.stages import QUEUE_STAGES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,10 +82,10 @@ def test_same_requests_decode(drive: MakeDriver, steady: bool) -> None:
             driver.add(f"other{number}", answer=3, traced=False)
     driver.add("last")
     driver.step(idle_us=500)
-    before = len(held_steps._log.times)
+    before = len(CORE.held.log.times)
     for _ in range(20):
         driver.step(idle_us=500)
-    edges = len(held_steps._log.times) - before
+    edges = len(CORE.held.log.times) - before
     driver.run_until_answered("last")
 
     assert (edges <= 2) == steady

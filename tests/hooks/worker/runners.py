@@ -10,8 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hooks.wrapping import wrap_methods
-from ttft_otel.hooks.worker import ec_connectors, model_runners
+from hooks.process import wrap_ec_connector, wrap_methods
 from ttft_otel.testing import FakeClock
 
 ENCODER_US, SAVE_US, PREPARE_US, FORWARD_US, LOGITS_US, SAMPLER_US = 300, 40, 20, 1000, 5, 7
@@ -180,7 +179,7 @@ def wrap_runner_methods(
         (step_timing, {"worker.forward": "forward_start"}),
         (pending_output, {"worker.output": "get_output"}),
     ):
-        wrap_methods(model_runners.HOOKS, owner, method_by_target)
+        wrap_methods(owner, method_by_target)
 
 
 def wrap_runner_classes() -> dict[str, type[FakeRunner]]:
@@ -194,7 +193,7 @@ def wrap_runner_classes() -> dict[str, type[FakeRunner]]:
 def connect_ec(clock: FakeClock) -> FakeEcConnector:
     """A connector as its factory would hand it out, its class wrapped."""
     made = FakeEcConnector(clock)
-    ec_connectors.wrap_ec_connector(None, made)
+    wrap_ec_connector(made)
     return made
 
 
@@ -208,5 +207,5 @@ def make_scheduler_output(
         scheduled_new_reqs=[SimpleNamespace(mm_features=[1] if encode else [])],
     )
     if marked:
-        output._ttft = True
+        output._ttft_marked = True
     return output

@@ -17,8 +17,8 @@ import pytest
 
 from hooks.device.accelerator import SimulatedDevice, SimulatedHost
 from hooks.device.accelerator_loops import make_step
+from hooks.process import CORE, WORKER
 from ttft_otel import testing
-from ttft_otel.hooks import encoder_runs
 from ttft_otel.hooks.worker import device, device_anchor, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
@@ -154,16 +154,16 @@ def test_step_without_output(
     host: SimulatedHost, simulated: SimulatedDevice, device_clock: device.DeviceClock, result: Any
 ) -> None:
     """An earlier pipeline stage hands on tensors, which carry no record: its events are used again."""
-    model_runners._step_clocks.append(device_clock)
+    WORKER.clock = device_clock
     step = make_step(0, marked=True, items=True, kv=False)
     for _ in range(1000):
-        opened = model_runners.open_step(None, step)
-        model_runners.record_encoder(model_runners.stamp_encoder_start(), None)
-        model_runners.close_step(opened, result)
+        opened = WORKER.open_step(None, step)
+        WORKER.record_encoder(WORKER.stamp_encoder_start(), None)
+        WORKER.close_step(opened, result)
         host.sleep(1000)
 
     assert simulated.calls["record"] >= 2000 and simulated.calls["make"] < 20
-    assert not simulated.calls["elapsed"] and not model_runners.open_steps
+    assert not simulated.calls["elapsed"] and not WORKER.open_steps
 
 
 def test_never_read(
@@ -221,17 +221,17 @@ def test_events_of_a_shared_encoder(
     begin = step.take_stamp()
     simulated.main.queue_work(30_000)
     step.close_interval(breakdown.CODE_ENCODER, begin)
-    assert step.resolve()[2] & carrier.ENCODER_UNFINISHED
-    assert encoder_runs.answer_encoder_run(None, "a") == carrier.PENDING_ANSWER
+    assert WORKER.resolve_step(step)[2] & carrier.ENCODER_UNFINISHED
+    assert CORE.answer_encoder_run("a") == carrier.PENDING_ANSWER
     host.sleep(40_000)
-    first = encoder_runs.answer_encoder_run(None, "a")
+    first = CORE.answer_encoder_run("a")
     stamp_work(device_clock, simulated, 5_000)  # uses the events again
 
-    assert encoder_runs.answer_encoder_run(None, "b") == first
+    assert CORE.answer_encoder_run("b") == first
     run = carrier.decode_encoder_run(first)
     assert run is not None and abs(run.end - run.start - 30_000) <= 20
     assert len(set(map(id, device_clock.pool))) == len(device_clock.pool)
-    assert encoder_runs.answer_encoder_run(None, "a") == ""
+    assert CORE.answer_encoder_run("a") == ""
 
 
 def test_host_clock(clock: testing.FakeClock) -> None:

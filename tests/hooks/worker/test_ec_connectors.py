@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hooks.process import PATCHER, WORKER, wrap_ec_connector
 from hooks.worker.runners import FakeEcConnector
 from ttft_otel import testing
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import HostClock
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_SAVE
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -22,14 +22,14 @@ from ttft_otel.tracing.engine_timeline import EngineTimeline
 def connector(nothing_patched: None, clock: testing.FakeClock) -> Iterator[Any]:
     """A connector of a class of its own, as its factory hands it out."""
     ec_connector = type("Mine", (FakeEcConnector,), {})(clock)
-    ec_connectors.wrap_ec_connector(None, ec_connector)
+    wrap_ec_connector(ec_connector)
     yield ec_connector
 
 
 def test_wait(connector: Any, clock: testing.FakeClock) -> None:
     """From the first no to the first yes the request waits for its item."""
     timeline = EngineTimeline(1)
-    request = SimpleNamespace(_ttft=timeline)
+    request = SimpleNamespace(_ttft_timeline=timeline)
     for _ in range(3):
         assert not connector.ensure_cache_available(request, 0)
         clock.tick(100)
@@ -44,7 +44,7 @@ def test_no_wait(connector: Any) -> None:
     """An item that is there at once is no wait."""
     timeline = EngineTimeline(1)
     connector.available = True
-    connector.ensure_cache_available(SimpleNamespace(_ttft=timeline), 0)
+    connector.ensure_cache_available(SimpleNamespace(_ttft_timeline=timeline), 0)
 
     assert timeline.details is None
 
@@ -60,12 +60,12 @@ def test_outside_a_step(connector: Any, clock: testing.FakeClock) -> None:
     connector.save_caches()
 
     assert clock.at == 1_000_080
-    assert not model_runners.open_steps
+    assert not WORKER.open_steps
 
 
 def test_roles(connector: Any) -> None:
     """The worker knows from the connector what it can lose."""
-    assert model_runners.ec_roles == {"producer", "consumer"}
+    assert WORKER.ec_roles == {"producer", "consumer"}
 
 
 class EmptyConnector:
@@ -94,9 +94,9 @@ def test_empty_methods(nothing_patched: None) -> None:
     """vLLM's empty methods of the scheduler's side, and the empty flush, are left alone."""
     base = type("ECConnectorBase", (EmptyConnector,), dict(vars(EmptyConnector)))
     ec_connector = type("Mine", (base,), {"save_caches": lambda self: None})()
-    ec_connectors.wrap_ec_connector(None, ec_connector)
+    wrap_ec_connector(ec_connector)
 
-    assert {name: len(patches) for name, patches in wrap.installed_patches.items()} == {
+    assert {name: len(patches) for name, patches in PATCHER.installed.items()} == {
         "transfer.save": 2
     }
 
@@ -114,13 +114,13 @@ def test_flush(
 ) -> None:
     """Copies that a step's end starts are ec.transfer, where it has encoded something to copy."""
     ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
-    ec_connectors.wrap_ec_connector(None, ec_connector)
-    model_runners.ec_roles.clear()
-    model_runners.ec_roles.update(roles)
+    wrap_ec_connector(ec_connector)
+    WORKER.ec_roles.clear()
+    WORKER.ec_roles.update(roles)
     step = model_runners.StepStamps(HostClock(), encodes, False, 0)
-    model_runners.open_steps.append(step)
+    WORKER.open_steps.append(step)
     ec_connector.get_finished(set())
-    _, _, lost, *flat = step.resolve()
+    _, _, lost, *flat = WORKER.resolve_step(step)
 
     assert lost & LOST_SAVE == 0
     pairs = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
@@ -130,13 +130,13 @@ def test_flush(
 def test_flush_unseen(nothing_patched: None, clock: testing.FakeClock) -> None:
     """Without its hook nobody knows how long a step's end copied."""
     ec_connector: Any = type("Mine", (FlushingConnector,), {})(clock)
-    ec_connectors.wrap_ec_connector(None, ec_connector)
-    wrap.switch(off=["transfer.flush"])
+    wrap_ec_connector(ec_connector)
+    PATCHER.switch(off=["transfer.flush"])
     lost = [
-        model_runners.StepStamps(HostClock(), encodes, False, 0).resolve()[2]
+        WORKER.resolve_step(model_runners.StepStamps(HostClock(), encodes, False, 0))[2]
         for encodes in (True, False)
     ]
-    wrap.switch()
+    PATCHER.switch()
 
     assert [each & LOST_SAVE for each in lost] == [LOST_SAVE, 0]
 
@@ -144,7 +144,7 @@ def test_flush_unseen(nothing_patched: None, clock: testing.FakeClock) -> None:
 def test_scheduled_already(connector: Any, clock: testing.FakeClock) -> None:
     """Once a request is scheduled nothing is noted: vLLM asks on every decode step, too."""
     timeline = EngineTimeline(scheduled=5)
-    connector.ensure_cache_available(SimpleNamespace(_ttft=timeline), 0)
+    connector.ensure_cache_available(SimpleNamespace(_ttft_timeline=timeline), 0)
 
     assert timeline.details is None
 
@@ -157,16 +157,16 @@ def test_older_class(nothing_patched: None) -> None:
             return "saved"
 
     ec_connector = Old()
-    ec_connectors.wrap_ec_connector(None, ec_connector)
+    wrap_ec_connector(ec_connector)
 
     assert ec_connector.save_caches() == "saved"
-    assert wrap.is_active("transfer.save")
-    assert not wrap.is_active("transfer.wait")
+    assert PATCHER.is_active("transfer.save")
+    assert not PATCHER.is_active("transfer.wait")
 
 
 def test_created_twice(connector: Any, clock: testing.FakeClock) -> None:
     """Scheduler's side and worker's side of one class in one process: wrapped once."""
-    ec_connectors.wrap_ec_connector(None, connector)
-    ec_connectors.wrap_ec_connector(None, type(connector)(clock))
+    wrap_ec_connector(connector)
+    wrap_ec_connector(type(connector)(clock))
 
-    assert all(len(patches) == 1 for patches in wrap.installed_patches.values())
+    assert all(len(patches) == 1 for patches in PATCHER.installed.values())

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from hooks.process import PATCHER, WORKER, put_back_classes, wrap_ec_connector
 from lab.guests import join_guest_paths
 from ttft_otel import testing
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.worker import ec_connectors, model_runners
+from ttft_otel.hooks.worker import model_runners
 from ttft_otel.hooks.worker.device import HostClock
 from ttft_otel.model.breakdown import CODE_EC_TRANSFER, LOST_ENCODER, LOST_SAVE
 
@@ -57,12 +57,10 @@ def runner(
         make_vllm_config("ec_both", "w"), ECConnectorRole.WORKER
     )
     active_connector.encoder_cache, active_connector.save_new_caches = {}, True
-    ec_connectors.wrap_ec_connector(None, active_connector.ec_connector)
+    wrap_ec_connector(active_connector.ec_connector)
     yield active_connector
     active_connector.ec_connector.shutdown()
-    for patches in wrap.installed_patches.values():
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.original)
+    put_back_classes()
     del sys.modules["ttft_ec_cpu"]
 
 
@@ -76,7 +74,7 @@ def run_step(
     from hooks.ec_cpu import ROWS, WIDTH
 
     step = model_runners.StepStamps(HostClock(), encodes, True, 0)
-    model_runners.open_steps.append(step)
+    WORKER.open_steps.append(step)
     plan = SimpleNamespace(
         ec_connector_metadata=ECCPUConnectorMetadata(**meta), finished_req_ids=set()
     )
@@ -84,10 +82,10 @@ def run_step(
         if encodes:
             clock.tick(ENCODE_US)
             runner.encoder_cache["cat"] = torch.full((ROWS, WIDTH), 3.0, dtype=torch.float16)
-    model_runners.open_steps.clear()
+    WORKER.open_steps.clear()
     run_of = output.ec_connector_worker_meta
     assert run_of is not None and bool(run_of.completed_saves) == encodes
-    _, _, lost, *flat = step.resolve()
+    _, _, lost, *flat = WORKER.resolve_step(step)
     pairs = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     return lost, [
         end - start for code, start, end in pairs if code == CODE_EC_TRANSFER and end > start
@@ -109,8 +107,8 @@ def test_save_and_load(runner: Any, clock: testing.FakeClock) -> None:
 
 def test_flush_unseen(runner: Any, clock: testing.FakeClock) -> None:
     """Without the hook of its start the copy is a known gap, not somebody else's time."""
-    wrap.switch(off=["transfer.flush"])
+    PATCHER.switch(off=["transfer.flush"])
     lost, pieces = run_step(runner, clock, True, saves={"cat": [0, 1]})
-    wrap.switch()
+    PATCHER.switch()
 
     assert lost & LOST_SAVE and not pieces

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hooks.process import PATCHER, WORKER, put_back_classes
 from hooks.worker.runners import (
     EMPTY,
     ENCODER_US,
@@ -23,7 +24,6 @@ from hooks.worker.runners import (
     wrap_runner_classes,
 )
 from ttft_otel import testing
-from ttft_otel.hooks import wrap
 from ttft_otel.hooks.worker import device, model_runners
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import carrier
@@ -37,14 +37,12 @@ E, F, C = breakdown.CODE_ENCODER, breakdown.CODE_FORWARD, breakdown.CODE_EC_TRAN
 @pytest.fixture(params=["V1", "V2"])
 def make_runner(request: pytest.FixtureRequest, clock: testing.FakeClock) -> Iterator[RunnerMaker]:
     """A runner of either kind; the wrapped classes are put back afterwards."""
-    before = dict(wrap.installed_patches)
+    before = dict(PATCHER.installed)
     kind = wrap_runner_classes()[request.param]
     yield lambda **more: kind(clock, **more)
-    for patches in wrap.installed_patches.values():
-        for patch in patches:
-            setattr(patch.owner, patch.name, patch.original)
-    wrap.installed_patches.clear()
-    wrap.installed_patches.update(before)
+    put_back_classes()
+    PATCHER.installed.clear()
+    PATCHER.installed.update(before)
 
 
 def run_step(runner: Any, step: Any) -> Any:
@@ -59,20 +57,20 @@ def test_marked(make_runner: RunnerMaker) -> None:
 
     begin = START_US + PREPARE_US
     end = begin + FORWARD_US
-    boot, sampled, lost, *pairs = output._ttft
+    boot, sampled, lost, *pairs = output._ttft_record
     assert (boot, lost) == (clocks.get_boot_number(), 0)
     assert pairs[:2] == [F, begin]
     assert pairs[2] - end in (0, LOGITS_US)  # V2's forward ends with execute_model
     assert sampled == end + LOGITS_US + SAMPLER_US
-    assert not model_runners.open_steps
+    assert not WORKER.open_steps
 
 
 def test_unmarked(make_runner: RunnerMaker) -> None:
     """A step without a traced request leaves nothing on its output, and no state."""
     output = run_step(make_runner(), make_scheduler_output({"a": 1}, marked=False))
 
-    assert not hasattr(output, "_ttft")
-    assert not model_runners.open_steps and not model_runners._step_clocks
+    assert not hasattr(output, "_ttft_record")
+    assert not WORKER.open_steps and WORKER.clock is None
 
 
 def test_encoder(make_runner: RunnerMaker) -> None:
@@ -80,8 +78,8 @@ def test_encoder(make_runner: RunnerMaker) -> None:
     output = run_step(make_runner(), make_scheduler_output({"a": 10}, {"a": [0]}))
 
     begin = START_US + PREPARE_US
-    assert output._ttft[3:6] == (E, begin, begin + ENCODER_US)
-    assert output._ttft[6:8] == (F, begin + ENCODER_US)
+    assert output._ttft_record[3:6] == (E, begin, begin + ENCODER_US)
+    assert output._ttft_record[6:8] == (F, begin + ENCODER_US)
 
 
 def test_encoded_before(make_runner: RunnerMaker) -> None:
@@ -90,8 +88,8 @@ def test_encoded_before(make_runner: RunnerMaker) -> None:
     runner.has_encoded = True
     output = run_step(runner, make_scheduler_output({"a": 10}, {"a": [0]}))
 
-    assert output._ttft[2] == 0
-    pairs = output._ttft[3:]
+    assert output._ttft_record[2] == 0
+    pairs = output._ttft_record[3:]
     encoded_us = sum(
         pairs[at + 2] - pairs[at + 1] for at in range(0, len(pairs), 3) if pairs[at] == E
     )
@@ -104,8 +102,14 @@ def test_encode_only(make_runner: RunnerMaker) -> None:
     runner.encode_only = True
     output = run_step(runner, make_scheduler_output({}, {"a": [0]}))
 
-    assert output._ttft[1:] == (0, 0, E, START_US + PREPARE_US, START_US + PREPARE_US + ENCODER_US)
-    assert not model_runners.open_steps
+    assert output._ttft_record[1:] == (
+        0,
+        0,
+        E,
+        START_US + PREPARE_US,
+        START_US + PREPARE_US + ENCODER_US,
+    )
+    assert not WORKER.open_steps
 
 
 def test_save(make_runner: RunnerMaker, clock: testing.FakeClock) -> None:
@@ -116,9 +120,9 @@ def test_save(make_runner: RunnerMaker, clock: testing.FakeClock) -> None:
     output = run_step(runner, step)
 
     saved = START_US + PREPARE_US + ENCODER_US
-    assert output._ttft[2] == 0
-    assert output._ttft[3:6] == (C, saved, saved + SAVE_US)
-    assert output._ttft[6:9] == (E, START_US + PREPARE_US, saved + SAVE_US)
+    assert output._ttft_record[2] == 0
+    assert output._ttft_record[3:6] == (C, saved, saved + SAVE_US)
+    assert output._ttft_record[6:9] == (E, START_US + PREPARE_US, saved + SAVE_US)
 
 
 @pytest.mark.parametrize(
@@ -135,20 +139,20 @@ def test_taken_out(make_runner: RunnerMaker, clock: testing.FakeClock, off: str,
     runner = make_runner(connector=connect_ec(clock))
     step = make_scheduler_output({"a": 10}, {"a": [0]})
     step.ec_connector_metadata = object()
-    wrap.switch(off=[off])
+    PATCHER.switch(off=[off])
     output = run_step(runner, step)
-    wrap.switch()
+    PATCHER.switch()
 
-    assert output._ttft[2] == lost
+    assert output._ttft_record[2] == lost
 
 
 def test_sampler_gone(make_runner: RunnerMaker) -> None:
     """Without the sampler's hook its mark is missing, nothing else."""
-    wrap.switch(off=["worker.sample"])
+    PATCHER.switch(off=["worker.sample"])
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
-    wrap.switch()
+    PATCHER.switch()
 
-    assert output._ttft[1:3] == (0, 0)
+    assert output._ttft_record[1:3] == (0, 0)
 
 
 def test_async(make_runner: RunnerMaker) -> None:
@@ -158,12 +162,12 @@ def test_async(make_runner: RunnerMaker) -> None:
     second = run_step(runner, make_scheduler_output({"b": 10}))
     third = run_step(runner, make_scheduler_output({"c": 1}, marked=False))
 
-    assert len(model_runners.bound_steps) == 2
+    assert len(WORKER.bound_steps) == 2
     assert isinstance(first, PendingOutput)
     late, early = second.get_output(), first.get_output()
-    assert not hasattr(third.get_output(), "_ttft")
-    assert early._ttft[4] < late._ttft[4]
-    assert not model_runners.bound_steps
+    assert not hasattr(third.get_output(), "_ttft_record")
+    assert early._ttft_record[4] < late._ttft_record[4]
+    assert not WORKER.bound_steps
 
 
 def test_async_unread(make_runner: RunnerMaker) -> None:
@@ -172,7 +176,7 @@ def test_async_unread(make_runner: RunnerMaker) -> None:
     for _ in range(model_runners.MAX_BOUND_STEPS + 10):
         run_step(runner, make_scheduler_output({"a": 10}))
 
-    assert len(model_runners.bound_steps) == model_runners.MAX_BOUND_STEPS
+    assert len(WORKER.bound_steps) == model_runners.MAX_BOUND_STEPS
 
 
 def test_async_read_too_late(make_runner: RunnerMaker) -> None:
@@ -184,7 +188,7 @@ def test_async_read_too_late(make_runner: RunnerMaker) -> None:
     ]
     late, last = outputs[0].get_output(), outputs[-1].get_output()
 
-    assert not hasattr(late, "_ttft") and last._ttft[3] == F
+    assert not hasattr(late, "_ttft_record") and last._ttft_record[3] == F
 
 
 def test_empty(make_runner: RunnerMaker) -> None:
@@ -192,8 +196,8 @@ def test_empty(make_runner: RunnerMaker) -> None:
     output = run_step(make_runner(), make_scheduler_output({}))
 
     assert output is EMPTY
-    assert not hasattr(EMPTY, "_ttft")
-    assert not model_runners.open_steps
+    assert not hasattr(EMPTY, "_ttft_record")
+    assert not WORKER.open_steps
 
 
 def test_raised(make_runner: RunnerMaker) -> None:
@@ -206,9 +210,9 @@ def test_raised(make_runner: RunnerMaker) -> None:
     idle = run_step(runner, make_scheduler_output({"a": 1}, marked=False))
     output = run_step(runner, make_scheduler_output({"a": 10}))
 
-    assert not hasattr(idle, "_ttft")
-    assert len(output._ttft) == 6
-    assert not model_runners.open_steps
+    assert not hasattr(idle, "_ttft_record")
+    assert len(output._ttft_record) == 6
+    assert not WORKER.open_steps
 
 
 def test_sampler_raised(make_runner: RunnerMaker) -> None:
@@ -217,8 +221,8 @@ def test_sampler_raised(make_runner: RunnerMaker) -> None:
     assert runner.execute_model(make_scheduler_output({"a": 10})) is None
     output = run_step(runner, make_scheduler_output({"b": 10}))
 
-    assert len(output._ttft) == 6
-    assert not model_runners.open_steps
+    assert len(output._ttft_record) == 6
+    assert not WORKER.open_steps
 
 
 class PartlyReached(device.HostClock):
@@ -241,22 +245,22 @@ CLOCK_ENTRY = (carrier.CODE_CLOCK, clocks.CLOCK_DEVICE, 17)
 
 def test_unready(make_runner: RunnerMaker) -> None:
     """A device that is not done yet costs the step its marks, and says so."""
-    model_runners._step_clocks.append(PartlyReached(0))
+    WORKER.clock = PartlyReached(0)
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
 
     boot = clocks.get_boot_number()
-    assert output._ttft == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
+    assert output._ttft_record == (boot, 0, breakdown.LOST_FORWARD, *CLOCK_ENTRY)
 
 
 def test_late_stamp(make_runner: RunnerMaker) -> None:
     """One stamp that is late costs its own interval, not the step's."""
-    model_runners._step_clocks.append(PartlyReached(2))
+    WORKER.clock = PartlyReached(2)
     output = run_step(make_runner(), make_scheduler_output({"a": 10}))
 
     begin = START_US + PREPARE_US
-    assert output._ttft[1:3] == (0, 0)
-    assert output._ttft[3:5] == (F, begin)
-    assert len(output._ttft) == 9
+    assert output._ttft_record[1:3] == (0, 0)
+    assert output._ttft_record[3:5] == (F, begin)
+    assert len(output._ttft_record) == 9
 
 
 @pytest.mark.parametrize("reached", [0, 1, 2])
@@ -267,13 +271,13 @@ def test_encode_only_unfinished(make_runner: RunnerMaker, reached: int) -> None:
     """
     runner = make_runner()
     runner.encode_only = True
-    model_runners._step_clocks.append(PartlyReached(reached))
+    WORKER.clock = PartlyReached(reached)
     output = run_step(runner, make_scheduler_output({}, {"a": [0]}))
 
     begin = START_US + PREPARE_US if reached else READ_AT
     end = begin + ENCODER_US if reached == 2 else READ_AT
     flags = 0 if reached == 2 else carrier.ENCODER_UNFINISHED
-    assert output._ttft[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
+    assert output._ttft_record[1:] == (0, flags, E, begin, end, *CLOCK_ENTRY)
 
 
 def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
@@ -285,16 +289,16 @@ def test_run_travels_with_a_later_output(make_runner: RunnerMaker) -> None:
         req_ids=list(runner.state.scheduled_encoder_inputs), req_id_to_index={}
     )
     step_clock = PartlyReached(1)
-    model_runners._step_clocks.append(step_clock)
+    WORKER.clock = step_clock
     first = run_step(runner, make_scheduler_output({}, {"a": [0]}))
     step_clock.reached = 2
     second = run_step(runner, make_scheduler_output({}, {"b": [0]}))
     third = pickle.loads(pickle.dumps(run_step(runner, make_scheduler_output({}, {"c": [0]}))))
 
     begin = START_US + PREPARE_US
-    assert first._ttft[2] & carrier.ENCODER_UNFINISHED and not hasattr(first, "_ttft_runs")
+    assert first._ttft_record[2] & carrier.ENCODER_UNFINISHED and not hasattr(first, "_ttft_runs")
     assert pickle.loads(pickle.dumps(second))._ttft_runs == {"a": (begin, begin + ENCODER_US)}
-    assert third._ttft and not hasattr(third, "_ttft_runs")
+    assert third._ttft_record and not hasattr(third, "_ttft_runs")
 
 
 def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
@@ -303,8 +307,8 @@ def test_late_pipeline_stage(make_runner: RunnerMaker) -> None:
     runner.execute_model(make_scheduler_output({"a": 10}, {"a": [0]}), object())
     output = runner.sample_tokens()
 
-    assert output._ttft[2] == breakdown.LOST_EARLIER
-    assert output._ttft[3] == F
+    assert output._ttft_record[2] == breakdown.LOST_EARLIER
+    assert output._ttft_record[3] == F
 
 
 def test_cached_items(make_runner: RunnerMaker) -> None:
@@ -313,14 +317,14 @@ def test_cached_items(make_runner: RunnerMaker) -> None:
     step = model_runners.StepStamps(device.HostClock(), True, False, 0)
     step.close_interval(F, step.take_stamp())
 
-    assert step.resolve()[2] == 0
+    assert WORKER.resolve_step(step)[2] == 0
 
 
 def test_partition(make_runner: RunnerMaker) -> None:
     """The record's pairs cut a step into stages that add up."""
     boot, sampled, lost, *flat = run_step(
         make_runner(), make_scheduler_output({"a": 10}, {"a": [0]})
-    )._ttft
+    )._ttft_record
     pairs = list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
     marks = breakdown.Marks(START_US - 40, START_US - 30, START_US - 20, START_US - 10, START_US)
     marks.steps.append(breakdown.EngineStep(pairs, sampled, lost))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine core: find out for each media item of a request where its encoding came from.
 
-prefill_chunks.py opens the list and passes the items that a step encodes; ec_connectors.py calls in when a
-connector is first asked, and wraps its methods. The result is EngineDetails.media (layout in
+tracer.py opens the list when the connector is first asked, or the first chunk scheduled, and passes the
+items that a step encodes. The result is EngineDetails.media (layout in
 media_items.py), which is empty for a request without media items.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ttft_otel.hooks import ec_fields, wrap
+from ttft_otel.hooks import ec_fields
 from ttft_otel.tracing import media_items
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 from ttft_otel.tracing.media_items import (
@@ -29,13 +29,13 @@ from ttft_otel.tracing.media_items import (
 
 
 def open_items(
-    timeline: EngineTimeline, request: Any, connector: Any, available: bool = True
+    timeline: EngineTimeline, request: Any, connector: Any, is_seen: bool, available: bool
 ) -> list[int]:
     """Create the list of a request: which items its ec_transfer_params name, and which are cached here.
 
     Called once, right after the connector was first asked about the request: what is in its cache then
     was not fetched for this request.
-    connector: None without one. available: what the connector answered.
+    connector: None without one. is_seen: the hook at its allocations is there. available: what it answered.
     """
     features = request.mm_features
     # One list of integers, not objects: it travels in the timeline's JSON.
@@ -43,7 +43,7 @@ def open_items(
     timeline.open_details().media = media
     # `added` is 0 where the hook at the engine core's input is missing: the timeline was then created
     # after schedule(), too late for this request's first allocations.
-    if connector is None or not (wrap.is_active("transfer.place") and timeline.added):
+    if connector is None or not (is_seen and timeline.added):
         media[media_items.INDEX_UNMATCHED] = media_items.SOURCES_UNKNOWN
         return media
     params = ec_fields.get_announced_params(request)
@@ -101,14 +101,8 @@ def skip_cached(timeline: EngineTimeline, features: Any, computed: int) -> None:
             media[at] |= SOURCE_SKIPPED
 
 
-def note_allocated(
-    _: None, result: Any, connector: Any, request: Any, index: int, *args: Any, **kwargs: Any
-) -> None:
-    """After update_state_after_alloc(): space was allocated for item `index`, to encode or load it."""
-    timeline = getattr(request, "_ttft", None)
-    if timeline is None or timeline.sent:
-        return
-    media = timeline.read_details().media or open_items(timeline, request, connector)
+def note_allocated(media: list[int], index: int) -> None:
+    """Space was allocated for item `index`, to encode or to load it."""
     # After a preemption space is allocated again; where the item came from first stays.
     if not media[HEADER_LENGTH + index] & SOURCE_MASK:
         media[HEADER_LENGTH + index] |= SOURCE_ALLOCATED
@@ -141,6 +135,3 @@ def settle_items(
         if source == SOURCE_REMOTE:
             name = request.mm_features[at - HEADER_LENGTH].identifier
             media[media_items.INDEX_BYTES] += ec_fields.find_item_bytes(connector, request, name)
-
-
-HOOKS = {"transfer.place": wrap.Hook(after=note_allocated)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine core of an encoder: how long encodings are kept after the answer until they are fetched.
 
-ec_connectors.py wraps the connector's methods with these hooks; the API server calls
+connectors.py wraps the connector's methods with these hooks; the API server calls
 answer_kept_items() over vLLM's utility channel. It works only for connectors whose scheduler side
 serves the fetches (ECCPUConnector over NIXL: `ProducerSession`). ECMooncakeConnector pushes from
 threads of its worker, and its scheduler does not learn which item arrived.
@@ -14,9 +14,9 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any, Final
 
-from ttft_otel.hooks import ec_fields, wrap
+from ttft_otel.hooks import ec_fields
 from ttft_otel.hooks.engine_core import ec_items
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.wrap import Hook, Patcher
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.carrier import KEPT_ITEMS_BIT, KeptItems
 
@@ -62,119 +62,199 @@ class EncodingLease:
         self.answer_future: Future[str] | None = None  # set when the API server asks before the end
 
 
-# By engine request id, oldest first. While it is empty the hooks return at once.
-leases: OrderedDict[str, EncodingLease] = OrderedDict()
-leases_by_hash: dict[str, list[EncodingLease]] = {}  # by mm_hash
-unasked_answers: OrderedDict[str, str] = OrderedDict()  # leases that ended before the query came
-# No lock for these dictionaries: hooks and utility calls run on the engine core's main thread.
-fetched_hashes: OrderedDict[str, None] = OrderedDict()  # mm_hashes fetched by a consumer before
-dropped_leases = 0
+class EncodingLeases:
+    """Encodings of one engine core's answers that are kept until other instances fetch them.
 
-
-def wrap_session_class(connector: Any) -> None:
-    """Wrap the class of the connector's session that serves fetches, if `connector` has one."""
-    delegate = getattr(connector, "connector_scheduler", None)
-    kind = type(getattr(delegate, "_producer_session", None))
-    for target, names in SESSION_METHODS.items():
-        for name in names:
-            if hasattr(kind, name):
-                wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, HOOKS[target])
-
-
-def record_announced(
-    _: None, result: Any, connector: Any, request: Any, *args: Any, **kwargs: Any
-) -> None:
-    """After request_finished(): open a lease for the encodings that the answer announces.
-
-    Encodings that a consumer has fetched before are left out: it has them and does not fetch them
-    again. So are requests whose own transfer parameters show that they are not an encoder's: prefill
-    on an ec_both instance announces its encodings, too.
+    Without a lock: hooks and utility calls run on the engine core's main thread.
     """
-    timeline = getattr(request, "_ttft", None)
-    # An encoder's timeline is sent after this call; one that was sent has had its token.
-    if timeline is None or timeline.sent or not timeline.complete:
-        return
-    if not wrap.is_active("transfer.fetched") or ec_items.is_named(timeline):
-        return
-    if getattr(request, "kv_transfer_params", None):
-        return
-    # result: (whether vLLM frees the cache later, ec_transfer_params of the answer).
-    announced = result[1] if isinstance(result[1], dict) else {}
-    sizes = {
-        name: item.get("size_bytes", 0)
-        for name, item in announced.items()
-        if isinstance(item, dict) and "peer_host" in item
-    }
-    is_held = ec_fields.find_held_test(connector)
-    unready = {name for name in sizes if is_held is not None and not is_held(name)}
-    for name in unready:
-        fetched_hashes.pop(name, None)  # saved again: this copy has not been fetched
-    unfetched = {name for name in sizes if name not in fetched_hashes}
-    if unfetched:
-        timeline.open_details().kept |= KEPT_ITEMS_BIT
-        _add_lease(
-            EncodingLease(
-                request.request_id,
-                unfetched,
-                unready & unfetched,
-                sum(sizes[name] for name in unfetched),
-            )
-        )
 
-
-def _add_lease(lease: EncodingLease) -> None:
-    global dropped_leases
-    while leases and (
-        len(leases) >= MAX_LEASES
-        or len(leases_by_hash) + len(lease.waiting) > MAX_WAITING_ENCODINGS
-    ):
-        _remove_lease(next(iter(leases.values())), "")
-        dropped_leases += 1
-        # Once: under such a load every request would log it.
-        if dropped_leases == 1:
-            log.warning(
-                "ttft-otel: more than %d requests or %d encodings are waiting to be fetched; "
-                "`ttft.ec.kept` spans of the oldest requests are dropped",
-                MAX_LEASES,
-                MAX_WAITING_ENCODINGS,
-            )
-    leases[lease.request_id] = lease
-    for name in lease.waiting:
-        leases_by_hash.setdefault(name, []).append(lease)
-
-
-def _end_lease(lease: EncodingLease, why: str = "") -> None:
-    """End a lease: all its encodings were fetched (`why` ""), or will not be."""
-    kept_items = KeptItems(
-        lease.since, clock.now_us(), lease.items, lease.bytes, lease.ready_at, why
+    __slots__ = (
+        "dropped_leases",
+        "fetched_hashes",
+        "leases",
+        "leases_by_hash",
+        "patcher",
+        "unasked",
     )
-    _remove_lease(lease, kept_items.to_json())
 
+    def __init__(self, patcher: Patcher) -> None:
+        self.patcher = patcher
+        #: By engine request ID, oldest first. While it is empty the hooks return at once.
+        self.leases: OrderedDict[str, EncodingLease] = OrderedDict()
+        #: By mm_hash.
+        self.leases_by_hash: dict[str, list[EncodingLease]] = {}
+        #: Answers about leases that ended before the query came.
+        self.unasked: OrderedDict[str, str] = OrderedDict()
+        #: mm_hashes that a consumer has fetched before.
+        self.fetched_hashes: OrderedDict[str, None] = OrderedDict()
+        #: Leases beyond MAX_LEASES or MAX_WAITING_ENCODINGS.
+        self.dropped_leases = 0
 
-def _remove_lease(lease: EncodingLease, answer: str) -> None:
-    leases.pop(lease.request_id, None)
-    for name in lease.waiting:
-        others = leases_by_hash.get(name, [])
-        if lease in others:
-            others.remove(lease)
-        if not others:
-            leases_by_hash.pop(name, None)
-    if lease.answer_future is not None:
-        lease.answer_future.set_result(answer)
-        return
-    unasked_answers[lease.request_id] = answer
-    if len(unasked_answers) > MAX_UNASKED_ANSWERS:
-        unasked_answers.popitem(last=False)
+    def drop_all(self) -> None:
+        """Forget all requests and encodings, as in a new engine core."""
+        self.leases.clear()
+        self.leases_by_hash.clear()
+        self.unasked.clear()
+        self.fetched_hashes.clear()
+        self.dropped_leases = 0
 
+    def build_hooks(self) -> dict[str, Hook]:
+        """Hooks of the connector, and of its session that serves fetches."""
+        return {
+            "transfer.keep": Hook(after=self.record_announced),
+            "transfer.ready": Hook(after=self.record_saved, ready=self.leases),
+            "transfer.fetched": Hook(
+                before=snapshot_reads, after=self.record_fetched, ready=self.leases
+            ),
+            "transfer.lease": Hook(
+                before=self.drop_overdue, after=self.record_expired, ready=self.leases
+            ),
+        }
 
-def record_saved(_: None, result: Any, connector: Any, output: Any, *args: Any, **kw: Any) -> None:
-    """After update_connector_output(): its `output` names the encodings whose copy is complete."""
-    meta = getattr(output, "ec_connector_worker_meta", None)
-    for name in getattr(meta, "completed_saves", ()):
-        for lease in leases_by_hash.get(name, ()):
-            lease.unready.discard(name)
-            if not lease.unready:
-                lease.ready_at = lease.ready_at or clock.now_us()
+    def record_announced(
+        self, _: None, result: Any, connector: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """After request_finished(): open a lease for the encodings that the answer announces.
+
+        Encodings that a consumer has fetched before are left out: it has them and does not fetch them
+        again. So are requests whose own transfer parameters show that they are not an encoder's: prefill
+        on an ec_both instance announces its encodings, too.
+        """
+        timeline = getattr(request, "_ttft_timeline", None)
+        # An encoder's timeline is sent after this call; one that was sent has had its token.
+        if timeline is None or timeline.sent or not timeline.complete:
+            return
+        if not self.patcher.is_active("transfer.fetched") or ec_items.is_named(timeline):
+            return
+        if getattr(request, "kv_transfer_params", None):
+            return
+        # result: (whether vLLM frees the cache later, ec_transfer_params of the answer).
+        announced = result[1] if isinstance(result[1], dict) else {}
+        sizes = {
+            name: item.get("size_bytes", 0)
+            for name, item in announced.items()
+            if isinstance(item, dict) and "peer_host" in item
+        }
+        is_held = ec_fields.find_held_test(connector)
+        unready = {name for name in sizes if is_held is not None and not is_held(name)}
+        for name in unready:
+            self.fetched_hashes.pop(name, None)  # saved again: this copy has not been fetched
+        unfetched = {name for name in sizes if name not in self.fetched_hashes}
+        if unfetched:
+            timeline.open_details().kept |= KEPT_ITEMS_BIT
+            self._add_lease(
+                EncodingLease(
+                    request.request_id,
+                    unfetched,
+                    unready & unfetched,
+                    sum(sizes[name] for name in unfetched),
+                )
+            )
+
+    def _add_lease(self, lease: EncodingLease) -> None:
+        while self.leases and (
+            len(self.leases) >= MAX_LEASES
+            or len(self.leases_by_hash) + len(lease.waiting) > MAX_WAITING_ENCODINGS
+        ):
+            self._remove_lease(next(iter(self.leases.values())), "")
+            self.dropped_leases += 1
+            # Once: under such a load every request would log it.
+            if self.dropped_leases == 1:
+                log.warning(
+                    "ttft-otel: more than %d requests or %d encodings are waiting to be fetched; "
+                    "`ttft.ec.kept` spans of the oldest requests are dropped",
+                    MAX_LEASES,
+                    MAX_WAITING_ENCODINGS,
+                )
+        self.leases[lease.request_id] = lease
+        for name in lease.waiting:
+            self.leases_by_hash.setdefault(name, []).append(lease)
+
+    def _end_lease(self, lease: EncodingLease, why: str = "") -> None:
+        """End a lease: all its encodings were fetched (`why` ""), or will not be."""
+        kept_items = KeptItems(
+            lease.since, clock.now_us(), lease.items, lease.bytes, lease.ready_at, why
+        )
+        self._remove_lease(lease, kept_items.to_json())
+
+    def _remove_lease(self, lease: EncodingLease, answer: str) -> None:
+        self.leases.pop(lease.request_id, None)
+        for name in lease.waiting:
+            others = self.leases_by_hash.get(name, [])
+            if lease in others:
+                others.remove(lease)
+            if not others:
+                self.leases_by_hash.pop(name, None)
+        if lease.answer_future is not None:
+            lease.answer_future.set_result(answer)
+            return
+        self.unasked[lease.request_id] = answer
+        if len(self.unasked) > MAX_UNASKED_ANSWERS:
+            self.unasked.popitem(last=False)
+
+    def record_saved(
+        self, _: None, result: Any, connector: Any, output: Any, *args: Any, **kw: Any
+    ) -> None:
+        """After update_connector_output(): its `output` names the encodings whose copy is complete."""
+        meta = getattr(output, "ec_connector_worker_meta", None)
+        for name in getattr(meta, "completed_saves", ()):
+            for lease in self.leases_by_hash.get(name, ()):
+                lease.unready.discard(name)
+                if not lease.unready:
+                    lease.ready_at = lease.ready_at or clock.now_us()
+
+    def record_fetched(
+        self, active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
+    ) -> None:
+        """After _drain_notifs(): fetches of `active` that are gone now were completed by a consumer.
+
+        A fetch serves every lease that waits for the encoding, whichever request it was made for.
+        """
+        for name in _list_ended_reads(active, session):
+            self.fetched_hashes[name] = None
+            self.fetched_hashes.move_to_end(name)
+            if len(self.fetched_hashes) > MAX_FETCHED_HASHES:
+                self.fetched_hashes.popitem(last=False)
+            for lease in self.leases_by_hash.pop(name, ()):
+                lease.waiting.discard(name)
+                if not lease.waiting:
+                    self._end_lease(lease)
+
+    def drop_overdue(self, session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        """Before _sweep_timeouts(), in every step: end leases that are evicted or too old.
+
+        Goes from the oldest to the first that is neither, because the connector evicts in about that
+        order. Returns the fetches in progress, as snapshot_reads().
+        """
+        now = clock.now_us()
+        while self.leases:
+            oldest = next(iter(self.leases.values()))
+            if any(session._cache.get(name) is None for name in oldest.waiting):
+                self._end_lease(oldest, REASON_EVICTED)
+            elif now - oldest.since > MAX_KEPT_US:
+                self._end_lease(oldest, REASON_EXPIRED)
+            else:
+                break
+        return snapshot_reads(session)
+
+    def record_expired(
+        self, active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
+    ) -> None:
+        """After _sweep_timeouts(): fetches of `active` that are gone now did not complete in time."""
+        for name in _list_ended_reads(active, session):
+            for lease in list(self.leases_by_hash.get(name, ())):
+                self._end_lease(lease, REASON_EXPIRED)
+
+    def answer_kept_items(self, request_id: str) -> Any:
+        """Utility call: how long encodings were kept, as KeptItems JSON; "" when unknown.
+
+        Returns a Future while they are kept, which vLLM's utility channel awaits.
+        """
+        lease = self.leases.get(request_id)
+        if lease is None:
+            return self.unasked.pop(request_id, "")
+        lease.answer_future = lease.answer_future or Future()
+        return lease.answer_future
 
 
 def snapshot_reads(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
@@ -183,75 +263,5 @@ def snapshot_reads(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | 
     return dict(session._active_xfers) or None
 
 
-def record_fetched(
-    active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
-) -> None:
-    """After _drain_notifs(): fetches of `active` that are gone now were completed by a consumer.
-
-    A fetch serves every lease that waits for the encoding, whichever request it was made for.
-    """
-    for name in _list_ended_reads(active, session):
-        fetched_hashes[name] = None
-        fetched_hashes.move_to_end(name)
-        if len(fetched_hashes) > MAX_FETCHED_HASHES:
-            fetched_hashes.popitem(last=False)
-        for lease in leases_by_hash.pop(name, ()):
-            lease.waiting.discard(name)
-            if not lease.waiting:
-                _end_lease(lease)
-
-
-def drop_overdue(session: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
-    """Before _sweep_timeouts(), in every step: end leases that are evicted or too old.
-
-    Goes from the oldest to the first that is neither, because the connector evicts in about that
-    order. Returns the fetches in progress, as snapshot_reads().
-    """
-    now = clock.now_us()
-    while leases:
-        oldest = next(iter(leases.values()))
-        if any(session._cache.get(name) is None for name in oldest.waiting):
-            _end_lease(oldest, REASON_EVICTED)
-        elif now - oldest.since > MAX_KEPT_US:
-            _end_lease(oldest, REASON_EXPIRED)
-        else:
-            break
-    return snapshot_reads(session)
-
-
-def record_expired(
-    active: dict[str, Any], result: Any, session: Any, *args: Any, **kw: Any
-) -> None:
-    """After _sweep_timeouts(): fetches of `active` that are gone now did not complete in time."""
-    for name in _list_ended_reads(active, session):
-        for lease in list(leases_by_hash.get(name, ())):
-            _end_lease(lease, REASON_EXPIRED)
-
-
 def _list_ended_reads(active: dict[str, Any], session: Any) -> list[str]:
     return [read.mm_hash for key, read in active.items() if key not in session._active_xfers]
-
-
-def answer_kept_items(core: Any, request_id: str) -> Any:
-    """Utility call: how long encodings were kept, as KeptItems JSON; "" when unknown.
-
-    Returns a Future while they are kept, which vLLM's utility channel awaits.
-    """
-    lease = leases.get(request_id)
-    if lease is None:
-        return unasked_answers.pop(request_id, "")
-    lease.answer_future = lease.answer_future or Future()
-    return lease.answer_future
-
-
-SESSION_METHODS: Final = {
-    "transfer.fetched": ("_drain_notifs",),
-    "transfer.lease": ("_sweep_timeouts",),
-}
-
-HOOKS: Final = {
-    "transfer.keep": wrap.Hook(after=record_announced),
-    "transfer.ready": wrap.Hook(after=record_saved, ready=leases),
-    "transfer.fetched": wrap.Hook(before=snapshot_reads, after=record_fetched, ready=leases),
-    "transfer.lease": wrap.Hook(before=drop_overdue, after=record_expired, ready=leases),
-}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record which work the engine did while traced requests waited: kinds of work, and the largest requests.
 
-engine_core.py reports arrivals, scheduler.py schedule() and steps' ends, prefill_chunks.py waits' ends.
+tracer.py reports arrivals, schedule(), steps' ends and waits' ends.
 Results go into EngineTimeline.held and EngineDetails.holders. Running sums are kept for all waiting requests
 together: what one request waited for is the difference between two of them, so the cost of a step does not
 depend on how many wait. Sums are updated at a step's end, when its begin and its length are known.
@@ -26,279 +26,293 @@ from ttft_otel.tracing import clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
 
 MAX_FOLLOWED: Final = 512  # requests; more are not followed
-
-# Request ID -> request, from its arrival (input thread) to its first output or end; None: not followed.
-unanswered: dict[str, HeldRequest | None] = {}
-# Requests that arrived after the last step's end.
-unmarked: deque[HeldRequest] = deque(maxlen=MAX_FOLLOWED)
-followed: dict[str, HeldRequest] = {}  # waiting requests, by ID
-_ended: list[HeldRequest] = []  # those whose wait has ended since the last step's end
-_log = StepLog()
 _NO_STEP: Final = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
-def follow_request(request_id: str, timeline: EngineTimeline) -> HeldRequest:
-    """In the input thread: a traced request has arrived."""
-    held = HeldRequest(request_id, timeline, timeline.added)
-    is_followed = len(unanswered) < MAX_FOLLOWED
-    if is_followed:
-        unmarked.append(held)
-    unanswered[request_id] = held if is_followed else None
-    return held
+class HeldRequests:
+    """One engine core's traced requests that other requests' work may hold up, and the log of that work."""
 
+    __slots__ = ("_ended", "followed", "log", "unanswered", "unmarked")
 
-def note_schedule(scheduler: Any, output: Any, now: int) -> None:
-    """After a schedule() that returned at `now` (us), while a traced request waits."""
-    total, log = output.total_num_scheduled_tokens, _log
-    if total == len(output.num_scheduled_tokens) and not output.scheduled_encoder_inputs:
-        work = StepWork(output, now, total, total, total)  # as describe_step() does it
-        if not (output.scheduled_new_reqs or log.halted):  # most steps
+    def __init__(self) -> None:
+        #: Request ID -> request, from its arrival (input thread) to its first output or end.
+        self.unanswered: dict[str, HeldRequest] = {}
+        #: Requests that arrived after the last step's end.
+        self.unmarked: deque[HeldRequest] = deque(maxlen=MAX_FOLLOWED)
+        #: Waiting requests, by ID.
+        self.followed: dict[str, HeldRequest] = {}
+        # Those whose wait has ended since the last step's end.
+        self._ended: list[HeldRequest] = []
+        self.log = StepLog()
+
+    def drop_all(self) -> None:
+        """Forget all requests, as in a new engine core."""
+        self.unanswered.clear()
+        self.unmarked.clear()
+        self.followed.clear()
+        self._ended.clear()
+        self.log.reset()
+
+    def follow_request(self, request_id: str, timeline: EngineTimeline) -> HeldRequest:
+        """In the input thread: a traced request has arrived."""
+        held = HeldRequest(request_id, timeline, timeline.added)
+        if len(self.unanswered) < MAX_FOLLOWED:
+            self.unmarked.append(held)
+        else:
+            held.is_followed = False
+        self.unanswered[request_id] = held
+        return held
+
+    def note_unseen(self, request_id: str, timeline: EngineTimeline) -> None:
+        """A traced request is scheduled whose arrival was not seen: what held it up is not known."""
+        self.unanswered[request_id] = HeldRequest(request_id, timeline, 0, is_followed=False)
+
+    def note_schedule(self, scheduler: Any, output: Any, now: int) -> None:
+        """After a schedule() that returned at `now` (us), while a traced request waits."""
+        total, log = output.total_num_scheduled_tokens, self.log
+        if total == len(output.num_scheduled_tokens) and not output.scheduled_encoder_inputs:
+            work = StepWork(output, now, total, total, total)  # as describe_step() does it
+            if not (output.scheduled_new_reqs or log.halted):  # most steps
+                work.is_plain = True
+                log.in_flight.append(work)
+                return
+        else:
+            work = describe_step(scheduler, output, now)
+        if log.halted:
+            work.resumed, log.halted = True, False
+        if output.scheduled_new_reqs or work.chunks or work.items:
+            log.settle()
+            log.holders.open_step(work, scheduler.requests)
+        elif not work.resumed:
             work.is_plain = True
-            log.in_flight.append(work)
+        log.in_flight.append(work)
+
+    def note_pause(self) -> None:
+        """The scheduler is paused, or goes on: its next step does not follow at once."""
+        self.log.halted = True
+
+    def end_wait(
+        self, facts: vllm_fields.SchedulerFacts, timeline: EngineTimeline, request_id: str, now: int
+    ) -> None:
+        """The request's first step was scheduled at `now` (us)."""
+        held = self.unanswered.get(request_id)
+        if held is None or held.ended or not held.is_followed:
             return
-    else:
-        work = describe_step(scheduler, output, now)
-    if log.halted:
-        work.resumed, log.halted = True, False
-    if output.scheduled_new_reqs or work.chunks or work.items:
+        held.ended = now
+        if timeline.complete and not (self.log.edge or facts.overlaps):
+            if (
+                self.unmarked and self.unmarked[0] is held
+            ):  # it came to an idle engine: one step takes all of it
+                self.unmarked.popleft()
+                timeline.held = [timeline.added]
+                held.last = now
+                return
+        self._ended.append(held)
+
+    def follow_again(self, request_id: str) -> None:
+        """A request whose prompt was complete has lost its blocks: it waits again."""
+        held = self.unanswered.get(request_id)
+        if held is not None and held.last and request_id not in self.followed:
+            if not self.log.edge:
+                self.log.begin(clock.now_us())
+            self.log.settle()
+            # What lies between was not waited for, or nothing ran in it.
+            segments = held.timeline.held
+            gap = self.log.edge - segments[0] - sum(segments[1::SEGMENT_SIZE])
+            segments += (max(gap, 0), 0, 0, 0, 0)
+            held.last, held.sums, held.own = max(self.log.edge, held.last), self.log.sums, None
+            self.followed[request_id] = held
+
+    def note_end(self, request: Any) -> None:
+        """A request, traced or not, is freed or preempted while a traced one waits."""
+        self.log.settle()
+        self.log.steady = 0
+        # With overlapping steps one may still run for it.
+        if self._is_in_flight(request.request_id):
+            self.log.ending.append(request)
+        else:
+            self.log.holders.note_end(request)
+
+    def close_step(self, scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
+        """Before update_from_output() at `now` (us), while a traced request waits: a step has ended.
+
+        is_plain: no request without a first token has a part in it.
+        """
+        log = self.log
+        if (
+            is_plain
+            and log.steady
+            and not (self.unmarked or self._ended)
+            and log.extend_decoding(output, now)
+        ):
+            return
         log.settle()
-        log.holders.open_step(work, scheduler.requests)
-    elif not work.resumed:
-        work.is_plain = True
-    log.in_flight.append(work)
+        work = log.take_step(output)
+        if work is None:
+            work = describe_step(scheduler, output, 0)
+            log.holders.open_step(work, scheduler.requests)
+        if not log.edge:
+            if self._ended and len(self._ended) == len(self.unmarked) and self._settle_taken(work):
+                return
+            self._begin_log(now)
+        if log.holders.closing:
+            log.holders.drop_completed(work)
+        self._end_turnaround(work, now)
+        length = now - (begin := log.edge)  # since when it has had the engine for itself
+        while self.unmarked:
+            self._mark_start(self.unmarked.popleft(), work, begin, length)
+        for held in self._ended:
+            self._name_holders(held, scheduler, work, min(max(held.ended - begin, 0), length))
+        log.add_step(work, now, length)
+        log.step_end = now
+        log.holders.close_step(work, length)
+        if work.parts or work.output.scheduled_new_reqs:
+            log.steady = 0
+        if log.ending:
+            ending, log.ending = log.ending, []
+            for request in ending:
+                self.note_end(request)
+        if self._ended:
+            for held in self._ended:
+                self._write_wait(held)
+            self._ended.clear()
 
+    def _settle_taken(self, work: StepWork) -> bool:
+        """Whether the first step to end since they came has taken all that wait: then none ran before it."""
+        for index, held in enumerate(self._ended):
+            is_taken = self.unmarked[index] is held and held.ended == work.scheduled
+            if not (is_taken and held.timeline.complete):
+                return False
+        for held in self._ended:
+            self.unmarked.popleft()
+            held.timeline.held = [held.timeline.added]
+            held.last = held.ended
+        self._ended.clear()
+        self.log.reset()
+        return True
 
-def note_pause() -> None:
-    """The scheduler is paused, or goes on: its next step does not follow at once."""
-    _log.halted = True
-
-
-def end_wait(
-    facts: vllm_fields.SchedulerFacts, timeline: EngineTimeline, request_id: str, now: int
-) -> None:
-    """The request's first step was scheduled at `now` (us)."""
-    held = unanswered.get(request_id)
-    if held is None or held.ended:
-        return
-    held.ended = now
-    if timeline.complete and not (_log.edge or facts.overlaps):
-        if unmarked and unmarked[0] is held:  # it came to an idle engine: one step takes all of it
-            unmarked.popleft()
-            timeline.held = [timeline.added]
-            held.last = now
+    def _end_turnaround(self, work: StepWork, now: int) -> None:
+        """Up to the begin of `work` no step ran: this time is that of the step before."""
+        begin, before = min(work.scheduled, now), self.log.latest
+        if (gap := begin - self.log.edge) <= 0:
             return
-    _ended.append(held)
-
-
-def follow_again(request_id: str) -> None:
-    """A request whose prompt was complete has lost its blocks: it waits again."""
-    held = unanswered.get(request_id)
-    if held is not None and held.last and request_id not in followed:
-        if not _log.edge:
-            _log.begin(clock.now_us())
-        _log.settle()
-        # What lies between was not waited for, or nothing ran in it.
-        segments = held.timeline.held
-        gap = _log.edge - segments[0] - sum(segments[1::SEGMENT_SIZE])
-        segments += (max(gap, 0), 0, 0, 0, 0)
-        held.last, held.sums, held.own = max(_log.edge, held.last), _log.sums, None
-        followed[request_id] = held
-
-
-def note_end(request: Any) -> None:
-    """A request, traced or not, is freed or preempted while a traced one waits."""
-    _log.settle()
-    _log.steady = 0
-    # With overlapping steps one may still run for it.
-    if _is_in_flight(request.request_id):
-        _log.ending.append(request)
-    else:
-        _log.holders.note_end(request)
-
-
-def close_step(scheduler: Any, output: Any, now: int, is_plain: bool) -> None:
-    """Before update_from_output() at `now` (us), while a traced request waits: a step has ended.
-
-    is_plain: no request without a first token has a part in it.
-    """
-    log = _log
-    if is_plain and log.steady and not (unmarked or _ended) and log.extend_decoding(output, now):
-        return
-    log.settle()
-    work = log.take_step(output)
-    if work is None:
-        work = describe_step(scheduler, output, 0)
-        log.holders.open_step(work, scheduler.requests)
-    if not log.edge:
-        if _ended and len(_ended) == len(unmarked) and _settle_taken(work):
+        if before is None or not before.total or work.resumed:
+            self.log.add_edge(begin)
+            self.log.edge = begin
             return
-        _begin_log(now)
-    if log.holders.closing:
-        log.holders.drop_completed(work)
-    _end_turnaround(work, now)
-    length = now - (begin := log.edge)  # since when it has had the engine for itself
-    while unmarked:
-        _mark_start(unmarked.popleft(), work, begin, length)
-    for held in _ended:
-        _name_holders(held, scheduler, work, min(max(held.ended - begin, 0), length))
-    log.add_step(work, now, length)
-    log.step_end = now
-    log.holders.close_step(work, length)
-    if work.parts or work.output.scheduled_new_reqs:
-        log.steady = 0
-    if log.ending:
-        ending, log.ending = log.ending, []
-        for request in ending:
-            note_end(request)
-    if _ended:
-        for held in _ended:
-            _write_wait(held)
-        _ended.clear()
+        self.log.add_step(before, begin, gap)
+        self.log.holders.extend_step(before, gap)
+        before.turnaround, before.sums = gap, self.log.sums
 
+    def _begin_log(self, now: int) -> None:
+        # When the first of those that wait came; a list, because the input thread may append meanwhile.
+        self.log.begin(min([now, *[each.timeline.added for each in [*self.unmarked]]]))
 
-def _settle_taken(work: StepWork) -> bool:
-    """Whether the first step to end since they came has taken all that wait: then none ran before it."""
-    for index, held in enumerate(_ended):
-        is_taken = unmarked[index] is held and held.ended == work.scheduled
-        if not (is_taken and held.timeline.complete):
-            return False
-    for held in _ended:
-        unmarked.popleft()
-        held.timeline.held = [held.timeline.added]
-        held.last = held.ended
-    _ended.clear()
-    _log.reset()
-    return True
+    def _mark_start(self, held: HeldRequest, work: StepWork, begin: int, length: int) -> None:
+        # A turnaround in which it came is idle to it: whether it is known depends on who else waited.
+        if held.since >= self.log.step_end:
+            held.since = max(held.since, begin)
+        elapsed = min(max(held.timeline.added - begin, 0), length)
+        held.start = self.log.holders.start_wait(work, elapsed)
+        self.followed[held.request_id] = held
 
+    def _name_holders(
+        self, held: HeldRequest, scheduler: Any, work: StepWork, elapsed: int
+    ) -> None:
+        if held.start is None or scheduler is None:
+            return
+        running = getattr(scheduler, "running", ())
+        found = self.log.holders.list_holders(held.start, held.request_id, running, work, elapsed)
+        # A pipeline has several batches: who decodes is in one of them, and its share is too large here.
+        is_pipeline = vllm_fields.get_facts(scheduler).is_pipeline
+        lost = is_pipeline or self.log.holders.is_truncated(held.start)
+        if found or lost:
+            details = held.timeline.open_details()
+            details.holders, details.holders_lost = found, lost
+        held.start = None  # so that its holders can be freed
 
-def _end_turnaround(work: StepWork, now: int) -> None:
-    """Up to the begin of `work` no step ran: this time is that of the step before."""
-    begin, before = min(work.scheduled, now), _log.latest
-    if (gap := begin - _log.edge) <= 0:
-        return
-    if before is None or not before.total or work.resumed:
-        _log.add_edge(begin)
-        _log.edge = begin
-        return
-    _log.add_step(before, begin, gap)
-    _log.holders.extend_step(before, gap)
-    before.turnaround, before.sums = gap, _log.sums
+    def _write_wait(self, held: HeldRequest) -> None:
+        """What ran between the request's arrival and the end of the latest step, as segments."""
+        times, all_sums = self.log.times, self.log.all_sums
+        first = max(0, bisect_right(times, held.since) - 1)
+        edges = range(first, len(times))
+        if len(edges) > MAX_SEGMENTS:
+            # The first and the last ones have the wait's ends in them, these stay as they are.
+            stride = -(-len(edges) // MAX_SEGMENTS)
+            edges = [*edges[:2], *edges[2:-3:stride], *edges[-3:]]  # type: ignore[assignment]
+        held.last, held.sums = times[edges[0]], all_sums[edges[0]]
+        held.timeline.held = [held.last]
+        for index in edges[1:]:
+            held.add_segment(times[index], all_sums[index])
 
+    def add_own_step(self, request_id: str) -> None:
+        """After close_step() of a step in which the request itself was."""
+        held = self.followed.get(request_id)
+        if held is None or not held.last:
+            return
+        if (before := held.own) is not None and before.turnaround:
+            held.add_segment(held.last + before.turnaround, before.sums)
+            take_out_own(held.timeline.held, request_id, before)
+        held.own = work = self.log.latest
+        self.log.steady = 0
+        if held.last < self.log.edge:
+            # The step before it apart: only in its own one it can have held itself.
+            if self.log.times[-2] > held.last:
+                held.add_segment(self.log.times[-2], self.log.all_sums[-2])
+            held.add_segment(self.log.edge, self.log.sums)
+        take_out_own(held.timeline.held, request_id, work)
+        if len(held.timeline.held) > SEGMENT_SIZE * 2 * MAX_SEGMENTS:
+            halve_segments(held.timeline.held)
+        if held.timeline.complete and not self._is_in_flight(request_id):
+            self._release(request_id)
 
-def _begin_log(now: int) -> None:
-    # When the first of those that wait came; a list, because the input thread may append meanwhile.
-    _log.begin(min([now, *[each.timeline.added for each in [*unmarked]]]))
+    def _is_in_flight(self, request_id: str) -> bool:
+        return any(request_id in work.output.num_scheduled_tokens for work in self.log.in_flight)
 
+    def drop_request(self, scheduler: Any, request_id: str, now: int) -> None:
+        """The request has ended, or has its first token: at `now` (us) nothing of it is waited for."""
+        held = self.unanswered.pop(request_id, None)
+        # The usual case is the second one: its wait has ended, and nobody else waits.
+        if held is None or not held.is_followed or (held.last and not self.log.edge):
+            return
+        if not held.ended:
+            self._end_early(held, scheduler, now)
+        elif held in self._ended:  # its first step runs, of which no end will tell
+            self._ended.remove(held)
+            self._forget_arrival(held)
+        self._release(request_id)
 
-def _mark_start(held: HeldRequest, work: StepWork, begin: int, length: int) -> None:
-    # A turnaround in which it came is idle to it: whether it is known depends on who else waited.
-    if held.since >= _log.step_end:
-        held.since = max(held.since, begin)
-    elapsed = min(max(held.timeline.added - begin, 0), length)
-    held.start = _log.holders.start_wait(work, elapsed)
-    followed[held.request_id] = held
+    def _end_early(self, held: HeldRequest, scheduler: Any, now: int) -> None:
+        """It ended while it waited: what is known up to `now`, also of the step that runs."""
+        if not self.log.edge:
+            self._begin_log(held.timeline.added)
+        self.log.settle()
+        work = self.log.in_flight[0] if self.log.in_flight else StepWork(_NO_STEP, now, 0, 0, 0)
+        if work.total:  # else no step has followed the last one, and the time since then is idle
+            self._end_turnaround(work, now)
+        begin = max(work.scheduled, self.log.edge)
+        elapsed = max(now - begin, 0)
+        if held.start is None:
+            self._mark_start(held, work, begin, elapsed)
+            self._forget_arrival(held)
+        held.ended = now
+        self._name_holders(held, scheduler, work, elapsed)
+        self._write_wait(held)
+        if begin > held.last:
+            held.add_segment(begin, held.sums)
+        if elapsed and work.total:
+            shares = split_length(elapsed, (work.prefill, work.decode, work.encoder), work.total)
+            held.timeline.held += (elapsed, *shares, 0)
 
+    def _forget_arrival(self, held: HeldRequest) -> None:
+        for _ in range(len(self.unmarked)):  # the input thread may append meanwhile
+            if (each := self.unmarked.popleft()) is not held:
+                self.unmarked.append(each)
 
-def _name_holders(held: HeldRequest, scheduler: Any, work: StepWork, elapsed: int) -> None:
-    if held.start is None or scheduler is None:
-        return
-    running = getattr(scheduler, "running", ())
-    found = _log.holders.list_holders(held.start, held.request_id, running, work, elapsed)
-    # A pipeline has several batches: who decodes is in one of them, and its share is too large here.
-    is_pipeline = vllm_fields.get_facts(scheduler).is_pipeline
-    lost = is_pipeline or _log.holders.is_truncated(held.start)
-    if found or lost:
-        details = held.timeline.open_details()
-        details.holders, details.holders_lost = found, lost
-    held.start = None  # so that its holders can be freed
-
-
-def _write_wait(held: HeldRequest) -> None:
-    """What ran between the request's arrival and the end of the latest step, as segments."""
-    times, all_sums = _log.times, _log.all_sums
-    first = max(0, bisect_right(times, held.since) - 1)
-    edges = range(first, len(times))
-    if len(edges) > MAX_SEGMENTS:
-        # The first and the last ones have the wait's ends in them, these stay as they are.
-        stride = -(-len(edges) // MAX_SEGMENTS)
-        edges = [*edges[:2], *edges[2:-3:stride], *edges[-3:]]  # type: ignore[assignment]
-    held.last, held.sums = times[edges[0]], all_sums[edges[0]]
-    held.timeline.held = [held.last]
-    for index in edges[1:]:
-        held.add_segment(times[index], all_sums[index])
-
-
-def add_own_step(request_id: str) -> None:
-    """After close_step() of a step in which the request itself was."""
-    held = followed.get(request_id)
-    if held is None or not held.last:
-        return
-    if (before := held.own) is not None and before.turnaround:
-        held.add_segment(held.last + before.turnaround, before.sums)
-        take_out_own(held.timeline.held, request_id, before)
-    held.own = work = _log.latest
-    _log.steady = 0
-    if held.last < _log.edge:
-        # The step before it apart: only in its own one it can have held itself.
-        if _log.times[-2] > held.last:
-            held.add_segment(_log.times[-2], _log.all_sums[-2])
-        held.add_segment(_log.edge, _log.sums)
-    take_out_own(held.timeline.held, request_id, work)
-    if len(held.timeline.held) > SEGMENT_SIZE * 2 * MAX_SEGMENTS:
-        halve_segments(held.timeline.held)
-    if held.timeline.complete and not _is_in_flight(request_id):
-        _release(request_id)
-
-
-def _is_in_flight(request_id: str) -> bool:
-    return any(request_id in work.output.num_scheduled_tokens for work in _log.in_flight)
-
-
-def drop_request(scheduler: Any, request_id: str, now: int) -> None:
-    """The request has ended, or has its first token: at `now` (us) nothing of it is waited for."""
-    held = unanswered.pop(request_id, None)
-    # The usual case is the second one: its wait has ended, and nobody else waits.
-    if held is None or (held.last and not _log.edge):
-        return
-    if not held.ended:
-        _end_early(held, scheduler, now)
-    elif held in _ended:  # its first step runs, of which no end will tell
-        _ended.remove(held)
-        _forget_arrival(held)
-    _release(request_id)
-
-
-def _end_early(held: HeldRequest, scheduler: Any, now: int) -> None:
-    """It ended while it waited: what is known up to `now`, also of the step that runs."""
-    if not _log.edge:
-        _begin_log(held.timeline.added)
-    _log.settle()
-    work = _log.in_flight[0] if _log.in_flight else StepWork(_NO_STEP, now, 0, 0, 0)
-    if work.total:  # else no step has followed the last one, and the time since then is idle
-        _end_turnaround(work, now)
-    begin = max(work.scheduled, _log.edge)
-    elapsed = max(now - begin, 0)
-    if held.start is None:
-        _mark_start(held, work, begin, elapsed)
-        _forget_arrival(held)
-    held.ended = now
-    _name_holders(held, scheduler, work, elapsed)
-    _write_wait(held)
-    if begin > held.last:
-        held.add_segment(begin, held.sums)
-    if elapsed and work.total:
-        shares = split_length(elapsed, (work.prefill, work.decode, work.encoder), work.total)
-        held.timeline.held += (elapsed, *shares, 0)
-
-
-def _forget_arrival(held: HeldRequest) -> None:
-    for _ in range(len(unmarked)):  # the input thread may append meanwhile
-        if (each := unmarked.popleft()) is not held:
-            unmarked.append(each)
-
-
-def _release(request_id: str) -> None:
-    followed.pop(request_id, None)
-    # Also what is kept of other requests ends with the last one that waits.
-    if (_log.edge or _log.in_flight) and not (followed or unmarked or _ended):
-        _log.reset()
+    def _release(self, request_id: str) -> None:
+        self.followed.pop(request_id, None)
+        # Also what is kept of other requests ends with the last one that waits.
+        if (self.log.edge or self.log.in_flight) and not (
+            self.followed or self.unmarked or self._ended
+        ):
+            self.log.reset()

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in KV connectors: waits for blocks from other instances, loads and saves inside a step, and
-how long blocks are kept for another instance.
+"""BlockTransfers: waits for KV blocks from other instances, and how long blocks are kept for another one.
 
-As in ec_connectors.py the factory is the patched target, and the methods of the class that it creates
-are wrapped. Waits go to the request's EngineTimeline, loads and saves into the worker's open step.
-The API server calls answer_kept_blocks() over vLLM's utility channel.
+connectors.py puts these hooks around the scheduler's side of a KV connector. Waits go to the request's
+EngineTimeline; the API server calls answer_kept_blocks() over vLLM's utility channel.
 """
 
 from __future__ import annotations
@@ -13,9 +11,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any, Final
 
-from ttft_otel.hooks import wrap
-from ttft_otel.hooks.targets import TARGETS_BY_NAME
-from ttft_otel.hooks.worker import model_runners
+from ttft_otel.hooks.wrap import Patcher
 from ttft_otel.model import breakdown
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.carrier import KEPT_BLOCKS_BIT, KeptBlocks
@@ -37,88 +33,137 @@ class BlockLease:
         self.answer_future: Future[str] | None = None  # set when the API server asks before the end
 
 
-# By engine request id: the timeline while blocks are transferred here, a lease while they are kept
-# for another instance. While it is empty the hooks return at once.
-tracked_blocks: dict[str, EngineTimeline | BlockLease] = {}
-unasked_answers: OrderedDict[str, str] = OrderedDict()  # leases that ended before the query came
+class BlockTransfers:
+    """KV blocks of one engine core's traced requests that are on their way here, or kept for others."""
 
+    __slots__ = ("patcher", "tracked", "unasked")
 
-def wrap_kv_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
-    """After create_connector(): wrap the methods that the connector's class has."""
-    kind = type(connector)
-    for target, names in WRAPPED_METHODS.items():
-        for name in names:
-            if hasattr(kind, name):
-                wrap.patch_attribute(TARGETS_BY_NAME[target], kind, name, HOOKS[target])
+    def __init__(self, patcher: Patcher) -> None:
+        self.patcher = patcher
+        #: By engine request ID: the timeline while blocks are transferred here, a lease while they are
+        #: kept for another instance. While it is empty the hooks return at once.
+        self.tracked: dict[str, EngineTimeline | BlockLease] = {}
+        #: Answers about leases that ended before the query came.
+        self.unasked: OrderedDict[str, str] = OrderedDict()
 
+    def drop_all(self) -> None:
+        """Forget all requests, as in a new engine core."""
+        self.tracked.clear()
+        self.unasked.clear()
 
-def record_match(_: None, match: Any, connector: Any, request: Any, *args: Any, **kw: Any) -> None:
-    """After get_num_new_matched_tokens(), which is called until the request's blocks are allocated.
+    def record_match(
+        self, _: None, match: Any, connector: Any, request: Any, *args: Any, **kw: Any
+    ) -> None:
+        """After get_num_new_matched_tokens(), which is called until the request's blocks are allocated.
 
-    match: (tokens, loaded asynchronously); tokens None means that the connector is still looking.
-    """
-    timeline = getattr(request, "_ttft", None)
-    if timeline is None or timeline.scheduled:
-        return  # after a preemption further waits belong to `prefill.stall`
-    count, loads_later = match
-    if timeline.details is None and count == 0:
-        return  # nothing to fetch, and it has not waited
-    details = timeline.open_details()
-    if count is None:
-        details.looking = details.looking or clock.now_us()
-        return
-    if details.looking:
-        details.waits += (breakdown.CODE_KV_TRANSFER, details.looking, clock.now_us())
-        details.looking = 0
-    if details.moving:  # its blocks could not be allocated; this is another attempt
-        tracked_blocks.pop(request.request_id, None)
-        details.moving = 0
-    details.blocks = [count, 0, 0, 0] if count else []
-    if count and loads_later:
-        details.moving = clock.now_us()
-        _track_request(request.request_id, timeline)
-
-
-def _track_request(request_id: str, state: EngineTimeline | BlockLease) -> None:
-    if len(tracked_blocks) >= MAX_TRACKED_REQUESTS:
-        oldest = tracked_blocks.pop(next(iter(tracked_blocks)))
-        if isinstance(oldest, BlockLease) and oldest.answer_future is not None:
-            oldest.answer_future.set_result("")  # unknown: the caller must not wait any longer
-    tracked_blocks[request_id] = state
-
-
-def close_block_wait(timeline: EngineTimeline, request_id: str, block_size: int) -> bool:
-    """End the wait for blocks when the first chunk is scheduled.
-
-    block_size: tokens per block, 0 when unknown.
-    True when the request may have waited for blocks without a hook that noticed it.
-    """
-    details = timeline.read_details()
-    if details.blocks and block_size:
-        details.blocks[1] = -(-details.blocks[0] // block_size)  # tokens / block size, rounded up
-    lost = bool(timeline.cached) and not wrap.is_active("kv.match")
-    if details.moving:
-        # Loaded inside the step after all, or the hook that sees arrivals is missing.
-        tracked_blocks.pop(request_id, None)
-        details.moving = 0
-        lost = lost or not wrap.is_active("kv.arrive")
-    return lost
-
-
-def record_arrivals(scheduler: Any, kv_connector_output: Any) -> None:
-    """Before _update_from_kv_xfer_finished(): requests whose blocks have arrived, or were fetched."""
-    received_ids = kv_connector_output.finished_recving
-    for request_id in received_ids or ():
-        timeline = tracked_blocks.pop(request_id, None)
-        if isinstance(timeline, EngineTimeline) and (details := timeline.read_details()).moving:
-            details.waits += (breakdown.CODE_KV_TRANSFER, details.moving, clock.now_us())
+        match: (tokens, loaded asynchronously); tokens None means that the connector is still looking.
+        """
+        timeline = getattr(request, "_ttft_timeline", None)
+        if timeline is None or timeline.scheduled:
+            return  # after a preemption further waits belong to `prefill.stall`
+        count, loads_later = match
+        if timeline.details is None and count == 0:
+            return  # nothing to fetch, and it has not waited
+        details = timeline.open_details()
+        if count is None:
+            details.looking = details.looking or clock.now_us()
+            return
+        if details.looking:
+            details.waits += (breakdown.CODE_KV_TRANSFER, details.looking, clock.now_us())
+            details.looking = 0
+        if details.moving:  # its blocks could not be allocated; this is another attempt
+            self.tracked.pop(request.request_id, None)
             details.moving = 0
-            if len(received_ids) == 1 and details.blocks:  # the connector's figures are per step
-                details.blocks[2:] = read_transfer_stats(kv_connector_output)
-    for request_id in kv_connector_output.finished_sending or ():
-        lease = tracked_blocks.pop(request_id, None)
-        if isinstance(lease, BlockLease):
-            _end_lease(request_id, lease, has_expired(kv_connector_output))
+        details.blocks = [count, 0, 0, 0] if count else []
+        if count and loads_later:
+            details.moving = clock.now_us()
+            self._track_request(request.request_id, timeline)
+
+    def _track_request(self, request_id: str, state: EngineTimeline | BlockLease) -> None:
+        if len(self.tracked) >= MAX_TRACKED_REQUESTS:
+            oldest = self.tracked.pop(next(iter(self.tracked)))
+            if isinstance(oldest, BlockLease) and oldest.answer_future is not None:
+                oldest.answer_future.set_result("")  # unknown: the caller must not wait any longer
+        self.tracked[request_id] = state
+
+    def close_wait(self, timeline: EngineTimeline, request_id: str, block_size: int) -> bool:
+        """End the wait for blocks when the first chunk is scheduled.
+
+        block_size: tokens per block, 0 when unknown.
+        True when the request may have waited for blocks without a hook that noticed it.
+        """
+        details = timeline.read_details()
+        if details.blocks and block_size:
+            details.blocks[1] = -(
+                -details.blocks[0] // block_size
+            )  # tokens / block size, rounded up
+        lost = bool(timeline.cached) and not self.patcher.is_active("kv.match")
+        if details.moving:
+            # Loaded inside the step after all, or the hook that sees arrivals is missing.
+            self.tracked.pop(request_id, None)
+            details.moving = 0
+            lost = lost or not self.patcher.is_active("kv.arrive")
+        return lost
+
+    def record_arrivals(self, scheduler: Any, kv_connector_output: Any) -> None:
+        """Before _update_from_kv_xfer_finished(): requests whose blocks have arrived, or were fetched."""
+        received_ids = kv_connector_output.finished_recving
+        for request_id in received_ids or ():
+            timeline = self.tracked.pop(request_id, None)
+            if isinstance(timeline, EngineTimeline) and (details := timeline.read_details()).moving:
+                details.waits += (breakdown.CODE_KV_TRANSFER, details.moving, clock.now_us())
+                details.moving = 0
+                if (
+                    len(received_ids) == 1 and details.blocks
+                ):  # the connector's figures are per step
+                    details.blocks[2:] = read_transfer_stats(kv_connector_output)
+        for request_id in kv_connector_output.finished_sending or ():
+            lease = self.tracked.pop(request_id, None)
+            if isinstance(lease, BlockLease):
+                self._end_lease(request_id, lease, has_expired(kv_connector_output))
+
+    def record_kept_blocks(
+        self,
+        _: None,
+        result: Any,
+        connector: Any,
+        request: Any,
+        block_ids: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> None:
+        """After request_finished(): result[0] tells that the connector keeps the blocks for another."""
+        timeline = getattr(request, "_ttft_timeline", None)
+        if timeline is None or timeline.sent or not result[0]:
+            return
+        # With hybrid KV cache groups there is one list per group; the longest one counts.
+        groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
+        timeline.open_details().kept |= KEPT_BLOCKS_BIT
+        self._track_request(
+            request.request_id, BlockLease(request.num_computed_tokens, max(map(len, groups)))
+        )
+
+    def _end_lease(self, request_id: str, lease: BlockLease, expired: bool) -> None:
+        text = KeptBlocks(
+            lease.since, clock.now_us(), lease.tokens, lease.blocks, expired
+        ).to_json()
+        if lease.answer_future is not None:
+            lease.answer_future.set_result(text)
+            return
+        self.unasked[request_id] = text
+        if len(self.unasked) > MAX_UNASKED_ANSWERS:
+            self.unasked.popitem(last=False)
+
+    def answer_kept_blocks(self, request_id: str) -> Any:
+        """Utility call: how long blocks were kept, as KeptBlocks JSON; "" when unknown.
+
+        Returns a Future while they are kept, which vLLM's utility channel awaits.
+        """
+        lease = self.tracked.get(request_id)
+        if not isinstance(lease, BlockLease):
+            return self.unasked.pop(request_id, "")
+        lease.answer_future = lease.answer_future or Future()
+        return lease.answer_future
 
 
 def read_transfer_stats(output: Any) -> list[int]:
@@ -139,72 +184,3 @@ def has_expired(output: Any) -> bool:
     over = stats.get("num_kv_expired_reqs", ()) if isinstance(stats, dict) else ()
     # The figures are per step: only if all of its leases expired is it known of each.
     return len(over) >= len(output.finished_sending)
-
-
-def record_kept_blocks(
-    _: None, result: Any, connector: Any, request: Any, block_ids: Any, *args: Any, **kw: Any
-) -> None:
-    """After request_finished(): result[0] tells that the connector keeps the blocks for another."""
-    timeline = getattr(request, "_ttft", None)
-    if timeline is None or timeline.sent or not result[0]:
-        return
-    # With hybrid KV cache groups there is one list per group; the longest one counts.
-    groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
-    timeline.open_details().kept |= KEPT_BLOCKS_BIT
-    _track_request(
-        request.request_id, BlockLease(request.num_computed_tokens, max(map(len, groups)))
-    )
-
-
-def _end_lease(request_id: str, lease: BlockLease, expired: bool) -> None:
-    text = KeptBlocks(lease.since, clock.now_us(), lease.tokens, lease.blocks, expired).to_json()
-    if lease.answer_future is not None:
-        lease.answer_future.set_result(text)
-        return
-    unasked_answers[request_id] = text
-    if len(unasked_answers) > MAX_UNASKED_ANSWERS:
-        unasked_answers.popitem(last=False)
-
-
-def answer_kept_blocks(core: Any, request_id: str) -> Any:
-    """Utility call: how long blocks were kept, as KeptBlocks JSON; "" when unknown.
-
-    Returns a Future while they are kept, which vLLM's utility channel awaits.
-    """
-    lease = tracked_blocks.get(request_id)
-    if not isinstance(lease, BlockLease):
-        return unasked_answers.pop(request_id, "")
-    lease.answer_future = lease.answer_future or Future()
-    return lease.answer_future
-
-
-def stamp_transfer_start(*args: Any, **kwargs: Any) -> int:
-    """Before a load or a save: index of the stamp."""
-    return model_runners.open_steps[0].take_stamp()
-
-
-def record_transfer(begin: int | None, *args: Any, **kwargs: Any) -> None:
-    """After a load or a save: record it. The step leaves it out if it was too short to be one."""
-    if begin is not None and model_runners.open_steps:
-        model_runners.open_steps[0].close_interval(breakdown.CODE_KV_TRANSFER, begin)
-
-
-WRAPPED_METHODS: Final = {
-    "kv.match": ("get_num_new_matched_tokens",),
-    "kv.keep": ("request_finished", "request_finished_all_groups"),
-    "kv.load": ("start_load_kv",),
-    "kv.save": ("wait_for_save",),
-}
-
-HOOKS: Final = {
-    "kv.create": wrap.Hook(after=wrap_kv_connector),
-    "kv.match": wrap.Hook(after=record_match),
-    "kv.arrive": wrap.Hook(before=record_arrivals, ready=tracked_blocks),
-    "kv.keep": wrap.Hook(after=record_kept_blocks),
-    "kv.load": wrap.Hook(
-        before=stamp_transfer_start, after=record_transfer, ready=model_runners.open_steps
-    ),
-    "kv.save": wrap.Hook(
-        before=stamp_transfer_start, after=record_transfer, ready=model_runners.open_steps
-    ),
-}

@@ -38,7 +38,6 @@ _OWN_REASONS: Final = {
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": GRAMMAR,
     "WAITING_FOR_STREAMING_REQ": OTHER,
 }
-_reason_by_status: dict[Any, int] = {}  # an enum's `name` is a slow property
 
 
 def find_common_reason(
@@ -102,16 +101,22 @@ def _find_head_reason(
     return ENCODER_BUDGET if getattr(head, "mm_features", None) else OTHER
 
 
-def find_own_reason(scheduler: Any, request: Any, timeline: EngineTimeline, skipped: bool) -> int:
+def find_own_reason(
+    scheduler: Any,
+    facts: vllm_fields.SchedulerFacts,
+    request: Any,
+    timeline: EngineTimeline,
+    skipped: bool,
+) -> int:
     """Why this request in particular could not run, whatever the queue did; NO_REASON without one.
 
     skipped: the scheduler has set it aside.
     """
     status = getattr(request, "status", None)
-    own = _reason_by_status.get(status)
+    own = facts.reason_by_status.get(status)
     if own is None:
         own = _OWN_REASONS.get(getattr(status, "name", ""), NO_REASON)
-        _reason_by_status[status] = own
+        facts.reason_by_status[status] = own
     if own == REMOTE_KV:
         arrived = getattr(scheduler, "finished_recving_kv_req_ids", ())
         return NO_REASON if request.request_id in arrived else REMOTE_KV

@@ -27,7 +27,8 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
     misses: steps since its arrival in which the scheduler did not know it (waiting.py).
     since: the time from which other requests' work counts as holding it. ended: when its first step was
     scheduled, 0 before. last, sums: the time up to which `timeline.held` is written, and the log's sums then;
-    0 while it waits. own: the latest step that computed a part of it.
+    0 while it waits. own: the latest step that computed a part of it. is_followed: false for one beyond
+    MAX_FOLLOWED, or whose arrival was not seen.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class HeldRequest(msgspec.Struct, eq=False, gc=False):
     last: int = 0
     own: StepWork | None = None
     sums: Sums = (0, 0, 0)
+    is_followed: bool = True
 
     def add_segment(self, upto: int, sums: Sums) -> None:
         """Write what ran from `last` up to the time `upto` (us), when the log's sums are these."""

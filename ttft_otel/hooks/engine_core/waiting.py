@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow traced requests while they wait for their first step, and note for which reason they do.
 
-engine_core.py hands over what has arrived, scheduler.py calls after every schedule(); what is found goes
+tracer.py hands over what has arrived, and calls after every schedule(); what is found goes
 into the request's EngineTimeline. A step costs the same however many wait: they share one list of the
 queue's reasons, and only those with a reason of their own are looked at one by one.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
-from ttft_otel.hooks.engine_core import held_steps
+from ttft_otel.hooks.engine_core.held_steps import HeldRequests
 from ttft_otel.hooks.engine_core.queue_reasons import (
     NO_REASON,
     OTHER,
@@ -24,7 +24,7 @@ from ttft_otel.hooks.engine_core.queue_reasons import (
     find_own_reason,
 )
 from ttft_otel.hooks.engine_core.step_log import HeldRequest
-from ttft_otel.hooks.vllm_fields import get_facts
+from ttft_otel.hooks.vllm_fields import SchedulerFacts, get_facts
 from ttft_otel.model.wait_reasons import gather_reasons
 from ttft_otel.tracing import clock
 from ttft_otel.tracing.engine_timeline import EngineTimeline
@@ -52,78 +52,180 @@ class WaitingRequest:
         self.overtaker = ""
 
 
-# Filled by the engine core's input thread, emptied by its main thread.
-arrived: deque[HeldRequest] = deque(maxlen=MAX_WAITING)
-waiting_requests: dict[str, WaitingRequest] = {}
-_blocked: dict[str, WaitingRequest] = {}  # those of them that have a reason of their own
-_times: list[int] = []  # when the queue's reason changed, while anybody waits
-_codes: list[int] = []  # to what
+class WaitingQueue:
+    """The traced requests in one scheduler's queue, and what its reasons were while they waited."""
 
+    __slots__ = ("_blocked", "_codes", "_times", "arrived", "held", "waiting")
 
-def record_queue(scheduler: Any, output: Any, preempted: Any, now: int) -> None:
-    """After a schedule() that returned at `now` (us): why those whom it left out were left out.
+    def __init__(self, held: HeldRequests) -> None:
+        self.held = held
+        #: Filled by the engine core's input thread, emptied by its main thread.
+        self.arrived: deque[HeldRequest] = deque(maxlen=MAX_WAITING)
+        self.waiting: dict[str, WaitingRequest] = {}
+        # Those of them that have a reason of their own.
+        self._blocked: dict[str, WaitingRequest] = {}
+        # When the queue's reason changed, while anybody waits, and to what.
+        self._times: list[int] = []
+        self._codes: list[int] = []
 
-    preempted: whom it has taken the blocks from.
-    """
-    # Before anything returns: an arrival that no step looks at would stay in the deque.
-    joined = _take_arrivals(scheduler.requests) if arrived else ()
-    if not (waiting_requests or joined):
-        if _times:
-            _times.clear()
-            _codes.clear()
-        return
-    facts = get_facts(scheduler)
-    reason = find_common_reason(scheduler, facts, output, preempted)
-    if not _codes or _codes[-1] != reason:
-        _note_change(reason, now)
-    for request in joined:
-        _join_queue(request, now)
-    if facts.by_priority and output.scheduled_new_reqs:
-        _note_overtaken(scheduler.requests, output.scheduled_new_reqs)
-    # Without either all waiting requests share the queue's reason: none is looked at.
-    deferred = facts.get_deferred(scheduler)
-    if _blocked or deferred:
-        _follow_blocked(scheduler, deferred, now)
+    def drop_all(self) -> None:
+        """Forget all requests, as in a new engine core."""
+        self.arrived.clear()
+        self.waiting.clear()
+        self._blocked.clear()
+        self._times.clear()
+        self._codes.clear()
 
+    def record_queue(self, scheduler: Any, output: Any, preempted: Any, now: int) -> None:
+        """After a schedule() that returned at `now` (us): why those whom it left out were left out.
 
-def record_pause(_: None, result: Any, scheduler: Any, pause_state: Any) -> None:
-    """After set_pause_state(): no step may run, and tell it, until the scheduler goes on."""
-    held_steps.note_pause()
-    if pause_state and waiting_requests and (not _codes or _codes[-1] != PAUSED):
-        _note_change(PAUSED, clock.now_us())
+        preempted: whom it has taken the blocks from.
+        """
+        # Before anything returns: an arrival that no step looks at would stay in the deque.
+        joined = self._take_arrivals(scheduler.requests) if self.arrived else ()
+        if not (self.waiting or joined):
+            if self._times:
+                self._times.clear()
+                self._codes.clear()
+            return
+        facts = get_facts(scheduler)
+        reason = find_common_reason(scheduler, facts, output, preempted)
+        if not self._codes or self._codes[-1] != reason:
+            self._note_change(reason, now)
+        for request in joined:
+            self._join_queue(request, now)
+        if facts.by_priority and output.scheduled_new_reqs:
+            self._note_overtaken(scheduler.requests, output.scheduled_new_reqs)
+        # Without either all waiting requests share the queue's reason: none is looked at.
+        deferred = facts.get_deferred(scheduler)
+        if self._blocked or deferred:
+            self._follow_blocked(scheduler, facts, deferred, now)
 
+    def record_pause(self, _: None, result: Any, scheduler: Any, pause_state: Any) -> None:
+        """After set_pause_state(): no step may run, and note it, until the scheduler goes on."""
+        self.held.note_pause()
+        if pause_state and self.waiting and (not self._codes or self._codes[-1] != PAUSED):
+            self._note_change(PAUSED, clock.now_us())
 
-def _take_arrivals(known: Any) -> Sequence[Any]:
-    """Requests that have reached the scheduler and wait there; the others stay for the next step."""
-    joined = []
-    for _ in range(len(arrived)):
-        entry = arrived.popleft()
-        if entry.timeline.scheduled:
-            continue
-        # Not by its ID alone, which another one may have by now.
-        request = known.get(entry.request_id)
-        if getattr(request, "_ttft", None) is entry.timeline:
-            joined.append(request)
-        elif entry.misses < MAX_MISSES:  # it came after this step's inputs had been read
-            entry.misses += 1
-            arrived.append(entry)
+    def _take_arrivals(self, known: Any) -> Sequence[Any]:
+        """Requests that have reached the scheduler and wait there; the others stay for the next step."""
+        joined = []
+        for _ in range(len(self.arrived)):
+            entry = self.arrived.popleft()
+            if entry.timeline.scheduled:
+                continue
+            # Not by its ID alone, which another one may have by now.
+            request = known.get(entry.request_id)
+            if getattr(request, "_ttft_timeline", None) is entry.timeline:
+                joined.append(request)
+            elif entry.misses < MAX_MISSES:  # it came after this step's inputs had been read
+                entry.misses += 1
+                self.arrived.append(entry)
+            else:
+                self.held.drop_request(None, entry.request_id, clock.now_us())
+        return joined
+
+    def _join_queue(self, request: Any, now: int) -> None:
+        if len(self.waiting) < MAX_WAITING:
+            self.waiting[request.request_id] = WaitingRequest(request, now)
         else:
-            held_steps.drop_request(None, entry.request_id, clock.now_us())
-    return joined
+            request._ttft_timeline.open_details().reasons += (now, OTHER)
 
+    def _note_change(self, reason: int, now: int) -> None:
+        if len(self._times) >= MAX_CHANGES:
+            self._times[:], self._codes[:] = _shorten_changes(
+                self._times, self._codes, MAX_CHANGES // 2
+            )
+        self._times.append(now)
+        self._codes.append(reason)
 
-def _join_queue(request: Any, now: int) -> None:
-    if len(waiting_requests) < MAX_WAITING:
-        waiting_requests[request.request_id] = WaitingRequest(request, now)
-    else:
-        request._ttft.open_details().reasons += (now, OTHER)
+    def _note_overtaken(self, known: dict[str, Any], admitted: Any) -> None:
+        for data in admitted:
+            taker = known.get(data.req_id)
+            for entry in islice(self.waiting.values(), MAX_LOOKED_AT):
+                request = entry.request
+                if (
+                    taker is not None
+                    and taker.arrival_time > request.arrival_time
+                    and taker.priority < request.priority
+                ):
+                    entry.overtaker = data.req_id
+                    self._blocked.setdefault(request.request_id, entry)
 
+    def _follow_blocked(
+        self, scheduler: Any, facts: SchedulerFacts, deferred: Any, now: int
+    ) -> None:
+        """Note the own reasons of those that have, or have had, one."""
+        ids = [*islice(self._blocked, MAX_LOOKED_AT)]
+        if len(self.waiting) <= MAX_LOOKED_AT:
+            ids += [request_id for request_id in self.waiting if request_id not in self._blocked]
+        else:
+            ids += [each.request_id for each in islice(deferred, MAX_LOOKED_AT)]
+        for request_id in ids:
+            entry = self.waiting.get(request_id)
+            if entry is None:
+                continue
+            request = entry.request
+            reason = find_own_reason(
+                scheduler, facts, request, request._ttft_timeline, request in deferred
+            )
+            if reason == NO_REASON and entry.overtaker in scheduler.requests:
+                reason = PRIORITY
+            if reason != entry.reason:
+                self._change_own_reason(entry, reason, now)
 
-def _note_change(reason: int, now: int) -> None:
-    if len(_times) >= MAX_CHANGES:
-        _times[:], _codes[:] = _shorten_changes(_times, _codes, MAX_CHANGES // 2)
-    _times.append(now)
-    _codes.append(reason)
+    def _change_own_reason(self, entry: WaitingRequest, reason: int, now: int) -> None:
+        self._copy_shared(entry, now)
+        entry.reason = reason
+        if reason == NO_REASON:
+            entry.since = now
+            self._blocked.pop(entry.request.request_id, None)
+        else:
+            entry.since = 0
+            entry.request._ttft_timeline.open_details().reasons += (now, reason)
+            self._blocked[entry.request.request_id] = entry
+
+    def _copy_shared(self, entry: WaitingRequest, now: int) -> None:
+        """Copy what the queue's reasons were while they were this request's, up to `now`."""
+        if not entry.since or not self._times:
+            return
+        # The change before `since`: its reason still held when this request joined.
+        first = max(0, bisect_right(self._times, entry.since) - 1)
+        reasons = entry.request._ttft_timeline.open_details().reasons
+        reasons += (entry.since, self._codes[first])
+        for index in range(first + 1, len(self._times)):
+            if self._times[index] < now:
+                reasons += (self._times[index], self._codes[index])
+
+    def end_wait(self, timeline: EngineTimeline, request_id: str, now: int) -> None:
+        """A step has taken the request, or it has ended: put its reasons into its timeline."""
+        entry = self.waiting.pop(request_id, None)
+        if entry is None:
+            if not timeline.scheduled:
+                self._drop_arrival(request_id)
+            return
+        self._blocked.pop(request_id, None)
+        self._copy_shared(entry, now)
+        reasons = timeline.read_details().reasons
+        if len(reasons) > 2 * MAX_OWN_CHANGES:
+            shortened = _shorten_changes(reasons[::2], reasons[1::2], MAX_OWN_CHANGES // 2)
+            timeline.open_details().reasons = [
+                value for pair in zip(*shortened, strict=True) for value in pair
+            ]
+
+    def _drop_arrival(self, request_id: str) -> None:
+        """Of a request that ended before any step saw it; the input thread may append meanwhile."""
+        for _ in range(len(self.arrived)):
+            entry = self.arrived.popleft()
+            if entry.request_id != request_id:
+                self.arrived.append(entry)
+
+    def note_stall(self, timeline: EngineTimeline, reason: int, now: int) -> None:
+        """Between a prompt's chunks: from `now` on, `reason` keeps the rest of it waiting."""
+        reasons = timeline.open_details().reasons
+        # What is over the limit stays with the last reason: the sum is kept.
+        if (not reasons or reasons[-1] != reason) and len(reasons) < 4 * MAX_OWN_CHANGES:
+            reasons += (now, reason)
 
 
 def _shorten_changes(times: list[int], codes: list[int], kept: int) -> tuple[list[int], list[int]]:
@@ -136,94 +238,3 @@ def _shorten_changes(times: list[int], codes: list[int], kept: int) -> tuple[lis
         early_codes.append(code)
         position += length
     return early_times + times[cut:], early_codes + codes[cut:]
-
-
-def _note_overtaken(known: dict[str, Any], admitted: Any) -> None:
-    for data in admitted:
-        taker = known.get(data.req_id)
-        for entry in islice(waiting_requests.values(), MAX_LOOKED_AT):
-            request = entry.request
-            if (
-                taker is not None
-                and taker.arrival_time > request.arrival_time
-                and taker.priority < request.priority
-            ):
-                entry.overtaker = data.req_id
-                _blocked.setdefault(request.request_id, entry)
-
-
-def _follow_blocked(scheduler: Any, deferred: Any, now: int) -> None:
-    """Note the own reasons of those that have, or have had, one."""
-    ids = [*islice(_blocked, MAX_LOOKED_AT)]
-    if len(waiting_requests) <= MAX_LOOKED_AT:
-        ids += [request_id for request_id in waiting_requests if request_id not in _blocked]
-    else:
-        ids += [each.request_id for each in islice(deferred, MAX_LOOKED_AT)]
-    for request_id in ids:
-        entry = waiting_requests.get(request_id)
-        if entry is None:
-            continue
-        request = entry.request
-        reason = find_own_reason(scheduler, request, request._ttft, request in deferred)
-        if reason == NO_REASON and entry.overtaker in scheduler.requests:
-            reason = PRIORITY
-        if reason != entry.reason:
-            _change_own_reason(entry, reason, now)
-
-
-def _change_own_reason(entry: WaitingRequest, reason: int, now: int) -> None:
-    _copy_shared(entry, now)
-    entry.reason = reason
-    if reason == NO_REASON:
-        entry.since = now
-        _blocked.pop(entry.request.request_id, None)
-    else:
-        entry.since = 0
-        entry.request._ttft.open_details().reasons += (now, reason)
-        _blocked[entry.request.request_id] = entry
-
-
-def _copy_shared(entry: WaitingRequest, now: int) -> None:
-    """Copy what the queue's reasons were while they were this request's, up to `now`."""
-    if not entry.since or not _times:
-        return
-    # The change before `since`: its reason still held when this request joined.
-    first = max(0, bisect_right(_times, entry.since) - 1)
-    reasons = entry.request._ttft.open_details().reasons
-    reasons += (entry.since, _codes[first])
-    for index in range(first + 1, len(_times)):
-        if _times[index] < now:
-            reasons += (_times[index], _codes[index])
-
-
-def end_wait(timeline: EngineTimeline, request_id: str, now: int) -> None:
-    """A step has taken the request, or it has ended: put its reasons into its timeline."""
-    entry = waiting_requests.pop(request_id, None)
-    if entry is None:
-        if not timeline.scheduled:
-            _drop_arrival(request_id)
-        return
-    _blocked.pop(request_id, None)
-    _copy_shared(entry, now)
-    reasons = timeline.read_details().reasons
-    if len(reasons) > 2 * MAX_OWN_CHANGES:
-        shortened = _shorten_changes(reasons[::2], reasons[1::2], MAX_OWN_CHANGES // 2)
-        timeline.open_details().reasons = [
-            value for pair in zip(*shortened, strict=True) for value in pair
-        ]
-
-
-def _drop_arrival(request_id: str) -> None:
-    """Of a request that ended before any step saw it; the input thread may append meanwhile."""
-    for _ in range(len(arrived)):
-        entry = arrived.popleft()
-        if entry.request_id != request_id:
-            arrived.append(entry)
-
-
-def note_stall(timeline: EngineTimeline, reason: int, now: int) -> None:
-    """Between a prompt's chunks: from `now` on, `reason` keeps the rest of it waiting."""
-    reasons = timeline.open_details().reasons
-    # What is over the limit stays with the last reason: the sum is kept.
-    if (not reasons or reasons[-1] != reason) and len(reasons) < 4 * MAX_OWN_CHANGES:
-        reasons += (now, reason)

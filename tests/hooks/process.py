@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks of this test process and the owners of their state, as install.py makes them in one of vLLM's.
+
+Tests put these hooks around fakes, or around vLLM's classes, and read the state; conftest.py drops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
+from ttft_otel.hooks.install import build_hooks
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.worker.model_runners import WorkerTracer
+from ttft_otel.hooks.wrap import Patcher
+
+PATCHER: Final = Patcher()
+HOOKS: Final = build_hooks(PATCHER)
+CORE: EngineCoreTracer
+WORKER: WorkerTracer
+CORE, WORKER = PATCHER.tracers
+
+
+def wrap_methods(owner: type, method_by_target: Mapping[str, str]) -> None:
+    """Wrap the methods of the class `owner` with the hooks of these targets."""
+    for target, method in method_by_target.items():
+        PATCHER.patch_attribute(TARGETS_BY_NAME[target], owner, method, HOOKS[target])
+
+
+def wrap_ec_connector(connector: Any) -> None:
+    """Wrap the class of an encoder-cache connector, as if its factory had made it."""
+    HOOKS["transfer.create"].after(None, connector)  # type: ignore[misc]
+
+
+def wrap_kv_connector(connector: Any) -> None:
+    """Wrap the class of a KV connector, as if its factory had made it."""
+    HOOKS["kv.create"].after(None, connector)  # type: ignore[misc]
+
+
+def put_back_classes() -> None:
+    """Take all wrappers off again."""
+    PATCHER.switch(off=[*PATCHER.installed])
+    PATCHER.disabled.clear()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks around connectors of encodings (EC) and of KV blocks, in the engine core and in the worker.
+
+Connectors can be third-party classes, so vLLM's factories are the patched targets, and the methods of the
+class of each connector that they create are wrapped. Both processes create one: its hooks go to the tracer of
+the engine core (waits, sources of media items, what is kept) and of the worker (loads and saves).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ttft_otel.hooks import ec_fields
+from ttft_otel.hooks.engine_core.tracer import EngineCoreTracer
+from ttft_otel.hooks.targets import TARGETS_BY_NAME
+from ttft_otel.hooks.worker.model_runners import WorkerTracer
+from ttft_otel.hooks.wrap import Hook, Patcher
+
+EC_METHODS: Final = {
+    "transfer.wait": ("ensure_cache_available",),
+    "transfer.place": ("update_state_after_alloc",),
+    "transfer.keep": ("request_finished",),
+    "transfer.ready": ("update_connector_output",),
+    "transfer.load": ("start_load_caches",),
+    # start_save_caches() (0.32) publishes items of earlier steps, which no save_caches() sees.
+    "transfer.save": ("save_caches", "start_save_caches"),
+    "transfer.flush": ("get_finished",),
+}
+# Wrapped also where they are empty: on an encoder's step without anything to encode they are the only
+# sign that the worker was reached.
+_LOAD_AND_SAVE: Final = ("transfer.load", "transfer.save")
+# Of ECCPUConnector's session that serves fetches.
+SESSION_METHODS: Final = {
+    "transfer.fetched": ("_drain_notifs",),
+    "transfer.lease": ("_sweep_timeouts",),
+}
+KV_METHODS: Final = {
+    "kv.match": ("get_num_new_matched_tokens",),
+    "kv.keep": ("request_finished", "request_finished_all_groups"),
+    "kv.load": ("start_load_kv",),
+    "kv.save": ("wait_for_save",),
+}
+
+
+def build_connector_hooks(
+    patcher: Patcher, core: EngineCoreTracer, worker: WorkerTracer
+) -> dict[str, Hook]:
+    """Hooks of both factories, and of the methods of what they create."""
+    steps = worker.open_steps
+    move_encodings = Hook(
+        before=worker.stamp_transfer_start, after=worker.record_encodings, ready=steps
+    )
+    move_blocks = Hook(before=worker.stamp_transfer_start, after=worker.record_blocks, ready=steps)
+    methods = {
+        "transfer.wait": Hook(after=core.record_ec_wait),
+        "transfer.place": Hook(after=core.note_allocated),
+        "transfer.load": move_encodings,
+        "transfer.save": move_encodings,
+        "transfer.flush": Hook(
+            before=worker.stamp_flush_start, after=worker.record_encodings, ready=steps
+        ),
+        **core.encodings.build_hooks(),
+        "kv.match": Hook(after=core.blocks.record_match),
+        "kv.keep": Hook(after=core.blocks.record_kept_blocks),
+        "kv.load": move_blocks,
+        "kv.save": move_blocks,
+    }
+
+    def wrap_ec_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
+        kind = type(connector)
+        # ec_both is both. The engine core and the worker each create a connector, of the same roles.
+        worker.ec_roles.update(
+            name for name in ("producer", "consumer") if getattr(connector, f"is_{name}", False)
+        )
+        for target, names in EC_METHODS.items():
+            for name in names:
+                # A hook around vLLM's empty method would run in every step and see nothing.
+                if ec_fields.has_own_method(kind, name) or (
+                    target in _LOAD_AND_SAVE and hasattr(kind, name)
+                ):
+                    patcher.patch_attribute(TARGETS_BY_NAME[target], kind, name, methods[target])
+        delegate = getattr(connector, "connector_scheduler", None)
+        session = getattr(delegate, "_producer_session", None)
+        patcher.patch_methods(type(session), SESSION_METHODS, methods)
+
+    def wrap_kv_connector(_: None, connector: Any, *args: Any, **kwargs: Any) -> None:
+        patcher.patch_methods(type(connector), KV_METHODS, methods)
+
+    return {
+        "transfer.create": Hook(after=wrap_ec_connector),
+        "kv.create": Hook(after=wrap_kv_connector),
+        **methods,
+    }

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineCoreTracer: what the engine core measures of its traced requests, from vLLM's calls that hooks wrap.
+
+A request gets an EngineTimeline when it arrives. The scheduler's and the connectors' hooks fill it, and put
+it as one string into the trace_headers of the request's first output (carrier.py), for the API server.
+Each part that needs a state of its own has an owner: waiting.py, held_steps.py, kv.py and ec_kept.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any, Final
+
+from ttft_otel.hooks import vllm_fields
+from ttft_otel.hooks.engine_core import ec_items, queue_reasons
+from ttft_otel.hooks.engine_core.ec_kept import EncodingLeases
+from ttft_otel.hooks.engine_core.held_steps import HeldRequests
+from ttft_otel.hooks.engine_core.kv import BlockTransfers
+from ttft_otel.hooks.engine_core.waiting import WaitingQueue
+from ttft_otel.hooks.vllm_fields import SchedulerFacts
+from ttft_otel.hooks.worker.model_runners import MAX_UNFINISHED_STEPS, WorkerTracer
+from ttft_otel.hooks.wrap import NEW_REQUESTS, Hook, Patcher
+from ttft_otel.model import breakdown
+from ttft_otel.model.names import header_names
+from ttft_otel.tracing import carrier, clock
+from ttft_otel.tracing.carrier import EncoderRun
+from ttft_otel.tracing.engine_timeline import EngineTimeline
+
+log = logging.getLogger("ttft_otel")
+MAX_AWAITING_REQUESTS: Final = 8192  # in EngineCoreTracer.awaiting
+MAX_ABORTED_REQUESTS: Final = 256  # in EngineCoreTracer.aborted
+# Of the IDs of aborted requests, which clients choose; the last ones are vLLM's own.
+MAX_ID_CHARS: Final = 256
+# Of all requests that have a first token.
+_ANSWERED: Final = EngineTimeline(scheduled=1, complete=True, sent=True)
+
+
+class EngineCoreTracer:
+    """The state of one engine core's traced requests; its methods are the hooks.
+
+    patcher: of this process, which knows the hooks that are missing. worker: the tracer of this process,
+    whose steps may be those of this engine core.
+    """
+
+    __slots__ = (
+        "aborted",
+        "awaiting",
+        "blocks",
+        "dropped_requests",
+        "encoder_runs",
+        "encodings",
+        "freed",
+        "held",
+        "is_updating",
+        "patcher",
+        "queue",
+        "worker",
+    )
+
+    def __init__(self, patcher: Patcher, worker: WorkerTracer) -> None:
+        self.patcher = patcher
+        self.worker = worker
+        self.held = HeldRequests()
+        self.queue = WaitingQueue(self.held)
+        self.blocks = BlockTransfers(patcher)
+        self.encodings = EncodingLeases(patcher)
+        #: Scheduled requests without a first token, oldest first: only these cost anything per step.
+        self.awaiting: dict[str, EngineTimeline] = {}
+        #: Serialized timelines of requests that ended without a first token, until the API server asks.
+        self.aborted: OrderedDict[str, str] = OrderedDict()
+        #: Requests freed inside update_from_output(), see record_freed().
+        self.freed: list[str] = []
+        #: update_from_output() is running.
+        self.is_updating = False
+        #: Requests answered before their encoder had ended; its run as JSON once a worker has reported it.
+        self.encoder_runs: OrderedDict[str, str] = OrderedDict()
+        #: Requests beyond MAX_AWAITING_REQUESTS.
+        self.dropped_requests = 0
+
+    def drop_all(self) -> None:
+        """Forget all requests, as in a new engine core; hooks keep the same containers."""
+        self.queue.drop_all()
+        self.held.drop_all()
+        self.blocks.drop_all()
+        self.encodings.drop_all()
+        self.awaiting.clear()
+        self.aborted.clear()
+        self.freed.clear()
+        self.encoder_runs.clear()
+        self.is_updating = False
+        self.dropped_requests = 0
+
+    def count_requests(self) -> dict[str, int]:
+        """How many requests each part keeps something of; all zero when there are none."""
+        return {
+            "core.unanswered": len(self.held.unanswered),
+            "core.awaiting": len(self.awaiting),
+            "core.aborted": len(self.aborted),
+            "core.freed": len(self.freed) + self.is_updating,
+            "core.encoder_runs": len(self.encoder_runs),
+            "core.arrived": len(self.queue.arrived),
+            "core.waiting": len(self.queue.waiting),
+            "core.blocks": len(self.blocks.tracked) + len(self.blocks.unasked),
+            "core.encodings": len(self.encodings.leases) + len(self.encodings.unasked),
+        }
+
+    def build_hooks(self) -> dict[str, Hook]:
+        """Hooks of the functions that have an address; connectors' methods: connectors.py."""
+        # Requests that wait, or have no first token, are in it; a new request may not be, see _find_unseen().
+        unanswered = self.held.unanswered
+        return {
+            "engine.input": Hook(
+                before=stamp_engine_input, after=self.attach_timeline, extend=self.add_queries
+            ),
+            "scheduler.schedule": Hook(
+                after=self.record_schedule, ready=unanswered, watches=NEW_REQUESTS
+            ),
+            "scheduler.update": Hook(
+                before=self.record_step,
+                after=self.attach_timelines,
+                ready=unanswered,
+                runs_after_error=True,
+            ),
+            "scheduler.pause": Hook(after=self.queue.record_pause, ready=unanswered),
+            "scheduler.free": Hook(before=self.record_freed, ready=unanswered),
+            "kv.arrive": Hook(before=self.blocks.record_arrivals, ready=self.blocks.tracked),
+        }
+
+    # Arrival, in the engine core's input thread.
+
+    def attach_timeline(
+        self, added: int, result: Any, core: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """After preprocess_add_request(): attach a timeline to vLLM's Request, with which it is freed."""
+        request = result[0]
+        timeline = request._ttft_timeline = EngineTimeline(added=added)
+        try:
+            is_paused = core.scheduler._pause_state
+        except AttributeError:
+            is_paused = False
+        if is_paused:  # an engine core runs no step then that could note it
+            timeline.open_details().reasons += (added, queue_reasons.PAUSED)
+        # Its trace_headers are replaced at the first output; holders.py reads the traceparent here.
+        request._ttft_headers = request.trace_headers
+        # A deque, because this is the input thread, and the main thread takes requests out of it.
+        self.queue.arrived.append(self.held.follow_request(request.request_id, timeline))
+
+    def add_queries(self, core: type[Any]) -> None:
+        """Add the utility methods to the class `core`: vLLM looks them up by name on the engine core."""
+        setattr(core, carrier.ABORTED_QUERY, self.answer_aborted)
+        setattr(core, carrier.KEPT_BLOCKS_QUERY, self.blocks.answer_kept_blocks)
+        setattr(core, carrier.KEPT_ITEMS_QUERY, self.encodings.answer_kept_items)
+        setattr(core, carrier.ENCODER_QUERY, self.answer_encoder_run)
+
+    # The scheduler takes the request.
+
+    def record_schedule(self, _: None, output: Any, scheduler: Any, *args: Any) -> None:
+        """After schedule(): admit new traced requests, count chunks, mark the step for the worker."""
+        new_requests = output.scheduled_new_reqs
+        awaiting, queue, held = self.awaiting, self.queue, self.held
+        if not (new_requests or awaiting or queue.arrived or queue.waiting):
+            return  # most steps of a decoding engine
+        if new_requests:
+            for data in new_requests:
+                request = scheduler.requests.get(data.req_id)
+                timeline = getattr(request, "_ttft_timeline", None) or self._find_unseen(request)
+                if timeline is not None and timeline is not _ANSWERED:
+                    if len(awaiting) >= MAX_AWAITING_REQUESTS:
+                        self._drop_oldest()
+                    awaiting[data.req_id] = timeline
+            if not (awaiting or queue.arrived or queue.waiting):
+                return
+        now = clock.monotonic_ns() // 1000  # one time for all requests of the step
+        preempted = getattr(output, "preempted_req_ids", None)
+        if awaiting:
+            self._record_scheduled(scheduler, output, preempted, now)
+        if held.followed or held.unmarked:
+            held.note_schedule(scheduler, output, now)
+            if preempted:
+                for request_id in preempted:
+                    if request_id in scheduler.requests:
+                        held.note_end(scheduler.requests[request_id])
+        if queue.arrived or queue.waiting:
+            queue.record_queue(scheduler, output, preempted, now)
+
+    def _record_scheduled(self, scheduler: Any, output: Any, preempted: Any, now: int) -> None:
+        """Count the chunks of a step that was scheduled at `now`; note what stays behind."""
+        tokens = output.num_scheduled_tokens
+        encoding = output.scheduled_encoder_inputs
+        if preempted:
+            self._record_preemptions(preempted)
+        facts = vllm_fields.get_facts(scheduler)
+        has_part = False
+        for request_id, timeline in self.awaiting.items():
+            own_tokens = tokens.get(request_id)
+            if own_tokens is not None or request_id in encoding:
+                has_part = True
+                if not timeline.complete:
+                    request = scheduler.requests[request_id]
+                    self._record_chunk(timeline, facts, request, own_tokens or 0, output, now)
+            if not timeline.complete:
+                request = scheduler.requests.get(request_id)
+                if request is not None:
+                    reason = queue_reasons.find_stall_reason(scheduler, output, request, timeline)
+                    self.queue.note_stall(timeline, reason, now)
+        if has_part:
+            output._ttft_marked = (
+                True  # survives pickling to the workers, which then measure this step
+            )
+
+    def _find_unseen(self, request: Any) -> EngineTimeline | None:
+        """A timeline for a traced request whose arrival was not seen, as the hook at it is missing."""
+        headers = getattr(request, "trace_headers", None)
+        if not headers or header_names.CARRIER_KEY not in headers:
+            return None
+        timeline = request._ttft_timeline = EngineTimeline()
+        self.held.note_unseen(request.request_id, timeline)
+        return timeline
+
+    def _drop_oldest(self) -> None:
+        del self.awaiting[next(iter(self.awaiting))]
+        self.dropped_requests += 1
+        if self.dropped_requests == 1:
+            log.warning(
+                "ttft-otel: more than %d traced requests wait for a first token; "
+                "the engine's stages of the oldest are unattributed",
+                MAX_AWAITING_REQUESTS,
+            )
+
+    def _record_preemptions(self, ids: Any) -> None:
+        for request_id in ids:
+            timeline = self.awaiting.get(request_id)
+            if timeline is not None:
+                timeline.open_details().preempted += 1
+                timeline.complete = False  # its prompt has to be scheduled again
+                self.held.follow_again(request_id)
+
+    # The chunks of its prompt.
+
+    def _record_chunk(
+        self,
+        timeline: EngineTimeline,
+        facts: SchedulerFacts,
+        request: Any,
+        own_tokens: int,
+        output: Any,
+        now: int,
+    ) -> None:
+        """Count one prefill chunk of one request; its times come from the worker.
+
+        own_tokens: of this request in the step `output`, which was scheduled at `now` (us).
+        """
+        if timeline.scheduled:
+            _record_later_chunk(timeline, facts, request, own_tokens, output)
+            return
+        timeline.scheduled = now
+        end, request_id = request.num_computed_tokens, request.request_id
+        queue = self.queue
+        if queue.arrived and queue.arrived[0].timeline is timeline:
+            # Taken by its first step, as most requests are: there is no wait to follow.
+            queue.arrived.popleft()
+        elif queue.waiting:
+            queue.end_wait(timeline, request_id, now)
+        timeline.high = end
+        if end != own_tokens:
+            timeline.cached = end - own_tokens
+        timeline.prompt = request.num_prompt_tokens
+        timeline.rank = facts.rank
+        timeline.chunks = 1
+        timeline.own_tokens = own_tokens
+        timeline.step_tokens = output.total_num_scheduled_tokens
+        if facts.has_kv_connector and self.blocks.close_wait(
+            timeline, request_id, facts.block_size
+        ):
+            timeline.open_details().wait_lost = True
+        if getattr(request, "mm_features", None):
+            self._open_items(timeline, facts, request)
+            _settle_items(timeline, facts, request, output)
+        if request_id in output.scheduled_encoder_inputs:
+            timeline.open_details().encoder_first = True
+        timeline.complete = end >= request.num_tokens
+        self.held.end_wait(facts, timeline, request_id, now)
+
+    def _open_items(self, timeline: EngineTimeline, facts: SchedulerFacts, request: Any) -> None:
+        """The media items of a request whose first chunk was scheduled."""
+        if not timeline.read_details().media:
+            self._open_media(timeline, request, facts.ec_connector)
+        if timeline.cached:
+            ec_items.skip_cached(timeline, request.mm_features, timeline.cached)
+        details = timeline.open_details()
+        details.wait_lost |= facts.ec_may_wait and not self.patcher.is_active("transfer.wait")
+
+    def _open_media(
+        self, timeline: EngineTimeline, request: Any, connector: Any, available: bool = True
+    ) -> list[int]:
+        is_seen = self.patcher.is_active("transfer.place")
+        return ec_items.open_items(timeline, request, connector, is_seen, available)
+
+    # The encoder-cache connector, on the scheduler's side.
+
+    def record_ec_wait(
+        self, _: None, available: Any, connector: Any, request: Any, *args: Any, **kw: Any
+    ) -> None:
+        """After ensure_cache_available(): the request waits from the first False to the first True.
+
+        available: what the connector answered. vLLM asks in every step, also while decoding; once the
+        request is scheduled, further waits belong to `prefill.stall` and are not recorded here.
+        """
+        timeline = getattr(request, "_ttft_timeline", None)
+        if timeline is None or timeline.scheduled:
+            return
+        # Before the wait is judged: what the connector has at its first answer is not this request's.
+        if not timeline.read_details().media and getattr(request, "mm_features", None):
+            self._open_media(timeline, request, connector, available)
+        elif timeline.details is None and available:
+            return
+        details = timeline.open_details()
+        # From the first "not yet" on: later ones must not move the start of the wait.
+        if not available:
+            details.asked = details.asked or clock.now_us()
+        elif details.asked:
+            details.waits += (breakdown.CODE_EC_TRANSFER, details.asked, clock.now_us())
+            details.asked = 0
+
+    def note_allocated(
+        self, _: None, result: Any, connector: Any, request: Any, index: int, *args: Any, **kw: Any
+    ) -> None:
+        """After update_state_after_alloc(): space was allocated for item `index`, to encode or load it."""
+        timeline = getattr(request, "_ttft_timeline", None)
+        if timeline is None or timeline.sent:
+            return
+        media = timeline.read_details().media or self._open_media(timeline, request, connector)
+        ec_items.note_allocated(media, index)
+
+    # The output of its steps.
+
+    def record_step(self, scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> bool:
+        """Before update_from_output(): add the step's worker record to the requests that were in it.
+
+        True when there was any.
+        """
+        record = getattr(model_runner_output, "_ttft_record", None)
+        unfinished = False
+        if record:
+            unfinished = record[carrier.RECORD_FLAGS] & carrier.ENCODER_UNFINISHED
+            runs = getattr(model_runner_output, "_ttft_runs", None)
+            # By another host's clock they would mean nothing here.
+            if runs and record[carrier.RECORD_BOOT] == clock.get_boot_number():
+                self._note_runs(runs)
+        now = clock.monotonic_ns() // 1000
+        awaiting, held = self.awaiting, self.held
+        follows = False
+        if held.followed or held.unmarked:
+            follows = True
+            held.close_step(scheduler, scheduler_output, now, not awaiting)
+        self.is_updating = True
+        if not awaiting:
+            return False
+        has_part = False
+        tokens = scheduler_output.num_scheduled_tokens
+        encoding = scheduler_output.scheduled_encoder_inputs
+        for request_id, timeline in awaiting.items():
+            if request_id in tokens or request_id in encoding:
+                if follows:
+                    held.add_own_step(request_id)
+                timeline.add_step(record)
+                if unfinished:
+                    timeline.open_details().kept |= carrier.ENCODER_RUN_BIT
+                    self._expect_run(request_id)
+                timeline.entered = now
+                has_part = True
+        return has_part
+
+    def attach_timelines(
+        self, has_part: bool | None, outputs: Any, scheduler: Any, *args: Any
+    ) -> None:
+        """After update_from_output(): put each traced request's timeline onto its first output.
+
+        has_part: what record_step() returned.
+        """
+        self.is_updating = False
+        if outputs and (has_part or self.freed):
+            for batch in outputs.values():
+                for output in batch.outputs:
+                    request_id = output.request_id
+                    timeline = self.awaiting.pop(request_id, None)
+                    if timeline is not None:
+                        self.held.drop_request(scheduler, request_id, 0)
+                        output.trace_headers = _carry_timeline(timeline, output, scheduler)
+        if self.freed:
+            # Freed within this call, and no output carried their timelines away: they were aborted.
+            for request_id in self.freed:
+                self._keep_aborted(request_id)
+            self.freed.clear()
+
+    # Its end.
+
+    def record_freed(self, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Before _free_request(): store the timeline of a request that ends without a first token."""
+        timeline = getattr(request, "_ttft_timeline", None)
+        if self.held.followed:
+            self.held.note_end(request)
+        if timeline is None or timeline.sent:
+            return
+        request_id = request.request_id
+        self.held.drop_request(scheduler, request_id, clock.now_us())
+        self.queue.end_wait(timeline, request_id, clock.now_us())
+        # A request that was never scheduled is not in there yet.
+        self.awaiting.setdefault(request_id, timeline)
+        if timeline.read_details().moving:
+            self.blocks.tracked.pop(request_id, None)
+        if self.is_updating:
+            # Its only output may still be created in this call of update_from_output().
+            self.freed.append(request_id)
+        else:
+            self._keep_aborted(request_id)
+
+    def _keep_aborted(self, request_id: str) -> None:
+        timeline = self.awaiting.pop(request_id, None)
+        if timeline is None:
+            return
+        self.aborted[request_id[-MAX_ID_CHARS:]] = carrier.encode_timeline(timeline)
+        if len(self.aborted) > MAX_ABORTED_REQUESTS:
+            self.aborted.popitem(last=False)
+
+    def answer_aborted(self, request_id: str) -> str:
+        """Utility call: the timeline of a request that ended without a first token; "" when unknown.
+
+        Removes it, so that it can be read once.
+        """
+        return self.aborted.pop(request_id[-MAX_ID_CHARS:], "")
+
+    # An encoder that had not ended when its request was answered. Where the worker is this process, it is
+    # asked. Where it is one of its own, runs come with the output of a later step; of the last ones before
+    # an instance falls idle nothing is known.
+
+    def _expect_run(self, request_id: str) -> None:
+        self.encoder_runs[request_id] = carrier.PENDING_ANSWER
+        if len(self.encoder_runs) > MAX_UNFINISHED_STEPS:
+            self.encoder_runs.popitem(last=False)
+
+    def _note_runs(self, runs: dict[str, tuple[int, int]]) -> None:
+        for request_id, interval in runs.items():
+            if request_id in self.encoder_runs:
+                self.encoder_runs[request_id] = EncoderRun(*interval).to_json()
+
+    def answer_encoder_run(self, request_id: str) -> str:
+        """Utility call: from when to when a request's encoder ran, as EncoderRun JSON.
+
+        PENDING_ANSWER while it runs, or has not been reported; "" when nothing is known.
+        """
+        if request_id not in self.worker.unfinished_steps:
+            reported = self.encoder_runs.get(request_id, "")
+            # "Pending" stays: the API server asks again, and the run may be reported in between.
+            if reported != carrier.PENDING_ANSWER:
+                self.encoder_runs.pop(request_id, None)
+            return reported
+        interval = self.worker.take_run(request_id)
+        if interval is None:
+            return carrier.PENDING_ANSWER
+        self.encoder_runs.pop(request_id, None)
+        return EncoderRun(*interval).to_json()
+
+
+def stamp_engine_input(core: Any, request: Any, *args: Any, **kwargs: Any) -> int | None:
+    """Before preprocess_add_request(): end of `ipc`; None for a request that is not traced."""
+    headers = request.trace_headers
+    return clock.monotonic_ns() // 1000 if headers and header_names.CARRIER_KEY in headers else None
+
+
+def _record_later_chunk(
+    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, own_tokens: int, output: Any
+) -> None:
+    end = request.num_computed_tokens
+    # After a preemption tokens below the highest computed one are computed again.
+    if (start := end - own_tokens) < timeline.high:
+        timeline.open_details().recomputed += min(end, timeline.high) - start
+    if end > timeline.high:
+        timeline.high = end
+    timeline.chunks += 1
+    timeline.own_tokens += own_tokens
+    timeline.step_tokens += output.total_num_scheduled_tokens
+    _settle_items(timeline, facts, request, output)
+    timeline.complete = end >= request.num_tokens
+
+
+def _settle_items(
+    timeline: EngineTimeline, facts: SchedulerFacts, request: Any, output: Any
+) -> None:
+    """The media items that the step `output` encodes or loads, if the request has any."""
+    if timeline.details is not None and timeline.details.media:
+        encoding = output.scheduled_encoder_inputs
+        own_items = encoding.get(request.request_id, ())
+        step_items = sum(map(len, encoding.values()))
+        ec_items.settle_items(timeline, request, facts.ec_connector, own_items, step_items)
+
+
+def _carry_timeline(timeline: EngineTimeline, output: Any, scheduler: Any) -> dict[str, str]:
+    """The trace headers of the first output, with the timeline; its request keeps those of later ones."""
+    carried = {header_names.CARRIER_KEY: carrier.encode_timeline(timeline)}
+    remaining = None  # later outputs need no trace headers, unless vLLM's own tracing is on
+    if vllm_fields.get_facts(scheduler).vllm_traces:
+        remaining = {**(output.trace_headers or {})}
+        remaining.pop(header_names.CARRIER_KEY, None)
+        carried |= remaining
+    request = scheduler.requests.get(output.request_id)
+    if request is not None:
+        # vLLM copies them onto every output: without this, each later token would carry our string.
+        request.trace_headers = remaining
+        request._ttft_timeline = _ANSWERED  # its own would stay for the whole answer
+    return carried
