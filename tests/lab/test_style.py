@@ -116,6 +116,23 @@ def test_modules_with_one_importer(measured_folder: Path) -> None:
     ]
 
 
+def test_module_state(measured_folder: Path) -> None:
+    """What functions bind anew or fill counts, in the hooks' folder alone; tables and tuples do not."""
+    source = (
+        "from collections import deque\nNAMES: Final = {'a': 1}\nORDER = (1, 2)\nopen_steps = []\n"
+        "runs: dict[str, int] = {}\nqueue: Final = deque()\ncount = 0\n"
+        "def add_one():\n    global count\n    count += 1"
+    )
+    write_module(measured_folder, "elsewhere", source)
+    write_module(measured_folder.parent / style.STATELESS_FOLDER, "tracer", source)
+
+    figures, places = style.measure_style()
+
+    assert figures["module_globals_in_hooks"] == 4
+    names = {place.split()[1] for place in places["module_globals_in_hooks"]}
+    assert names == {"count", "open_steps", "runs", "queue"}
+
+
 def write_violations(folder: Path, figure: str) -> None:
     """A tree of modules that is over the limit of `figure` and of no other."""
     limit = int(style.FIGURE_LIMITS[figure])
@@ -125,6 +142,8 @@ def write_violations(folder: Path, figure: str) -> None:
     for number in range(limit + 1 if figure == "class_names_in_several_files" else 0):
         write_module(folder, f"first_{number}", f"class Part{number}: ...\ndef read_file(): ...")
         write_module(folder, f"second_{number}", f"class Part{number}: ...\ndef read_file(): ...")
+    if figure == "module_globals_in_hooks":
+        write_module(folder.parent / style.STATELESS_FOLDER, "state", "running = {}")
     if figure == "one_word_functions_percent":
         write_module(folder, "files", "def read(): ...\ndef write(): ...")
 
