@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from time import monotonic_ns
 from typing import Any
 
-from ttft_otel.bench import noise_images
 from ttft_otel.bench.http_exchange import BenchTarget, RawResponse, perform_exchange
 from ttft_otel.bench.load_driver import CONNECT_LEAD_NS
+from ttft_otel.bench.request_factory import build_image_content
 from ttft_otel.bench.stream_parser import DONE_MARKER, EventDecoder
 from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from ttft_otel.model.names import header_names
@@ -193,20 +193,13 @@ def build_payload(request: TimedRequest) -> dict[str, Any]:
     if request.path == COMPLETIONS_PATH:
         body["prompt"] = prompt
     elif request.path == CHAT_PATH:
-        body["messages"] = [{"role": "user", "content": build_message_content(request, prompt)}]
+        content = (
+            build_image_content(request.pictures, request.size, prompt)
+            if request.pictures
+            else prompt
+        )
+        body["messages"] = [{"role": "user", "content": content}]
     return {**body, **request.extra}
-
-
-def build_message_content(request: TimedRequest, prompt: str) -> str | list[dict[str, Any]]:
-    """A chat message's content: plain text, or pictures and then the text."""
-    if not request.pictures:
-        return prompt
-    edge = request.size
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": noise_images.draw_data_url(seed, edge, edge)}}
-        for seed in request.pictures
-    ]
-    return [*parts, {"type": "text", "text": prompt}]
 
 
 def find_first_data_us(pieces: Iterable[tuple[int, bytes]], started_ns: int) -> int | None:

@@ -22,7 +22,7 @@ import pytest
 from router import small_tokenizer
 
 from lab.tiny_models import get_cache_root
-from ttft_otel.bench import noise_images
+from ttft_otel.bench.request_factory import draw_data_url
 from ttft_otel.commands import main as cli
 
 ROOT = Path(__file__).parents[1]
@@ -201,7 +201,7 @@ def test_local_tokenizer(environment: Path, tmp_path: Path) -> None:
     model = small_tokenizer.build_tokenizer(tmp_path, model_type="qwen2_5_vl")
     python = str(environment / "bin" / "python")
     child = small_tokenizer.TokenizerChild(small_tokenizer.start_child_process(python, environment))
-    image = {"type": "image_url", "image_url": {"url": noise_images.draw_data_url(1, 280, 140)}}
+    image = {"type": "image_url", "image_url": {"url": draw_data_url(1, 280, 140)}}
     try:
         loaded = child.read_prompt(model)
         read = child.read_prompt(model, "chat", messages=[{"role": "user", "content": [image]}])

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from time import monotonic_ns
 from typing import Any
 
-from ttft_otel.bench.kernel_timestamps import TimestampedSocket, keep_timestamps_enabled
+from ttft_otel.bench.http_exchange import TimestampedSocket, keep_timestamps_enabled
 from ttft_otel.model import timing
 
 RESPONSE_HEAD = (

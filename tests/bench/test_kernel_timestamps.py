@@ -15,13 +15,14 @@ from time import monotonic_ns
 
 import pytest
 
-from ttft_otel.bench import http_exchange, kernel_timestamps
-from ttft_otel.bench.http_exchange import BenchTarget, perform_exchange
-from ttft_otel.bench.kernel_timestamps import (
+from ttft_otel.bench import http_exchange
+from ttft_otel.bench.http_exchange import (
     SO_TIMESTAMPNS,
     TIMESPEC,
+    BenchTarget,
     TimestampedSocket,
     keep_timestamps_enabled,
+    perform_exchange,
 )
 
 SLEEP_S = 0.08
@@ -97,7 +98,7 @@ def test_odd(data: bytes) -> None:
 
     assert (
         before
-        <= kernel_timestamps.read_arrival_ns([(socket.SOL_SOCKET, SO_TIMESTAMPNS, data)])
+        <= http_exchange.read_arrival_ns([(socket.SOL_SOCKET, SO_TIMESTAMPNS, data)])
         <= monotonic_ns()
     )
 

@@ -1,44 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a LoadPlan against one or two targets: warm-up and alternating rounds, until done or stopped.
 
-command.py passes plan and targets; result_document.py describes the LoadRuns.
+commands/bench.py passes plan and targets; result_document.py describes the LoadRuns. Breakdowns that
+responses did not carry, because a proxy has removed Server-Timing, come from the router's newest reports.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
+from time import monotonic, monotonic_ns
 from types import FrameType
-from typing import Final, Protocol
+from typing import Any, Final
 
-from ttft_otel.bench import kernel_timestamps, report_lookup
-from ttft_otel.bench.http_exchange import BenchTarget
-from ttft_otel.bench.load_driver import LoadDriver, LoadRun
+from ttft_otel.bench.http_exchange import (
+    BenchTarget,
+    RawResponse,
+    keep_timestamps_enabled,
+    perform_exchange,
+)
+from ttft_otel.bench.load_driver import HTTP_OK, LoadDriver, LoadRun, RequestResult
 from ttft_otel.bench.load_plan import LoadFunction, LoadPlan
 from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
+from ttft_otel.bench.terminal_report import ProgressLine
+from ttft_otel.model.timing import ServerTiming
+from ttft_otel.model.ttft_report import STAGES_KEY, TTFT_MS_KEY, UNATTRIBUTED_MS_KEY
 
 PROGRESS_INTERVAL_S: Final = 0.5  # between two updates of the progress line
 STOP_POLL_S: Final = 0.001  # given to the event loop while prompts are made, to notice a stop
 RUN_LOOKUP_TIMEOUT_S: Final = 60.0  # for fetching breakdowns that responses did not carry
 STOPPED_LOOKUP_TIMEOUT_S: Final = 3.0  # the same after Ctrl-C
-
-
-class ProgressReporter(Protocol):
-    """Shows the progress of a benchmark; `title` names round and target."""
-
-    def report_prepared(self, title: str, count: int, total: int) -> None:
-        """`count` of a run's `total` prompts are made."""
-        ...
-
-    def report_sent(self, title: str, run: LoadRun) -> None:
-        """`run` has the results so far."""
-        ...
+REPORT_PATH: Final = "/ttft_report/"
+# A server that does not know this many of its newest requests has no reports: stop asking.
+MAX_UNKNOWN_REPORTS: Final = 3
+# Few: the router may be serving others.
+MAX_CONCURRENT_LOOKUPS: Final = 8
+LOOKUP_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -81,7 +84,7 @@ class InterruptCounter:
 
 
 def check_plan(plan: LoadPlan, sides: Sequence[BenchSide]) -> None:
-    """Check `plan` before anything is sent. Raises ContextTooSmallError and TraceFormatError."""
+    """Check `plan` before anything is sent. Raises BenchInputError."""
     for target_index, side in enumerate(sides):
         # Both targets before either is loaded: half of a comparison is worth nothing.
         plan.check_context(side.factory, target_index)
@@ -90,37 +93,37 @@ def check_plan(plan: LoadPlan, sides: Sequence[BenchSide]) -> None:
 def run_plan(
     plan: LoadPlan,
     sides: Sequence[BenchSide],
-    reporter: ProgressReporter,
+    progress: ProgressLine,
     interrupts: InterruptCounter,
 ) -> None:
     """Run a checked `plan` and append its results to each side's runs; Ctrl-C ends it early."""
-    asyncio.run(_run_until_stopped(plan, sides, reporter, interrupts))
+    asyncio.run(_run_until_stopped(plan, sides, progress, interrupts))
 
 
 async def _run_until_stopped(
     plan: LoadPlan,
     sides: Sequence[BenchSide],
-    reporter: ProgressReporter,
+    progress: ProgressLine,
     interrupts: InterruptCounter,
 ) -> None:
     stop = asyncio.Event()
     # A signal handler runs between any two bytecodes; only this call may wake the loop from there.
     interrupts.on_interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
     try:
-        await _run_rounds(plan, sides, reporter, stop)
+        await _run_rounds(plan, sides, progress, stop)
     finally:
         interrupts.on_interrupt = _do_nothing  # the loop closes
 
 
 async def _run_rounds(
-    plan: LoadPlan, sides: Sequence[BenchSide], reporter: ProgressReporter, stop: asyncio.Event
+    plan: LoadPlan, sides: Sequence[BenchSide], progress: ProgressLine, stop: asyncio.Event
 ) -> None:
     for round_index in range(plan.repeat):
         # Alternate the order, so that a drift of the machine affects both sides alike.
         for side in sides if round_index % 2 == 0 else reversed(sides):
             seed = plan.compute_seed(round_index, sides.index(side))
             title = f"round {round_index + 1}/{plan.repeat} {side.target.url}"
-            await _run_round(plan, side, seed, stop, reporter, title)
+            await _run_round(plan, side, seed, stop, progress, title)
             if stop.is_set():
                 return
 
@@ -130,7 +133,7 @@ async def _run_round(
     side: BenchSide,
     seed: int,
     stop: asyncio.Event,
-    reporter: ProgressReporter,
+    progress: ProgressLine,
     title: str,
 ) -> None:
     """A warm-up and a run on one side."""
@@ -139,7 +142,7 @@ async def _run_round(
         warmup_driver = LoadDriver(side.target, plan.timeout_s, plan.max_unfinished)
         await _run_load(plan.build_warmup(side.factory, seed), warmup_driver, stop)
     requests = await _prepare_requests(
-        plan, side.factory, seed, stop, partial(reporter.report_prepared, title)
+        plan, side.factory, seed, stop, partial(progress.report_prepared, title)
     )
     if stop.is_set():
         return
@@ -150,11 +153,11 @@ async def _run_round(
         plan.build_load(side.factory, seed, requests),
         driver,
         stop,
-        partial(reporter.report_sent, title),
+        partial(progress.report_sent, title),
     )
     # Breakdowns are an extra: a router that is slow to tell them must not cost the measured times.
     with suppress(asyncio.TimeoutError):
-        lookups = report_lookup.fetch_missing_breakdowns(side.target, driver.run.results)
+        lookups = fetch_missing_breakdowns(side.target, driver.run.results)
         await asyncio.wait_for(
             lookups, STOPPED_LOOKUP_TIMEOUT_S if stop.is_set() else RUN_LOOKUP_TIMEOUT_S
         )
@@ -189,7 +192,7 @@ async def _run_load(
     show_progress: Callable[[LoadRun], None] | None = None,
 ) -> None:
     """Send one run's load; a stop cancels it."""
-    with _pause_garbage_collection(), kernel_timestamps.keep_timestamps_enabled():
+    with _pause_garbage_collection(), keep_timestamps_enabled():
         # Around the whole load: a stall between two sends delays the reading of answers as well.
         async with driver.measure_loop_lag():
             load_task = asyncio.ensure_future(load(driver))
@@ -220,6 +223,57 @@ def _pause_garbage_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+async def fetch_missing_breakdowns(target: BenchTarget, results: Iterable[RequestResult]) -> None:
+    """Set the breakdown of successful `results` that have none, by the router's GET /ttft_report/<id>."""
+    missing = [result for result in results if not result.error and result.timing is None]
+    # The newest first: a router keeps only its newest reports.
+    missing.reverse()
+    for result in missing[:MAX_UNKNOWN_REPORTS]:
+        # One by one, to stop early where there is no such endpoint.
+        result.timing = await _fetch_breakdown(target, result.request_id)
+    if not any(result.timing for result in missing[:MAX_UNKNOWN_REPORTS]):
+        return
+    remaining = iter(missing[MAX_UNKNOWN_REPORTS:])  # shared: each worker takes the next one
+    await asyncio.gather(
+        *(_fetch_breakdowns(target, remaining) for _ in range(MAX_CONCURRENT_LOOKUPS))
+    )
+
+
+async def _fetch_breakdowns(target: BenchTarget, results: Iterable[RequestResult]) -> None:
+    for result in results:
+        result.timing = await _fetch_breakdown(target, result.request_id)
+
+
+async def _fetch_breakdown(target: BenchTarget, request_id: str) -> ServerTiming | None:
+    message = target.encode_request(REPORT_PATH + request_id, b"", {}, "GET")
+    response = await perform_exchange(target, message, monotonic_ns(), LOOKUP_TIMEOUT_S)
+    return _parse_report(response) if response.status == HTTP_OK and not response.error else None
+
+
+def _parse_report(response: RawResponse) -> ServerTiming | None:
+    """The stages of the whole request; None when it is not a TTFT report, or does not add up."""
+    try:
+        report: Any = json.loads(b"".join(piece for _, piece in response.pieces))["combined"]
+        parts = {str(name): _to_microseconds(ms) for name, ms in report[STAGES_KEY].items()}
+        unattributed_us, ttft_us = (
+            _to_microseconds(report[UNATTRIBUTED_MS_KEY]),
+            _to_microseconds(report[TTFT_MS_KEY]),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return (
+        # Must add up to the microsecond, as in every other answer; else it is of something else.
+        ServerTiming(parts, unattributed_us, ttft_us)
+        if sum(parts.values()) + unattributed_us == ttft_us
+        else None
+    )
+
+
+def _to_microseconds(ms: float) -> int:
+    # Reports have milliseconds with three decimals: rounding gives the exact microseconds back.
+    return round(ms * 1000)
 
 
 def _do_nothing() -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -26,12 +26,10 @@ MAX_TICKS: Final = 6  # on an axis
 MARKED_PERCENTILES: Final = ("p50", "p95", "p99")
 
 
-@dataclass(frozen=True, slots=True)
-class ChartTick:
-    """A label on an axis; `at` is its position in percent."""
-
-    at: float
-    text: str
+# A chart for the template: `boxes` over two axes (`across`, `up`); `marks` are vertical lines with labels.
+Chart: TypeAlias = dict[str, Sequence[Any]]
+# A label of an axis, or of a mark: `at`, its position in percent, and its `text`.
+Tick: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +45,6 @@ class ChartBox:
     height: float
     says: str
     stage: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Boxes over two axes (`across`, `up`); `marks` are vertical lines with labels."""
-
-    boxes: list[ChartBox]
-    across: list[ChartTick]
-    up: list[ChartTick]
-    marks: list[ChartTick]
 
 
 def render_page(document: Mapping[str, Any]) -> str:
@@ -124,12 +112,10 @@ def _build_histogram(ttfts_ms: Sequence[float], distribution: Mapping[str, float
         if count
     ]
     marks = [
-        ChartTick(
-            100 * distribution[name] / max_ttft_ms, f"{name} {_format_number(distribution[name])}"
-        )
+        _make_tick(distribution[name] / max_ttft_ms, f"{name} {_format_number(distribution[name])}")
         for name in MARKED_PERCENTILES
     ]
-    return Chart(
+    return _make_chart(
         boxes, _compute_ticks(max_ttft_ms), _compute_ticks(max_count, vertical=True), marks
     )
 
@@ -137,10 +123,10 @@ def _build_histogram(ttfts_ms: Sequence[float], distribution: Mapping[str, float
 def _build_timeline(runs: Sequence[Mapping[str, Any]]) -> Chart:
     """Each request's TTFT over the time at which it was sent; runs one after another."""
     dots: list[tuple[float, float, str]] = []
-    marks, start_s = [], 0.0
-    for number, run in enumerate(runs, 1):
-        if number > 1:
-            marks.append(ChartTick(start_s, f"round {number}"))
+    starts_s: list[float] = []
+    start_s = 0.0
+    for run in runs:
+        starts_s.append(start_s)
         for row in run["requests"]:
             # Rounds are drawn one after another; the time between them is not part of the axis.
             sent_s = start_s + row["sent_ms"] / 1000
@@ -149,7 +135,7 @@ def _build_timeline(runs: Sequence[Mapping[str, Any]]) -> Chart:
         start_s += run["seconds"]
     duration_s, max_ttft_ms = max(start_s, 1e-3), max(ttft for _, ttft, _ in dots) or 1.0
     # Every step-th in order of sending: a drift or a burst keeps its shape.
-    step = math.ceil(len(dots) / MAX_POINTS)  # draw every step-th point
+    step = math.ceil(len(dots) / MAX_POINTS)
     boxes = [
         ChartBox(
             100 * sent_s / duration_s,
@@ -160,8 +146,11 @@ def _build_timeline(runs: Sequence[Mapping[str, Any]]) -> Chart:
         )
         for sent_s, ttft, says in dots[::step]
     ]
-    marks = [ChartTick(100 * mark.at / duration_s, mark.text) for mark in marks]
-    return Chart(
+    marks = [
+        _make_tick(each / duration_s, f"round {number}")
+        for number, each in enumerate(starts_s[1:], 2)
+    ]
+    return _make_chart(
         boxes, _compute_ticks(duration_s), _compute_ticks(max_ttft_ms, vertical=True), marks
     )
 
@@ -179,11 +168,11 @@ def _build_stage_bars(stages_by_percentile: Mapping[str, Mapping[str, float]]) -
                 ChartBox(x, 50 * place + 8, width, 34, f"{name}: {_format_number(ms)} ms", name)
             )
             x += width
-    rows = [ChartTick(50 * place + 25, title) for place, title in enumerate(stages_by_percentile)]
-    return Chart(boxes, _compute_ticks(max_ttft_ms), rows, [])
+    rows = [_make_tick(0.5 * place + 0.25, name) for place, name in enumerate(stages_by_percentile)]
+    return _make_chart(boxes, _compute_ticks(max_ttft_ms), rows, [])
 
 
-def _compute_ticks(maximum: float, vertical: bool = False) -> list[ChartTick]:
+def _compute_ticks(maximum: float, vertical: bool = False) -> list[Tick]:
     """Round numbers from 0 to `maximum`, at distances of 1, 2, 5 or 10 times a power of ten."""
     # Rounded up to the next round number below, so there are at most MAX_TICKS steps.
     raw_step = maximum / MAX_TICKS
@@ -192,9 +181,20 @@ def _compute_ticks(maximum: float, vertical: bool = False) -> list[ChartTick]:
     # The tiny addend keeps a last tick that division put just below a whole number.
     values = [place * step for place in range(math.floor(maximum / step + 1e-9) + 1)]
     return [
-        ChartTick(100 - 100 * value / maximum if vertical else 100 * value / maximum, f"{value:g}")
+        _make_tick(1 - value / maximum if vertical else value / maximum, f"{value:g}")
         for value in values
     ]
+
+
+def _make_tick(place: float, text: str) -> Tick:
+    """A label at a place from 0 to 1."""
+    return {"at": 100 * place, "text": text}
+
+
+def _make_chart(
+    boxes: Sequence[ChartBox], across: Sequence[Tick], up: Sequence[Tick], marks: Sequence[Tick]
+) -> Chart:
+    return {"boxes": boxes, "across": across, "up": up, "marks": marks}
 
 
 def _choose_css_class(name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests to send, and when: command.py builds a LoadPlan, bench_session.py runs it."""
+"""Which requests to send, and when: commands/bench.py builds a LoadPlan, bench_session.py runs it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from ttft_otel.bench import multi_round, synthetic_datasets, trace_replay
+from ttft_otel.bench import multi_round, trace_replay
 from ttft_otel.bench.load_driver import LoadDriver, run_closed_loop, run_open_loop
-from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
+from ttft_otel.bench.request_factory import (
+    BenchInputError,
+    BenchRequest,
+    RequestFactory,
+    build_image_content,
+    join_words,
+)
 
 DATASETS: Final = ("random", "shared-prefix", "multi-round", "images", "replay")
 DEFAULT_REMEDY: Final = "Make --input-len or --output-len smaller."
@@ -21,15 +27,23 @@ REMEDY_BY_DATASET: Final = {
     "multi-round": "Make --num-rounds, --answer-len or the prompts smaller.",
 }
 TARGET_SEED_STRIDE: Final = 1_000_003  # far from the seeds of other rounds
-# Completions know neither roles nor images.
-CHAT_DATASETS: Final = ("multi-round", "images")  # datasets that only a chat can carry
-
-
-class ContextTooSmallError(ValueError):
-    """Requests are longer than the server's context; the message has the remedy."""
-
-
+# Datasets that only a chat can carry: completions know neither roles nor images.
+CHAT_DATASETS: Final = ("multi-round", "images")
 LoadFunction = Callable[[LoadDriver], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetShape:
+    """Number and lengths of requests, in tokens; length_spread 0.2 varies lengths by ±20 %."""
+
+    request_count: int = 100
+    input_tokens: int = 512
+    output_tokens: int = 64
+    length_spread: float = 0.0
+    prefix_tokens: int = 256
+    prefix_count: int = 1
+    images_per_request: int = 1
+    image_edge_px: int = 224
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,7 @@ class LoadPlan:
     """
 
     dataset: str = "random"
-    shape: synthetic_datasets.DatasetShape = field(default_factory=synthetic_datasets.DatasetShape)
+    shape: DatasetShape = field(default_factory=DatasetShape)
     trace: trace_replay.ReplayTrace = field(
         default_factory=lambda: trace_replay.ReplayTrace(Path())
     )
@@ -88,7 +102,7 @@ class LoadPlan:
         return self.seed + round_index + (TARGET_SEED_STRIDE * target_index if self.apart else 0)
 
     def check_context(self, factory: RequestFactory, target_index: int) -> None:
-        """Raise ContextTooSmallError when requests are known to exceed the target's context."""
+        """Raise BenchInputError when requests are known to exceed the target's context."""
         # Without --spread all rounds and warm-ups have the lengths of the first.
         for round_index in range(self.repeat if self.shape.length_spread else 1):
             # Lengths are drawn from the seed, so every round has to be looked at.
@@ -123,12 +137,12 @@ class LoadPlan:
     def _require_context(self, factory: RequestFactory, token_counts: Sequence[int]) -> None:
         context_tokens = factory.profile.context_tokens
         # 0: the server did not tell its context; then it refuses by itself.
-        oversized = [room for room in token_counts if context_tokens and room > context_tokens]
+        oversized = [count for count in token_counts if context_tokens and count > context_tokens]
         if oversized:
             subject = f"{len(oversized)} of {len(token_counts)} requests need"
             if self.dataset == "multi-round":
                 subject = "a conversation's last round needs"
-            raise ContextTooSmallError(
+            raise BenchInputError(
                 f"{subject} up to {max(oversized)} tokens for prompt and answer; the server's context is "
                 f"{context_tokens}. {REMEDY_BY_DATASET.get(self.dataset, DEFAULT_REMEDY)}"
             )
@@ -157,12 +171,12 @@ class LoadPlan:
         if self.dataset == "multi-round":
             return iter(())
         if self.dataset == "shared-prefix":
-            return synthetic_datasets.generate_shared_prefix_requests(factory, self.shape, seed)
+            return generate_shared_prefix_requests(factory, self.shape, seed)
         if self.dataset == "images":
-            return synthetic_datasets.generate_image_requests(factory, self.shape, seed)
+            return generate_image_requests(factory, self.shape, seed)
         if self.dataset == "replay":
             return trace_replay.generate_trace_requests(factory, self.trace, seed)
-        return synthetic_datasets.generate_random_requests(factory, self.shape, seed)
+        return generate_random_requests(factory, self.shape, seed)
 
     def _generate_offsets_s(self, seed: int) -> Iterator[float]:
         """Send times for `rate`, in seconds from the start: constant gaps, or a Poisson process."""
@@ -174,3 +188,58 @@ class LoadPlan:
         gaps_s = (1 / rate if is_constant else rng.expovariate(rate) for _ in itertools.count())
         # From 0 on: else the first gap would be waiting time without any load.
         return itertools.accumulate(gaps_s, initial=0.0)
+
+
+def vary_length(rng: random.Random, length: int, spread: float) -> int:
+    """A random length within `length` * (1 ± `spread`), at least 1."""
+    return max(1, round(length * (1 + spread * rng.uniform(-1, 1))))
+
+
+def generate_random_requests(
+    factory: RequestFactory, shape: DatasetShape, seed: int
+) -> Iterator[BenchRequest]:
+    """The dataset `random`: prompts without common prefixes, from `seed`."""
+    # One empty prefix: `random` is `shared-prefix` without anything shared.
+    return _generate_requests(factory, shape, random.Random(f"random/{seed}"), [[]])
+
+
+def generate_shared_prefix_requests(
+    factory: RequestFactory, shape: DatasetShape, seed: int
+) -> Iterator[BenchRequest]:
+    """The dataset `shared-prefix`: prompts of one of `shape.prefix_count` prefixes and a random tail."""
+    rng = random.Random(f"shared-prefix/{seed}")  # the dataset's name keeps random streams apart
+    prefixes = [factory.draw_prompt(rng, shape.prefix_tokens) for _ in range(shape.prefix_count)]
+    return _generate_requests(factory, shape, rng, prefixes)
+
+
+def generate_image_requests(
+    factory: RequestFactory, shape: DatasetShape, seed: int
+) -> Iterator[BenchRequest]:
+    """The dataset `images`: images that differ in all requests, followed by a text."""
+    rng = random.Random(f"images/{seed}")
+    edge_px = shape.image_edge_px
+    for _ in range(shape.request_count):
+        words = factory.draw_prompt(rng, vary_length(rng, shape.input_tokens, shape.length_spread))
+        # 32 bits: among ten thousand images two are equal in one of a hundred runs.
+        image_seeds = [rng.getrandbits(32) for _ in range(shape.images_per_request)]
+        answer_tokens = vary_length(rng, shape.output_tokens, shape.length_spread)
+        yield factory.build_chat_request(
+            [
+                {
+                    "role": "user",
+                    "content": build_image_content(image_seeds, edge_px, join_words(words)),
+                }
+            ],
+            answer_tokens,
+        )
+
+
+def _generate_requests(
+    factory: RequestFactory, shape: DatasetShape, rng: random.Random, prefixes: list[list[int]]
+) -> Iterator[BenchRequest]:
+    for _ in range(shape.request_count):
+        tail = factory.draw_prompt(rng, vary_length(rng, shape.input_tokens, shape.length_spread))
+        # At random and not in turn, which round_robin would always send to the same instance.
+        yield factory.build_request(
+            rng.choice(prefixes) + tail, vary_length(rng, shape.output_tokens, shape.length_spread)
+        )

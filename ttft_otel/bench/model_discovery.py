@@ -15,7 +15,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ttft_otel.bench.http_exchange import USER_AGENT, BenchTarget
-from ttft_otel.bench.request_factory import MIN_TOKEN_ID, PROMPT_WORDS, ModelProfile
+from ttft_otel.bench.request_factory import (
+    MIN_TOKEN_ID,
+    PROMPT_WORDS,
+    BenchInputError,
+    ModelProfile,
+)
 from ttft_otel.bench.stream_parser import sanitize_text
 from ttft_otel.model.endpoints import COMPLETIONS_PATH, MODELS_PATH
 
@@ -28,15 +33,11 @@ RESPONSE_ERRORS: Final = (OSError, http.client.HTTPException, ValueError, Lookup
 _opener: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class ModelUnknownError(ValueError):
-    """The server does not name a model; the message has the remedy."""
-
-
 def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[str, int]:
     """The model's name and its context in tokens (0 when unknown).
 
     requested_model: the name from --model; None takes the first model of /v1/models.
-    Raises ModelUnknownError when there is no name.
+    Raises BenchInputError when there is no name.
     """
     try:
         cards = _fetch_json(target, MODELS_PATH)["data"]
@@ -50,7 +51,7 @@ def discover_model(target: BenchTarget, requested_model: str | None) -> tuple[st
             f"{target.url}/v1/models names no model ({sanitize_text(str(error))}); "
             f"{_suggest_remedy(error)}"
         )
-        raise ModelUnknownError(message) from error
+        raise BenchInputError(message) from error
 
 
 def discover_profile(

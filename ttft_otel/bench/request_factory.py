@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build request bodies, for the datasets; load_driver.py sends them.
+"""Build request bodies, and images for them, for the datasets; load_driver.py sends them.
 
 Bodies are encoded before the run: encoding a long prompt during the run would delay other requests.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import random
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,6 +19,7 @@ from ttft_otel.model.endpoints import CHAT_PATH, COMPLETIONS_PATH
 
 MIN_TOKEN_ID: Final = 100  # smaller IDs are often special tokens
 UNIVERSAL_TOKEN_IDS: Final = range(MIN_TOKEN_ID, 256)  # in every vocabulary
+PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 # Common English nouns, mostly one token each, so that lengths can be met closely.
 PROMPT_WORDS: Final = tuple(
     (
@@ -26,6 +30,10 @@ PROMPT_WORDS: Final = tuple(
         "power hour game line end member law car city community name president team minute idea"
     ).split()
 )
+
+
+class BenchInputError(ValueError):
+    """What the user gave cannot be benchmarked; the message has the reason or the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +136,45 @@ class RequestFactory:
 def join_words(word_indices: Sequence[int]) -> str:
     """The PROMPT_WORDS at `word_indices`, joined to a text."""
     return " ".join(PROMPT_WORDS[index] for index in word_indices)
+
+
+def build_image_content(seeds: Sequence[int], edge_px: int, text: str) -> list[dict[str, Any]]:
+    """The content of a chat message: an image for each of `seeds`, then the text."""
+    # Images first, so that prompts differ from their first block on.
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": draw_data_url(seed, edge_px, edge_px)}}
+        for seed in seeds
+    ]
+    return [*parts, {"type": "text", "text": text}]
+
+
+def draw_png(seed: int, width: int = 112, height: int = 112) -> bytes:
+    """The bytes of a PNG with random pixels; the same arguments give the same bytes.
+
+    width, height: pixels.
+    """
+    # The size is part of the seed: another size is another picture.
+    rng = random.Random(f"{seed}/{width}x{height}")
+    # Each row begins with its filter byte; 0 is "no filter".
+    rows = b"".join(b"\0" + rng.randbytes(3 * width) for _ in range(height))
+    # 8 bits, colour type 2 (RGB); then the only compression and filter there are, not interlaced.
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        PNG_SIGNATURE
+        + _encode_chunk(b"IHDR", header)
+        # Level 1: noise does not become smaller, and higher levels only take longer.
+        + _encode_chunk(b"IDAT", zlib.compress(rows, 1))
+        + _encode_chunk(b"IEND", b"")
+    )
+
+
+def _encode_chunk(kind: bytes, data: bytes) -> bytes:
+    """One PNG chunk: length, `kind`, data, CRC-32."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def draw_data_url(seed: int, width: int = 112, height: int = 112) -> str:
+    """draw_png() as a data URL for `image_url` of a chat request, so that no server has to fetch it."""
+    return "data:image/png;base64," + base64.b64encode(draw_png(seed, width, height)).decode(
+        "ascii"
+    )

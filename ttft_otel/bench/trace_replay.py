@@ -18,14 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from ttft_otel.bench.request_factory import BenchRequest, RequestFactory
+from ttft_otel.bench.request_factory import BenchInputError, BenchRequest, RequestFactory
 
 BLOCK_TOKENS: Final = 512  # of Mooncake's traces
 MAX_CACHED_BLOCKS: Final = 10_000  # blocks kept in memory, 4 KB each
-
-
-class TraceFormatError(ValueError):
-    """A line of the trace is invalid; the message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +106,17 @@ def _read_rows(trace: ReplayTrace) -> Iterator[dict[str, Any]]:
             row = _parse_row(line, f"{trace.path}:{number}")
             # The open loop sends in the order of the lines; an earlier one would be sent late.
             if row["timestamp"] < last_ms:
-                raise TraceFormatError(
+                raise BenchInputError(
                     f"{trace.path}:{number}: earlier than the line before; sort it"
                 )
             last_ms = row["timestamp"]
             yield row
     if not number:
-        raise TraceFormatError(f"{trace.path} is empty")
+        raise BenchInputError(f"{trace.path} is empty")
 
 
 def _parse_row(line: str, location: str) -> dict[str, Any]:
-    """Parse and check one line. Raises TraceFormatError with `location`."""
+    """Parse and check one line. Raises BenchInputError with `location`."""
     try:
         row: dict[str, Any] = json.loads(line)
         timestamp_ms, input_tokens, output_tokens = (
@@ -130,16 +126,16 @@ def _parse_row(line: str, location: str) -> dict[str, Any]:
         )
         blocks = row["hash_ids"]
     except (ValueError, KeyError, TypeError) as error:
-        raise TraceFormatError(f"{location}: not a line of a Mooncake trace ({error!r})") from error
+        raise BenchInputError(f"{location}: not a line of a Mooncake trace ({error!r})") from error
     # type() and not isinstance(): true is an int to Python.
     are_counts = all(type(each) is int and each >= 0 for each in (input_tokens, output_tokens))
     if not are_counts or type(timestamp_ms) not in (int, float) or not 0 <= timestamp_ms < math.inf:
-        raise TraceFormatError(
+        raise BenchInputError(
             f"{location}: timestamp and lengths must be numbers from 0, lengths whole ones"
         )
     # Without enough blocks the prompt would silently be shorter than the trace says.
     if not isinstance(blocks, list) or input_tokens > BLOCK_TOKENS * len(blocks):
-        raise TraceFormatError(
+        raise BenchInputError(
             f"{location}: input_length is beyond the blocks of {BLOCK_TOKENS} in hash_ids"
         )
     return row

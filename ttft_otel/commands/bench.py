@@ -20,15 +20,14 @@ from ttft_otel.bench import (
     html_report,
     model_discovery,
     multi_round,
-    synthetic_datasets,
     terminal_report,
     trace_replay,
 )
 from ttft_otel.bench.bench_session import BenchSide, InterruptCounter, check_plan, run_plan
 from ttft_otel.bench.comparison import compare_targets, list_load_differences
 from ttft_otel.bench.http_exchange import BenchTarget
-from ttft_otel.bench.load_plan import CHAT_DATASETS, ContextTooSmallError, LoadPlan
-from ttft_otel.bench.request_factory import RequestFactory
+from ttft_otel.bench.load_plan import CHAT_DATASETS, DatasetShape, LoadPlan
+from ttft_otel.bench.request_factory import BenchInputError, RequestFactory
 from ttft_otel.bench.result_document import RESULT_FORMAT, build_document
 from ttft_otel.commands.bench_options import (
     DATASET_OPTIONS,
@@ -142,7 +141,7 @@ def bench(**given: Any) -> None:
             if given["ab"]:
                 _compare_sides(results)
             _write_results(results, given)
-    except (trace_replay.TraceFormatError, ContextTooSmallError) as error:
+    except BenchInputError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(EXIT_INTERRUPTED if interrupts.count else _choose_exit_status(results))
 
@@ -196,8 +195,8 @@ def _build_trace(options: dict[str, Any]) -> trace_replay.ReplayTrace:
     )
 
 
-def _build_shape(options: dict[str, Any]) -> synthetic_datasets.DatasetShape:
-    return synthetic_datasets.DatasetShape(
+def _build_shape(options: dict[str, Any]) -> DatasetShape:
+    return DatasetShape(
         request_count=options["requests"] or 100,
         input_tokens=options["input_len"],
         output_tokens=options["output_len"],
@@ -245,7 +244,7 @@ def _build_request_factory(
     """Ask the server for its model and context. Raises ClickException."""
     try:
         model, context_tokens = model_discovery.discover_model(target, options["model"])
-    except model_discovery.ModelUnknownError as error:
+    except BenchInputError as error:
         raise click.ClickException(str(error)) from error
     return RequestFactory(
         model,

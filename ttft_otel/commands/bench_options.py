@@ -9,9 +9,8 @@ from typing import Final
 import click
 from click.core import ParameterSource
 
-from ttft_otel.bench.load_plan import DATASETS
+from ttft_otel.bench.load_plan import DATASETS, DatasetShape
 from ttft_otel.bench.multi_round import MultiRoundOptions
-from ttft_otel.bench.synthetic_datasets import DatasetShape
 from ttft_otel.bench.trace_replay import BLOCK_TOKENS
 from ttft_otel.commands.command_options import make_number_option
 
