@@ -191,8 +191,8 @@ def test_replicas_reach_one_another_and_nobody_else_does() -> None:
     assert flags["--peers"] == f"dns://{name}-peers.{chart.NAMESPACE}.svc:9100"
     assert service["spec"]["clusterIP"] == "None"
     assert (service["spec"]["ports"][0]["port"], service["spec"]["ports"][0]["protocol"]) == (
-        *(9100, "UDP"),
-    )
+        9100, "UDP",
+    )  # fmt: skip
     assert {"name": "peers", "containerPort": 9100, "protocol": "UDP"} in container["ports"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     (rule,) = (each for each in rules if {"port": "peers", "protocol": "UDP"} in each["ports"])

@@ -33,11 +33,11 @@ BLOCK_TOKENS = 16
 REQUESTS = 80
 SLOW = 900  # seconds: a server starts within it
 PIECES = (
-    *("Hello", " world", "\n", "\n\n", "  ", "\t", "\r\n", "don't", "12345", "a" * 50, ""),
-    *("é", "e\u0301", "\u200b", "\u2028", "日本語", "العربية", "😀👩‍👩‍👧", "🇩🇪"),
+    "Hello", " world", "\n", "\n\n", "  ", "\t", "\r\n", "don't", "12345", "a" * 50, "",
+    "é", "e\u0301", "\u200b", "\u2028", "日本語", "العربية", "😀👩‍👩‍👧", "🇩🇪",
     *("<|im_end|>", "<|im_start|>", "<|image_pa", "<|endoftext|>", "{{ x }}", "{% if %}"),
     "x-anthropic-billing-header: cch=1\nrest",
-)
+)  # fmt: skip
 SIDES = ((1, 1), (28, 28), (30, 57), (500, 300), (1024, 768), (3, 400), (2000, 1500))
 ROLES = ("user", "user", "assistant", "tool", "developer", "system")
 # Prints all that it gets: what the tiny model's own template leaves out differs too.
@@ -241,9 +241,9 @@ def render(tmp_path: Path) -> Iterator[LocalServer]:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     port = free_ports.find_free_port()
     argv = (
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)),
-        *("--served-model-name", "tiny", "--host", HOST, "--port", str(port)),
-    )
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder),
+        "--served-model-name", "tiny", "--host", HOST, "--port", str(port),
+    )  # fmt: skip
     env = {**build_vllm_environment(VllmOptions(model=folder)), "TTFT_OTEL": "0"}
     with LocalServer(ServerCommand("render", argv, env, port), tmp_path / "render.log") as server:
         yield server
