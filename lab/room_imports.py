@@ -35,7 +35,7 @@ PACKAGE_ROOMS: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 # The router's rooms, likewise; its single files are below all of them.
 ROUTER_ROOMS: Final = (
-    "peers", "workers", "control", "proxy", "disagg", "routing", "discovery", "upstream",
+    "shared_state", "workers", "control", "proxy", "disagg", "routing", "discovery", "upstream",
 )  # fmt: skip
 RoomImports = Counter[tuple[str, str]]  # (importing room, imported room) -> files that import
 

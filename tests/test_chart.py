@@ -96,7 +96,8 @@ def test_every_value_is_documented() -> None:
         ("trial.enabled=false", "collector.tempoEndpoint is empty"),
         ("router.discover=null", "the router has no instances"),
         ("router.auth.insecure=false", "router.auth needs existingSecret"),
-        ("router.peers.enabled=true", "router.peers needs existingSecret"),
+        ("router.sharedState.existingSecret=valkey", "router.sharedState needs url"),
+        ("router.sharedState.url=valkey:6379", "router/sharedState/url"),
         ("monitors.vllm.enabled=true", "monitors.vllm.matchLabels is empty"),
     ],
 )
@@ -178,33 +179,28 @@ def test_discovery_may_read_slices_and_nothing_else() -> None:
     assert router["automountServiceAccountToken"] is False
 
 
-def test_replicas_reach_one_another_and_nobody_else_does() -> None:
-    """One port in flag, pod, headless Service and policy; the key comes from the Secret."""
-    documents = index_documents(chart.CHART / "ci" / "peers-values.yaml")
+def test_replicas_share_through_the_store() -> None:
+    """One URL and one prefix for all replicas; password and authority come from their Secrets."""
+    documents = index_documents(chart.CHART / "ci" / "shared-state-values.yaml")
     name = "ttft-ttft-otel-router"
-    pod = documents["Deployment", name]["spec"]["template"]
-    container = pod["spec"]["containers"][0]
+    pod = documents["Deployment", name]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
     flags = dict(each.split("=", 1) for each in container["args"] if "=" in each)
-    service = documents["Service", f"{name}-peers"]
-    rules = documents["NetworkPolicy", name]["spec"]["ingress"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
 
-    assert flags["--peers"] == f"dns://{name}-peers.{chart.NAMESPACE}.svc:9100"
-    assert service["spec"]["clusterIP"] == "None"
-    assert (service["spec"]["ports"][0]["port"], service["spec"]["ports"][0]["protocol"]) == (
-        9100, "UDP",
-    )  # fmt: skip
-    assert {"name": "peers", "containerPort": 9100, "protocol": "UDP"} in container["ports"]
-    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    (rule,) = (each for each in rules if {"port": "peers", "protocol": "UDP"} in each["ports"])
-    (source,) = rule["from"]
-    assert source["podSelector"]["matchLabels"] == service["spec"]["selector"]
-    (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == "peers-key")
-    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "peers-key")
-    assert volume["secret"]["secretName"] == "router-peers"
-    path = f"{mount['mountPath']}/{volume['secret']['items'][0]['path']}"
-    assert flags["--peers-key-file"] == path
+    def find_path(volume: str) -> str:
+        return f"{mounts[volume]}/{secrets[volume]['items'][0]['path']}"
+
+    url = "rediss://router@valkey.cache.svc:6379"
+    assert flags["--shared-state"] == f"{url}?ssl_ca_certs={find_path('store-ca')}"
+    assert flags["--shared-state-password-file"] == find_path("store")
+    assert flags["--shared-state-prefix"] == f"{chart.NAMESPACE}.{name}"
+    assert secrets["store"]["secretName"] == "valkey-router"
+    assert secrets["store-ca"]["secretName"] == "valkey-ca"
     without = index_documents(chart.CHART / "ci" / "router-only-values.yaml")
-    assert ("Service", f"{name}-peers") not in without
+    alone = without["Deployment", name]["spec"]["template"]["spec"]["containers"][0]
+    assert not any("shared-state" in each for each in alone["args"])
 
 
 def test_every_container_is_contained() -> None:

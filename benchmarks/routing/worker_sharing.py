@@ -4,8 +4,8 @@
     python -m benchmarks.routing.worker_sharing --traces DIR [--workers 4] [--seeds 1 2 3] [--json FILE]
 
 Ratios to one worker on the same arrivals, one for each seed: workers that tell one another what they send,
-replicas that do (--peers), and workers that know only their own. All are simulated; times of day, threads
-and sockets play no part, so that the same seeds give the same figures everywhere.
+replicas that do (--shared-state), and workers that know only their own. All are simulated; times of day,
+threads and sockets play no part, so that the same seeds give the same figures everywhere.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, Final
 from benchmarks.figures import Figure, build_figure, divide_rounds, report_figures
 from benchmarks.routing import trace_options
 from benchmarks.routing.mooncake_traces import TraceRow, read_trace
-from benchmarks.routing.peer_simulation import PeerSimulation
+from benchmarks.routing.shared_state_simulation import SharedStateSimulation
 from benchmarks.routing.worker_simulation import run_workers
 
 CASE_NAMES: Final = ("conv-n8-load0.85", "conv-n8-load0.85-history")
 POLICIES: Final = ("calibrated", "least_requests")
 MAX_SHARING_RATIO: Final = 1.03  # of the mean TTFT, workers that share to one
-MAX_PEERS_RATIO: Final = 1.05  # replicas with --peers to one
+MAX_REPLICAS_RATIO: Final = 1.02  # replicas with --shared-state to one
 
 
 def spread_arrivals(rows: tuple[TraceRow, ...], seed: int) -> tuple[TraceRow, ...]:
@@ -49,24 +49,24 @@ def measure_case(
     case: dict[str, Any], policy: str, folder: Path, seeds: list[int], workers: int
 ) -> dict[str, Figure]:
     """The figures of one case with one policy."""
-    alone, sharing, peers, apart = [], [], [], []
+    alone, sharing, replicas, apart = [], [], [], []
     for seed in seeds:
         rows = spread_arrivals(read_trace(folder / f"{case['trace']}_trace.jsonl", seed), seed)
         alone.append(run_workers(case, policy, rows, seed, 1, False).mean_ttft_s)
         sharing.append(run_workers(case, policy, rows, seed, workers, True).mean_ttft_s)
-        peers.append(
-            run_workers(case, policy, rows, seed, workers, True, PeerSimulation).mean_ttft_s
+        replicas.append(
+            run_workers(case, policy, rows, seed, workers, True, SharedStateSimulation).mean_ttft_s
         )
         apart.append(run_workers(case, policy, rows, seed, workers, False).mean_ttft_s)
-        ratios = ", ".join(f"{each[-1] / alone[-1]:.3f}" for each in (sharing, peers, apart))
+        ratios = ", ".join(f"{each[-1] / alone[-1]:.3f}" for each in (sharing, replicas, apart))
         sys.stderr.write(f"{case['name']} {policy} seed {seed}: {ratios}\n")
     where = f"{policy}, {case['name']}"
     return {
         f"{workers} workers that share / one, {where}": build_figure(
             divide_rounds(sharing, alone), MAX_SHARING_RATIO, digits=3
         ),
-        f"{workers} replicas with --peers / one, {where}": build_figure(
-            divide_rounds(peers, alone), MAX_PEERS_RATIO, digits=3
+        f"{workers} replicas with --shared-state / one, {where}": build_figure(
+            divide_rounds(replicas, alone), MAX_REPLICAS_RATIO, digits=3
         ),
         f"{workers} workers that share nothing / one, {where}": build_figure(
             divide_rounds(apart, alone), digits=3

@@ -29,7 +29,6 @@ from ttft_otel.router.routing.policies.block_keys import compute_block_keys
 from ttft_otel.router.routing.prefixes import PrefixSource
 from ttft_otel.router.types import parse_instance_url
 from ttft_otel.router.upstream.instance_pool import InstancePool
-from ttft_otel.router.upstream.query_client import QueryClient
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -94,9 +93,9 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
     """For each prompt the index's expectation and the engine's count; and the counts of the feed's events."""
     chance = random.Random(7)
     fleet = InstancePool({"mono": [parse_instance_url(url, "mono")]})
-    async with aiohttp.ClientSession() as session, QueryClient() as queries:
+    async with aiohttp.ClientSession() as session:
         source = prefixes.build_source("kv-events")
-        await source.start(queries, fleet)
+        await source.start(session, fleet)
         try:
             asker = CacheComparer(url, session, source)
             pairs = []
@@ -108,7 +107,7 @@ async def compare_prompts(url: str) -> tuple[list[tuple[int, int]], dict[str, in
                 pairs.append((expected, both[0]))
                 await asker.wait_until_stored(ids)
             late = prefixes.build_source("kv-events")
-            await late.start(queries, fleet)
+            await late.start(session, fleet)
             second = CacheComparer(url, session, late)
             await second.wait_until_stored(ids)
             assert (

@@ -10,22 +10,24 @@ import json
 from dataclasses import replace
 
 import click
+from rich import progress
+from rich.console import Console
 
 from ttft_otel.commands import source_options
 from ttft_otel.explain.explain import explanation_text
 from ttft_otel.explain.explain.explanation import Explanation, explain_requests
 from ttft_otel.explain.explain.remedy_prediction import REPETITIONS, predict_remedy
-from ttft_otel.explain.explain.single_answer import LIKE_LAST, add_holding, explain_one
+from ttft_otel.explain.explain.single_answer import add_holding, build_filter, explain_one
 from ttft_otel.explain.whatif.replay_facts import read_recording
-from ttft_otel.explain.window.late_requests import split_window
+from ttft_otel.explain.whatif.window_check import CannotTellError
+from ttft_otel.explain.window.late_requests import NoExplanationError, split_window
 from ttft_otel.explain.window.lost_requests import collect_lost, count_lost
-from ttft_otel.explain.window.request_facts import CannotTellError, RequestEvidence, read_evidence
+from ttft_otel.explain.window.request_facts import RequestEvidence, read_evidence
 from ttft_otel.explain.window.window_reading import (
     WINDOW_HELP,
-    filter_window,
     list_with_progress,
     make_span_finder,
-    track_replays,
+    parse_window_option,
 )
 from ttft_otel.report import breakdown_source
 from ttft_otel.report.breakdown_source import BreakdownSource, SourceChoice
@@ -87,13 +89,13 @@ def explain(
     if is_single and predict:
         raise click.UsageError("--predict is for a window, which what-if replays")
     slo_us = round((slo or 0) * 1000)
-    refusals = source_options.report_refusals(CannotTellError, as_json=as_json)
+    window = parse_window_option(since) if since else None
+    refusals = source_options.report_refusals(NoExplanationError, as_json=as_json)
     with refusals, breakdown_source.open_source(source) as opened:
         if is_single:
-            like = filter_window(since, "", last or LIKE_LAST)
-            explanation = explain_one(opened, request_id, trace_id, like, load_evidence)
+            explanation = explain_one(opened, request_id, trace_id, window, last, load_evidence)
         else:
-            wanted = filter_window(since, model, last or MAX_REQUESTS)
+            wanted = build_filter(window, model, last or MAX_REQUESTS)
             explanation = add_holding(opened, explain_window(opened, wanted, slo_us))
             if predict:
                 explanation = add_prediction(opened, explanation, wanted)
@@ -104,15 +106,17 @@ def explain(
 
 
 def explain_window(opened: BreakdownSource, wanted: RequestFilter, slo_us: int) -> Explanation:
-    """Explain the late ones of a window. Raises CannotTellError, StoreError."""
+    """Explain the late ones of a window. Raises NoExplanationError, StoreError."""
     failed: list[Request] = []
     found = load_evidence(opened, wanted, failed)
     lost = count_lost(failed)
     try:
         return replace(explain_requests(split_window(found, slo_us), slo_us), lost=lost)
-    except CannotTellError as error:
+    except NoExplanationError as error:
         # Those are the reason, where a window has nothing but requests that timed out.
-        raise CannotTellError(f"{error}. {lost.sentence}" if lost.total else str(error)) from error
+        raise NoExplanationError(
+            f"{error}. {lost.sentence}" if lost.total else str(error)
+        ) from error
 
 
 def add_prediction(
@@ -122,12 +126,18 @@ def add_prediction(
     rule = explanation.rule
     if rule is None or not explanation.is_named:
         return explanation
-    with track_replays(REPETITIONS) as track:
+
+    console = Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=REPETITIONS)
         try:
             recording = read_recording(opened.list_latest(wanted), make_span_finder(opened))
-            return replace(explanation, prediction=predict_remedy(rule, recording, track=track))
+            predicted = predict_remedy(
+                rule, recording, track=lambda done: bar.update(task, advance=done)
+            )
         except CannotTellError as error:
             return replace(explanation, no_prediction=str(error))
+    return replace(explanation, prediction=predicted)
 
 
 def load_evidence(

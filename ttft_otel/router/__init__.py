@@ -4,6 +4,7 @@
 A request takes these steps (proxy/endpoint.py): 1 authenticate; 2 parse body and headers; 3 call
 encoders; 4 choose and call the backend, or prefill and then decode instances; 5 relay the response.
 
+shared_state/  what replicas know of one another's load, through a store
 workers/   several processes on one port: supervisor, shared load
 control/   ASGI application, admin API, registration of instances, metrics
 proxy/     admission, the data path, errors

@@ -17,6 +17,8 @@ import msgspec
 from ttft_otel.router.circuit_breaker import CircuitBreaker, OwedAnswers
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from ttft_otel.model.timing import ServerTiming
 
 # How the first token of a request with two legs reaches the client; docs/router.md.
@@ -40,13 +42,13 @@ InstanceState = Literal["healthy", "failed", "draining"]
 
 @dataclass(slots=True)
 class LoadElsewhere:
-    """What other workers of this router have sent to an instance; workers/sibling_loads.py keeps it.
+    """What other workers and replicas have sent to an instance; workers/sibling_loads.py keeps it."""
 
-    in_flight: of all of them. results_by_owner: results of ended attempts, by worker.
-    """
-
-    in_flight: int = 0
+    in_flight: int = 0  # of all of them
+    # Results of ended attempts, by worker.
     results_by_owner: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    # Processes of other replicas whose circuit breaker is open (shared_state/snapshots.py).
+    breaker_openers: set[str] = field(default_factory=set)
 
 
 # eq=False: dicts and sets hold it by identity, and its fields change.
@@ -66,7 +68,7 @@ class Instance:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     owed_answers: OwedAnswers = field(default_factory=OwedAnswers)
     in_flight: int = 0
-    elsewhere: LoadElsewhere | None = None  # of other workers (--workers), None without them
+    elsewhere: LoadElsewhere | None = None  # of other workers and replicas, None without them
     missed_probes: int = 0  # of health probes, in a row
     was_probed: bool = False
     models: frozenset[str] | None = None
@@ -85,8 +87,13 @@ class Instance:
 
     @property
     def all_in_flight(self) -> int:
-        """Requests in flight there, of this process and of the router's other workers."""
+        """Requests in flight there, of this process, other workers and other replicas."""
         return self.in_flight + (0 if self.elsewhere is None else self.elsewhere.in_flight)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether another replica's circuit breaker for it is open."""
+        return self.elsewhere is not None and bool(self.elsewhere.breaker_openers)
 
 
 # A Struct, as what comes for each request: made in C, in a twentieth of a frozen dataclass's time.
@@ -188,6 +195,38 @@ class AttemptBooking(Protocol):
 
     def record_end(self) -> None:
         """The attempt is over, however it ended. Idempotent."""
+        ...
+
+
+class Chooser(Protocol):
+    """Chooses instances for the upstream client and is told of each attempt; RoutingService."""
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Begin to learn what instances have cached."""
+        ...
+
+    async def close(self) -> None:
+        """End that."""
+        ...
+
+    def choose_instance(
+        self, request: RoutingRequest, candidates: Sequence[Instance], now_us: int, is_retry: bool
+    ) -> Decision:
+        """Pick one of `candidates` (never empty) for the leg of `request`. Raises SloUnreachable."""
+        ...
+
+    def get_policy_name(self, leg: str) -> str:
+        """The name of the policy that chooses for a leg."""
+        ...
+
+    def book_request(
+        self, request: RoutingRequest, decision: Decision, span_id: str, now_us: int
+    ) -> AttemptBooking | None:
+        """An attempt starts; None where the leg's policy does not track load."""
+        ...
+
+    def needs_timing(self, leg: str) -> bool:
+        """Whether the leg's policy learns from the Server-Timing of instances."""
         ...
 
 

@@ -59,8 +59,7 @@ def run_model(
     arrivals: list[Arrival], limits: EngineLimits, clock: Any = None
 ) -> tuple[list[QueuedPrompt], EngineModel]:
     events = Events()
-    clock = clock or LinearClock()
-    model = EngineModel(limits, clock.measure_step, clock.wake_us, events.add)
+    model = EngineModel(limits, clock or LinearClock(), events.add)
     prompts = [QueuedPrompt(each.tokens, output_tokens=each.answer) for each in arrivals]
     for arrival, prompt in zip(arrivals, prompts, strict=True):
         events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
@@ -190,8 +189,7 @@ def test_held() -> None:
         for each, end, prompt in zip(arrivals, ends, known, strict=True)
     ]
     events = Events()
-    clock = LinearClock()
-    model = EngineModel(limits, clock.measure_step, clock.wake_us, events.add)
+    model = EngineModel(limits, LinearClock(), events.add)
     for arrival, prompt in zip(arrivals, held, strict=True):
         events.add(arrival.at_us, lambda now, prompt=prompt: model.add_prompt(prompt, now))
     events.run()

@@ -16,7 +16,7 @@ from ttft_otel.router.discovery.discovery import Discovery
 from ttft_otel.router.proxy.endpoint import ProxyEndpoint
 
 if TYPE_CHECKING:
-    from ttft_otel.router.peers.peer_link import LonePeerLink
+    from ttft_otel.router.shared_state.store_link import StoreLink
 
 
 @asynccontextmanager
@@ -25,11 +25,11 @@ async def run_background(
     endpoint: ProxyEndpoint,
     registered: Registrations | None,
     discovery: Discovery | None,
-    peers: LonePeerLink | None,
+    store: StoreLink | None,
 ) -> AsyncIterator[None]:
     """Run what `options` ask for meanwhile; registered: None where no instance can come or go.
 
-    peers: joins this router to its replicas, None without --peers or with several workers.
+    store: joins this router to its replicas, None without --shared-state or with several workers.
     """
     async with AsyncExitStack() as stack:
         announcements = None
@@ -51,9 +51,9 @@ async def run_background(
             )
         if discovery is not None:
             await stack.enter_async_context(discovery.run())
-        if peers is not None:
-            await peers.start()
-            stack.push_async_callback(peers.close)
+        if store is not None:
+            await store.start()
+            stack.push_async_callback(store.close)
         yield
 
 

@@ -15,10 +15,10 @@ from ttft_otel.commands.router import (
     access_options,
     discovery_options,
     limit_options,
-    peer_options,
     process_options,
     router_options,
     routing_options,
+    shared_state_options,
 )
 from ttft_otel.commands.router.background import run_background
 from ttft_otel.commands.router.config_reloader import ConfigReloader
@@ -174,7 +174,7 @@ Where a request's time went:
     help="Seconds until a registered instance that stays unreachable is removed; 0: never.",
 )
 @discovery_options.add_discovery_options(declare_option)
-@peer_options.add_peer_options(declare_option)
+@shared_state_options.add_shared_state_options(declare_option)
 @limit_options.add_limit_options(declare_option)
 @routing_options.add_routing_options(declare_option)
 @click.pass_context
@@ -273,14 +273,14 @@ def build_router(
         discovery = discovery_options.build_discovery(
             options.discover, options.discover_interval, options.kubernetes_api, registered
         )
-    peers = peer_options.build_lone_link(options, pool, routing)
+    store = shared_state_options.build_lone_link(options, pool, routing)
     app = control.build_app(
         endpoint,
         handoff.get_counts,
-        functools.partial(run_background, options, endpoint, registered, discovery, peers),
+        functools.partial(run_background, options, endpoint, registered, discovery, store),
         discovery,
     )
-    app.metrics.collect_peers = None if peers is None else peers.collect_metrics
+    app.metrics.collect_shared_state = None if store is None else store.collect_metrics
     app.cors_origins = options.cors_origin
     if registered is not None:
         app.registrations, app.metrics.registration_counts = registered, registered.result_counts

@@ -72,9 +72,9 @@ class RouterOptions(RoutingOptions):
     discover: tuple[str, ...]
     discover_interval: float
     kubernetes_api: str
-    peers: str
-    peers_key_file: str
-    peers_host: str
+    shared_state: str
+    shared_state_password_file: str
+    shared_state_prefix: str
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> RouterOptions:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import click
 
-from ttft_otel.commands.router import peer_options, router_options
+from ttft_otel.commands.router import router_options, shared_state_options
 from ttft_otel.commands.router.router_options import RouterOptions
 from ttft_otel.router.routing.prefixes import DEFAULT_BLOCK_SIZE, MAX_HISTORY_BLOCKS
 from ttft_otel.router.workers.supervisor import WorkerSeat, WorkerSupervisor, reserve_port
@@ -34,7 +34,7 @@ class WorkerProcesses:
 
     def run_worker(self, seat: WorkerSeat) -> None:
         """Be a worker, until a signal ends it."""
-        build = functools.partial(peer_options.build_worker_link, self.options)
+        build = functools.partial(shared_state_options.build_worker_link, self.options)
         self.serve(self.options, functools.partial(run_worker_server, seat, build))
 
     def run_keeper(self, folder: Path, lifeline_fd: int) -> None:

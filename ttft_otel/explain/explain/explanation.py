@@ -8,7 +8,7 @@ explanation_text.py prints it, commands/explain.py asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -64,28 +64,39 @@ class ModelShare:
 
 
 @dataclass(frozen=True, slots=True)
+class SloShare:
+    """What one stage has of the lateness, the time beyond the objective, of all late requests."""
+
+    name: str
+    us: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why requests were late."""
+    """Why requests were late. rule: None where the largest stage has none.
+
+    is_unusual: False for a request that took as long as its like, which has no cause.
+    slo: by stage, largest first; they add up to the lateness. Empty without an objective.
+    examples: late requests with most time in the largest stage. holding: who held them, for a stage that
+    waits. prediction: what the remedy would bring, where it was asked for; no_prediction: why that is not
+    known. lost: requests of the window that have no first token.
+    """
 
     difference: LateDifference
-    rule: CauseRule | None  #: None where the largest stage has none
+    rule: CauseRule | None
     confidence: str
     alternatives: tuple[Alternative, ...]
-    examples: tuple[RequestEvidence, ...]  #: late requests with most time in the largest stage
-    is_unusual: bool  #: False for a request that took as long as its like, which has no cause
+    examples: tuple[RequestEvidence, ...]
+    is_unusual: bool
     slo_us: int
-    #: Lateness in microseconds by stage, largest first; empty without an objective.
-    slo: Mapping[str, float]
+    slo: tuple[SloShare, ...]
     p50_us: float
     p99_us: float
-    holding: HoldingWork | None = None  #: who held them, for a stage that waits
-    prediction: RemedyPrediction | None = (
-        None  #: what the remedy would bring, where it was asked for
-    )
-    no_prediction: str = ""  #: why that is not known
-    lost: LostRequests = field(
-        default_factory=LostRequests
-    )  #: of the window, without a first token
+    holding: HoldingWork | None = None
+    prediction: RemedyPrediction | None = None
+    no_prediction: str = ""
+    lost: LostRequests = field(default_factory=LostRequests)
 
     @property
     def top(self) -> StagePart:
@@ -109,7 +120,7 @@ class Explanation:
 
 
 def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation:
-    """Explain the late side of `compared`. Raises CannotTellError."""
+    """Explain the late side of `compared`. Raises late_requests.NoExplanationError."""
     difference = divide_difference(compared)
     stage = difference.finding.stage
     examples = sorted(compared.late, key=lambda each: -each.facts.stages.get(stage, 0))
@@ -121,13 +132,13 @@ def explain_requests(compared: ComparedRequests, slo_us: int = 0) -> Explanation
         examples=tuple(examples[:MAX_EXAMPLES]),
         is_unusual=compared.rank >= UNUSUAL_RANK,
         slo_us=slo_us,
-        slo=divide_lateness(compared, slo_us) if slo_us else {},
+        slo=divide_lateness(compared, slo_us) if slo_us else (),
         p50_us=compute_ttft(compared.window, 0.5),
         p99_us=compute_ttft(compared.window, 0.99),
     )
 
 
-def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]:
+def divide_lateness(compared: ComparedRequests, slo_us: int) -> tuple[SloShare, ...]:
     """The time beyond the objective by stage, over all late requests; the parts add up to it.
 
     A request's lateness is divided among the stages in proportion to what each took longer than in typical
@@ -146,8 +157,9 @@ def divide_lateness(compared: ComparedRequests, slo_us: int) -> dict[str, float]
         whole = sum(excess.values())
         for name, value in excess.items():
             eaten[name] += (each.facts.ttft_us - slo_us) * value / whole
-    found = [(name, us) for name, us in eaten.items() if us > 0]
-    return dict(sorted(found, key=lambda part: (-part[1], part[0])))
+    total = sum(eaten.values())
+    shares = [SloShare(name, us, us / total) for name, us in eaten.items() if us > 0]
+    return tuple(sorted(shares, key=lambda part: (-part.us, part.name)))
 
 
 def find_model(compared: ComparedRequests) -> ModelShare:

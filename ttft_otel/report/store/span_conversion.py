@@ -130,16 +130,14 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 42)]
 
 
 class StoredHolder(msgspec.Struct, frozen=True):
-    """A request whose work another one waited for."""
+    """A request that held another one; trace_id and span_id of its server span, "" without one."""
 
-    us: Count  #: of that work; of several waiting requests their sum
+    us: Count
     tokens: Count
-    kind: str  #: see stages.HOLDING_KINDS
+    kind: str
     request_id: str
-    # Of its server span, "" when it was not sampled.
     trace_id: str = ""
     span_id: str = ""
-    delayed: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1  #: how many requests it held
 
 
 def write_holders(raw: trace_pb2.Span) -> str:

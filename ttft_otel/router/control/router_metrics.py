@@ -48,7 +48,9 @@ class RouterMetrics(Collector):
         self.reloads = {"ok": 0, "failed": 0}
         self.registration_counts: Mapping[str, int] = {}
         self.merge_workers: MetricsMerger | None = None  # with --workers
-        self.collect_peers: Callable[[], Iterator[Metric]] | None = None  # with --peers
+        self.collect_shared_state: Callable[[], Iterator[Metric]] | None = (
+            None  # with --shared-state
+        )
         # A registry of its own: the default one has what libraries register in it, too.
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -73,8 +75,8 @@ class RouterMetrics(Collector):
         yield from collect_routing_metrics(routing)
         if routing.prefix_source is not None:
             yield from collect_cache_metrics(routing.prefilling_leg, routing.prefix_source)
-        if self.collect_peers is not None:
-            yield from self.collect_peers()
+        if self.collect_shared_state is not None:
+            yield from self.collect_shared_state()
 
     def _collect_tracing(self) -> Iterator[Metric]:
         counts = self.handoff_counts()

@@ -48,7 +48,7 @@ class InstancePool:
         self.return_listeners: Listeners[[Instance]] = Listeners()  # it was away, and is back
         self.change_listeners: Listeners[[]] = Listeners()  # there are other instances now
         self.order_listeners: Listeners[[str, str, str]] = Listeners()  # action, leg (or role), URL
-        self.attempt_listener: AttemptListener | None = None  # with --workers
+        self.attempt_listener: AttemptListener | None = None  # where load is shared
         self._away_instances: set[Instance] = set()
         self._in_flight: dict[Attempt, int] = {}  # its number as a breaker's trial, 0 for none
         self._candidates: dict[tuple[str, str], tuple[Instance, ...]] = {}
@@ -161,7 +161,9 @@ class InstancePool:
 
     def record_failure(self, instance: Instance, reason: str, is_unreachable: bool = False) -> None:
         """Count a failure of `instance`, which may open its breaker; `is_unreachable` marks it failed too."""
-        has_to_open = instance.breaker.record_failure(self.max_failures)
+        # Another replica has seen the other failures: one here is proof enough that it is the instance.
+        max_failures = 1 if instance.is_suspect else self.max_failures
+        has_to_open = instance.breaker.record_failure(max_failures)
         if is_unreachable and instance.state == "healthy":
             self.mark_failed(instance, reason)
         if has_to_open:

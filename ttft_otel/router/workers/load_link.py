@@ -35,7 +35,6 @@ class LoadLink:
 
     ask_resync: asks the worker on a seat to tell everything anew; it does so by `tell_all_anew`.
     lost: messages that were too long, and times that a ring was overwritten before it was read.
-    take_from_replica: gets what another worker has heard of other replicas; None without --peers.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class LoadLink:
     ) -> None:
         self.pool, self.routing, self.ask_resync = pool, routing, ask_resync
         self.lost = 0
-        self.take_from_replica: Callable[[bytes], None] | None = None
         counts = CountWriter(seat.counts, seat.number)
         self.own = OwnLoads(pool, routing, counts, self._tell_others)
         self.siblings = SiblingLoads(
@@ -72,7 +70,6 @@ class LoadLink:
             messages.Ended: self.siblings.apply_ended,
             messages.Totals: self._compare_totals,
             messages.Reset: self._drop_seat,
-            messages.FromReplica: self._take_from_replica,
         }
 
     def start(self) -> None:
@@ -116,10 +113,6 @@ class LoadLink:
         self._tell_others(self.own.describe_places())
         for sent in self.own.list_pending():
             self._tell_others(sent)
-
-    def pass_on(self, body: bytes) -> None:
-        """Tell the other workers what another replica has told this one."""
-        self._tell_others(messages.FromReplica(body))
 
     def forget_silent(self) -> None:
         """Forget what is under way at workers that say nothing any more."""
@@ -179,10 +172,6 @@ class LoadLink:
         for ring, counts in self._readers:
             if ring.seat == number:
                 counts.read_all_next()
-
-    def _take_from_replica(self, _: int, message: messages.FromReplica) -> None:
-        if self.take_from_replica is not None:
-            self.take_from_replica(message.body)
 
     def _drop_seat(self, number: int, reset: messages.Reset) -> None:
         if reset.seat in (-1, self._own_seat):

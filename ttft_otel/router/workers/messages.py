@@ -84,12 +84,6 @@ class Reset(msgspec.Struct, array_like=True, tag="z", frozen=True):
     seat: int = -1
 
 
-class FromReplica(msgspec.Struct, array_like=True, tag="y", frozen=True):
-    """What another replica has told, judged by who has the port (peers/peer_link.py)."""
-
-    body: bytes
-
-
 class Resync(msgspec.Struct, array_like=True, tag="r", frozen=True):
     """Send me, who is named by the frame, all that you have under way: I have missed something."""
 
@@ -118,7 +112,7 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
 
 
 # The decoders check tag and types, so that no handler has to.
-LoadMessage: TypeAlias = Places | Sent | FirstToken | Ended | Totals | Reset | FromReplica
+LoadMessage: TypeAlias = Places | Sent | FirstToken | Ended | Totals | Reset
 Message: TypeAlias = Resync | Order | Question | Answer
 
 

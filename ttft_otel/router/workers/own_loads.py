@@ -8,7 +8,7 @@ each request, through the ring.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Final
 
 from ttft_otel.router.routing.policies.pending_load import PendingRequest, RequestKey
 from ttft_otel.router.routing.policies.policy_state import PrefillSample
@@ -33,22 +33,10 @@ MAX_RESENT_KEYS: Final = 1 << 17  # blocks of all prompts that are told anew: 1.
 MAX_RESENT: Final = 16_384  # attempts that are told anew
 
 
-class LoadListener(Protocol):
-    """Who hears of this process's load besides its workers: peers/peer_link.py."""
-
-    def record_change(self) -> None:
-        """A number of load_counts.py is another one now."""
-        ...
-
-    def record_message(self, message: LoadMessage) -> None:
-        """This is told to the other workers."""
-        ...
-
-
 class OwnLoads:
     """The attempts of this worker that others know of. send: tells all of them.
 
-    listener: hears of the same, None without --peers.
+    on_change: called when anything of it has changed, None without --shared-state.
     """
 
     def __init__(
@@ -59,7 +47,7 @@ class OwnLoads:
         send: Callable[[LoadMessage], None],
     ) -> None:
         self.pool, self.routing, self.counts, self.send = pool, routing, counts, send
-        self.listener: LoadListener | None = None
+        self.on_change: Callable[[], None] | None = None
         self._pending: dict[str, Attempt] = {}  # by span ID, in the order of sending
         self._places: list[tuple[str, str]] = []  # leg and URL, by index
         self._indices: dict[tuple[str, str], int] = {}
@@ -102,6 +90,8 @@ class OwnLoads:
         index = self._indices.get((attempt.leg, attempt.instance.url), MAX_PLACES)
         if index < MAX_PLACES:
             self.counts.count_ended(index)
+        # Where nothing is decided by load, others want to know of failures all the same.
+        if index < MAX_PLACES or attempt.error:
             self._note_change()
         if self._pending.pop(attempt.span_id, None) is not None:
             self._say(Ended(attempt.span_id, clock.now_us()))
@@ -112,9 +102,9 @@ class OwnLoads:
             [(*place, self.counts.get_counts(index)[1]) for index, place in enumerate(self._places)]
         )
 
-    def list_pending(self) -> Iterator[Sent]:
-        """Every attempt without a first token, for a worker that has missed something; bounded."""
-        keys_left = MAX_RESENT_KEYS
+    def list_pending(self, max_keys: int = MAX_RESENT_KEYS) -> Iterator[Sent]:
+        """Every attempt without a first token, with so many blocks of all prompts; bounded."""
+        keys_left = max_keys
         for span_id, attempt in list(self._pending.items())[:MAX_RESENT]:
             state = self.routing.get_leg_policy(attempt.leg).state
             entry = state.pending.find_entry((attempt.leg, span_id))
@@ -134,13 +124,12 @@ class OwnLoads:
         return Totals(len(self._pending), len(self._places), rows)
 
     def _note_change(self) -> None:
-        if self.listener is not None:
-            self.listener.record_change()
+        if self.on_change is not None:
+            self.on_change()
 
     def _say(self, message: LoadMessage) -> None:
         self.send(message)
-        if self.listener is not None:
-            self.listener.record_message(message)
+        self._note_change()
 
     def _add_place(self, place: tuple[str, str]) -> int:
         """Give `place` an index, one of an instance that has left the pool if there is one."""

@@ -38,10 +38,10 @@ log: Final = logging.getLogger("ttft_otel")
 
 
 class Companion(Protocol):
-    """What a worker has besides the others: peers/peer_link.py."""
+    """What a worker has besides the others: shared_state/store_link.py."""
 
     async def start(self) -> None:
-        """The worker has joined the others. Raises ValueError if it cannot serve so."""
+        """The worker has joined the others."""
         ...
 
     async def close(self) -> None:

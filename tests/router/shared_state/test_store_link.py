@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas agree on the load of all through a real store, and go on alone without it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from router.shared_state.store_server import StoreServer, needs_store, run_store
+from router.workers.joined_workers import LEG, URLS, JoinedWorker, build_request
+from ttft_otel.model.names import metric_names
+from ttft_otel.router.shared_state import store_link
+from ttft_otel.router.shared_state.store_link import StoreLink, StoreSettings
+
+pytestmark = needs_store
+PREFIX = "test"
+REPLICAS = ("0" * 16, "1" * 16)
+
+
+class LinkedReplica(JoinedWorker):
+    """One replica without a server of HTTP."""
+
+    def __init__(
+        self, url: str, replica: str, prefix: str = PREFIX, password_file: str = ""
+    ) -> None:
+        super().__init__("ttft")
+        settings = StoreSettings(url, password_file, prefix)
+        self.link = StoreLink(settings, self.pool, self.own, self.siblings, replica)
+
+    def count_elsewhere(self) -> int:
+        """Requests in flight of others, as it believes."""
+        return sum(each.all_in_flight - each.in_flight for each in self.pool)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Its metrics, by name and result."""
+        return {
+            " ".join((sample.name, *sample.labels.values())): sample.value
+            for metric in self.link.collect_metrics()
+            for sample in metric.samples
+        }
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until it is true."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def run_replicas(
+    url: str, *names: str, prefix: str = PREFIX, password_file: str = ""
+) -> AsyncIterator[list[LinkedReplica]]:
+    """A replica for each name."""
+    replicas = [LinkedReplica(url, name, prefix, password_file) for name in names]
+    for each in replicas:
+        await each.link.start()
+    try:
+        yield replicas
+    finally:
+        for each in replicas:
+            await each.link.close()
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[StoreServer]:
+    """A store without a password."""
+    async with run_store(tmp_path) as server:
+        yield server
+
+
+async def test_replicas_know_the_load_of_all(store: StoreServer) -> None:
+    """What one sends, the other counts until it is over; who leaves is forgotten at once."""
+    async with run_replicas(store.url, REPLICAS[0]) as (one,):
+        async with run_replicas(store.url, REPLICAS[1]) as (other,):
+            attempts = [one.send(build_request(number), URLS[0]) for number in range(5)]
+            await wait_for(lambda: other.count_elsewhere() == 5)
+            assert len(other.state.pending) == 5
+            for number in range(20):
+                assert other.choose(build_request(10 + number)).instance.url == URLS[1]
+            one.pool.record_ended(attempts.pop())
+            await wait_for(lambda: other.count_elsewhere() == 4)
+            other.send(build_request(100), URLS[1])
+            await wait_for(lambda: one.count_elsewhere() == 1)
+        await asyncio.wait_for(wait_for(lambda: not one.count_elsewhere()), store_link.EXPIRY_S / 2)
+        assert one.read_metrics()[metric_names.ROUTER_REPLICAS] == 0
+
+
+async def test_a_quiet_replica_is_not_forgotten(
+    store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is written anew although it has nothing new, and although others write all the time."""
+    monkeypatch.setattr(store_link, "EXPIRY_S", 0.8)
+    monkeypatch.setattr(store_link, "REFRESH_INTERVAL_S", 0.2)
+    async with run_replicas(store.url, *REPLICAS) as (quiet, busy):
+        quiet.send(build_request(1), URLS[0])
+        await wait_for(lambda: busy.count_elsewhere() == 1)
+        for number in range(100):
+            busy.send(build_request(2 + number), URLS[1])
+            await asyncio.sleep(0.02)
+            assert busy.count_elsewhere() == 1
+        await wait_for(lambda: quiet.count_elsewhere() == 100)
+
+
+async def test_an_open_breaker_is_known(store: StoreServer) -> None:
+    """One failure is then enough here; on its own a replica waits for five. A success elsewhere ends it."""
+    async with run_replicas(store.url, *REPLICAS) as (one, other):
+        theirs, ours = (each.pool.get(LEG)[0] for each in (one, other))
+        one.pool.record_failure(theirs, "test")
+        assert theirs.breaker.state == "closed"
+        for _ in range(4):
+            one.pool.record_failure(theirs, "test")
+        await wait_for(lambda: ours.is_suspect)
+        assert ours.breaker.state == "closed"
+        other.pool.record_failure(ours, "test")
+        assert ours.breaker.state == "open"
+        await wait_for(lambda: theirs.is_suspect)
+        for each, instance in ((one, theirs), (other, ours)):
+            instance.breaker.close()
+            each.link._note_change()
+        await wait_for(lambda: not (ours.is_suspect or theirs.is_suspect))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_store_goes_and_comes_back(
+    store: StoreServer,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Said once; meanwhile only own load counts, nothing waits, and afterwards all is known anew."""
+    monkeypatch.setattr(store_link, "EXPIRY_S", 1.0)
+    monkeypatch.setattr(store_link, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(store_link, "REFRESH_INTERVAL_S", 0.2)
+    caplog.set_level(logging.WARNING)
+    async with run_replicas(store.url, *REPLICAS) as (one, other):
+        one.send(build_request(1), URLS[0])
+        await wait_for(lambda: other.count_elsewhere() == 1)
+        store.send_signal(number)
+        await wait_for(lambda: not other.count_elsewhere())
+        one.send(build_request(2), URLS[0])
+        await wait_for(lambda: not one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP])
+        assert not len(other.state.pending)
+        await asyncio.sleep(1.0)
+        if number == signal.SIGSTOP:
+            store.send_signal(signal.SIGCONT)
+        else:
+            store.start()
+        await wait_for(lambda: other.count_elsewhere() == 2)
+        assert one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1
+    gone = [each for each in caplog.messages if "by this replica's own load" in each]
+    back = [each for each in caplog.messages if "answers again" in each]
+    assert (len(gone), len(back)) == (2, 2), caplog.messages
+    assert f"127.0.0.1:{store.port}" in gone[0]
+
+
+@pytest.mark.parametrize("kind", ["noise", "list", "long", "empty"])
+async def test_junk_is_skipped(
+    store: StoreServer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted; the others are read as before, and what a process that expired had is forgotten."""
+    monkeypatch.setattr(store_link, "EXPIRY_S", 1.0)
+    name = "f" * 16 + ".00000000"
+    key = f"{PREFIX}:{store_link.FORMAT}:{name}"
+    channel = f"{PREFIX}:{store_link.FORMAT}:{store_link.CHANNEL}"
+    malformed = f"{metric_names.ROUTER_SHARED_STATE_VALUES}_total malformed"
+    async with run_replicas(store.url, *REPLICAS) as (one, other), store.connect() as client:
+        if kind == "noise":
+            await client.set(key, b"\xc1 nonsense")
+        elif kind == "list":
+            await client.lpush(key, b"no string")
+        elif kind == "long":
+            await client.set(key, b"\x92" * (2 * 1024 * 1024))
+        await wait_for(lambda: one.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP] == 1)
+        expected = 3
+        for _ in range(3):
+            before = one.read_metrics()[malformed]
+            await client.publish(channel, name if kind != "empty" else b"\xff" * 1000)
+            await wait_for(lambda before=before: one.read_metrics()[malformed] > before)
+        assert one.read_metrics()[malformed] == expected
+        other.send(build_request(1), URLS[0])
+        await wait_for(lambda: one.count_elsewhere() == 1)
+        assert one.read_metrics()[metric_names.ROUTER_REPLICAS] == 1
+
+
+async def test_an_expired_replica_is_forgotten(
+    store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed: its key expires in the store, and here what it had under way."""
+    monkeypatch.setattr(store_link, "EXPIRY_S", 1.0)
+    monkeypatch.setattr(store_link, "REFRESH_INTERVAL_S", 0.2)
+    async with run_replicas(store.url, *REPLICAS) as (one, other), store.connect() as client:
+        one.send(build_request(1), URLS[0])
+        await wait_for(lambda: other.count_elsewhere() == 1)
+        for each in one.link._tasks:  # as if it had been killed: it says no farewell
+            one.link._leave = lambda _: asyncio.sleep(0)  # type: ignore[method-assign]
+            each.cancel()
+        await wait_for(lambda: not other.count_elsewhere())
+        assert len(await client.keys(f"{PREFIX}:*")) == 1
+        assert all([await client.pttl(each) > 0 for each in await client.keys("*")])
+
+
+async def test_processes_are_bounded(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is more is counted and not read."""
+    monkeypatch.setattr(store_link, "MAX_PROCESSES", 2)
+    names = [f"{number:016x}" for number in range(5)]
+    too_many = f"{metric_names.ROUTER_SHARED_STATE_VALUES}_total too_many"
+    async with run_replicas(store.url, *names) as replicas:
+        for each in replicas:
+            each.send(build_request(1), URLS[0])
+        await wait_for(lambda: all(each.count_elsewhere() == 2 for each in replicas))
+        await wait_for(lambda: all(each.read_metrics()[too_many] > 0 for each in replicas))
+
+
+async def test_deployments_and_workers_are_apart(store: StoreServer) -> None:
+    """Another prefix is another deployment; workers of one router share by their own memory."""
+    async with (
+        run_replicas(store.url, REPLICAS[0], prefix="staging") as (foreign,),
+        run_replicas(store.url, REPLICAS[0], *REPLICAS) as (one, worker, other),
+    ):
+        foreign.send(build_request(1), URLS[0])
+        one.send(build_request(2), URLS[0])
+        await wait_for(lambda: other.count_elsewhere() == 1)
+        assert not worker.count_elsewhere() and not foreign.count_elsewhere()
+
+
+ACL = f"""\
+user default off
+user router on >secret ~{PREFIX}:* &{PREFIX}:* -@all +set +getrange +del +publish +subscribe
+"""
+
+
+async def test_access_by_user_and_password(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The documented rights are enough; another password, or keys of others, is said and not shown."""
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    users = tmp_path / "users"
+    users.write_text(ACL)
+    server = StoreServer(tmp_path, "--aclfile", str(users))
+    server.start()
+    url = server.url.replace("//", "//router@")
+    try:
+        async with run_replicas(url, *REPLICAS, password_file=str(password)) as (one, other):
+            one.send(build_request(1), URLS[0])
+            await wait_for(lambda: other.count_elsewhere() == 1)
+        caplog.clear()
+        failed = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
+        for given, prefix in (("wrong", PREFIX), ("secret", "foreign")):
+            named = server.url.replace("//", f"//router:{given}@")
+            async with run_replicas(named, REPLICAS[0], prefix=prefix) as (it,):
+                await wait_for(lambda it=it: it.read_metrics()[failed] > 0)
+        assert len(caplog.messages) == 2
+        assert not any("wrong" in each or "secret" in each for each in caplog.messages)
+    finally:
+        server.send_signal(signal.SIGKILL)
+
+
+def make_certificate(folder: Path, host: str) -> tuple[Path, Path]:
+    """A certificate that signs itself, and its key."""
+    files = folder / f"{host}.crt", folder / f"{host}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        + ["-nodes", "-days", "2", "-subj", "/CN=test", "-addext", f"subjectAltName={host}"]
+        + ["-out", str(files[0]), "-keyout", str(files[1])],
+        check=True,
+        capture_output=True,
+    )
+    return files
+
+
+@pytest.mark.parametrize("case", ["right", "another host", "unknown authority", "no client"])
+async def test_tls(tmp_path: Path, case: str) -> None:
+    """The server's certificate and name are verified, and the store can ask for one of the client."""
+    certificate, key = make_certificate(
+        tmp_path, "DNS:elsewhere" if case == "another host" else "IP:127.0.0.1"
+    )
+    server = StoreServer(
+        tmp_path, "--tls-port", "PORT", "--port", "0", "--tls-cert-file", str(certificate),
+        "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate),
+        "--tls-auth-clients", "yes",
+    )  # fmt: skip
+    server.start()
+    own = f"ssl_certfile={certificate}&ssl_keyfile={key}"
+    query = {
+        "unknown authority": own,
+        "no client": f"ssl_ca_certs={certificate}",
+    }.get(case, f"ssl_ca_certs={certificate}&{own}")
+    failed = f"{metric_names.ROUTER_SHARED_STATE_EXCHANGES}_total failed"
+    try:
+        url = f"rediss://127.0.0.1:{server.port}?{query}"
+        async with run_replicas(url, *REPLICAS) as (one, other):
+            one.send(build_request(1), URLS[0])
+            if case == "right":
+                await wait_for(lambda: other.count_elsewhere() == 1)
+            else:
+                await wait_for(lambda: other.read_metrics()[failed] >= 3)
+                assert not other.read_metrics()[metric_names.ROUTER_SHARED_STATE_UP]
+    finally:
+        server.send_signal(signal.SIGKILL)
