@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of instances' faults into its reference page: run it after an outcome has changed.
+"""Write the table of instances' faults into its report: run it after an outcome has changed.
 
 The run takes about 20 s; tests/attack/upstream_matrix.py makes it, and tests/attack/test_upstream_faults.py
 fails when the page is not what it gives.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "upstream-faults.md"
+PAGE = ROOT / "benchmarks" / "results" / "upstream-faults.md"
 TABLE = re.compile(r"(<!-- faults -->\n).*?(<!-- end of faults -->)", re.DOTALL)
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 

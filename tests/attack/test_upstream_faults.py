@@ -15,7 +15,7 @@ from attack.upstream_matrix import FaultCell, FaultOutcome
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reference" / "upstream-faults.md"
+PAGE = ROOT / "benchmarks" / "results" / "upstream-faults.md"
 
 
 @pytest.fixture(scope="module")

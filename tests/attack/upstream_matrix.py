@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a request whose instance has a fault: run for each fault, leg, form and attempt.
 
-test_upstream_faults.py compares the outcomes with the table in docs/reference/upstream-faults.md, which
+test_upstream_faults.py compares the outcomes with the table in benchmarks/results/upstream-faults.md, which
 docs/generate_upstream_faults.py writes with `render_table`.
 """
 
